@@ -18,92 +18,92 @@
 //   3609         the level of a training sample, drawn, and its share of the loss
 //   4066         samplers
 //   4618     9. Data: .bin files that may be larger than memory, the order of their images
-//   5145    10. Model files: weights and checkpoints, initial weights
-//   5493    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5508         the learning rate, the verdict on a step, averages of the weights
-//   5595         what a trainer holds
-//   5734         a step
-//   6039    12. A run: log, guard, checkpoints, resume, samples
-//   6064         the log in memory, as the page shows it
-//   6176         what a run holds
-//   6244         the log and the status line
-//   6434         checkpoints, snapshots and grids
-//   6700         the start of a run: new, from a file's weights, or resumed
-//   6926         the loop over the steps
-//   7042         a run from its first to its last line
-//   7212         samples, without a run
-//   7371    13. main: the command line, then a run or samples
-//   7652         what ranks must have in common
-//   7723         main
-//   7846  Part II. The device
-//   7849    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7929    15. The CPU: the device is the host; operations are in dev/reference.h
-//   7999    16. The GPU: what all kernels share
-//   8064         Launches, which may overlap
-//   8108         Decisions: what kernels are chosen with
-//   8157         Single instructions: shared memory, mbarriers, clusters
-//   8242         Activations: pieces of 16 bytes
-//   8562         each_kernel: a thread for an element
-//   8576         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8739         Swizzle: how rows lie in shared memory
-//   8757         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9008         building blocks of Hopper's kernels (sm_90a)
-//   9307    17. Small operations: resampling, embeddings, diffusion
-//   9310         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9511         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9868         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10377    18. Group norm
-//  10380         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10931         groupnorm_backward_whole: an image's slab in shared memory
-//  11316    19. Attention
-//  11422         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  11967         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12105         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12786    20. Convolution
-//  12828         ConvOut: results, 4 channels of a pixel at a time
-//  13066         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13129         conv_halo: 3x3, stride 1, any GPU
-//  13535         conv_gather: any kernel size and stride, any GPU
-//  13798         conv_few: the first and the last layer
-//  13970         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14550         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14672         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15144         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15590         conv_weight_tma: weight gradients (sm_90a)
-//  15881         FP8 in training: weights and gradients are rounded
-//  15981    21. The optimiser
-//  15984         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16218    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16221         groupnorm_backward
-//  16376         attention: forward and, where a has dout, backward
-//  16438         convolution: forward and input gradient
-//  16935         convolution: weight gradients
-//  17284    23. The GPU: memory, copies, repeated work
-//  17507    24. Between ranks: from device to device
+//   5164    10. Model files: weights and checkpoints, initial weights
+//   5512    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5527         the learning rate, the verdict on a step, averages of the weights
+//   5614         what a trainer holds
+//   5753         a step
+//   6058    12. A run: log, guard, checkpoints, resume, samples
+//   6083         the log in memory, as the page shows it
+//   6195         what a run holds
+//   6263         the log and the status line
+//   6453         checkpoints, snapshots and grids
+//   6719         the start of a run: new, from a file's weights, or resumed
+//   6945         the loop over the steps
+//   7061         a run from its first to its last line
+//   7235         samples, without a run
+//   7394    13. main: the command line, then a run or samples
+//   7681         what ranks must have in common
+//   7752         main
+//   7880  Part II. The device
+//   7883    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7963    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8033    16. The GPU: what all kernels share
+//   8098         Launches, which may overlap
+//   8142         Decisions: what kernels are chosen with
+//   8191         Single instructions: shared memory, mbarriers, clusters
+//   8276         Activations: pieces of 16 bytes
+//   8596         each_kernel: a thread for an element
+//   8610         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8773         Swizzle: how rows lie in shared memory
+//   8791         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9042         building blocks of Hopper's kernels (sm_90a)
+//   9341    17. Small operations: resampling, embeddings, diffusion
+//   9344         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9545         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9902         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10434    18. Group norm
+//  10437         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10988         groupnorm_backward_whole: an image's slab in shared memory
+//  11373    19. Attention
+//  11479         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12024         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12162         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12843    20. Convolution
+//  12885         ConvOut: results, 4 channels of a pixel at a time
+//  13123         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13186         conv_halo: 3x3, stride 1, any GPU
+//  13592         conv_gather: any kernel size and stride, any GPU
+//  13855         conv_few: the first and the last layer
+//  14027         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14607         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14729         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15201         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15647         conv_weight_tma: weight gradients (sm_90a)
+//  15938         FP8 in training: weights and gradients are rounded
+//  16050    21. The optimiser
+//  16053         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16287    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16290         groupnorm_backward
+//  16445         attention: forward and, where a has dout, backward
+//  16507         convolution: forward and input gradient
+//  17004         convolution: weight gradients
+//  17353    23. The GPU: memory, copies, repeated work
+//  17576    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7842, run_program 7782, train 7168, run_step 6976, train_step 5973, load_batch 5102 (read_image 4698);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17415):
-//     step_gradients 5867: draw_levels 9882 (the formulas: draw_level 3677), forward_and_loss 5780,
-//     q_sample_forward 10073, unet_forward 3231, forward_layer 3217 (a function of the layer's kind),
-//     loss_forward_backward 10184, unet_backward 3297, conv_backward_weights 17277 (weight gradients, on the side
-//     stream), finish_gradients 11264 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16031;
-//     judge_step 16078 (the verdict: judge_batch 5568), update_slice 5938, adamw_update 16190 (adamw_kernel 16148),
-//     next_step 16084, record_step 16090; later collect_steps 6930
+//     main 7876, run_program 7812, train 7191, run_step 6995, train_step 5992, load_batch 5118 (read_image 4701);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17484):
+//     step_gradients 5886: draw_levels 9918 (the formulas: draw_level 3677), forward_and_loss 5799,
+//     q_sample_forward 10124, unet_forward 3231, forward_layer 3217 (a function of the layer's kind),
+//     loss_forward_backward 10238, unet_backward 3297, conv_backward_weights 17346 (weight gradients, on the side
+//     stream), finish_gradients 11321 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16100;
+//     judge_step 16147 (the verdict: judge_batch 5587), update_slice 5957, adamw_update 16259 (adamw_kernel 16217),
+//     next_step 16153, record_step 16159; later collect_steps 6949
 //   pictures, from noise: sample_batch 4533, plan_route 4298, device_step 4342, euler_step 4096 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16789 draws all of its roads):
-//     forward_conv 2283; conv_forward 16825, with conv_product above it, which asks conv_is_wgmma 16445;
-//     on Hopper, large images: pick_conv_tiles_3x3 16739; conv_tiles 15129, with conv_tiles_kernel above it;
-//     Accumulators 9228 (its function multiply); Wgmma 8821;
-//     on Hopper, small images: pick_conv_small 16596; conv_small 15576, with conv_small_kernel and multiply_small above
-//     it; Wgmma 8821;
-//     on any other GPU pick_conv_halo_bf16 16512; conv_halo 13522, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8627
-//   why several GPUs compute the bits of one: step_gradients 5867
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 385, Silu 7892, with_nonlinearity 7902 (a case);
-//     BEHIND_NORMS, in front of add_norm 2510, chooses it. The embedding has SiLU as a layer: silu_forward 9788
+//   a convolution, to the tensor cores (a table above conv_product 16858 draws all of its roads):
+//     forward_conv 2283; conv_forward 16894, with conv_product above it, which asks conv_is_wgmma 16514;
+//     on Hopper, large images: pick_conv_tiles_3x3 16808; conv_tiles 15186, with conv_tiles_kernel above it;
+//     Accumulators 9262 (its function multiply); Wgmma 8855;
+//     on Hopper, small images: pick_conv_small 16665; conv_small 15633, with conv_small_kernel and multiply_small above
+//     it; Wgmma 8855;
+//     on any other GPU pick_conv_halo_bf16 16581; conv_halo 13579, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8661
+//   why several GPUs compute the bits of one: step_gradients 5886
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 385, Silu 7926, with_nonlinearity 7936 (a case);
+//     BEHIND_NORMS, in front of add_norm 2510, chooses it. The embedding has SiLU as a layer: silu_forward 9822
 //   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3538
 //   an objective, as edm and flow are: its row in common/flags.h, Frame 500, and beside each other edm_question 3381,
 //     ask 3416, frame_of 3426, sigma_draws 3432, has_steps_of_t 3438; the head of their section lists the changes
@@ -115,17 +115,17 @@
 //     by which factor, and where. plan_fp8 2825 and plan_fp8_gradients 2842 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 2883 for samples, make_fp8_training 2922 for training; add_fp8_args 2059
 //     hands them to the layers. forward_conv 2283 and backward_conv 2294 choose between bf16 and FP8;
-//     conv_backward_input_fp8 16886 makes an input gradient a forward convolution; conv_product_fp8 16818 picks the
-//     kernel, multiply_fp8 9259 and WgmmaFp8 8857 multiply; print_fp8 6876 says whether it pays
+//     conv_backward_input_fp8 16955 makes an input gradient a forward convolution; conv_product_fp8 16887 picks the
+//     kernel, multiply_fp8 9293 and WgmmaFp8 8891 multiply; print_fp8 6895 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1324 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5306 and check_unused (host/files.h): look at their
+//     _unless. For a damaged header they stand in check_field 5325 and check_unused (host/files.h): look at their
 //     callers.
 //     unknown_word 1238 prints the message for a word of a flag that some place does not know. Such a place calls it
 //     itself or through meaning 1244.
-//     Two functions print a message while the run goes on: report_bad_step 6688 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6478 that a file could not be written yet.
-//     stop_run 6452 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     Two functions print a message while the run goes on: report_bad_step 6707 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6497 that a file could not be written yet.
+//     stop_run 6471 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -4625,6 +4625,7 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
 // file of them. open_dataset checks the file, once. For each step, load_batch sends the images to the device; it calls
 // image_at_position and read_image for each image.
 
+// The first number of a file tells what the file is: one of our data files, or one of unet.cu (data_header).
 constexpr int DATA_MAGIC = 20261120;
 constexpr int UNET_CU_DATA_MAGIC = 20240620;
 constexpr size_t READ_AT_START = (size_t)4 << 30; // a file of up to this length is read and checked at the start
@@ -4667,6 +4668,7 @@ struct Dataset : InputFile {
     std::shared_ptr<Dataset> cond;   // --cond_file: a picture for each image, in the same order; null: there are none
 
     size_t image_bytes() const { return (size_t)C * H * W * bytes; }
+    // The images follow the header, which has 1024 bytes.
     size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); } // the byte of the file where image i begins
     // The bytes of a batch's buffer at which its labels, numbers and pictures begin. The images begin at 0. The labels
     // follow them, at a multiple of 4 bytes.
@@ -4694,7 +4696,8 @@ static bool all_finite(const float* v, size_t n) {
 }
 
 // Reads image i into memory at `to`. Returns true if it could be read and its checksum is right (or not known).
-// Otherwise d->error is the reason.
+// Otherwise d->error is the reason. With one rank, this function does not end the program, because a run first saves
+// what it has trained (finish_stopped).
 static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
     const size_t n = d->image_bytes();
     // A file that was intact when it was opened may be changed, cut or damaged later.
@@ -4729,6 +4732,8 @@ static Header data_header(const Dataset& d, const char* hint) {
     const int* s = d.header.slot;
     const int magic = s[SLOT_MAGIC];
     const int version = s[SLOT_VERSION];
+    // s[1] to s[4] are the number of images, channels, height and width. There are no classes (0), and values are
+    // floats (4 bytes).
     if (magic == UNET_CU_DATA_MAGIC) return Header{{DATA_MAGIC, 0, s[1], s[2], s[3], s[4], 0, 4}};
     must(magic == DATA_MAGIC, d.path,
          text("is not a data file (it starts with %d, not %d); %s", magic, DATA_MAGIC, hint));
@@ -4738,7 +4743,8 @@ static Header data_header(const Dataset& d, const char* hint) {
     return d.header;
 }
 
-// Copies the fields of a header that describe the images, and checks them.
+// Copies the fields of a header that describe the images, and checks them. This comes before any memory is requested
+// for labels or images. Otherwise a damaged number could make the program ask for any amount of memory.
 static void take_data_fields(Dataset* d, const Header& h, const char* hint) {
     auto field = [&](int slot, const char* name, int low, int high) {
         const int value = h.slot[slot];
@@ -4785,6 +4791,9 @@ static void read_behind_images(Dataset* d, uint32_t body_crc) {
     const size_t bytes = behind.size() * sizeof(int32_t);
     d->read(behind.data(), bytes, d->image_at(d->count));
     if (d->version == 2) d->image_crc.assign(behind.end() - d->count, behind.end());
+    // In version 1 the body's checksum begins with the images, so it can only be checked if all images are read. In
+    // version 2 it covers only `behind`. Then check_images compares each image with its own checksum, and returns 0,
+    // which is the start value of a checksum.
     const bool reads_all = d->size <= READ_AT_START;
     const uint32_t images_crc = reads_all ? check_images(d) : 0;
     const bool can_check = d->version == 2 || (d->version == 1 && reads_all);
@@ -4918,11 +4927,14 @@ static void prepare_folder(const Config& c, const std::string& file) {
 
 // Sets --data_file to the file that is made of --data_dir. Rank 0 makes the file, and the other ranks wait.
 static void take_data_dir(Config* c, const std::string& where) {
+    // parse_model computes the size (c->H, c->W) that the pictures get. Here only an error in --image_size matters.
+    // Other errors are found later (take_data_shape).
     const std::string error = parse_model(c);
     if (error.starts_with("--image_size")) refuse(where + error);
     const std::string file = data_file_beside(c->data_dir);
     if (!world.rank) prepare_folder(*c, file);
     broadcast_host("the preparation of --data_dir", "");
+    // From here on, the settings are as if the user had given --data_file and not --data_dir.
     c->data_file = file;
     c->on_command_line.insert("data_file");
     c->data_dir = "";
@@ -4983,6 +4995,8 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
     const int HW = c.H * c.W;
     const int C = c.in_channels;
     std::vector<float> picture;
+    // In training, a picture may also be mirrored, be left out or, if it is a small one, have noise (show_pictures).
+    // Here it is not changed.
     if (c.picture_kind == PictureKind::LOWRES) {
         const int factor = c.picture_factor;
         const int w = c.W / factor;
@@ -4997,6 +5011,8 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
         for (int p = 0; p < HW; p++) picture.push_back(grey_value(image, bytes, p, HW));
         return picture;
     }
+    // A hole is drawn from two quartets. The step is always 0, so a run that is resumed shows the same holes in its
+    // grids as before.
     Words words[2 * HOLES];
     for (int k = 0; k < 2 * HOLES; k++) words[k] = philox((uint64_t)c.seed, k, (uint32_t)number, 0, RANDOM_MASK);
     const Holes holes = draw_holes(words, c.H, c.W);
@@ -5106,7 +5122,9 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
     auto sample = [&](int k) { return training ? first_sample(k / micro, micro) + k % micro : k; };
     auto image = [&](int64_t position) { return image_at_position(*d, c, training, position); };
 
-    // Ask the operating system to fetch the images of later batches, unless it was asked before.
+    // Ask the operating system to fetch the images of later batches, unless it was asked before. The first call asks
+    // for the images of this batch and of the next BATCHES_AHEAD batches. In training, later calls ask for one more
+    // batch each.
     const int64_t ahead = first + (BATCHES_AHEAD + 1) * (int64_t)B;
     for (d->asked = std::max(d->asked, first); d->asked < ahead; d->asked += B)
         for (int k = 0; k < own_images; k++) {
@@ -5122,6 +5140,7 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
     uint8_t* pictures = batch->host + d->pictures_at(own_images, c);
     // An image loses its class and numbers if its random word is below this.
     const uint32_t classless = dropout_threshold(training ? c.class_dropout : 0);
+    // In training, first is the number of the step times B (train_step). So this is the number of the step.
     const uint32_t step = (uint32_t)(first / B);
     for (int k = 0; k < own_images; k++) {
         const int64_t b = sample(k);
@@ -7041,7 +7060,8 @@ static void save_at_the_end(Run* run) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- a run from its first to its last line
 
-// Opens --val_data_file, if there is one, and checks that its images are like those of the training data.
+// Opens --val_data_file, if there is one, and checks that its images are like those of the training data. Without
+// --val_data_file the result is an empty data set. Its count is 0, which tells the callers that there is no validation.
 static Dataset open_validation_data(const Config& c, const Dataset& data) {
     if (c.val_data_file.empty()) return Dataset{};
     Dataset val = open_dataset(c.val_data_file);
@@ -7084,6 +7104,7 @@ static void take_values_of_data(const Config& c, Sampler* s, const Dataset& d) {
 static void take_pictures_of_data(const Config& c, Sampler* s, const Dataset& d) {
     if (!c.cond_channels) return;
     const char* const flag = c.val_cond_file.empty() ? "cond_file" : "val_cond_file";
+    // truth holds the images that these pictures belong to. A grid shows them beside the samples (beside_pictures).
     s->truth = first_images(d, c.val_data_file.empty() ? "data_file" : "val_data_file", c.in_channels, c.num_samples);
     if (c.picture_kind != PictureKind::FILE) s->pictures = made_pictures(c, d, c.num_samples, {});
     else s->pictures = first_images(*d.cond, flag, c.cond_channels, c.num_samples);
@@ -7143,6 +7164,8 @@ static void finish_complete(Run* run) {
     // only to find out whether the last checkpoint is good.
     const int keep = c.keep_checkpoints;
     const bool too_many = !world.rank && keep && (int)run->folder.list().size() > keep;
+    // Only rank 0 knows the files in the folder. But all ranks must do the step together, since they exchange
+    // gradients. So rank 0 tells the others whether the step is needed. What this step changes is not saved.
     if (!any_rank("the question whether a checkpoint is to spare", too_many)) return;
     if (!train_step(&run->trainer, run->issued)) return;
     copy_to_host(&run->state, run->trainer.records + run->issued % RECORDS, sizeof run->state);
@@ -7404,6 +7427,8 @@ static Config unet_cu_config(const ModelFile& model) {
     // The network of unet.cu has attention at its third and fourth level.
     c.image_size = text("%dx%d", height, width);
     c.attention_resolutions = text("%d,%d", height / 4, height / 8);
+    // The second half of the output channels, if there is one, is for a learned variance (--learn_sigma). With
+    // vlb_weight = 0 this half is neither trained nor used, unless --use_kl is True.
     c.learn_sigma = out_channels == 2 * (int64_t)channels;
     c.vlb_weight = 0;
     c.noise_schedule = "linear";
@@ -7411,7 +7436,9 @@ static Config unet_cu_config(const ModelFile& model) {
 }
 
 // Sets a flag to the value in a model file. If the command line gives the flag, too, the two values must be the same.
-// But a flag that may change from run to run keeps the value of the command line.
+// But a flag that may change from run to run keeps the value of the command line. Slots after SLOT_STEP hold settings
+// of the run, such as the batch size. All of these may change. Slots before it hold settings of the model, of which
+// only those of FREE flags may change.
 static void take_from_file(Config* c, const std::string& path, const std::string& name, const std::string& value) {
     const Flag& f = *find_flag(name);
     const bool given = c->given(name);
@@ -7443,7 +7470,8 @@ static void take_unet_cu_file(Config* c, const ModelFile& model) {
     }
 }
 
-// Returns the paths of --data_file and --cond_file that a checkpoint holds; "": it holds no such path.
+// Returns the paths of --data_file and --cond_file that a checkpoint holds; "": it holds no such path. The paths lie
+// one after the other in 512 bytes of the header, with a byte 0 between them. The bytes after them are 0, too.
 static std::pair<std::string, std::string> kept_paths(const ModelFile& model) {
     const std::string kept((const char*)&model.header.slot[SLOT_PATH], 512);
     const std::string data_file = kept.substr(0, kept.find('\0'));
@@ -7510,7 +7538,8 @@ static void take_parsed_flags(Config* c, const ModelFile& model) {
     take_from_file(c, model.path, "cond", kind + (factor ? text(":%d", factor) : ""));
 }
 
-// Returns the value that a header holds for a flag with a slot, as a user would type it.
+// Returns the value that a header holds for a flag with a slot, as a user would type it. If a flag's value is a word,
+// its slot holds the word's number in the flag's list (model_header).
 static std::string header_value(const Config& c, const Header& h, const Flag& f) {
     if (f.at<float>(c)) return text("%.9g", h.get<float>(f.slot));
     const std::vector<std::string> words = choices(f);
@@ -7748,6 +7777,7 @@ static void take_num_gpus(const std::string& value, int patience, char** argv) {
     if (count > gpus) die("--num_gpus %d: the program can use %d here", count, gpus);
     if (count <= 1) return;
     if (ranks_need()) die("--num_gpus %d: %s", count, ranks_need());
+    // start_ranks does not return. It ends this process when all ranks have ended.
     start_ranks(count, argv);
 }
 
@@ -7799,6 +7829,8 @@ static int run_program(int argc, char** argv) {
     std::string resume;
     if (!world.rank) {
         output = open_folder(c.output_dir);
+        // This ends the program at once if another run trains in the folder. A new folder is made and locked later
+        // (take_folder).
         if (!c.sample) lock_folder(output, false);
         resume = resume_path(c, output);
     }
@@ -7820,6 +7852,8 @@ static int run_program(int argc, char** argv) {
         if (!model.size) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
         const std::string error = check_model(&c);
         if (!error.empty()) refuse(where + error);
+        // Ranks are compared before their devices are joined: the comparison needs only the hosts' connections
+        // (host/ranks.h).
         compare_ranks(c, model.path);
         join_devices(directly);
         sample_and_stop(c, samples, model);
@@ -9871,8 +9905,10 @@ static void values_embedding_backward(GradOf<float> dx, float* dweight, const fl
 //   double, in a fixed order. "Diffusion" in Part I and dev/reference.h have the formulas.
 // Costs: memory traffic. Images are small beside activations.
 
-// Philox makes random words in quartets. This returns the four words of this quartet for sample b. They
-// depend only on the key, which includes the step, and on these two numbers.
+// Philox makes random words in quartets. This returns the four words of this quartet for sample b. They depend only on
+// the key, which includes the step, and on these two numbers. sample0 + b is the sample's number in the step's whole
+// batch; outside of training, it is the image's number. So a draw does not depend on the rank or the microbatch that
+// the sample belongs to.
 INLINE Words random_words(const RandomKey& key, uint32_t quartet, int b) {
     return philox(key.seed, quartet, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
 }
@@ -9888,6 +9924,8 @@ static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, cons
     });
 }
 
+// Its key leads to the random words that draw_levels has used for the same samples. So the sigma that is drawn here is
+// the student's, and the teacher's smaller sigma is computed from it.
 static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key) {
     each(B, [=] __device__(size_t b) {
         const NoiseLevel l = draw_teacher(o, random_words(key, 0, (int)b));
@@ -9914,6 +9952,7 @@ static void augment_images(float* out, Augmentation* drawn, float* canvas, float
             told[b * stride + k] = drawn[b].told[k];
         }
     });
+    // A plane is one channel of one image. It has `fine` values in the canvas, and H W values in images and out.
     const size_t fine = (size_t)fine_size(H) * fine_size(W);
     each((size_t)B * fine, [=] __device__(size_t i) {
         const size_t b = i / fine;
@@ -9933,7 +9972,8 @@ static void augment_images(float* out, Augmentation* drawn, float* canvas, float
 }
 
 // Used with --schedule_sampler loss-second-moment. Each thread works on one t. It looks through the batch for samples
-// with this t.
+// with this t. So only one thread writes the row of a t, and it stores the losses in the order of the batch. Every rank
+// holds the losses of the whole batch, so all ranks compute the same rows.
 static void update_rms_losses(double* rms_losses, float* history, const NoiseLevel* levels, const double* loss,
                               const StepState* state, int T, int B) {
     each(T, [=] __device__(size_t t) {
@@ -9944,7 +9984,9 @@ static void update_rms_losses(double* rms_losses, float* history, const NoiseLev
 }
 
 // each_quad calls f(b, e) for elements e ... e + 3 of image b; an image has n elements. Each thread works on four
-// elements, because one quartet of Philox gives four random words.
+// elements, because one quartet of Philox gives four random words. An image begins with a new quad, so its last quad
+// may have fewer than four elements. f has to check this. The quad's number, e / 4, also serves as the number of its
+// quartet.
 template <class F> struct Quads {
     F f;
     int n;
@@ -9988,6 +10030,7 @@ INLINE bool picture_is_left_out(const PictureDraws& draws, int b) {
 // one element of the result. In mask_images a thread writes all channels of a pixel.
 static void take_pictures(float* cond, const void* pictures, PictureDraws draws, int B, int K, int H, int W,
                           int bytes) {
+    // Element i of the result is channel k of a pixel: (B, H, W, K). The data file's pictures are (B, K, H, W).
     each((size_t)B * H * W * K, [=] __device__(size_t i) {
         const int k = (int)(i % K);
         const int w = (int)(i / K % W);
@@ -9999,6 +10042,8 @@ static void take_pictures(float* cond, const void* pictures, PictureDraws draws,
     });
 }
 
+// small is (B, H / factor, W / factor, C). The noise of element e is normal e % 4 of quartet e / 4. So four
+// neighbouring threads compute the same quartet.
 static void shrink_images(float* small, const void* images, int factor, PictureDraws draws, int B, int C, int H, int W,
                           int bytes) {
     const int small_w = W / factor;
@@ -10020,6 +10065,7 @@ static void shrink_images(float* small, const void* images, int factor, PictureD
     });
 }
 
+// The small pictures of mirrored images are mirrored already (shrink_images), so there is nothing to mirror here.
 static void enlarge_pictures(float* cond, const float* small, int factor, PictureDraws draws, int B, int C, int H,
                              int W) {
     const int n = H * W * C;
@@ -10034,6 +10080,8 @@ static void enlarge_pictures(float* cond, const float* small, int factor, Pictur
     });
 }
 
+// cond is (B, HW). Images have three channels: parse_cond refuses others. `from` is the pixel of the image that is
+// shown at p: in the same row and, if the image is mirrored, counted from the right edge.
 static void grey_images(float* cond, const void* images, PictureDraws draws, int B, int H, int W, int bytes) {
     const int HW = H * W;
     each((size_t)B * HW, [=] __device__(size_t i) {
@@ -10045,6 +10093,9 @@ static void grey_images(float* cond, const void* images, PictureDraws draws, int
     });
 }
 
+// cond is (B, HW, C + 1): the image without its holes, and then the mask. All threads of a sample draw the same holes,
+// which are places in the image as the network sees it. So they are not mirrored. A picture that is left out is 0 in
+// all channels. Its mask is then neither 1 (a hole) nor -1 (known).
 static void mask_images(float* cond, const void* images, PictureDraws draws, int B, int C, int H, int W, int bytes) {
     const int HW = H * W;
     const RandomKey key = of_purpose(draws.key, RANDOM_MASK);
@@ -10089,6 +10140,7 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
             const int column = flip ? W - 1 - w : w;
             const size_t place = (((size_t)b * C + c) * H + h) * W + column;
             float x0 = 0;
+            // The last quad of an image may go beyond its end, where nothing may be read.
             if (e + k < n) x0 = image_value(images, bytes, place);
             x[k] = l.signal * x0 + l.sigma * z[k];
             z[k] = l.target_x0 * x0 + l.target_noise * z[k];
@@ -10166,6 +10218,8 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
         BoundTerm term{};
         if (BOUND) { // the bound's term needs the predicted variance and the true x0
             const float v = Cout > C ? out[at_variance] : 0.0f;
+            // The target is the answer that means the true x0. So the formula that turns an answer into an x0 returns
+            // the true x0.
             const float x0 = l.x0_x * x[first_target + i] + l.x0_out * wanted;
             term = bound_term(l, d, v, x0);
         }
@@ -10341,6 +10395,8 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
                 sigma = expf(s.log_sigma + s.range * 0.5f * (variance + 1));
             }
             float next = s.next_x * v + s.next_x0 * x0 + sigma * z[k];
+            // The memory m is read before it is overwritten. If no step of the sampler writes m, d.m is null and these
+            // three coefficients are 0.
             if (s.next_m != 0) next += s.next_m * d.m[i];
             if (s.m_x != 0 || s.m_x0 != 0) d.m[i] = s.m_x * v + s.m_x0 * x0;
             x[i] = next;
@@ -10354,6 +10410,7 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
 //   x = known_x image + known_sigma z
 // Then noise is added to all of x, so that the next step can harmonise both parts (RePaint, Lugmayr et al. 2022):
 //   x' = back_x x + back_sigma z'
+// A mask has one value for each element of the image: read_images repeats its only channel C times.
 static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key,
                        bool guided, int B, int n) {
     each_quad(B, n, [=] __device__(int b, int e) {
@@ -15888,6 +15945,9 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 
 constexpr int ROUNDING_TILE = 64;
 constexpr int MAX_ROUNDINGS = 96; // of a launch; adm64 has 69 such convolutions
+// The convolutions (works) whose weights one launch rounds. The list is passed as a parameter of the kernel, so it need
+// not be copied to the device's memory before. The tiles of all works are numbered one after the other. A block's
+// number is the number of its tile.
 struct RoundingList {
     struct Work : WeightRounding {
         int first_tile; // the number of its first tile
@@ -15920,7 +15980,9 @@ static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weig
     const int co0 = index / work.tiles_in() / 9 * TILE;
     await_previous_kernel();
 
-    // A thread rounds 8 neighbouring input channels of two output channels.
+    // A thread rounds 8 neighbouring input channels of two output channels. All of these convolutions have multiples of
+    // 32 channels (conv_is_few). So 8 input channels, and below 16 output channels, lie all inside the weights or all
+    // outside.
     const int column = threadIdx.x % 8 * 8;
     UNROLL_FOR (int i = 0; i < 2; i++) {
         const int row = threadIdx.x / 8 + i * 32;
@@ -15934,6 +15996,8 @@ static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weig
         if (!work.turned_alone) store_whole(weights + at, rounded);
         *(uint2*)&tile[row][column] = rounded;
     }
+    // Every thread must come to this barrier. So where there is nothing to round, the loop above uses continue and not
+    // return.
     __syncthreads();
     // A thread writes 16 neighbouring output channels of one input channel.
     const int ci = ci0 + (int)threadIdx.x / 4;
@@ -15941,23 +16005,28 @@ static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weig
     if (ci >= work.Cin || co >= work.Cout) return;
     uint32_t words[4];
     UNROLL_FOR (int i = 0; i < 4; i++) {
+        // A word holds four output channels. The first of them is its lowest byte.
         words[i] = 0;
         UNROLL_FOR (int k = 0; k < 4; k++) {
             words[i] |= (uint32_t)tile[co - co0 + 4 * i + k][ci - ci0] << 8 * k;
         }
     }
+    // An input gradient is a convolution of dout with each 3x3 kernel turned by 180 degrees. So tap becomes 8 - tap,
+    // and input and output channels change places (conv_backward_input_fp8).
     store_whole(turned + work.offset + ((size_t)ci * 9 + 8 - tap) * work.Cout + co,
                 make_uint4(words[0], words[1], words[2], words[3]));
 }
 
 static void round_weights(uint8_t* weights, uint8_t* turned, const act* copy,
                           const std::vector<WeightRounding>& works) {
+    // act_has_wgmma is true only if activations are bf16. So copy holds bf16, as the kernel reads it.
     if (!act_has_wgmma()) die("internal error: FP8 is for Hopper");
     RoundingList list;
     for (const WeightRounding& w : works) {
         list.works[list.count] = {w, list.tiles};
         list.tiles += list.works[list.count].tiles();
         list.count++;
+        // The list is launched when it is full, and after the last work.
         if (list.count < MAX_ROUNDINGS && &w != &works.back()) continue;
         launch(round_weights_kernel, list.tiles, 256, 0, weights, turned, copy, list);
         list = {};
