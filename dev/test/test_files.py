@@ -855,6 +855,11 @@ def test_an_error_is_not_taken_for_a_missing_file(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "log.csv").read_text() == "1,0.5"
 
 
+def test_files_to_convert_are_two(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = one_sentence("train_unet", twin.run, ["--convert", "a.bin", "b.pt", "extra"], capsys, monkeypatch)
+    assert "--convert a.bin b.pt extra: takes two files, not 3" in told
+
+
 def test_the_twin_refuses_the_same_checkpoints(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counters, settings and running means that no run can have, when it is to be continued."""
     model = checkpoint.read_bytes()
