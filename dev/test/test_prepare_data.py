@@ -719,6 +719,9 @@ def test_names_cannot_speak_to_the_terminal(tmp_path, capsys):
     assert convert("--data_dir", tmp_path / f"{name}/\n", "--output_name", tmp_path / "o.bin") == 1
     assert convert("--idx", tmp_path / f"{name}.png", "--output_name", tmp_path / "o.bin") == 1
     assert convert("--image_size", name, "--idx", "x", "--output_name", "x") == 1
+    words = [sys.executable, ROOT / "prepare_data.py", f"--{name}"]
+    done = subprocess.run(words, capture_output=True, text=True)  # ends in begin()
+    assert done.stderr.startswith("prepare_data: --evil ]0;owned \\x9b31m \\u202e: there is no such flag"), done.stderr
     captured = capsys.readouterr()
     assert captured.out.count("evil\\x1b]0;owned\\x07\\x9b31m\\r\\u202e") == 2 and captured.err.count("evil\\x1b]0") >= 5
     assert all(character.isprintable() or character == "\n" for character in captured.out + captured.err)
