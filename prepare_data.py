@@ -23,7 +23,7 @@ import sys
 from dataclasses import dataclass, field
 
 from common import program
-from common.flags import finite_numbers, flag, format_value, parse_flags
+from common.flags import flag, format_value, numbers, parse_flags
 from common.program import UserError
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -411,11 +411,11 @@ def read_table(path: str) -> tuple[list[str], dict[str, list[float]]]:
             if len(cells) != width or width < 2:
                 told = f"has {len(cells)} columns; a line is a file's name and its numbers, {max(width, 2)} columns"
                 raise DataError(f"{path}: the line of {cells[0]} {told}")
-            row = finite_numbers(cells[1:])
+            row = numbers(cells[1:])
             if not row and first:
                 names = cells[1:]
                 continue
-            if not row:
+            if not row or not np.isfinite(row).all():
                 raise DataError(f"{path}: the line of {cells[0]} holds something else than finite numbers: {','.join(cells[1:])[:60]}")
             if cells[0] in rows:
                 raise DataError(f"{path}: has two lines of {cells[0]}")

@@ -27,12 +27,17 @@ def float32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
-def finite_numbers(words: list[str]) -> list[float]:
-    """The numbers that these words are, as float32; [] if one of them is something else, or not finite."""
+def numbers(words: list[str]) -> list[float]:
+    """The numbers that these words are, as float32; [] if one of them is something else."""
     try:
-        row = [float32(float(word)) for word in words]
+        return [float32(float(word)) for word in words]
     except ValueError:
         return []
+
+
+def finite_numbers(words: list[str]) -> list[float]:
+    """The same; [] also if one of them is not finite."""
+    row = numbers(words)
     return row if all(map(math.isfinite, row)) else []
 
 
