@@ -84,17 +84,7 @@ from PIL import Image, ImageDraw, ImageFont, features
 
 from common.data_files import MOST_VALUES, new_data_file, write_data
 from common.files import DataError, check_output, is_data, open_regular
-from common.pictures import (
-    IMAGE_EXTENSIONS,
-    Cut,
-    decode_images,
-    image_to_array,
-    label_by_folder,
-    list_images,
-    progress,
-    read_picture,
-    say,
-)
+from common.pictures import IMAGE_EXTENSIONS, Cut, decode_images, image_to_array, label_by_folder, list_images, progress, read_picture, say
 from common.program import how_to_install, printable, standard_streams, take
 
 MOST_BYTES = 2 << 30  # of a known data set's file, unpacked: more is not what it seems to be
@@ -470,13 +460,13 @@ def read_values(path: str, source: Source, folder: str) -> tuple[np.ndarray, lis
 
 def take_values(images: Iterable[np.ndarray], source: Source, values: np.ndarray, path: str, taken: list[np.ndarray]) -> Iterator[np.ndarray]:
     """The source's images as they come; the row of each is appended to `taken` meanwhile."""
+    in_order = source.names is None  # else read_values has found a row for each name
     for image in images:
-        row = len(taken) if source.names is None else source.kept[-1]
-        if row == len(values):
+        if in_order and len(taken) == len(values):
             raise DataError(f"--values {path}: has {len(values)} rows, and there are more images")
-        taken.append(values[row])
+        taken.append(values[len(taken) if in_order else source.kept[-1]])
         yield image
-    if source.names is None and len(taken) != len(values):
+    if in_order and len(taken) != len(values):
         raise DataError(f"--values {path}: has {len(values)} rows, and there are {len(taken)} images")
 
 
@@ -521,9 +511,9 @@ def check_flags(args: Options) -> None:
 
 
 def open_source(args: Options) -> Source:
-    channels = int(args.channels or 3)
+    channels = int(args.channels or (1 if args.idx else 3))
     if args.idx:
-        return open_idx(args.idx, args.image_size, int(args.channels or 1))
+        return open_idx(args.idx, args.image_size, channels)
     if args.cifar10:
         return open_cifar10(args.cifar10, args.image_size or (32, 32), channels)
     if args.zip:
