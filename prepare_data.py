@@ -60,7 +60,8 @@ def parse_arguments(arguments: list[str]) -> Options:
         raise UserError(f"--{', --'.join(SOURCES)}: one of these says what is read, and only one")
     if not args.output_name:
         raise UserError("--output_name: is missing; name the data file to write")
-    if args.image_size and not 1 <= min(args.image_size) <= max(args.image_size) <= 4096:
+    # Images that are encoded may be larger: their latents are smaller.
+    if args.image_size and (min(args.image_size) < 1 or (max(args.image_size) > 4096 and not args.encode)):
         raise UserError(f"--image_size {format_value('image_size', args.image_size)}: must be a number of pixels from 1 to 4096, or HxW")
     return args
 

@@ -132,8 +132,8 @@ class DataWriter:
         image = np.asarray(image)
         if self.shape is None or self.dtype is None:
             self.shape, self.dtype = image.shape, image.dtype
-            if len(self.shape) != 3 or min(self.shape) < 1 or self.dtype not in (np.uint8, np.float32):
-                raise DataError(f"images must be uint8 or float32 (C, H, W), not {self.dtype} {self.shape}")
+            if len(self.shape) != 3 or min(self.shape) < 1 or max(self.shape) > 4096 or self.dtype not in (np.uint8, np.float32):
+                raise DataError(f"images must be uint8 or float32 (C, H, W) of at most 4096x4096, not {self.dtype} {self.shape}")
         if image.shape != self.shape or image.dtype != self.dtype:
             raise DataError(f"image {self.written} is {image.dtype} {image.shape}, the first was {self.dtype} {self.shape}")
         if self.dtype == np.float32 and not np.isfinite(image).all():
