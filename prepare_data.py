@@ -29,29 +29,29 @@ from common.program import UserError
 # ----------------------------------------------------------------------------------------------------------------------
 # Command line
 
+SOURCE = "What is read: exactly one of these is needed"
+
 
 @dataclass
 class Options:
-    """The flags. The first five say what is read."""
-
-    data_dir: str = flag("", "folder of images; its sub-folders are the classes")
-    zip: str = flag("", "the same in a zip; or EDM's data sets, labelled by their dataset.json")
-    idx: list[str] = flag((), "IMAGES LABELS: idx files, as MNIST has; .gz or not; LABELS may be left out")
-    cifar10: list[str] = flag((), "FILE...: binary CIFAR-10 batches (data_batch_1.bin ...)")
-    emoji: str = flag("", "colour-emoji font with bitmaps, such as Noto Color Emoji")
-    output_name: str = flag("", "data file to write")
+    data_dir: str = flag("", "folder of images; its sub-folders are the classes", heading=SOURCE)
+    zip: str = flag("", "the same in a zip; or EDM's data sets, labelled by their dataset.json", heading=SOURCE)
+    idx: list[str] = flag((), "IMAGES LABELS: idx files, as MNIST has; .gz or not; LABELS may be left out", heading=SOURCE)
+    cifar10: list[str] = flag((), "FILE...: binary CIFAR-10 batches (data_batch_1.bin ...)", heading=SOURCE)
+    emoji: str = flag("", "colour-emoji font with bitmaps, such as Noto Color Emoji", heading=SOURCE)
+    output_name: str = flag("", "data file to write; needed")
     image_size: tuple[int, int] = flag((), "64, or HxW such as 48x64; default: 64, 32 for CIFAR-10 and 28x28 idx images, EDM's data as they are")
     encode: str = flag("", "write latents instead: the folder of an AutoencoderKL, or of a pipeline that has one")
     values: str = flag("", "numbers of each picture, for --cond_dim: a .csv, each line a file's name and its numbers, or a .npy, a row for each")
     channels: str = flag("", "1 = grey, 3 = RGB; default 3, for idx files 1", choices="1|3")
-    crops: int = flag(0, "parts of each picture of a folder or zip, from anywhere in it, as guided-diffusion's random_crop; 0: its centre", 1, 1000)
+    crops: int = flag(0, "parts of each picture in a folder or zip, from anywhere (guided-diffusion's random_crop); default: its centre", 1, 1000)
     cond_dir: str = flag("", "folder of pictures that those of --data_dir, of the same path but for .png and such, are conditioned on (--cond_file)")
     cond_output_name: str = flag("", "data file to write them to, in the same order and cut in the same way")
     cond_channels: str = flag("", "as --channels, of those pictures; 4 = RGB and how opaque; default 3", choices="1|3|4")
 
 
 OPTIONS = {f.name: f for f in dataclasses.fields(Options)}
-SOURCES = list(OPTIONS)[:5]
+SOURCES = [name for name, f in OPTIONS.items() if f.metadata.get("heading") == SOURCE]
 
 
 def parse_arguments(arguments: list[str]) -> Options:

@@ -301,8 +301,7 @@ class Config(dataclasses.make_dataclass("AllFlags", [row for row in TABLE if row
         return self.learn_sigma and (self.vlb_weight > 0 or self.use_kl)
 
     def meaning(self, name: str, meanings: dict[str, T]) -> T:
-        """What a flag's word means in one place of the program. UserError if that place does not know it yet: a new word is never silently taken for an
-        old one."""
+        """What a flag's word means in one place of the program. UserError if that place does not know it: no new word is taken for an old one."""
         word = getattr(self, name)
         if word not in meanings:
             raise UserError(f"--{name} {word}: a part of this program does not know that word yet; choose another one")

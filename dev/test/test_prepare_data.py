@@ -1038,6 +1038,33 @@ def test_flags_of_crops_and_pairs_that_do_not_go_together(tmp_path, capsys, monk
     assert told in fails(capsys, *arguments, "--output_name", "out.bin") and contents(tmp_path) == before
 
 
+def test_a_flag_is_not_the_value_of_another(capsys):
+    for flag in "--data_dir", "--idx":
+        assert f"{flag}: its value is missing" in fails(capsys, flag, "--output_name", "a.bin")
+    assert "--output_name: its value is missing" in fails(capsys, "--data_dir", "a", "--output_name", "--crops=2")
+    assert "--nowhere: No such file" in fails(capsys, "--data_dir", "--nowhere", "--output_name", "a.bin")
+
+
+def test_no_other_program_s_flags_are_spoken_of(capsys):
+    assert fails(capsys, "junk") == "prepare_data: junk: is no flag; they look like --data_dir; --help lists them\n"
+    for flag in "--model_path", "--iterations", "--classifier_scale":
+        assert fails(capsys, flag, "1") == f"prepare_data: {flag}: there is no such flag; --help lists those there are\n"
+
+
+def test_help_says_what_is_needed(capsys):
+    with pytest.raises(SystemExit):
+        convert("--help")
+    text = capsys.readouterr().out
+    assert "exactly one of these is needed\n  --data_dir " in text and "data file to write; needed\n" in text
+    assert "default: its centre\n" in text and "[" not in text
+
+
+def test_images_that_are_encoded_may_be_large(capsys):
+    given = ["--data_dir", "a", "--output_name", "b", "--image_size", "4104"]
+    assert "--image_size 4104: must be" in fails(capsys, *given)
+    assert prepare_data.parse_arguments([*given, "--encode", "vae"]).image_size == (4104, 4104)
+
+
 @pytest.mark.parametrize("crops", ["0", "-1", "1001", "2.5", "many"])
 def test_absurd_numbers_of_crops(capsys, crops):
     assert f"--crops {crops}: must be a whole number" in fails(capsys, "--data_dir", "a", "--output_name", "b", "--crops", crops)
