@@ -330,6 +330,7 @@ def test_write_data_refuses_what_read_data_would(tmp_path):
         (images, None, 2),
         (images.astype(np.float64), None, 0),
         (images[0], None, 0),
+        (np.zeros((1, 1, 1, 4097), np.uint8), None, 0),
         (np.full((1, 1, 2, 2), np.nan, np.float32), None, 0),
         ([images[0], images[0].astype(np.float32)], None, 0),
         ([images[0], images[0][:, :2]], None, 0),
