@@ -355,7 +355,7 @@ def time_native(program: Path, file: ModelFile, config: Config, count: int) -> t
     return (thrice - once) / 2 if thrice > once else thrice / 3, images
 
 
-Row = tuple[str, str, str, float, Tensor]  # a back end's name, its device and precision, and the seconds of a batch of images, warm
+Row = tuple[str, str, str, float, Tensor]  # a back end's name, its device, its precision, the seconds of a batch (warm), and that batch's images
 
 
 def compare(file: ModelFile, config: Config, count: int) -> Iterator[Row]:
@@ -528,8 +528,7 @@ def show_corruption(file: ModelFile, config: Config, options: Options) -> np.nda
 
 
 def show_denoising(file: ModelFile, config: Config, options: Options) -> np.ndarray:
-    """Both images, corrupted as at a quarter, half, three quarters and all of the sampler's steps before its end, and the reverse process from
-    there."""
+    """Both images, corrupted as at a quarter, half, three quarters and all of the sampler's steps before its end, and then denoised."""
     if config.sampler == "dpmpp_2m":
         raise UserError("--sampler dpmpp_2m: goes by the step before, so it can't start in the middle, as --show denoising does; the others can")
     model, rows, noise, steps = torch_model(file, config), {}, start_noise(config), step_noises(config)
@@ -588,12 +587,7 @@ def show_interpolation(file: ModelFile, config: Config, options: Options) -> np.
     return labelled_grid(rows, [f"{s:.3g}" for s in shares.flatten().tolist()], "between two noises (ddim)")
 
 
-PICTURES: dict[str, Callable] = {
-    "corruption": show_corruption,
-    "denoising": show_denoising,
-    "samplers": show_samplers,
-    "interpolation": show_interpolation,
-}
+PICTURES = {"corruption": show_corruption, "denoising": show_denoising, "samplers": show_samplers, "interpolation": show_interpolation}
 
 
 STEPS = frozenset({"steps", "timestep_respacing"})  # names of one flag
@@ -646,7 +640,8 @@ def picture_file(flag: str, path: str, channels: int, config: Config, folder: st
     super-resolution model is what is to be enlarged, and is brought to the size that such pictures have."""
     if channels not in (1, 3):
         raise UserError(f"--{flag} {path}: a picture has 1 or 3 channels and this model's {'pictures' if flag == 'cond' else 'images'} {channels}")
-    (H, W), factor = config.image_size, config.picture_factor if flag == "cond" else 0
+    H, W = config.image_size
+    factor = config.picture_factor if flag == "cond" else 0
     resample = Image.Resampling.BOX if flag == "mask" else Image.Resampling.LANCZOS
     try:
         with files.open_file(path) as file, Image.open(file) as picture:

@@ -23,35 +23,35 @@ import sys
 from dataclasses import dataclass, field
 
 from common import program
-from common.flags import finite_numbers, flag, format_value, parse_flags
+from common.flags import flag, format_value, numbers, parse_flags
 from common.program import UserError
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Command line
 
+SOURCE = "What is read: exactly one of these is needed"
+
 
 @dataclass
 class Options:
-    """The flags. The first five say what is read."""
-
-    data_dir: str = flag("", "folder of images; its sub-folders are the classes")
-    zip: str = flag("", "the same in a zip; or EDM's data sets, labelled by their dataset.json")
-    idx: list[str] = flag((), "IMAGES LABELS: idx files, as MNIST has; .gz or not; LABELS may be left out")
-    cifar10: list[str] = flag((), "FILE...: binary CIFAR-10 batches (data_batch_1.bin ...)")
-    emoji: str = flag("", "colour-emoji font with bitmaps, such as Noto Color Emoji")
-    output_name: str = flag("", "data file to write")
+    data_dir: str = flag("", "folder of images; its sub-folders are the classes", heading=SOURCE)
+    zip: str = flag("", "the same in a zip; or EDM's data sets, labelled by their dataset.json", heading=SOURCE)
+    idx: list[str] = flag((), "IMAGES LABELS: idx files, as MNIST has; .gz or not; LABELS may be left out", heading=SOURCE)
+    cifar10: list[str] = flag((), "FILE...: binary CIFAR-10 batches (data_batch_1.bin ...)", heading=SOURCE)
+    emoji: str = flag("", "colour-emoji font with bitmaps, such as Noto Color Emoji", heading=SOURCE)
+    output_name: str = flag("", "data file to write; needed")
     image_size: tuple[int, int] = flag((), "64, or HxW such as 48x64; default: 64, 32 for CIFAR-10 and 28x28 idx images, EDM's data as they are")
     encode: str = flag("", "write latents instead: the folder of an AutoencoderKL, or of a pipeline that has one")
     values: str = flag("", "numbers of each picture, for --cond_dim: a .csv, each line a file's name and its numbers, or a .npy, a row for each")
     channels: str = flag("", "1 = grey, 3 = RGB; default 3, for idx files 1", choices="1|3")
-    crops: int = flag(0, "parts of each picture of a folder or zip, from anywhere in it, as guided-diffusion's random_crop; 0: its centre", 1, 1000)
+    crops: int = flag(0, "parts of each picture in a folder or zip, from anywhere (guided-diffusion's random_crop); default: its centre", 1, 1000)
     cond_dir: str = flag("", "folder of pictures that those of --data_dir, of the same path but for .png and such, are conditioned on (--cond_file)")
     cond_output_name: str = flag("", "data file to write them to, in the same order and cut in the same way")
     cond_channels: str = flag("", "as --channels, of those pictures; 4 = RGB and how opaque; default 3", choices="1|3|4")
 
 
 OPTIONS = {f.name: f for f in dataclasses.fields(Options)}
-SOURCES = list(OPTIONS)[:5]
+SOURCES = [name for name, f in OPTIONS.items() if f.metadata.get("heading") == SOURCE]
 
 
 def parse_arguments(arguments: list[str]) -> Options:
@@ -60,7 +60,8 @@ def parse_arguments(arguments: list[str]) -> Options:
         raise UserError(f"--{', --'.join(SOURCES)}: one of these says what is read, and only one")
     if not args.output_name:
         raise UserError("--output_name: is missing; name the data file to write")
-    if args.image_size and not 1 <= min(args.image_size) <= max(args.image_size) <= 4096:
+    # Images that are encoded may be larger: their latents are smaller.
+    if args.image_size and (min(args.image_size) < 1 or (max(args.image_size) > 4096 and not args.encode)):
         raise UserError(f"--image_size {format_value('image_size', args.image_size)}: must be a number of pixels from 1 to 4096, or HxW")
     return args
 
@@ -84,17 +85,7 @@ from PIL import Image, ImageDraw, ImageFont, features
 
 from common.data_files import MOST_VALUES, new_data_file, write_data
 from common.files import DataError, check_output, is_data, open_regular
-from common.pictures import (
-    IMAGE_EXTENSIONS,
-    Cut,
-    decode_images,
-    image_to_array,
-    label_by_folder,
-    list_images,
-    progress,
-    read_picture,
-    say,
-)
+from common.pictures import IMAGE_EXTENSIONS, Cut, decode_images, image_to_array, label_by_folder, list_images, progress, read_picture, say
 from common.program import how_to_install, printable, standard_streams, take
 
 MOST_BYTES = 2 << 30  # of a known data set's file, unpacked: more is not what it seems to be
@@ -411,11 +402,11 @@ def read_table(path: str) -> tuple[list[str], dict[str, list[float]]]:
             if len(cells) != width or width < 2:
                 told = f"has {len(cells)} columns; a line is a file's name and its numbers, {max(width, 2)} columns"
                 raise DataError(f"{path}: the line of {cells[0]} {told}")
-            row = finite_numbers(cells[1:])
+            row = numbers(cells[1:])
             if not row and first:
                 names = cells[1:]
                 continue
-            if not row:
+            if not row or not np.isfinite(row).all():
                 raise DataError(f"{path}: the line of {cells[0]} holds something else than finite numbers: {','.join(cells[1:])[:60]}")
             if cells[0] in rows:
                 raise DataError(f"{path}: has two lines of {cells[0]}")
@@ -470,13 +461,13 @@ def read_values(path: str, source: Source, folder: str) -> tuple[np.ndarray, lis
 
 def take_values(images: Iterable[np.ndarray], source: Source, values: np.ndarray, path: str, taken: list[np.ndarray]) -> Iterator[np.ndarray]:
     """The source's images as they come; the row of each is appended to `taken` meanwhile."""
+    in_order = source.names is None  # else read_values has found a row for each name
     for image in images:
-        row = len(taken) if source.names is None else source.kept[-1]
-        if row == len(values):
+        if in_order and len(taken) == len(values):
             raise DataError(f"--values {path}: has {len(values)} rows, and there are more images")
-        taken.append(values[row])
+        taken.append(values[len(taken) if in_order else source.kept[-1]])
         yield image
-    if source.names is None and len(taken) != len(values):
+    if in_order and len(taken) != len(values):
         raise DataError(f"--values {path}: has {len(values)} rows, and there are {len(taken)} images")
 
 
@@ -521,9 +512,9 @@ def check_flags(args: Options) -> None:
 
 
 def open_source(args: Options) -> Source:
-    channels = int(args.channels or 3)
+    channels = int(args.channels or (1 if args.idx else 3))
     if args.idx:
-        return open_idx(args.idx, args.image_size, int(args.channels or 1))
+        return open_idx(args.idx, args.image_size, channels)
     if args.cifar10:
         return open_cifar10(args.cifar10, args.image_size or (32, 32), channels)
     if args.zip:

@@ -291,8 +291,7 @@ class Diffusion:
         conditions: Conditions | None = None,
         step: int | None = None,
     ) -> Tensor:
-        """(B) each sample's loss, in double: the weighted squared error, and what learns the variance. step: of the schedule that ect has; None: the
-        run's last one."""
+        """(B) each sample's loss, in double: the weighted squared error, and what learns the variance. step: of ect's schedule; None: the last."""
         conditions = conditions or {}
         if self.config.objective == "ect":
             return self.tuning_losses(model, x0, t, noise, labels, conditions, step)
@@ -921,9 +920,9 @@ def run(argv: list[str]) -> int:
     flags = parse_flags(argv, FLAGS, INTRO)
     check_alone()
     if "convert" in flags:
-        named = flags.pop("convert")
-        if len(named) != 2 or not all(named):
-            raise UserError(f"--convert {named[0]}: needs two files, as in --convert model.bin model.pt")
+        named = [path for path in flags.pop("convert") if path]
+        if len(named) != 2:
+            raise UserError(f"--convert {' '.join(named)}: takes two files, not {len(named)}, as in --convert model.bin model.pt")
         source, target = named
         check_conversion(source, target)
         file = post_hoc_average(source, flags["ema_sigma_rel"]) if "ema_sigma_rel" in flags else read_model(source, flags)

@@ -193,7 +193,8 @@ def read_value_table(config: Config) -> list[list[float]]:
         raise UserError(f"--values {config.values}: can't be opened ({e.strerror})") from None
     rows: list[list[float]] = []
     for number, line in enumerate(lines, 1):
-        row = finite_numbers(line.split(",")[line.count(",") == config.cond_dim :])
+        cells = line.split(",")
+        row = finite_numbers(cells[1:] if len(cells) == config.cond_dim + 1 else cells)
         if len(row) == config.cond_dim:
             rows.append(row)
         elif line and number > 1:

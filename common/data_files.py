@@ -62,6 +62,14 @@ class Data:
         images = self.read(index)
         return images.astype(np.float32) / np.float32(127.5) - np.float32(1) if images.dtype == np.uint8 else np.ascontiguousarray(images, np.float32)
 
+    def read_finite(self, index: np.ndarray, flag: str = "") -> np.ndarray:
+        """The same; DataError if a value is not finite. flag: the one that names the file, for the sentence."""
+        images = self.read_floats(index)
+        for i, image in zip(index.tolist(), images):
+            if not np.isfinite(image).all():
+                raise DataError(f"{flag}{self.path}: image {i} holds a value that is not finite; make the file again")
+        return images
+
     def check(self, config: Config) -> None:
         """UserError if a model of this configuration can't be trained on it."""
         _, channels, height, width = self.images.shape
@@ -81,14 +89,6 @@ class Data:
         if self.pictures and self.pictures.images.shape[1] != config.cond_channels:
             told = f"its pictures have {self.pictures.images.shape[1]} channels and the model takes --cond_channels {config.cond_channels}"
             raise UserError(f"{self.pictures.path}: {told}")
-
-    def read_finite(self, index: np.ndarray, flag: str = "") -> np.ndarray:
-        """The same; DataError if a value is not finite. flag: the one that names the file, for the sentence."""
-        images = self.read_floats(index)
-        for i, image in zip(index.tolist(), images):
-            if not np.isfinite(image).all():
-                raise DataError(f"{flag}{self.path}: image {i} holds a value that is not finite; make the file again")
-        return images
 
 
 def values_block(values: ArrayLike, names: Sequence[str], count: int) -> tuple[bytes, int, int]:
@@ -132,8 +132,8 @@ class DataWriter:
         image = np.asarray(image)
         if self.shape is None or self.dtype is None:
             self.shape, self.dtype = image.shape, image.dtype
-            if len(self.shape) != 3 or min(self.shape) < 1 or self.dtype not in (np.uint8, np.float32):
-                raise DataError(f"images must be uint8 or float32 (C, H, W), not {self.dtype} {self.shape}")
+            if len(self.shape) != 3 or min(self.shape) < 1 or max(self.shape) > 4096 or self.dtype not in (np.uint8, np.float32):
+                raise DataError(f"images must be uint8 or float32 (C, H, W) of at most 4096x4096, not {self.dtype} {self.shape}")
         if image.shape != self.shape or image.dtype != self.dtype:
             raise DataError(f"image {self.written} is {image.dtype} {image.shape}, the first was {self.dtype} {self.shape}")
         if self.dtype == np.float32 and not np.isfinite(image).all():

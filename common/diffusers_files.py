@@ -71,9 +71,8 @@ def head_channels(config: Config) -> int | None:
     """attention_head_dim: the channels of a head, the same in every block, or None for a single head in each."""
     if config.num_head_channels != -1:
         return config.num_head_channels
-    refuse_unless(
-        config.num_heads_upsample in (-1, config.num_heads), config, "num_heads_upsample", "UNet2DModel has as many heads on the way up as down"
-    )
+    told = "UNet2DModel has as many heads on the way up as down"
+    refuse_unless(config.num_heads_upsample in (-1, config.num_heads), config, "num_heads_upsample", told)
     if config.num_heads == 1:
         return None
     last = len(config.channel_mult) - 1

@@ -65,6 +65,15 @@ def remove_leftovers(folder: int, *starts: str) -> None:
                     os.close(descriptor)
 
 
+def is_there(name: str, folder: int) -> bool:
+    """Whether a folder holds a file of this name; an OSError if that can't be said. (os.access would take every error for a no.)"""
+    try:
+        os.stat(name, dir_fd=folder)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def open_temporary(name: str, folder: int) -> tuple[str, BinaryIO]:
     """A new file beside one of this name, to be renamed to it when it is complete, and locked until it is closed; and its own name."""
     remove_leftovers(folder, f"{name}.tmp")
@@ -74,7 +83,7 @@ def open_temporary(name: str, folder: int) -> tuple[str, BinaryIO]:
             file = open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder), "wb")
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.access(temporary, os.F_OK, dir_fd=folder):  # or it was removed as left over before it was locked
+            if is_there(temporary, folder):  # or it was removed as left over before it was locked
                 return temporary, file
             file.close()
     raise AssertionError

@@ -27,12 +27,17 @@ def float32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
-def finite_numbers(words: list[str]) -> list[float]:
-    """The numbers that these words are, as float32; [] if one of them is something else, or not finite."""
+def numbers(words: list[str]) -> list[float]:
+    """The numbers that these words are, as float32; [] if one of them is something else."""
     try:
-        row = [float32(float(word)) for word in words]
+        return [float32(float(word)) for word in words]
     except ValueError:
         return []
+
+
+def finite_numbers(words: list[str]) -> list[float]:
+    """The same; [] also if one of them is not finite."""
+    row = numbers(words)
     return row if all(map(math.isfinite, row)) else []
 
 
@@ -90,14 +95,15 @@ def read_table(path: Path) -> tuple[list[tuple[str, str, Any]], dict[str, str]]:
 
 # What to do instead of flags that other programs have.
 CLASSIFIERS = "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale"
-ELSEWHERE = {"base_samples": "here it is --cond_file, a data file of the small images"}
+ELSEWHERE = {"base_samples": "here it is --sample N --cond_file, a data file of the small images"}
 ELSEWHERE |= dict.fromkeys(["iterations", "anneal_lr"], CLASSIFIERS)
-ELSEWHERE |= dict.fromkeys(["model_path", "use_ddim"], "python generate.py takes it; here it is --sample N --init FILE with --sampler")
+ELSEWHERE |= dict.fromkeys(["model_path", "use_ddim"], "python generate.py takes it; here it is --sample N --init FILE --sampler")
 ELSEWHERE |= dict.fromkeys(["bench", "profile"], "python dev/benchmarks/bench_torch.py times PyTorch, make profile the program")
 
 
 def parse_flags(argv: list[str], flags: dict[str, dataclasses.Field], intro: str = "") -> dict[str, Any]:
     """What a command line (--name value or --name=value) sets, as {name: value}. Prints and leaves on --help."""
+    as_in_cpp = "preset" in flags  # a program with ./train_unet's flags says what that says
     given: dict[str, Any] = {}
     words = deque(argv)
     while words:
@@ -106,15 +112,20 @@ def parse_flags(argv: list[str], flags: dict[str, dataclasses.Field], intro: str
             print_help(flags, intro)
             sys.exit(0)
         if not word.startswith("--"):
-            raise UserError(f"{word}: is not a flag; flags look like --batch_size 16, and --help lists them")
+            example = "batch_size 16" if as_in_cpp else next(iter(flags))
+            raise UserError(f"{word}: is no flag; they look like --{example}; --help lists them")
         name, equals, text = word[2:].partition("=")
         if name not in flags:
             instead = CLASSIFIERS if name.startswith("classifier_") else ELSEWHERE.get(name)
+            if as_in_cpp and instead:
+                raise UserError(f"--{name}: {instead}")
             nearest = "".join(f"; did you mean --{flag}?" for flag in difflib.get_close_matches(name, flags, 1))
-            raise UserError(f"--{name}: {instead or f'there is no such flag{nearest}; --help lists those there are'}")
+            raise UserError(f"--{name}: there is no such flag{nearest}; --help lists those there are")
         if name in given:
             raise UserError(f"--{name}: is given twice; once is enough")
-        if not equals and not words:
+        # ./train_unet takes any next word as the value. Elsewhere the name of a flag is none.
+        forgotten = not words or (not as_in_cpp and words[0].startswith("--") and words[0][2:].partition("=")[0] in flags)
+        if not equals and forgotten:
             raise UserError(f"--{name}: its value is missing")
         text = text if equals else words.popleft()
         if flags[name].type == "list[str]":  # up to the next flag
@@ -147,7 +158,7 @@ def parse_value(name: str, type_: str, text: str) -> Any:
 
 def format_value(name: str, value: Any) -> str:
     """The text that parse_value reads."""
-    if name == "image_size" and value:
+    if name == "image_size" and value:  # prepare_data.py's default is ()
         return f"{value[0]}" if value[0] == value[1] else f"{value[0]}x{value[1]}"
     if isinstance(value, tuple):
         return ",".join(f"{v:g}" if isinstance(v, float) else str(v) for v in value)
@@ -171,7 +182,8 @@ def print_help(flags: dict[str, dataclasses.Field], intro: str) -> None:
         if heading != (heading := f.metadata.get("heading", "Flags of this program")):
             print(f"\n{heading}")
         words = f"({'|'.join(f.metadata['words'])})" if f.metadata["words"] else ""
-        told = (f.metadata["help"], words, f"[{format_value(name, f.default) or chr(34) * 2}]")
+        default = f"[{format_value(name, f.default) or chr(34) * 2}]" if f.default or "preset" in flags else ""
+        told = (f.metadata["help"], words, default)
         print(f"  --{name:25s} {' '.join(filter(None, told))}")
     if "preset" not in flags:
         return
@@ -289,8 +301,7 @@ class Config(dataclasses.make_dataclass("AllFlags", [row for row in TABLE if row
         return self.learn_sigma and (self.vlb_weight > 0 or self.use_kl)
 
     def meaning(self, name: str, meanings: dict[str, T]) -> T:
-        """What a flag's word means in one place of the program. UserError if that place does not know it yet: a new word is never silently taken for an
-        old one."""
+        """What a flag's word means in one place of the program. UserError if that place does not know it: no new word is taken for an old one."""
         word = getattr(self, name)
         if word not in meanings:
             raise UserError(f"--{name} {word}: a part of this program does not know that word yet; choose another one")

@@ -160,14 +160,7 @@ class UNetModel(nn.Module):
         angles = t[:, None].double() * self.frequencies.double()
         return torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.time_embed[0].weight.dtype)
 
-    def forward(
-        self,
-        x: Tensor,
-        timesteps: Tensor,
-        y: Tensor | None = None,
-        values: Tensor | None = None,
-        cond: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, timesteps: Tensor, y: Tensor | None = None, values: Tensor | None = None, cond: Tensor | None = None) -> Tensor:
         def run(block: nn.Module, h: Tensor) -> Tensor:
             """With --use_checkpoint backward() computes it once more; dropout is a function of the draw, so no generator's state is kept."""
             if self.use_checkpoint and self.training:
@@ -203,10 +196,10 @@ FP8_X_FACTOR = 16.0  # what a norm has written: up to 28 fits in e4m3
 FP8_WEIGHT_FACTOR = 128.0  # weights: up to 3.5 fits
 
 
-def to_fp8(x: Tensor, format: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-    """Rounded to the nearest number of this format (gradients: of e5m2); what is larger than its largest number becomes that."""
-    largest = torch.finfo(format).max
-    return x.float().clamp(-largest, largest).to(format).to(x.dtype)
+def to_fp8(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """Rounded to the nearest number of this type (gradients: of e5m2); what is larger than its largest number becomes that."""
+    largest = torch.finfo(dtype).max
+    return x.float().clamp(-largest, largest).to(dtype).to(x.dtype)
 
 
 def fp8_layers(model: UNetModel) -> list[nn.Sequential]:

@@ -55,11 +55,9 @@ def flat_array(image: Image.Image) -> np.ndarray:
     return np.ascontiguousarray(array[None] if array.ndim == 2 else array.transpose(2, 0, 1))
 
 
-def image_to_array(
-    image: Image.Image, image_size: tuple[int, int], channels: int, resample: Image.Resampling = Image.Resampling.LANCZOS
-) -> np.ndarray:
+def image_to_array(image: Image.Image, size: tuple[int, int], channels: int, resample: Image.Resampling = Image.Resampling.LANCZOS) -> np.ndarray:
     """A picture as uint8 (C, H, W): on white, cropped at the centre to the aspect ratio of (height, width), resized."""
-    return flat_array(ImageOps.fit(flat_image(image, channels), image_size[::-1], method=resample))  # Pillow's sizes are (width, height)
+    return flat_array(ImageOps.fit(flat_image(image, channels), size[::-1], method=resample))  # Pillow's sizes are (width, height)
 
 
 def random_crop(image: Image.Image, image_size: tuple[int, int], draw: random.Random) -> Image.Image:

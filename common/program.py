@@ -163,7 +163,7 @@ def run_program(program: str, body: Callable[[list[str]], int | None]) -> int:
     finally:
         signal.signal(signal.SIGINT, before)
     sentence = re.sub(r"[\x00-\x1f\x7f]\s*", " ", sentence)  # what a file says may have several lines
-    print(f"{program}: {sentence}", file=sys.stderr)
+    print(f"{program}: {printable(sentence)}", file=sys.stderr)
     return code
 
 

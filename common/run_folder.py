@@ -123,7 +123,7 @@ class RunFolder:
 
     def best_step(self) -> int | None:
         """The step of best.bin, the checkpoint that --keep_best keeps; None: there is none."""
-        if not os.access(BEST, os.F_OK, dir_fd=self.descriptor):
+        if not files.is_there(BEST, self.descriptor):
             return None
         try:
             with files.open_file(BEST, self.descriptor) as f:
@@ -191,7 +191,7 @@ class Log:
     def __init__(self, folder: RunFolder, step: int):
         self.folder, self.path, kept = folder, folder.name("log.csv"), []
         self.rows, self.error = b"", ""  # rows: those that the file still lacks, because of this error
-        if step > 0 and os.access("log.csv", os.F_OK, dir_fd=folder.descriptor):
+        if step > 0 and files.is_there("log.csv", folder.descriptor):
             with self.reader() as f:
                 kept = [complete_row(row) for row in f if row.split(",")[0].isdigit() and int(row.split(",")[0]) <= step]
         self.began = time.perf_counter() - seconds_of(kept)  # when the run would have begun if it had never paused

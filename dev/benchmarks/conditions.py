@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from command_line import Parser
 
+from common import program
 from common.program import UserError, run_program
 
 TASKS = ["lowres", "gray", "mask", "numbers"]
@@ -50,8 +51,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-if __name__ == "__main__":
-    parse_arguments(sys.argv[1:])  # --help needs no packages
+if __name__ == "__main__":  # before PyTorch
+    program.begin("conditions", parse_arguments, program.SAMPLING)
 
 import numpy as np
 import torch

@@ -441,6 +441,15 @@ def test_what_cannot_work_is_refused(refused: Callable, data: Path, args: list[s
     refused(args, *words)
 
 
+@pytest.mark.parametrize(
+    "words", ["junk", "--data_file --output_dir x", "--data_file", "--model_path x", "--base_samples x", "--iterations 3", "--qqqqqqqq 3"]
+)
+def test_both_programs_say_the_same_of_a_wrong_word(refused: Callable, words: str) -> None:
+    with pytest.raises(train_unet.UserError) as twin:
+        train_unet.parse_flags(words.split(), train_unet.FLAGS)
+    assert refused(words.split()) == f"train_unet: {twin.value}\n"
+
+
 def test_data_that_is_missing_is_not_always_what_make_unpacks(refused: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hint = "prepare_data.py makes such files; make unpacks data/fashion32.bin and data/emoji64.bin"
     refused(["--preset", "adm64"], "data/imagenet64.bin: ", hint)

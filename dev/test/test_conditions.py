@@ -156,6 +156,7 @@ def test_prepare_takes_a_table(pictures: Path, tmp_path: Path) -> None:
         ("file,v\na/0.png,1\na/0.png,2\n", "two lines of a/0.png"),
         ("file\na/0.png\n", "2 columns"),
         ("", "has no line"),
+        ("a/0.png,1e39\na/2.png,2\n", "a/0.png holds something else than finite numbers: 1e39"),
     ],
 )
 def test_bad_tables(pictures: Path, tmp_path: Path, table: str, words: str) -> None:

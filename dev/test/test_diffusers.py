@@ -231,7 +231,7 @@ def test_what_has_no_counterpart(tmp_path: Path, flag: str, settings: dict[str, 
 
 def test_folders_that_can_not_be_written(tmp_path: Path) -> None:
     make_model(tmp_path / "m.bin")
-    assert "needs two files" in refused(tmp_path / "m.bin", "")
+    assert "takes two files, not 1" in refused(tmp_path / "m.bin", "")
     assert "folders of diffusers' in /" in refused(tmp_path / "m.bin", tmp_path / "folder")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/photo.png").write_text("mine")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -48,12 +49,13 @@ from conftest import (
 from PIL import Image
 
 import train_unet as twin
-from common import model_files
+from common import files, model_files
 from common.config import make_config
 from common.data_files import open_data, write_data
 from common.files import DataError
 from common.flags import FLAGS, format_value, parse_flags
 from common.program import run_program
+from common.run_folder import Log, RunFolder
 
 torch.set_num_threads(1)
 SAMPLE = "--sample 2 --timestep_respacing 3 --output x.bin --init".split()
@@ -834,6 +836,28 @@ def test_the_twin_refuses_the_same_files(checkpoint: Path, data: Path, tmp_path:
         (tmp_path / "d.bin").write_bytes(file)
         with pytest.raises(DataError, match=r"d\.bin"):
             twin.open_data(str(tmp_path / "d.bin"))
+
+
+def test_an_error_is_not_taken_for_a_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fails for a moment must not cost a resumed run its log, or best.bin."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    (tmp_path / "log.csv").write_text("1,0.5")
+    folder = RunFolder(str(tmp_path))
+    assert files.is_there("log.csv", folder.descriptor) and not files.is_there("best.bin", folder.descriptor)
+    looks = [lambda: Log(folder, 1), folder.best_step, lambda: files.open_temporary("index.html", folder.descriptor)]
+    for look in looks:
+        with monkeypatch.context() as broken, pytest.raises(OSError, match="Input/output error"):
+            broken.setattr(os, "stat", fails)
+            look()
+    assert (tmp_path / "log.csv").read_text() == "1,0.5"
+
+
+def test_files_to_convert_are_two(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = one_sentence("train_unet", twin.run, ["--convert", "a.bin", "b.pt", "extra"], capsys, monkeypatch)
+    assert "--convert a.bin b.pt extra: takes two files, not 3" in told
 
 
 def test_the_twin_refuses_the_same_checkpoints(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ CLASSES = dict(class_cond=True, num_classes=3, class_dropout=0.3)
 
 FORMATS = {  # function, PyTorch's type, bits of the mantissa, smallest number, largest number
     "e4m3": (to_fp8, torch.float8_e4m3fn, 3, 2.0**-9, FP8_MAX),
-    "e5m2": (partial(to_fp8, format=torch.float8_e5m2), torch.float8_e5m2, 2, 2.0**-16, 57344.0),
+    "e5m2": (partial(to_fp8, dtype=torch.float8_e5m2), torch.float8_e5m2, 2, 2.0**-16, 57344.0),
 }
 
 

@@ -330,6 +330,7 @@ def test_write_data_refuses_what_read_data_would(tmp_path):
         (images, None, 2),
         (images.astype(np.float64), None, 0),
         (images[0], None, 0),
+        (np.zeros((1, 1, 1, 4097), np.uint8), None, 0),
         (np.full((1, 1, 2, 2), np.nan, np.float32), None, 0),
         ([images[0], images[0].astype(np.float32)], None, 0),
         ([images[0], images[0][:, :2]], None, 0),
@@ -719,6 +720,9 @@ def test_names_cannot_speak_to_the_terminal(tmp_path, capsys):
     assert convert("--data_dir", tmp_path / f"{name}/\n", "--output_name", tmp_path / "o.bin") == 1
     assert convert("--idx", tmp_path / f"{name}.png", "--output_name", tmp_path / "o.bin") == 1
     assert convert("--image_size", name, "--idx", "x", "--output_name", "x") == 1
+    words = [sys.executable, ROOT / "prepare_data.py", f"--{name}"]
+    done = subprocess.run(words, capture_output=True, text=True)  # ends in begin()
+    assert done.stderr.startswith("prepare_data: --evil ]0;owned \\x9b31m \\u202e: there is no such flag"), done.stderr
     captured = capsys.readouterr()
     assert captured.out.count("evil\\x1b]0;owned\\x07\\x9b31m\\r\\u202e") == 2 and captured.err.count("evil\\x1b]0") >= 5
     assert all(character.isprintable() or character == "\n" for character in captured.out + captured.err)
@@ -1033,6 +1037,33 @@ def test_flags_of_crops_and_pairs_that_do_not_go_together(tmp_path, capsys, monk
     monkeypatch.chdir(tmp_path)
     before = contents(tmp_path)
     assert told in fails(capsys, *arguments, "--output_name", "out.bin") and contents(tmp_path) == before
+
+
+def test_a_flag_is_not_the_value_of_another(capsys):
+    for flag in "--data_dir", "--idx":
+        assert f"{flag}: its value is missing" in fails(capsys, flag, "--output_name", "a.bin")
+    assert "--output_name: its value is missing" in fails(capsys, "--data_dir", "a", "--output_name", "--crops=2")
+    assert "--nowhere: No such file" in fails(capsys, "--data_dir", "--nowhere", "--output_name", "a.bin")
+
+
+def test_no_other_program_s_flags_are_spoken_of(capsys):
+    assert fails(capsys, "junk") == "prepare_data: junk: is no flag; they look like --data_dir; --help lists them\n"
+    for flag in "--model_path", "--iterations", "--classifier_scale":
+        assert fails(capsys, flag, "1") == f"prepare_data: {flag}: there is no such flag; --help lists those there are\n"
+
+
+def test_help_says_what_is_needed(capsys):
+    with pytest.raises(SystemExit):
+        convert("--help")
+    text = capsys.readouterr().out
+    assert "exactly one of these is needed\n  --data_dir " in text and "data file to write; needed\n" in text
+    assert "default: its centre\n" in text and "[" not in text
+
+
+def test_images_that_are_encoded_may_be_large(capsys):
+    given = ["--data_dir", "a", "--output_name", "b", "--image_size", "4104"]
+    assert "--image_size 4104: must be" in fails(capsys, *given)
+    assert prepare_data.parse_arguments([*given, "--encode", "vae"]).image_size == (4104, 4104)
 
 
 @pytest.mark.parametrize("crops", ["0", "-1", "1001", "2.5", "many"])
