@@ -9,123 +9,123 @@
 //    673     2. The interface: all that the program asks of a device
 //   1011     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //   1110     4. Configuration: flags, presets, help, what can work and what cannot
-//   1851     5. The network: a list of layers, made of guided-diffusion's flags
-//   2812     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2822         FP8: buffers, factors, weights for samples
-//   2955         gradients, and buffers
-//   3204     7. Forward and backward: two walks over the list
-//   3326     8. Diffusion: noise schedules, objectives, samplers
-//   3609         the level of a training sample, drawn, and its share of the loss
-//   4066         samplers
-//   4618     9. Data: .bin files that may be larger than memory, the order of their images
-//   5164    10. Model files: weights and checkpoints, initial weights
-//   5512    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5527         the learning rate, the verdict on a step, averages of the weights
-//   5614         what a trainer holds
-//   5753         a step
-//   6058    12. A run: log, guard, checkpoints, resume, samples
-//   6083         the log in memory, as the page shows it
-//   6195         what a run holds
-//   6263         the log and the status line
-//   6453         checkpoints, snapshots and grids
-//   6719         the start of a run: new, from a file's weights, or resumed
-//   6945         the loop over the steps
-//   7061         a run from its first to its last line
-//   7235         samples, without a run
-//   7394    13. main: the command line, then a run or samples
-//   7681         what ranks must have in common
-//   7752         main
-//   7880  Part II. The device
-//   7883    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7963    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8033    16. The GPU: what all kernels share
-//   8098         Launches, which may overlap
-//   8142         Decisions: what kernels are chosen with
-//   8191         Single instructions: shared memory, mbarriers, clusters
-//   8276         Activations: pieces of 16 bytes
-//   8596         each_kernel: a thread for an element
-//   8610         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8773         Swizzle: how rows lie in shared memory
-//   8791         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9042         building blocks of Hopper's kernels (sm_90a)
-//   9341    17. Small operations: resampling, embeddings, diffusion
-//   9344         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9545         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9902         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10434    18. Group norm
-//  10437         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10988         groupnorm_backward_whole: an image's slab in shared memory
-//  11373    19. Attention
-//  11479         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12024         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12162         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12843    20. Convolution
-//  12885         ConvOut: results, 4 channels of a pixel at a time
-//  13123         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13186         conv_halo: 3x3, stride 1, any GPU
-//  13592         conv_gather: any kernel size and stride, any GPU
-//  13855         conv_few: the first and the last layer
-//  14027         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14607         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14729         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15201         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15647         conv_weight_tma: weight gradients (sm_90a)
-//  15938         FP8 in training: weights and gradients are rounded
-//  16050    21. The optimiser
-//  16053         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16287    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16290         groupnorm_backward
-//  16445         attention: forward and, where a has dout, backward
-//  16507         convolution: forward and input gradient
-//  17004         convolution: weight gradients
-//  17353    23. The GPU: memory, copies, repeated work
-//  17576    24. Between ranks: from device to device
+//   1852     5. The network: a list of layers, made of guided-diffusion's flags
+//   2813     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2823         FP8: buffers, factors, weights for samples
+//   2956         gradients, and buffers
+//   3205     7. Forward and backward: two walks over the list
+//   3327     8. Diffusion: noise schedules, objectives, samplers
+//   3610         the level of a training sample, drawn, and its share of the loss
+//   4067         samplers
+//   4619     9. Data: .bin files that may be larger than memory, the order of their images
+//   5165    10. Model files: weights and checkpoints, initial weights
+//   5513    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5528         the learning rate, the verdict on a step, averages of the weights
+//   5615         what a trainer holds
+//   5754         a step
+//   6059    12. A run: log, guard, checkpoints, resume, samples
+//   6084         the log in memory, as the page shows it
+//   6196         what a run holds
+//   6264         the log and the status line
+//   6454         checkpoints, snapshots and grids
+//   6720         the start of a run: new, from a file's weights, or resumed
+//   6946         the loop over the steps
+//   7062         a run from its first to its last line
+//   7236         samples, without a run
+//   7395    13. main: the command line, then a run or samples
+//   7682         what ranks must have in common
+//   7753         main
+//   7881  Part II. The device
+//   7884    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7964    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8034    16. The GPU: what all kernels share
+//   8099         Launches, which may overlap
+//   8143         Decisions: what kernels are chosen with
+//   8192         Single instructions: shared memory, mbarriers, clusters
+//   8277         Activations: pieces of 16 bytes
+//   8597         each_kernel: a thread for an element
+//   8611         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8774         Swizzle: how rows lie in shared memory
+//   8792         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9043         building blocks of Hopper's kernels (sm_90a)
+//   9342    17. Small operations: resampling, embeddings, diffusion
+//   9345         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9546         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9903         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10435    18. Group norm
+//  10438         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  10989         groupnorm_backward_whole: an image's slab in shared memory
+//  11374    19. Attention
+//  11480         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12025         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12163         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12844    20. Convolution
+//  12886         ConvOut: results, 4 channels of a pixel at a time
+//  13124         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13187         conv_halo: 3x3, stride 1, any GPU
+//  13593         conv_gather: any kernel size and stride, any GPU
+//  13856         conv_few: the first and the last layer
+//  14028         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14608         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14730         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15202         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15648         conv_weight_tma: weight gradients (sm_90a)
+//  15939         FP8 in training: weights and gradients are rounded
+//  16051    21. The optimiser
+//  16054         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16288    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16291         groupnorm_backward
+//  16446         attention: forward and, where a has dout, backward
+//  16508         convolution: forward and input gradient
+//  17005         convolution: weight gradients
+//  17354    23. The GPU: memory, copies, repeated work
+//  17577    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7876, run_program 7812, train 7191, run_step 6995, train_step 5992, load_batch 5118 (read_image 4701);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17484):
-//     step_gradients 5886: draw_levels 9918 (the formulas: draw_level 3677), forward_and_loss 5799,
-//     q_sample_forward 10124, unet_forward 3231, forward_layer 3217 (a function of the layer's kind),
-//     loss_forward_backward 10238, unet_backward 3297, conv_backward_weights 17346 (weight gradients, on the side
-//     stream), finish_gradients 11321 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16100;
-//     judge_step 16147 (the verdict: judge_batch 5587), update_slice 5957, adamw_update 16259 (adamw_kernel 16217),
-//     next_step 16153, record_step 16159; later collect_steps 6949
-//   pictures, from noise: sample_batch 4533, plan_route 4298, device_step 4342, euler_step 4096 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16858 draws all of its roads):
-//     forward_conv 2283; conv_forward 16894, with conv_product above it, which asks conv_is_wgmma 16514;
-//     on Hopper, large images: pick_conv_tiles_3x3 16808; conv_tiles 15186, with conv_tiles_kernel above it;
-//     Accumulators 9262 (its function multiply); Wgmma 8855;
-//     on Hopper, small images: pick_conv_small 16665; conv_small 15633, with conv_small_kernel and multiply_small above
-//     it; Wgmma 8855;
-//     on any other GPU pick_conv_halo_bf16 16581; conv_halo 13579, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8661
-//   why several GPUs compute the bits of one: step_gradients 5886
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 385, Silu 7926, with_nonlinearity 7936 (a case);
-//     BEHIND_NORMS, in front of add_norm 2510, chooses it. The embedding has SiLU as a layer: silu_forward 9822
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3538
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 500, and beside each other edm_question 3381,
-//     ask 3416, frame_of 3426, sigma_draws 3432, has_steps_of_t 3438; the head of their section lists the changes
-//   a kind of layer: forward_linear 2203 and what stands beside it, with a list of all places in front of
-//     LayerKind 2175; add_resblock 2561 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7877, run_program 7813, train 7192, run_step 6996, train_step 5993, load_batch 5119 (read_image 4702);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17485):
+//     step_gradients 5887: draw_levels 9919 (the formulas: draw_level 3678), forward_and_loss 5800,
+//     q_sample_forward 10125, unet_forward 3232, forward_layer 3218 (a function of the layer's kind),
+//     loss_forward_backward 10239, unet_backward 3298, conv_backward_weights 17347 (weight gradients, on the side
+//     stream), finish_gradients 11322 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16101;
+//     judge_step 16148 (the verdict: judge_batch 5588), update_slice 5958, adamw_update 16260 (adamw_kernel 16218),
+//     next_step 16154, record_step 16160; later collect_steps 6950
+//   pictures, from noise: sample_batch 4534, plan_route 4299, device_step 4343, euler_step 4097 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16859 draws all of its roads):
+//     forward_conv 2284; conv_forward 16895, with conv_product above it, which asks conv_is_wgmma 16515;
+//     on Hopper, large images: pick_conv_tiles_3x3 16809; conv_tiles 15187, with conv_tiles_kernel above it;
+//     Accumulators 9263 (its function multiply); Wgmma 8856;
+//     on Hopper, small images: pick_conv_small 16666; conv_small 15634, with conv_small_kernel and multiply_small above
+//     it; Wgmma 8856;
+//     on any other GPU pick_conv_halo_bf16 16582; conv_halo 13580, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8662
+//   why several GPUs compute the bits of one: step_gradients 5887
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 385, Silu 7927, with_nonlinearity 7937 (a case);
+//     BEHIND_NORMS, in front of add_norm 2511, chooses it. The embedding has SiLU as a layer: silu_forward 9823
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3539
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 500, and beside each other edm_question 3382,
+//     ask 3417, frame_of 3427, sigma_draws 3433, has_steps_of_t 3439; the head of their section lists the changes
+//   a kind of layer: forward_linear 2204 and what stands beside it, with a list of all places in front of
+//     LayerKind 2176; add_resblock 2562 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 288, with a list of all places in front of it
-//   FP8 (--precision fp8): choose_fp8 2753 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 2825 and plan_fp8_gradients 2842 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 2883 for samples, make_fp8_training 2922 for training; add_fp8_args 2059
-//     hands them to the layers. forward_conv 2283 and backward_conv 2294 choose between bf16 and FP8;
-//     conv_backward_input_fp8 16955 makes an input gradient a forward convolution; conv_product_fp8 16887 picks the
-//     kernel, multiply_fp8 9293 and WgmmaFp8 8891 multiply; print_fp8 6895 says whether it pays
+//   FP8 (--precision fp8): choose_fp8 2754 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 2826 and plan_fp8_gradients 2843 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 2884 for samples, make_fp8_training 2923 for training; add_fp8_args 2060
+//     hands them to the layers. forward_conv 2284 and backward_conv 2295 choose between bf16 and FP8;
+//     conv_backward_input_fp8 16956 makes an input gradient a forward convolution; conv_product_fp8 16888 picks the
+//     kernel, multiply_fp8 9294 and WgmmaFp8 8892 multiply; print_fp8 6896 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1324 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5325 and check_unused (host/files.h): look at their
+//     _unless. For a damaged header they stand in check_field 5326 and check_unused (host/files.h): look at their
 //     callers.
 //     unknown_word 1238 prints the message for a word of a flag that some place does not know. Such a place calls it
 //     itself or through meaning 1244.
-//     Two functions print a message while the run goes on: report_bad_step 6707 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6497 that a file could not be written yet.
-//     stop_run 6471 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     Two functions print a message while the run goes on: report_bad_step 6708 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6498 that a file could not be written yet.
+//     stop_run 6472 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -1441,10 +1441,11 @@ static void parse_command_line(Config* c, int argc, char** argv) {
         if (!f) die("--%s: %s", name.c_str(), instead_of(name).c_str());
         if (c->given(name)) die("--%s: is given twice; once is enough", name.c_str());
 
-        // Without an = the value is the next argument.
+        // Without an = the value is the next argument, which is not the next flag.
         const bool value_follows = equals == arg.size();
         if (value_follows) i++;
-        if (i == argc) die("--%s: its value is missing", name.c_str());
+        const bool is_missing = i == argc || (value_follows && std::string(argv[i]).starts_with("--"));
+        if (is_missing) die("--%s: its value is missing", name.c_str());
         std::string value = value_follows ? argv[i] : arg.substr(equals + 1);
         if (name == "microbatch" && value == "-1") value = "0"; // guided-diffusion's word for "all at once"
         set_flag(c, *f, value);

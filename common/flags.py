@@ -123,9 +123,7 @@ def parse_flags(argv: list[str], flags: dict[str, dataclasses.Field], intro: str
             raise UserError(f"--{name}: there is no such flag{nearest}; --help lists those there are")
         if name in given:
             raise UserError(f"--{name}: is given twice; once is enough")
-        # ./train_unet takes any next word as the value. Elsewhere the name of a flag is none.
-        forgotten = not words or (not as_in_cpp and words[0].startswith("--") and words[0][2:].partition("=")[0] in flags)
-        if not equals and forgotten:
+        if not equals and (not words or words[0].startswith("--")):  # that is the next flag
             raise UserError(f"--{name}: its value is missing")
         text = text if equals else words.popleft()
         if flags[name].type == "list[str]":  # up to the next flag

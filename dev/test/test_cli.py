@@ -442,7 +442,17 @@ def test_what_cannot_work_is_refused(refused: Callable, data: Path, args: list[s
 
 
 @pytest.mark.parametrize(
-    "words", ["junk", "--data_file --output_dir x", "--data_file", "--model_path x", "--base_samples x", "--iterations 3", "--qqqqqqqq 3"]
+    "words",
+    [
+        "junk",
+        "--data_file --output_dir x",
+        "--output_dir --junk",
+        "--data_file",
+        "--model_path x",
+        "--base_samples x",
+        "--iterations 3",
+        "--qqqqqqqq 3",
+    ],
 )
 def test_both_programs_say_the_same_of_a_wrong_word(refused: Callable, words: str) -> None:
     with pytest.raises(train_unet.UserError) as twin:

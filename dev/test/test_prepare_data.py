@@ -1043,7 +1043,7 @@ def test_a_flag_is_not_the_value_of_another(capsys):
     for flag in "--data_dir", "--idx":
         assert f"{flag}: its value is missing" in fails(capsys, flag, "--output_name", "a.bin")
     assert "--output_name: its value is missing" in fails(capsys, "--data_dir", "a", "--output_name", "--crops=2")
-    assert "--nowhere: No such file" in fails(capsys, "--data_dir", "--nowhere", "--output_name", "a.bin")
+    assert "--nowhere: No such file" in fails(capsys, "--data_dir=--nowhere", "--output_name", "a.bin")
 
 
 def test_no_other_program_s_flags_are_spoken_of(capsys):
