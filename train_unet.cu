@@ -2759,7 +2759,8 @@ static void choose_fp8(UNet* net) {
         Layer& conv = *convs[i];
         const auto writer = std::ranges::find(net->layers, conv.x1, &Layer::out);
         const bool reads_norm = writer != net->layers.end() && writer->kind == &GROUPNORM;
-        const bool is_spared = i < FP8_SPARED || i >= last; // convs has at least 12: 3 of middle_block are not spared
+        // convs has at least 12 elements. So at least 4 of them are not spared; 3 of these belong to middle_block.
+        const bool is_spared = i < FP8_SPARED || i >= last;
         conv.fp8_gradient = conv.stride == 1 && !conv.upsample;
         conv.fp8 = conv.fp8_gradient && reads_norm && !is_spared;
     }
@@ -2820,8 +2821,9 @@ static UNet build_unet(const Config& c) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- FP8: buffers, factors, weights for samples
-// --precision fp8: plans the inputs of the convolutions that read FP8. When sampling, the norm writes nothing but FP8.
-// In training it writes both forms, because the weight gradient reads the usual one.
+// --precision fp8: plans a buffer for each input that a convolution reads in FP8. The group norm that writes this input
+// fills the buffer. When sampling, the norm writes nothing else. In training it also writes the input in the
+// activations' element, which the weight gradient reads.
 static void plan_fp8(UNet* net, bool training) {
     for (const Layer& conv : net->layers) {
         if (!conv.fp8) continue;
@@ -2837,8 +2839,9 @@ static void plan_fp8(UNet* net, bool training) {
     }
 }
 
-// --precision fp8, in training: plans the gradients that input gradients read in FP8. If a group norm writes the
-// gradient of the convolution's output, it also writes the FP8 form. Otherwise the convolution makes it.
+// --precision fp8, in training: some input gradients read the gradient of the convolution's output in FP8. This
+// function plans a buffer for each such FP8 copy. If a group norm writes the gradient of the convolution's output, the
+// norm also writes the FP8 copy. Otherwise the convolution's backward function makes the copy (round_gradient).
 static void plan_fp8_gradients(UNet* net) {
     for (Layer& conv : net->layers) {
         if (!conv.fp8_gradient || conv.dout < 0) continue;
@@ -2873,13 +2876,13 @@ static float fp8_factor(const float* weight, const float* bias, int n) {
     return (float)std::ldexp(1.0, exponent - 1);
 }
 
-// --sample with --precision fp8: rounds the weights of the convolutions that read FP8. The result is two arrays, in
-// which parameters have the same places as in a flat array:
+// --sample with --precision fp8: rounds the weights of the convolutions that read FP8. The result is two arrays. A
+// parameter lies at the same index in them as in a flat array:
 //   weights   the rounded weights. The weights of an output channel are first divided by a scale, so that the largest
 //             |weight| of the channel becomes FP8's largest number
-//   factors   only the part of a flat array that is read in fp32. The place of a norm's first weight holds the norm's
-//             factor (fp8_factor). The place of a bias of a convolution holds scale / factor, which turns the sums of
-//             that output channel into values
+//   factors   an array as long as the part of a flat array that is read in fp32 (plain_size). At the index of a norm's
+//             first weight lies the norm's factor (fp8_factor). At the index of the bias of a convolution's output
+//             channel lies scale / factor: the channel's sums times this number are its values
 static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& flat) {
     if (net.config.precision != "fp8") return {};
     std::vector<uint8_t> weights(net.flat_size);
@@ -2908,8 +2911,8 @@ static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& fl
 }
 
 // Training with --precision fp8: returns the factor that gradients are multiplied by before they are rounded to FP8.
-// The loss is a mean over the n numbers of a batch, so gradients are proportional to 1 / n. The factor is the power
-// of 2 from 128 n to 256 n. (With it, e5m2's largest number, 57344, stands for a gradient of 224 / n or more.) It
+// The loss is a mean over the n numbers of a batch, so gradients are proportional to 1 / n. The factor is the power of
+// 2 from 128 n to 256 n. (With it, e5m2's largest number, 57344, stands for a gradient of 224 / n or more.) The factor
 // depends only on the configuration. So it is the same on all ranks, in all microbatches, and after a run is resumed.
 // Nothing is measured in one step and used in the next, so a checkpoint need not keep anything for FP8.
 static float choose_gradient_factor(const Config& c) {
@@ -2917,8 +2920,9 @@ static float choose_gradient_factor(const Config& c) {
     return (float)std::ldexp(1.0, 8 + std::ilogb(n));
 }
 
-// Training with --precision fp8: returns memory for the convolutions' weights in FP8, and their factors. Each step
-// fills the memory (round_weights). The factors have the places that make_fp8_weights describes.
+// Training with --precision fp8: returns memory for the convolutions' weights in FP8, and the factors that undo the
+// scaling. Each step writes the weights (round_weights). The factors never change; they lie where make_fp8_weights
+// says.
 static Fp8Weights make_fp8_training(const UNet& net) {
     if (net.config.precision != "fp8") return {};
     std::vector<float> factors(net.plain_size);
@@ -2940,7 +2944,8 @@ static Fp8Weights make_fp8_training(const UNet& net) {
             .dx_factors = device_copy(dx_factors)};
 }
 
-// Returns the works of round_weights. (Each convolution that multiplies in FP8 also has its input gradient in FP8.)
+// Returns which weights round_weights has to round: those of each convolution that computes its input gradient in FP8.
+// (A convolution that multiplies in FP8 in the forward pass always does so, too.)
 static std::vector<WeightRounding> weights_to_round(const UNet& net) {
     std::vector<WeightRounding> works;
     for (const Layer& conv : net.layers) {
@@ -2955,13 +2960,13 @@ static std::vector<WeightRounding> weights_to_round(const UNet& net) {
 // --- gradients, and buffers
 // A tensor's gradient is the sum of what its readers contribute. The last reader in the list contributes first. Each
 // reader writes a buffer of its own: its contribution plus the buffers of later readers that wait to be added. If a
-// layer adds the tensor as its residual, that layer contributes the gradient of its output. This gradient is unchanged,
-// so no copy of it is made.
+// layer adds the tensor as its residual, the layer's contribution is the gradient of its output, unchanged. So no copy
+// of it is made.
 static void plan_gradients(UNet* net) {
     // For each tensor: the buffers that the next contribution has to add.
     std::vector<std::vector<int>> waiting(net->tensors.size());
-    // Plans a contribution to the gradient of tensor x, in a new buffer. It is not added in place to a buffer that
-    // waits, because weight gradients may still have to read that buffer.
+    // Plans a contribution to the gradient of tensor x, in a new buffer. The contribution is not added in place to a
+    // buffer that waits, because weight gradients may still have to read that buffer.
     auto contribute = [&](int x) {
         if (!net->tensor(x).needs_grad) return GradPlan{};
         const Buffer& values = net->buffers[net->tensors[x].buffer];
@@ -2981,7 +2986,9 @@ static void plan_gradients(UNet* net) {
         if (waiting[l.out].size() != 1) die("internal error: the gradient of %s is not complete", l.name.c_str());
         l.dout = waiting[l.out][0];
         if (l.residual >= 0) waiting[l.residual].push_back(l.dout);
-        if (l.emb >= 0) { // each reader of the embedding projections fills its own columns of their gradient
+        // Each layer that reads the embedding's projections fills its own columns of their gradient, which is one
+        // buffer.
+        if (l.emb >= 0) {
             if (waiting[l.emb].empty()) contribute(l.emb);
             l.demb = waiting[l.emb][0];
         }
@@ -3000,12 +3007,12 @@ static void plan_gradients(UNet* net) {
     }
 }
 
-// A convolution's weight gradient is computed beside the layers that follow in the backward pass, in one launch with
-// those of other convolutions. So the tensors that the weight gradient reads must stay in memory for some time, which
-// is counted in layers (see the head of this section). When that time is over, the backward pass waits until the weight
-// gradient is complete. Tensors of small images need little memory. So they may stay longer, and more weight gradients
-// share a launch.
-// Returns how long the tensors that layer l reads stay in memory.
+// A convolution's weight gradient runs at the same time as the layers that follow in the backward pass, in one launch
+// with the weight gradients of other convolutions. So the tensors that the weight gradient reads must stay in memory
+// for some time, which is counted in layers (see the head of this section). When that time is over, the backward pass
+// waits until the weight gradient is complete. Tensors of small images need little memory. So they may stay longer, and
+// more weight gradients share a launch.
+// Returns how many layers after the backward pass of convolution l its weight gradient is complete at the latest.
 static int weights_lag(const UNet* net, const Layer& l) {
     const Tensor& x = net->tensors[l.x1];
     if (x.H * x.W <= 16 * 16) return 20;
@@ -3019,11 +3026,11 @@ static int first_emb_reader(const UNet* net) {
     return i;
 }
 
-// Says which weight gradients each layer waits for in the backward pass. A layer that waits for the weight gradient of
+// Plans which weight gradients each layer waits for in the backward pass. A layer that waits for the weight gradient of
 // layer k also waits for the weight gradients of all layers after k in the list.
 static void plan_waits(UNet* net) {
     const int L = (int)net->layers.size();
-    int done = L; // some layer waits already for the weight gradients of this layer and of all later ones
+    int done = L; // some layer already waits for the weight gradients of all layers from index `done` on
     for (int i = L - 1; i >= 0; i--) {
         Layer& l = net->layers[i];
         if (l.dout < 0) continue; // it has no backward pass
@@ -3031,7 +3038,8 @@ static void plan_waits(UNet* net) {
             const Layer& conv = net->layers[k];
             if (conv.kind != &CONV) continue;
             const bool too_old = k > i + weights_lag(net, conv);
-            // the launch of conv's weight gradient writes a part of l's dout
+            // If l makes the embedding's projections, it needs their whole gradient, its dout. conv's columns of it
+            // (demb) are computed together with conv's weight gradient.
             const bool has_demb = l.out == net->emb && conv.demb >= 0;
             if (!too_old && !has_demb) continue;
             l.after = k;
@@ -3041,7 +3049,8 @@ static void plan_waits(UNet* net) {
     }
 }
 
-// The convolution that adds a residual block's skip connection may also compute this skip connection.
+// Plans which convolutions also compute the skip connection that they add. It is the skip connection of their residual
+// block.
 static void plan_fusions(UNet* net) {
     const Walk walk{.net = net, .B = net->B};
     for (size_t i = 1; i < net->layers.size(); i++) {
@@ -3092,7 +3101,7 @@ static void plan_lifetimes(UNet* net) {
         // The embedding's layers run at the same time as other layers, until the first layer that reads the embedding.
         if (kind.embedding) use_forward(l, 1 + first_emb_reader(net));
 
-        // The backward pass, and a convolution's weight gradient, which may be computed up to weights_lag later.
+        // The time of the backward pass; and for a convolution, the latest time at which its weight gradient may run.
         if (l.dout < 0) continue; // not in training, or it has no backward pass
         const int back = 2 * L + 1 - i;
         const int done = l.kind == &CONV ? back + weights_lag(net, l) : back;
@@ -3112,9 +3121,9 @@ static void plan_lifetimes(UNet* net) {
     }
 }
 
-// Chooses the offsets of all buffers for batches of B. The largest buffer is placed first. Each buffer gets the lowest
-// place that is free as long as the buffer is in use. Sizes are rounded up, so that each buffer begins at a multiple of
-// 256 bytes.
+// Chooses the offsets of all buffers for batches of B samples. The largest buffer is placed first. Each buffer gets the
+// lowest place that is free at all times at which the buffer is in use. Sizes are rounded up, so that each buffer
+// begins at a multiple of 256 bytes.
 static void place_buffers(UNet* net, int B) {
     auto bytes = [&](const Buffer* b) { return (b->bytes * B + 255) / 256 * 256; };
     std::vector<Buffer*> order;
@@ -3127,7 +3136,7 @@ static void place_buffers(UNet* net, int B) {
     for (Buffer* b : order) {
         b->offset = 0;
         for (const auto& [offset, other] : placed) {
-            // Are they in use at the same time?
+            // Are b and the other buffer in use at the same time?
             const bool overlap = other->first_use <= b->last_use && b->first_use <= other->last_use;
             if (!overlap) continue;
             if (b->offset + bytes(b) <= offset) break; // b fits into the gap before the other buffer
@@ -3153,7 +3162,7 @@ static void check_memory(UNet* net, bool training) {
     const double available = device_available() / GIB;
     const double needed = weights + net->arena_bytes / GIB;
     const int B = net->B;
-    int fits = B; // the largest of B, B / 2, B / 4, ... that fits; 0: none does
+    int fits = B; // the largest of B, B / 2, B / 4, ... that fits; 0: not even one sample fits
     while (fits && weights + net->arena_bytes / GIB > available) {
         fits /= 2;
         place_buffers(net, fits);
@@ -3172,7 +3181,7 @@ static void plan_memory(UNet* net, int B, bool training) {
         die("--batch_size %d: so many images of %s at a time are more than 2^31 pixels; "
             "a smaller --microbatch (or --batch_size) works",
             B, net->config.image_size.c_str());
-    // Each step of the plan needs the ones before it.
+    // Each of these functions needs the results of the functions before it.
     net->B = B;
     plan_fp8(net, training);
     if (training) {
@@ -3205,10 +3214,11 @@ static void plan_memory(UNet* net, int B, bool training) {
 // A step calls unet_forward, which calls forward_layer for each layer, and then unet_backward, which goes from the last
 // layer to the first and collects the convolutions' weight gradients on the way (WeightGradients).
 
-// A hook that is called before each operation is started. dev/benchmarks/bench.cu takes time stamps there.
+// `mark` is called before each operation is started. It does nothing here. dev/benchmarks/bench.cu assigns to it a
+// function that takes time stamps.
 enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: all gradients except that of a convolution's weights
 struct Operation {
-    const char* name = nullptr; // the operation's name, if it is not a layer's
+    const char* name = nullptr; // the operation's name; null: it is an operation of `layer`
     const Layer* layer = nullptr;
     Pass pass = FORWARD;
 };
@@ -3219,15 +3229,15 @@ static void forward_layer(const Walk& walk, const Layer& l) {
     mark({.layer = &l});
     LayerArgs a = layer_args(walk, l);
     l.kind->forward(a);
-    // The operation has written to a.out_stats in how many parts the output's sums lie. The norm that reads the output
-    // needs this number.
+    // The operation has set a.out_stats.parts: how many parts the sums over the output's pixels consist of. The norm
+    // that reads the output needs this number.
     walk.net->tensors[l.out].parts = a.out_stats.parts;
 }
 
 // The forward pass. It computes net's output (B, H, W, out_channels) from its input, net->t (B) and, if the model uses
 // them, net->labels (B), net->values (B, num_values) and net->cond (B, H, W, cond_channels). The embedding's layers
-// come first in the list. They are computed beside the layers that follow, up to the first one that reads the
-// embedding.
+// come first in the list. They run on the side stream, at the same time as the layers that follow, until the first
+// layer that reads the embedding.
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     const int L = (int)net->layers.size();
     const int reader = first_emb_reader(net);
@@ -3244,7 +3254,7 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     }
 }
 
-// Returns the buffer in which the loss leaves its gradient with respect to the output.
+// Returns the buffer that the loss writes: the gradient with respect to the network's output.
 static float* output_gradient(UNet* net) { return buffer_data<float>(net, net->layers.back().dout); }
 
 // The weight gradients of convolutions during the backward pass. They wait until they fill the GPU together, or until
@@ -3258,10 +3268,11 @@ struct WeightGradients {
     std::vector<int>
         ticket{}; // for each layer: the ticket for wait_for_side; -1: its weight gradient was not launched yet
 
-    // Launches the weight gradients that wait. After that, those of all layers from `last` on have been launched.
+    // Launches the weight gradients that wait. After that, the weight gradients of all layers from `last` on have been
+    // launched.
     void launch_waiting() {
-        // In the flat arrays, gradients from complete_from on are then complete. All convolutions' weights without a
-        // complete gradient lie before complete_from.
+        // This launch completes the gradients that lie in the flat arrays from complete_from on. The weights of each
+        // convolution whose weight gradient is not launched yet lie before complete_from.
         size_t complete_from = net->plain_size;
         for (int i = 0; i < last; i++) {
             const Layer& l = net->layers[i];
@@ -3303,12 +3314,13 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         const Layer& l = net->layers[i];
         if (l.dout < 0) continue; // it has no backward pass
         if (l.after >= 0) weight_gradients.wait_for(l.after);
-        for (const Layer& before : net->layers) // with --use_checkpoint: computes again what this block's layers read
+        // With --use_checkpoint: if a block ends with l, computes again what the block's layers read.
+        for (const Layer& before : net->layers)
             if (before.block_end == i) forward_layer(walk, before);
         LayerArgs a = layer_args(walk, l);
         if (l.kind == &CONV) {
-            // The weight gradients that wait are launched without that of the first convolution, because the
-            // embedding's layers wait for them.
+            // The embedding's layers come last in the backward pass, and they wait for the weight gradients that have
+            // been collected. So those are launched now, and do not wait for that of the first convolution.
             if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.launch_waiting();
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
             weight_gradients.add(i, a);
@@ -3338,35 +3350,40 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 // To add an objective, as edm and flow are, change these places:
 //
 //   1. common/flags.h:
-//      its word, the last in the row of `objective`, since model files hold a word's number;
+//      its word, added at the end of the row of `objective`, because model files hold the word's place in this row;
 //      rows for its parameters, if it has any. A parameter that a model file has to keep is a row SAVED(slot, ...),
 //      and check_lists must no longer list its slot as unused;
-//      the rows OBJECTIVES(...). Such a row names the objectives for which the flags below it exist. Parameters of its
-//      own need a row of their own. If it shares parameters of edm (sigma_data, P_mean, P_std), add its word to
-//      OBJECTIVES(of_edm, "edm|ect"). Nothing warns whoever forgets this: slot_is_used is then false, model files do
-//      not get the value, and samples are drawn with the flag's default
+//      the rows OBJECTIVES(...). Such a row names the objectives for which the flags below it exist. If only the
+//      new objective has a parameter, it needs a new row OBJECTIVES. If the new objective shares parameters of edm
+//      (sigma_data, P_mean, P_std), add its word to OBJECTIVES(of_edm, "edm|ect"). If you forget this, nothing warns
+//      you: slot_is_used is then false, model files do not get the value, and samples use the flag's default;
 //      if --objective ect may tune its models: its word in the row of `ect_frame`, and in take_model_file's message
-//   2. Frame (section 1): its word
-//   3. here, below each other: its formulas, beside edm_question; its case in ask; its word in frame_of; whether
-//      log(sigma) or t is drawn in training, and how (sigma_draws; for another distribution also SigmaDraws and
-//      draw_level); which sigmas its samplers use (has_steps_of_t); a weight of the loss that is not 1 (make_level)
+//   2. Frame (section 1): its enumerator
+//   3. here:
+//      a function with its formulas, beside edm_question;
+//      its case in ask, and its word in frame_of;
+//      whether log(sigma) or t is drawn in training, and how (sigma_draws; for another distribution also SigmaDraws
+//      and draw_level);
+//      which sigmas its samplers use (has_steps_of_t);
+//      a weight of the loss, if it is not 1 (make_level)
 //
 // To let the network predict another quantity, with the levels of ddpm, change two places: the row of `predict` in
 // common/flags.h, and ddpm_level.
 //
-// For a loss that is not the weighted square, follow the example of ect, whose loss also needs the network's answer at
-// a second noise level. Change common/flags.h, Objective and make_objective (a parameter), and forward_and_loss
-// (section 11; a branch that calls a new operation). Write the formula once for both builds, beside tuning_loss.
-// Add the operation's prototype to section 2, its loops to dev/reference.h, and its kernel beside loss_forward_backward
-// (section 17).
+// For a loss that is not the weighted square of the answer's error, follow the example of ect, whose loss also needs
+// the network's answer at a second noise level. Change common/flags.h, Objective and make_objective (a parameter), and
+// forward_and_loss (section 11; a branch that calls a new operation). Write the formula once for both builds, beside
+// tuning_loss. Add the operation's prototype to section 2, its loops to dev/reference.h, and its kernel beside
+// loss_forward_backward (section 17).
 //
 // The functions, in the order in which they run: make_objective runs once. Then draw_level runs for each sample. It
 // returns one of the ddpm_levels, or calls ask or student_level. Samplers call level_at for the level of a sigma.
 
-// What the network is asked at a given ratio: the coefficient of the noise divided by the coefficient of x_0. The sigma
-// that draw_level draws, and the sigmas between --sigma_max and --sigma_min, are such ratios. But the member `sigma` is
-// the coefficient of the noise alone, so the ratio is sigma / signal. All members have the meaning of those of
-// NoiseLevel. They are double, because ect subtracts such numbers from each other.
+// The ratio of a noise level is the coefficient of the noise divided by the coefficient of x_0. A sigma that draw_level
+// draws is such a ratio. So is each sigma between --sigma_max and --sigma_min.
+// A Question is what the network is asked at a given ratio. Each member means what the member of the same name means in
+// NoiseLevel. So the member `sigma` is the coefficient of the noise alone, and the ratio is sigma / signal. The members
+// are double, because ect subtracts such numbers from each other.
 struct Question {
     double t;
     double signal, sigma;
@@ -3374,10 +3391,10 @@ struct Question {
     double target_x0, target_noise;
 };
 
-// EDM (Karras et al. 2022, table 1): the network F sees c_in (x_0 + sigma noise) and is told log(sigma) / 4. The image
-// is then D = c_skip (x_0 + sigma noise) + c_out F. The network's input is already multiplied by c_in, so
-// x0_x = c_skip / c_in. The loss is lambda (D - x_0)^2 with lambda = 1 / c_out^2. That equals the squared error of the
-// network's answer F, whose target is (x_0 - c_skip (x_0 + sigma noise)) / c_out. The paper's sigma is the ratio.
+// EDM (Karras et al. 2022, table 1). The paper's sigma is the argument `ratio`. The network F sees c_in (x_0 + sigma
+// noise) and is told log(sigma) / 4. The image is then D = c_skip (x_0 + sigma noise) + c_out F. The network's input is
+// already multiplied by c_in, so x0_x = c_skip / c_in. The loss is lambda (D - x_0)^2 with lambda = 1 / c_out^2. That
+// equals the squared error of the network's answer F, whose target is (x_0 - c_skip (x_0 + sigma noise)) / c_out.
 HD static inline Question edm_question(double ratio, double sigma_data) {
     const double total = sqrt(ratio * ratio + sigma_data * sigma_data);
     const double c_in = 1 / total;
@@ -3462,16 +3479,16 @@ HD static inline NoiseLevel make_level(const Question& q) {
 // The student's image should equal the teacher's image. So the target of the student's answer is a weighted sum of x_0,
 // noise and the teacher's answer. At r = 0 the teacher's image is x_0 itself, and the target is that of edm or flow.
 
-// Returns the teacher's sigma r for a student's t (Geng et al. 2024, section 3): r / t = 1 - n(t) / q^a, where
-// n(t) = 1 + k sigmoid(-b t). If that is negative, r is 0. a begins at 1 and grows by 1 every d steps, so r approaches
-// t.
+// Returns the teacher's sigma r for a student's sigma t (Geng et al. 2024, section 3): r / t = 1 - n(t) / q^a, where
+// n(t) = 1 + k sigmoid(-b t). If this r is negative, 0 is returned. a begins at 1 and grows by 1 every d steps, so r
+// approaches t.
 HD static inline double teacher_sigma(const Tuning& tuning, double t) {
     const double a = 1 + (double)(*tuning.step / tuning.d);
     const double n = 1 + tuning.k / (1 + exp(tuning.b * t));
     return fmax(t * (1 - n / pow((double)tuning.q, a)), 0.0);
 }
 
-// Returns the weight in the loss of the distance between a student at t and its teacher at r.
+// Returns the weight of a sample's loss, if the student's sigma is t and the teacher's sigma is r.
 HD static inline double tuning_weight(const Objective& o, double t, double r) {
     switch (o.tuning.weight) {
     case TuningWeight::GAP: return 1 / (t - r);
@@ -3496,8 +3513,8 @@ HD static inline NoiseLevel student_level(const Objective& o, double t) {
     return level;
 }
 
-// If a sample's r is 0, its teacher's answer is not used. But the network computes all samples of a batch, so for that
-// sample the network is shown the student's input.
+// Returns the level at which a sample's teacher is asked. If r is 0, the teacher's answer is not used. But the network
+// computes all samples of a batch, so for that sample it is shown the student's input.
 HD static inline NoiseLevel teacher_level(const Objective& o, double t) {
     const double r = teacher_sigma(o.tuning, t);
     Question teacher = ask(o.frame, r > 0 ? r : t, o.sigma_data);
@@ -3526,11 +3543,12 @@ static std::vector<double> alpha_bars(const Config& c) {
     return result;
 }
 
-// The numbers of a NoiseLevel that depend on --predict.
+// What --predict decides: four members of a NoiseLevel, and `error`, which ddpm_level needs for the weight of the loss.
+// An answer that is wrong by e gives an x_0 that is wrong by d: `error` is e^2 / d^2.
 struct Prediction {
     double target_x0, target_noise; // as in NoiseLevel
     double x0_x, x0_out;            // as in NoiseLevel
-    double error;                   // the square of the answer's error if the x_0 that it means is wrong by 1
+    double error;                   // e^2 / d^2
 };
 
 // Makes the level where x_t = sqrt(alpha_bar) x_0 + sqrt(1 - alpha_bar) noise. The network is told t, or 1000 t / T
@@ -3550,7 +3568,8 @@ static NoiseLevel ddpm_level(const Config& c, double alpha_bar, double t) {
     level.target_noise = (float)p.target_noise;
     level.x0_x = (float)p.x0_x;
     level.x0_out = (float)p.x0_out;
-    // Min-SNR (Hang et al. 2023): the squared error of x_0 has the weight min(snr, gamma).
+    // Min-SNR (Hang et al. 2023): the squared error of x_0 should have the weight min(snr, gamma). The loss squares the
+    // answer's error, so its weight is this divided by p.error.
     level.weight = c.min_snr_gamma > 0 ? (float)(std::min(snr, (double)c.min_snr_gamma) / p.error) : 1;
     return level;
 }
@@ -3714,7 +3733,7 @@ HD static inline float image_value(const void* images, int bytes, size_t i) {
 // changed images are of another kind, and does not draw such images when it is told that there is no change. These are
 // the changes, and after each semicolon the numbers that the network is told (0 if there is no such change). z and z'
 // are standard normal numbers, drawn for each change:
-//   mirrored, upside down   in columns, in rows; 1 for each
+//   mirrored, upside down   |left and right are exchanged, top and bottom are exchanged; for each of the two, 1
 //   scaled                  by 2^(0.2 z); z
 //   turned                  by an angle; the angle's cosine - 1, its sine
 //   stretched               by 2^(0.2 z) along an axis and by the inverse across it; z times the axis's cosine and sine
@@ -3807,7 +3826,7 @@ HD static inline int mirrored(int n, int size, bool flip) {
     return flip ? size - 1 - n : n;
 }
 
-// The value of a doubled row (or column) at place u is a weighted sum of these pixels of the image.
+// The value at place u of a doubled row (or column) is a weighted sum of these pixels of the image's row (or column).
 struct Around {
     int pixel[AROUND];
     float weight[AROUND];
@@ -3893,7 +3912,8 @@ HD static inline float square_mean(const void* channel, int bytes, int y, int x,
 // The standard deviation of the noise on a picture is --cond_noise times a factor, which is drawn uniformly from
 // [0, 1). (Ho et al. 2021, "Cascaded Diffusion Models": a network that was trained on coarse pictures with different
 // amounts of noise is not disturbed by the errors of a sampled coarse picture.)
-constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF; // the quartet that the factor is drawn from; the noise uses lower ones
+// The quartet of random words that the factor is drawn from. The noise uses quartets with lower numbers.
+constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF;
 HD static inline float noise_strength(const Words& words) { return (words.w[0] >> 8) * 0x1p-24f; }
 
 // Number i of an enlarged row (or column) lies between the numbers `first` and `second` of the small row. As in
@@ -4008,8 +4028,8 @@ HD static inline TuningLoss tuning_loss(const NoiseLevel& level, double D, doubl
 
 // The term of one value in the variational bound, in nats, and its derivatives by d and by v. d = output - target is
 // the error of the answer's first half, which predicts the mean. v is the answer's second half, for the variance. The
-// network's variance is exp(log_var + u) with u = log_ratio + range (v + 1) / 2. With v from -1 to 1, it lies between
-// the two fixed variances (Nichol & Dhariwal 2021, eq. 15). The term is:
+// network's variance is exp(log_var + u) with u = log_ratio + range (v + 1) / 2. If v lies between -1 and 1, this
+// variance lies between the two fixed variances (Nichol & Dhariwal 2021, eq. 15). The term is:
 //   t > 0   the KL divergence of two normal distributions, whose means differ by sqrt(kl exp(log_var)) d
 //   t = 0   minus the log of the probability of the true value among the 256 values of a byte
 struct BoundTerm {
@@ -4071,18 +4091,18 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
 //
 //   dx / dsigma = (x - x0) / sigma                                     (Karras et al. 2022, eq. 1 and 3)
 //
-// Below, each sampler is a function that makes one of its steps. In it, s is the sigma of x, n is the sigma of the next
-// x, which is x', and z is new noise. Every step is linear in these images and in m, one image that the sampler
-// remembers:
+// Below, each sampler is a function that makes one of its steps, from x to the next x, which is called x'. In these
+// functions, s is the sigma of x, n is the sigma of x', and z is new noise. Every step is linear in x, x0, z and m, one
+// image that the sampler remembers. The coefficients are members of a Move, written here as .x, .x0 and so on:
 //
 //   x' = (.x) x + (.x0) x0 + (.m) m + (.noise) z           m' = (.m_x) x + (.m_x0) x0
 //
-// So such a function returns a few coefficients, a Move. One kernel (sampler_step) computes the steps of all samplers.
+// One kernel (sampler_step) computes the steps of all samplers.
 //
 // The functions, in the order in which they run: make_sampler calls plan_sampler, which calls sampler_sigmas,
 // plan_route and, for each move, device_step; then sample_images calls sample_batch.
 struct Move {
-    double sigma;             // s
+    double sigma;             // s, the sigma of x
     double x, x0;             // coefficients of x'
     double m = 0, noise = 0;  // coefficients of x', too
     double m_x = 0, m_x0 = 0; // coefficients of m'
@@ -4218,8 +4238,8 @@ static double karras_sigma(const Config& c, double high, double low, int i, int 
 }
 
 // Returns the sigmas of a sampler: the sigma before each of its N steps, and 0 at the end. known: the sigmas of the T
-// timesteps. The samplers' sigmas are:
-//   ddpm, ddim    those of the timesteps that --timestep_respacing keeps
+// timesteps. The sigmas depend on the sampler:
+//   ddpm, ddim    the sigmas of the timesteps that --timestep_respacing keeps
 //   consistency   Karras's schedule from sigma_max to mid_t: Geng et al. 2024 take two steps, at 80 and 0.821
 //   others        Karras's schedule. For a model of flow instead: equal steps of t = sigma / (1 + sigma)
 static std::vector<double> sampler_sigmas(const Config& c, const std::vector<double>& known) {
@@ -4253,7 +4273,9 @@ static std::vector<double> sampler_sigmas(const Config& c, const std::vector<dou
 // steps, until it has taken these steps --jump_n_sample times. Then it goes on with the next steps. The last step is
 // taken once. The first (N - 1) % jump_length steps are taken once, too.
 static std::vector<int> step_order(const Config& c, int N) {
-    std::map<int, int> again; // how often to go back from each level of noise; 0: the least noise; -1: none
+    // For each level of noise: how many times the sampler still has to go back from it. Level 0 is the least noise, and
+    // -1 is no noise.
+    std::map<int, int> again;
     if (!c.inpaint.empty())
         for (int level = 0; level < N - c.jump_length; level += c.jump_length) again[level] = c.jump_n_sample - 1;
     std::vector<int> order;
@@ -4282,8 +4304,8 @@ struct Route {
     int64_t first_move = 0; // the move that sampling begins with: the first move of the step that first_step returns
 };
 
-// Adds the moves of a step from sigma s to sigma n. before: the sigma at which the step before this one began; 0: no
-// step before this one may be used.
+// Adds the moves of a step from sigma s to sigma n. before: the sigma at which the step before this one began. 0: there
+// is no step before this one, or its x0 may not be used.
 static void add_step(std::vector<Move>* moves, const Config& c, double before, double s, double n) {
     if (c.sampler == "ddpm") moves->push_back(ddpm_step(c, s, n));
     else if (c.sampler == "ddim") moves->push_back(ddim_step(s, n, c.eta));
@@ -4337,8 +4359,9 @@ static NoiseLevel level_at(const Config& c, const std::vector<double>& known, do
     return ddpm_level(c, alpha_bar, std::min(std::max(t, 0.0), (double)last));
 }
 
-// Turns a move into a step of the device. A move computes x' from x. A step of the device works on the network's input
-// u = signal x, and the signal depends on sigma. then: the sigma of the next move; 0 after the last move.
+// Turns a move into a step of the device. A move computes x' from x. But a step of the device reads and writes the
+// network's input u = signal x, where the signal depends on sigma. then: the sigma of the next move; 0 after the last
+// move.
 static SamplerStep device_step(const Config& c, const std::vector<double>& known, const Move& move, double then) {
     auto signal_at = [&](double sigma) { return sigma > 0 ? level_at(c, known, sigma).signal : 1.0; };
     const NoiseLevel level = level_at(c, known, move.sigma);
@@ -4412,7 +4435,7 @@ struct Sampler {
     SamplerStep* steps; // (device) the plan's steps
     Denoising denoising;
     float* all;                    // (device) all ranks' images (ranks, B, H, W, C); null: there is one rank
-    int64_t* k;                    // (device) the step that comes next
+    int64_t* k;                    // (device) the number of the sampler's next step
     int64_t *zero, *one;           // (device) the numbers 0 and 1, which random draws use as their step
     float* t;                      // (device) (B): what the network is told of the noise
     int* labels;                   // (device) (B): the classes
@@ -4455,15 +4478,16 @@ static Sampler make_sampler(const Config& c, int B) {
     return s;
 }
 
-// Returns the class of image number i of a seed. The classes of --classes are used in turn; without --classes, all
-// classes are used in turn.
+// Returns the class of image number i, counted from 0 for each seed. The classes of --classes are used in turn; without
+// --classes, all classes are used in turn.
 static int class_of_image(const Config& c, int64_t i) {
     if (!c.class_cond) return 0;
     const size_t listed = c.class_list.size();
     return listed ? (int)c.class_list[i % listed] : (int)(i % c.num_classes);
 }
 
-// Returns the numbers of image number i of a seed. The rows of value_rows are used in turn.
+// Returns the numbers that describe image number i, counted from 0 for each seed. The rows of value_rows are used in
+// turn.
 static std::span<const float> values_of_image(const Config& c, const Sampler& s, int64_t i) {
     const size_t K = c.cond_dim;
     return std::span(s.value_rows).subspan(i * K % s.value_rows.size(), K);
