@@ -2945,7 +2945,7 @@ static Fp8Weights make_fp8_training(const UNet& net) {
 }
 
 // Returns which weights round_weights has to round: those of each convolution that computes its input gradient in FP8.
-// (A convolution that multiplies in FP8 in the forward pass always does so, too.)
+// (All convolutions that multiply in FP8 in the forward pass are among them.)
 static std::vector<WeightRounding> weights_to_round(const UNet& net) {
     std::vector<WeightRounding> works;
     for (const Layer& conv : net.layers) {
@@ -3265,8 +3265,8 @@ struct WeightGradients {
     std::vector<WeightWork> waiting{};
     double load = 0; // how much of the device the waiting weight gradients would fill together; 1: all of it
     int last = -1;   // the layer whose weight gradient was added last
-    std::vector<int>
-        ticket{}; // for each layer: the ticket for wait_for_side; -1: its weight gradient was not launched yet
+    // For each layer: the ticket for wait_for_side. -1: its weight gradient was not launched yet.
+    std::vector<int> ticket{};
 
     // Launches the weight gradients that wait. After that, the weight gradients of all layers from `last` on have been
     // launched.
@@ -3632,7 +3632,7 @@ static Objective make_objective(const Config& c) {
 // --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): t is drawn in proportion to the root
 // mean square of its latest HISTORY losses. A sample's loss is then multiplied by `importance`, which is 1 / (T times
 // the probability of its t). So the expected loss is the same as with uniform t.
-constexpr double EVEN_SHARE = 0.001; // this part of the probability is divided equally among all t
+constexpr double EVEN_SHARE = 0.001; // this share of the probability is divided equally among all t
 
 // Stores the losses of a batch's samples at timestep t in the row of t. Each loss is first divided by its sample's
 // `importance`. A row is HISTORY + 1 floats: the latest losses, oldest first, and then the number of losses. Returns
@@ -3733,7 +3733,7 @@ HD static inline float image_value(const void* images, int bytes, size_t i) {
 // changed images are of another kind, and does not draw such images when it is told that there is no change. These are
 // the changes, and after each semicolon the numbers that the network is told (0 if there is no such change). z and z'
 // are standard normal numbers, drawn for each change:
-//   mirrored, upside down   |left and right are exchanged, top and bottom are exchanged; for each of the two, 1
+//   mirrored, upside down   left and right are exchanged, top and bottom are exchanged; for each of the two, 1
 //   scaled                  by 2^(0.2 z); z
 //   turned                  by an angle; the angle's cosine - 1, its sine
 //   stretched               by 2^(0.2 z) along an axis and by the inverse across it; z times the axis's cosine and sine
@@ -3912,7 +3912,7 @@ HD static inline float square_mean(const void* channel, int bytes, int y, int x,
 // The standard deviation of the noise on a picture is --cond_noise times a factor, which is drawn uniformly from
 // [0, 1). (Ho et al. 2021, "Cascaded Diffusion Models": a network that was trained on coarse pictures with different
 // amounts of noise is not disturbed by the errors of a sampled coarse picture.)
-// The quartet of random words that the factor is drawn from. The noise uses quartets with lower numbers.
+// The number of the quartet of random words that the factor is drawn from. The noise uses quartets with lower numbers.
 constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF;
 HD static inline float noise_strength(const Words& words) { return (words.w[0] >> 8) * 0x1p-24f; }
 
@@ -4013,9 +4013,10 @@ HD static inline bool is_in_hole(const Holes& holes, int y, int x) {
 // paint.
 HD static inline float mask_value(bool hidden) { return hidden ? 1.0f : -1.0f; }
 
-// The loss of a sample with --objective ect (Geng et al. 2024) is weight (sqrt(D + c^2) - c), the pseudo-Huber distance
-// between the student's image and the teacher's image. D is the sum of the squares of their differences, which are
-// x0_out (out - target). The derivative of the loss by a value of out is slope (out - target).
+// With --objective ect (Geng et al. 2024) the loss of a sample is weight (sqrt(D + c^2) - c): a weight times the
+// pseudo-Huber distance between the student's image and the teacher's image. D is the sum of the squares of the
+// differences between the two images. Each difference is x0_out (out - target). The derivative of the loss by a value
+// of out is slope (out - target).
 struct TuningLoss {
     double value, slope;
 };
@@ -4413,7 +4414,7 @@ static SamplerPlan plan_sampler(const Config& c) {
     SamplerPlan plan{};
     plan.begin = route.first_move;
 
-    // With --start_from the first x is the given image plus noise, whose sigma is that of the first move.
+    // With --start_from the first x is the given image plus noise. The sigma of this noise is the first move's sigma.
     const double from = moves[plan.begin].sigma;
     const double signal = level_at(c, known, from).signal;
     const bool changes_images = !c.start_from.empty();
@@ -4506,8 +4507,8 @@ static void put_labels(const Config& c, Sampler* s, int64_t first, int B, int co
     copy_to_device(s->labels, labels.data(), labels.size() * sizeof(int));
 }
 
-// A row holds cond_dim numbers, and then the numbers of an augmentation. The latter are zeros, because the image is not
-// changed.
+// A row holds cond_dim numbers, and then the numbers that describe an augmentation. The numbers of the augmentation are
+// zeros, because a sampled image is not changed.
 static void put_values(const Config& c, Sampler* s, int64_t first, int B, int copies) {
     const size_t row_size = c.num_values();
     std::vector<float> values(B * copies * row_size);
@@ -4528,9 +4529,9 @@ static void put_pictures(const Config& c, Sampler* s, int64_t first, int B, int 
     }
 }
 
-// With --start_from or --inpaint: puts a batch's given images into the network's input x (copies B, n), times
-// plan.image (which is 0 with --inpaint). With --inpaint it also puts the images and their masks where keep_known reads
-// them.
+// With --start_from or --inpaint: multiplies a batch's given images by plan.image and writes them to the network's
+// input x (copies B, n). With --inpaint, plan.image is 0. Then the function also copies the given images and their
+// masks to the arrays that keep_known reads.
 static void put_given_images(float* x, Sampler* s, int64_t first, int B, int copies, int n) {
     const size_t bytes = n * sizeof(float);
     for (int b = 0; b < B; b++) {
@@ -4552,8 +4553,8 @@ static void put_given_images(float* x, Sampler* s, int64_t first, int B, int cop
 }
 
 // Draws images first .. first + B - 1 of a seed. An image does not depend on B. The images are left in net's input
-// tensor. With guidance, this tensor first holds all images with their conditions, and then the same images without.
-// tell is called after each step with the number of images done so far.
+// tensor. With guidance, this tensor first holds all images with their conditions, and after them the same images
+// without conditions. tell is called after each step. Its argument is B times the share of the steps that are done.
 static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, auto tell) {
     const Config& c = net->config;
     const int HW = c.H * c.W;
@@ -4604,8 +4605,8 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     free_graph(&graph);
 }
 
-// Draws n images and returns them on rank 0 (n, H, W, C), with values around [-1, 1]. Ranks take batches in turns. A
-// batch is up to net->B images, with guidance up to half of that.
+// Draws n images. Rank 0 returns them (n, H, W, C); most of their values lie between -1 and 1. Ranks take batches in
+// turns. A batch is up to net->B images, with guidance up to half of that.
 static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, int n) {
     const Config& c = net->config;
     const size_t size = (size_t)c.H * c.W * c.in_channels; // the number of values of an image
@@ -4678,11 +4679,13 @@ struct Dataset : InputFile {
     int version = 0;
     int64_t count = 0; // N
     int C = 0, H = 0, W = 0;
-    int classes = 0;                 // 0: images have no labels
-    int bytes = 1;                   // the size of a value of an image: 1 (uint8) or 4 (float32)
-    int K = 0;                       // how many numbers each image has
-    int name_bytes = 0;              // the number of bytes of the numbers' names
-    uint32_t header_crc = 0;         // the header holds a checksum of the rest, so this identifies the whole content
+    int classes = 0;    // 0: images have no labels
+    int bytes = 1;      // the size of a value of an image: 1 (uint8) or 4 (float32)
+    int K = 0;          // how many numbers each image has
+    int name_bytes = 0; // the number of bytes of the numbers' names
+    // The header's checksum. The header also holds a checksum of what follows it, so header_crc identifies the whole
+    // file.
+    uint32_t header_crc = 0;
     std::vector<int32_t> labels;     // (N), or empty
     std::vector<float> values;       // (N, K): the numbers
     std::string value_names;         // the names of the K numbers, a line for each; or empty
@@ -4694,8 +4697,8 @@ struct Dataset : InputFile {
     size_t image_bytes() const { return (size_t)C * H * W * bytes; }
     // The images follow the header, which has 1024 bytes.
     size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); } // the byte of the file where image i begins
-    // The bytes of a batch's buffer at which its labels, numbers and pictures begin. The images begin at 0. The labels
-    // follow them, at a multiple of 4 bytes.
+    // These functions return at which byte of a batch's buffer its labels, numbers and pictures begin. The images begin
+    // at byte 0. The labels follow the images, at a multiple of 4 bytes.
     size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; }
     size_t values_at(int B) const { return labels_at(B) + B * sizeof(int); } // numbers follow the labels
     size_t pictures_at(int B, const Config& c) const {                       // pictures follow the numbers
@@ -4889,7 +4892,7 @@ static bool is_up_to_date(const std::string& path, const Config& c, int64_t chan
     if (!exists(path)) return false;
     InputFile file;
     file.open(path, "--data_dir would replace it: move it away");
-    // A file that was not made by --data_dir is not replaced.
+    // If --data_dir did not make this file, the program ends, so that the file is not replaced.
     const int* s = file.header.slot;
     const bool holds_pictures = s[SLOT_MAGIC] == DATA_MAGIC && s[DATA_SLOT_BYTES] == 1;
     struct stat st = {};
@@ -5035,8 +5038,8 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
         for (int p = 0; p < HW; p++) picture.push_back(grey_value(image, bytes, p, HW));
         return picture;
     }
-    // A hole is drawn from two quartets. The step is always 0, so a run that is resumed shows the same holes in its
-    // grids as before.
+    // Each hole is drawn from two quartets of random words. Their step is always 0, so a run that is resumed shows the
+    // same holes in its grids as before.
     Words words[2 * HOLES];
     for (int k = 0; k < 2 * HOLES; k++) words[k] = philox((uint64_t)c.seed, k, (uint32_t)number, 0, RANDOM_MASK);
     const Holes holes = draw_holes(words, c.H, c.W);
@@ -5104,8 +5107,8 @@ static std::vector<float> sample_pictures(const Config& c) {
     return pictures;
 }
 
-// Returns the first sample of this rank's k-th microbatch. That is microbatch number k * ranks + rank of the step;
-// step_gradients explains why.
+// Returns the number of the first sample of this rank's k-th microbatch. Counted over all ranks, this microbatch is
+// number k * ranks + rank of the step; step_gradients explains why.
 static int64_t first_sample(int k, int micro) { return ((int64_t)k * world.size + world.rank) * micro; }
 
 // Images come from an endless stream. Returns which image of the file is at a position of the stream. In training the
@@ -5162,9 +5165,10 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
     int* labels = (int*)(batch->host + d->labels_at(own_images));
     float* values = (float*)(batch->host + d->values_at(own_images));
     uint8_t* pictures = batch->host + d->pictures_at(own_images, c);
-    // An image loses its class and numbers if its random word is below this.
+    // An image loses its class and its numbers if the image's random word is smaller than this.
     const uint32_t classless = dropout_threshold(training ? c.class_dropout : 0);
-    // In training, first is the number of the step times B (train_step). So this is the number of the step.
+    // In training, the argument `first` is the step's number times B (train_step). So this quotient is the step's
+    // number.
     const uint32_t step = (uint32_t)(first / B);
     for (int k = 0; k < own_images; k++) {
         const int64_t b = sample(k);
