@@ -2977,8 +2977,8 @@ static void plan_gradients(UNet* net) {
         adds.resize(2, -1);
         return GradPlan{d, adds[0], adds[1]};
     };
-    // The loss writes the gradient of the output. When the loop comes to a layer, the gradient of its output is
-    // complete, because all layers that read this output come later in the list.
+    // The loss writes the gradient of the network's output. When the loop comes to a layer, the gradient of this
+    // layer's output is complete, because all layers that read the output come later in the list.
     contribute(net->output);
     for (int i = (int)net->layers.size() - 1; i >= 0; i--) {
         Layer& l = net->layers[i];
@@ -3101,7 +3101,8 @@ static void plan_lifetimes(UNet* net) {
         // The embedding's layers run at the same time as other layers, until the first layer that reads the embedding.
         if (kind.embedding) use_forward(l, 1 + first_emb_reader(net));
 
-        // The time of the backward pass; and for a convolution, the latest time at which its weight gradient may run.
+        // `back` is the time of the layer's backward pass. `done` is the latest time at which a convolution's weight
+        // gradient may run.
         if (l.dout < 0) continue; // not in training, or it has no backward pass
         const int back = 2 * L + 1 - i;
         const int done = l.kind == &CONV ? back + weights_lag(net, l) : back;
@@ -3569,7 +3570,7 @@ static NoiseLevel ddpm_level(const Config& c, double alpha_bar, double t) {
     level.x0_x = (float)p.x0_x;
     level.x0_out = (float)p.x0_out;
     // Min-SNR (Hang et al. 2023): the squared error of x_0 should have the weight min(snr, gamma). The loss squares the
-    // answer's error, so its weight is this divided by p.error.
+    // answer's error, so this squared error has the weight min(snr, gamma) / p.error.
     level.weight = c.min_snr_gamma > 0 ? (float)(std::min(snr, (double)c.min_snr_gamma) / p.error) : 1;
     return level;
 }
@@ -3629,9 +3630,10 @@ static Objective make_objective(const Config& c) {
 // These functions compute how noisy a sample of a training step is, and what its loss consists of. Each works on one
 // sample or one value. dev/reference.h calls them in loops, and kernels call them in threads.
 
-// --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): t is drawn in proportion to the root
-// mean square of its latest HISTORY losses. A sample's loss is then multiplied by `importance`, which is 1 / (T times
-// the probability of its t). So the expected loss is the same as with uniform t.
+// --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): the probability of drawing t is
+// proportional to the root mean square of t's latest HISTORY losses. A sample's loss is then multiplied by
+// `importance`, which is 1 / (T times the probability of the sample's t). So the expected loss is the same as with
+// uniform t.
 constexpr double EVEN_SHARE = 0.001; // this share of the probability is divided equally among all t
 
 // Stores the losses of a batch's samples at timestep t in the row of t. Each loss is first divided by its sample's
@@ -3730,9 +3732,9 @@ HD static inline float image_value(const void* images, int bytes, size_t i) {
 // Limited Data", appendix B): a training image is changed in up to six ways. Each change is drawn independently of the
 // others. Its probability is p, with two exceptions: an image is turned upside down with probability p / 2, and
 // mirrored with probability 1 / 2, whatever p is. The network is told which changes were made. So it learns that
-// changed images are of another kind, and does not draw such images when it is told that there is no change. These are
-// the changes, and after each semicolon the numbers that the network is told (0 if there is no such change). z and z'
-// are standard normal numbers, drawn for each change:
+// changed images are of another kind, and does not draw such images when it is told that there is no change.
+// A row of this list first describes a change. After the semicolon are the numbers that the network is told. These
+// numbers are 0 if the image is not changed in this way. z and z' are standard normal numbers, drawn for each change:
 //   mirrored, upside down   left and right are exchanged, top and bottom are exchanged; for each of the two, 1
 //   scaled                  by 2^(0.2 z); z
 //   turned                  by an angle; the angle's cosine - 1, its sine
@@ -3882,7 +3884,7 @@ HD static inline float canvas_value(const CanvasPlace& place, const void* channe
     return bytes == 1 ? sum / 127.5f - 0.5f : sum;
 }
 
-// Returns the changed image's pixel (y, x), from its channel of the canvas.
+// Returns one channel of the changed image's pixel (y, x). canvas: this channel of the canvas.
 HD static inline float halved(const float* canvas, int y, int x, int W) {
     float sum = 0;
     for (int i = 0; i < FILTER; i++) {
@@ -4107,8 +4109,8 @@ struct Move {
     double x, x0;             // coefficients of x'
     double m = 0, noise = 0;  // coefficients of x', too
     double m_x = 0, m_x0 = 0; // coefficients of m'
-    double learned_low = 0;   // if the network chooses the noise's standard deviation: the least one
-    double learned_high = 0;  // the largest one; learned_low = 0: the standard deviation is .noise
+    double learned_low = 0;   // if the network chooses the noise's standard deviation: the smallest that it can choose
+    double learned_high = 0;  // the largest that it can choose. If learned_low is 0, the standard deviation is .noise
     double known_until = -1;  // with --inpaint: if this move is the last of its step, the step's n (see keep_known)
 };
 
@@ -4494,9 +4496,9 @@ static std::span<const float> values_of_image(const Config& c, const Sampler& s,
     return std::span(s.value_rows).subspan(i * K % s.value_rows.size(), K);
 }
 
-// These three functions put the condition of images first .. first + B - 1 where the network reads it. With guidance
-// the batch holds every image twice, and the condition is left out for the second copy: the class, the numbers and the
-// picture, each of them only if it was sometimes left out in training.
+// These three functions write the conditions of images first .. first + B - 1 to where the network reads them. With
+// guidance the batch holds every image twice. For the second copy the class, the numbers and the picture are left out,
+// each of them only if it was sometimes left out in training.
 
 static void put_labels(const Config& c, Sampler* s, int64_t first, int B, int copies) {
     std::vector<int> labels(B * copies);
@@ -4675,7 +4677,8 @@ constexpr int DATA_SLOT_NAMES = 11;  // the number of bytes of the numbers' name
 constexpr int DATA_SLOT_UNUSED = 12; // the first of the slots that are 0
 
 struct Dataset : InputFile {
-    // 1: one checksum covers all images. 2: each image has a checksum. 0: a file of unet.cu, without checksums.
+    // The version of the file's format. 1: one checksum covers all images. 2: each image has a checksum. 0: a file of
+    // unet.cu, without checksums.
     int version = 0;
     int64_t count = 0; // N
     int C = 0, H = 0, W = 0;
@@ -4689,7 +4692,7 @@ struct Dataset : InputFile {
     std::vector<int32_t> labels;     // (N), or empty
     std::vector<float> values;       // (N, K): the numbers
     std::string value_names;         // the names of the K numbers, a line for each; or empty
-    std::vector<uint32_t> image_crc; // (N), the checksum of each image; empty if they are not known
+    std::vector<uint32_t> image_crc; // (N), the checksum of each image; empty: the checksums are not known
     int64_t asked = 0;               // the system was asked to fetch the images up to this position of the stream
     std::string error;               // why an image could not be used
     std::shared_ptr<Dataset> cond;   // --cond_file: a picture for each image, in the same order; null: there are none
@@ -4812,7 +4815,7 @@ static void take_values(Dataset* d, const std::vector<int32_t>& behind) {
 
 // Reads what follows the images in the file: labels if there are classes, the images' numbers and their names if there
 // are numbers, and in version 2 each image's checksum.
-// body_crc: the header's checksum of all this; in version 1 it covers the images, too.
+// body_crc: the checksum of all this, which the header holds. In version 1 it also covers the images.
 static void read_behind_images(Dataset* d, uint32_t body_crc) {
     std::vector<int32_t> behind(d->words_behind());
     const size_t bytes = behind.size() * sizeof(int32_t);
@@ -4977,7 +4980,7 @@ static std::vector<float> first_images(Dataset d, const char* flag, int C, int m
     std::vector<uint8_t> image(d.image_bytes()); // (C, H, W), as the file has it
     std::vector<float> images;
     for (int i = 0; i < count; i++) {
-        // From (C, H, W) to (H, W, C), and from 0 ... 255 to [-1, 1].
+        // The image is reordered from (C, H, W) to (H, W, C). Bytes from 0 to 255 become values in [-1, 1].
         if (!read_image(&d, i, image.data())) refuse(d.error);
         for (int element = 0; element < HW * C; element++) { // an element of the image as (H, W, C)
             const int pixel = element / C;
@@ -5058,7 +5061,8 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
 // H, W), which are used in turn; empty: the holes are drawn.
 static std::vector<float> made_pictures(const Config& c, Dataset d, int most, const std::vector<float>& masks) {
     std::vector<float> pictures;
-    std::vector<float> image(d.image_bytes() / sizeof(float) + 1); // its values are bytes or floats
+    // Made of floats, so that it is aligned for an image of floats.
+    std::vector<float> image(d.image_bytes() / sizeof(float) + 1);
     uint8_t* const bytes = (uint8_t*)image.data();
     for (int i = 0; i < std::min<int64_t>(d.count, most); i++) {
         if (!read_image(&d, i, bytes)) refuse(d.error);
