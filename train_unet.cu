@@ -2759,7 +2759,8 @@ static void choose_fp8(UNet* net) {
         Layer& conv = *convs[i];
         const auto writer = std::ranges::find(net->layers, conv.x1, &Layer::out);
         const bool reads_norm = writer != net->layers.end() && writer->kind == &GROUPNORM;
-        // convs has at least 12 elements. So at least 4 of them are not spared; 3 of these belong to middle_block.
+        // convs has at least 12 elements. So at least 4 of them are not spared. At least 3 of these belong to
+        // middle_block.
         const bool is_spared = i < FP8_SPARED || i >= last;
         conv.fp8_gradient = conv.stride == 1 && !conv.upsample;
         conv.fp8 = conv.fp8_gradient && reads_norm && !is_spared;
