@@ -2760,7 +2760,9 @@ static void choose_fp8(UNet* net) {
         Layer& conv = *convs[i];
         const auto writer = std::ranges::find(net->layers, conv.x1, &Layer::out);
         const bool reads_norm = writer != net->layers.end() && writer->kind == &GROUPNORM;
-        const bool is_spared = i < FP8_SPARED || i >= last; // convs has at least 12: 3 of middle_block are not spared
+        // convs has at least 12 elements. So at least 4 of them are not spared. At least 3 of these belong to
+        // middle_block.
+        const bool is_spared = i < FP8_SPARED || i >= last;
         conv.fp8_gradient = conv.stride == 1 && !conv.upsample;
         conv.fp8 = conv.fp8_gradient && reads_norm && !is_spared;
     }
@@ -2821,8 +2823,9 @@ static UNet build_unet(const Config& c) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- FP8: buffers, factors, weights for samples
-// --precision fp8: plans the inputs of the convolutions that read FP8. When sampling, the norm writes nothing but FP8.
-// In training it writes both forms, because the weight gradient reads the usual one.
+// --precision fp8: plans a buffer for each input that a convolution reads in FP8. The group norm that writes this input
+// fills the buffer. When sampling, the norm writes nothing else. In training it also writes the input in the
+// activations' element, which the weight gradient reads.
 static void plan_fp8(UNet* net, bool training) {
     for (const Layer& conv : net->layers) {
         if (!conv.fp8) continue;
@@ -2838,8 +2841,9 @@ static void plan_fp8(UNet* net, bool training) {
     }
 }
 
-// --precision fp8, in training: plans the gradients that input gradients read in FP8. If a group norm writes the
-// gradient of the convolution's output, it also writes the FP8 form. Otherwise the convolution makes it.
+// --precision fp8, in training: some input gradients read the gradient of the convolution's output in FP8. This
+// function plans a buffer for each such FP8 copy. If a group norm writes the gradient of the convolution's output, the
+// norm also writes the FP8 copy. Otherwise the convolution's backward function makes the copy (round_gradient).
 static void plan_fp8_gradients(UNet* net) {
     for (Layer& conv : net->layers) {
         if (!conv.fp8_gradient || conv.dout < 0) continue;
@@ -2874,13 +2878,13 @@ static float fp8_factor(const float* weight, const float* bias, int n) {
     return (float)std::ldexp(1.0, exponent - 1);
 }
 
-// --sample with --precision fp8: rounds the weights of the convolutions that read FP8. The result is two arrays, in
-// which parameters have the same places as in a flat array:
+// --sample with --precision fp8: rounds the weights of the convolutions that read FP8. The result is two arrays. A
+// parameter lies at the same index in them as in a flat array:
 //   weights   the rounded weights. The weights of an output channel are first divided by a scale, so that the largest
 //             |weight| of the channel becomes FP8's largest number
-//   factors   only the part of a flat array that is read in fp32. The place of a norm's first weight holds the norm's
-//             factor (fp8_factor). The place of a bias of a convolution holds scale / factor, which turns the sums of
-//             that output channel into values
+//   factors   an array as long as the part of a flat array that is read in fp32 (plain_size). At the index of a norm's
+//             first weight lies the norm's factor (fp8_factor). At the index of the bias of a convolution's output
+//             channel lies scale / factor: the channel's sums times this number are its values
 static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& flat) {
     if (net.config.precision != "fp8") return {};
     std::vector<uint8_t> weights(net.flat_size);
@@ -2909,8 +2913,8 @@ static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& fl
 }
 
 // Training with --precision fp8: returns the factor that gradients are multiplied by before they are rounded to FP8.
-// The loss is a mean over the n numbers of a batch, so gradients are proportional to 1 / n. The factor is the power
-// of 2 from 128 n to 256 n. (With it, e5m2's largest number, 57344, stands for a gradient of 224 / n or more.) It
+// The loss is a mean over the n numbers of a batch, so gradients are proportional to 1 / n. The factor is the power of
+// 2 from 128 n to 256 n. (With it, e5m2's largest number, 57344, stands for a gradient of 224 / n or more.) The factor
 // depends only on the configuration. So it is the same on all ranks, in all microbatches, and after a run is resumed.
 // Nothing is measured in one step and used in the next, so a checkpoint need not keep anything for FP8.
 static float choose_gradient_factor(const Config& c) {
@@ -2918,8 +2922,9 @@ static float choose_gradient_factor(const Config& c) {
     return (float)std::ldexp(1.0, 8 + std::ilogb(n));
 }
 
-// Training with --precision fp8: returns memory for the convolutions' weights in FP8, and their factors. Each step
-// fills the memory (round_weights). The factors have the places that make_fp8_weights describes.
+// Training with --precision fp8: returns memory for the convolutions' weights in FP8, and the factors that undo the
+// scaling. Each step writes the weights (round_weights). The factors never change; they lie where make_fp8_weights
+// says.
 static Fp8Weights make_fp8_training(const UNet& net) {
     if (net.config.precision != "fp8") return {};
     std::vector<float> factors(net.plain_size);
@@ -2941,7 +2946,8 @@ static Fp8Weights make_fp8_training(const UNet& net) {
             .dx_factors = device_copy(dx_factors)};
 }
 
-// Returns the works of round_weights. (Each convolution that multiplies in FP8 also has its input gradient in FP8.)
+// Returns which weights round_weights has to round: those of each convolution that computes its input gradient in FP8.
+// (All convolutions that multiply in FP8 in the forward pass are among them.)
 static std::vector<WeightRounding> weights_to_round(const UNet& net) {
     std::vector<WeightRounding> works;
     for (const Layer& conv : net.layers) {
@@ -2956,13 +2962,13 @@ static std::vector<WeightRounding> weights_to_round(const UNet& net) {
 // --- gradients, and buffers
 // A tensor's gradient is the sum of what its readers contribute. The last reader in the list contributes first. Each
 // reader writes a buffer of its own: its contribution plus the buffers of later readers that wait to be added. If a
-// layer adds the tensor as its residual, that layer contributes the gradient of its output. This gradient is unchanged,
-// so no copy of it is made.
+// layer adds the tensor as its residual, the layer's contribution is the gradient of its output, unchanged. So no copy
+// of it is made.
 static void plan_gradients(UNet* net) {
     // For each tensor: the buffers that the next contribution has to add.
     std::vector<std::vector<int>> waiting(net->tensors.size());
-    // Plans a contribution to the gradient of tensor x, in a new buffer. It is not added in place to a buffer that
-    // waits, because weight gradients may still have to read that buffer.
+    // Plans a contribution to the gradient of tensor x, in a new buffer. The contribution is not added in place to a
+    // buffer that waits, because weight gradients may still have to read that buffer.
     auto contribute = [&](int x) {
         if (!net->tensor(x).needs_grad) return GradPlan{};
         const Buffer& values = net->buffers[net->tensors[x].buffer];
@@ -2973,8 +2979,8 @@ static void plan_gradients(UNet* net) {
         adds.resize(2, -1);
         return GradPlan{d, adds[0], adds[1]};
     };
-    // The loss writes the gradient of the output. When the loop comes to a layer, the gradient of its output is
-    // complete, because all layers that read this output come later in the list.
+    // The loss writes the gradient of the network's output. When the loop comes to a layer, the gradient of this
+    // layer's output is complete, because all layers that read the output come later in the list.
     contribute(net->output);
     for (int i = (int)net->layers.size() - 1; i >= 0; i--) {
         Layer& l = net->layers[i];
@@ -2982,7 +2988,9 @@ static void plan_gradients(UNet* net) {
         if (waiting[l.out].size() != 1) die("internal error: the gradient of %s is not complete", l.name.c_str());
         l.dout = waiting[l.out][0];
         if (l.residual >= 0) waiting[l.residual].push_back(l.dout);
-        if (l.emb >= 0) { // each reader of the embedding projections fills its own columns of their gradient
+        // Each layer that reads the embedding's projections fills its own columns of their gradient, which is one
+        // buffer.
+        if (l.emb >= 0) {
             if (waiting[l.emb].empty()) contribute(l.emb);
             l.demb = waiting[l.emb][0];
         }
@@ -3001,12 +3009,12 @@ static void plan_gradients(UNet* net) {
     }
 }
 
-// A convolution's weight gradient is computed beside the layers that follow in the backward pass, in one launch with
-// those of other convolutions. So the tensors that the weight gradient reads must stay in memory for some time, which
-// is counted in layers (see the head of this section). When that time is over, the backward pass waits until the weight
-// gradient is complete. Tensors of small images need little memory. So they may stay longer, and more weight gradients
-// share a launch.
-// Returns how long the tensors that layer l reads stay in memory.
+// A convolution's weight gradient runs at the same time as the layers that follow in the backward pass, in one launch
+// with the weight gradients of other convolutions. So the tensors that the weight gradient reads must stay in memory
+// for some time, which is counted in layers (see the head of this section). When that time is over, the backward pass
+// waits until the weight gradient is complete. Tensors of small images need little memory. So they may stay longer, and
+// more weight gradients share a launch.
+// Returns how many layers after the backward pass of convolution l its weight gradient is complete at the latest.
 static int weights_lag(const UNet* net, const Layer& l) {
     const Tensor& x = net->tensors[l.x1];
     if (x.H * x.W <= 16 * 16) return 20;
@@ -3020,11 +3028,11 @@ static int first_emb_reader(const UNet* net) {
     return i;
 }
 
-// Says which weight gradients each layer waits for in the backward pass. A layer that waits for the weight gradient of
+// Plans which weight gradients each layer waits for in the backward pass. A layer that waits for the weight gradient of
 // layer k also waits for the weight gradients of all layers after k in the list.
 static void plan_waits(UNet* net) {
     const int L = (int)net->layers.size();
-    int done = L; // some layer waits already for the weight gradients of this layer and of all later ones
+    int done = L; // some layer already waits for the weight gradients of all layers from index `done` on
     for (int i = L - 1; i >= 0; i--) {
         Layer& l = net->layers[i];
         if (l.dout < 0) continue; // it has no backward pass
@@ -3032,7 +3040,8 @@ static void plan_waits(UNet* net) {
             const Layer& conv = net->layers[k];
             if (conv.kind != &CONV) continue;
             const bool too_old = k > i + weights_lag(net, conv);
-            // the launch of conv's weight gradient writes a part of l's dout
+            // If l makes the embedding's projections, it needs their whole gradient, its dout. conv's columns of it
+            // (demb) are computed together with conv's weight gradient.
             const bool has_demb = l.out == net->emb && conv.demb >= 0;
             if (!too_old && !has_demb) continue;
             l.after = k;
@@ -3042,7 +3051,8 @@ static void plan_waits(UNet* net) {
     }
 }
 
-// The convolution that adds a residual block's skip connection may also compute this skip connection.
+// Plans which convolutions also compute the skip connection that they add. It is the skip connection of their residual
+// block.
 static void plan_fusions(UNet* net) {
     const Walk walk{.net = net, .B = net->B};
     for (size_t i = 1; i < net->layers.size(); i++) {
@@ -3093,7 +3103,8 @@ static void plan_lifetimes(UNet* net) {
         // The embedding's layers run at the same time as other layers, until the first layer that reads the embedding.
         if (kind.embedding) use_forward(l, 1 + first_emb_reader(net));
 
-        // The backward pass, and a convolution's weight gradient, which may be computed up to weights_lag later.
+        // `back` is the time of the layer's backward pass. `done` is the latest time at which a convolution's weight
+        // gradient may run.
         if (l.dout < 0) continue; // not in training, or it has no backward pass
         const int back = 2 * L + 1 - i;
         const int done = l.kind == &CONV ? back + weights_lag(net, l) : back;
@@ -3113,9 +3124,9 @@ static void plan_lifetimes(UNet* net) {
     }
 }
 
-// Chooses the offsets of all buffers for batches of B. The largest buffer is placed first. Each buffer gets the lowest
-// place that is free as long as the buffer is in use. Sizes are rounded up, so that each buffer begins at a multiple of
-// 256 bytes.
+// Chooses the offsets of all buffers for batches of B samples. The largest buffer is placed first. Each buffer gets the
+// lowest place that is free at all times at which the buffer is in use. Sizes are rounded up, so that each buffer
+// begins at a multiple of 256 bytes.
 static void place_buffers(UNet* net, int B) {
     auto bytes = [&](const Buffer* b) { return (b->bytes * B + 255) / 256 * 256; };
     std::vector<Buffer*> order;
@@ -3128,7 +3139,7 @@ static void place_buffers(UNet* net, int B) {
     for (Buffer* b : order) {
         b->offset = 0;
         for (const auto& [offset, other] : placed) {
-            // Are they in use at the same time?
+            // Are b and the other buffer in use at the same time?
             const bool overlap = other->first_use <= b->last_use && b->first_use <= other->last_use;
             if (!overlap) continue;
             if (b->offset + bytes(b) <= offset) break; // b fits into the gap before the other buffer
@@ -3154,7 +3165,7 @@ static void check_memory(UNet* net, bool training) {
     const double available = device_available() / GIB;
     const double needed = weights + net->arena_bytes / GIB;
     const int B = net->B;
-    int fits = B; // the largest of B, B / 2, B / 4, ... that fits; 0: none does
+    int fits = B; // the largest of B, B / 2, B / 4, ... that fits; 0: not even one sample fits
     while (fits && weights + net->arena_bytes / GIB > available) {
         fits /= 2;
         place_buffers(net, fits);
@@ -3173,7 +3184,7 @@ static void plan_memory(UNet* net, int B, bool training) {
         die("--batch_size %d: so many images of %s at a time are more than 2^31 pixels; "
             "a smaller --microbatch (or --batch_size) works",
             B, net->config.image_size.c_str());
-    // Each step of the plan needs the ones before it.
+    // Each of these functions needs the results of the functions before it.
     net->B = B;
     plan_fp8(net, training);
     if (training) {
@@ -3206,10 +3217,11 @@ static void plan_memory(UNet* net, int B, bool training) {
 // A step calls unet_forward, which calls forward_layer for each layer, and then unet_backward, which goes from the last
 // layer to the first and collects the convolutions' weight gradients on the way (WeightGradients).
 
-// A hook that is called before each operation is started. dev/benchmarks/bench.cu takes time stamps there.
+// `mark` is called before each operation is started. It does nothing here. dev/benchmarks/bench.cu assigns to it a
+// function that takes time stamps.
 enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: all gradients except that of a convolution's weights
 struct Operation {
-    const char* name = nullptr; // the operation's name, if it is not a layer's
+    const char* name = nullptr; // the operation's name; null: it is an operation of `layer`
     const Layer* layer = nullptr;
     Pass pass = FORWARD;
 };
@@ -3220,15 +3232,15 @@ static void forward_layer(const Walk& walk, const Layer& l) {
     mark({.layer = &l});
     LayerArgs a = layer_args(walk, l);
     l.kind->forward(a);
-    // The operation has written to a.out_stats in how many parts the output's sums lie. The norm that reads the output
-    // needs this number.
+    // The operation has set a.out_stats.parts: how many parts the sums over the output's pixels consist of. The norm
+    // that reads the output needs this number.
     walk.net->tensors[l.out].parts = a.out_stats.parts;
 }
 
 // The forward pass. It computes net's output (B, H, W, out_channels) from its input, net->t (B) and, if the model uses
 // them, net->labels (B), net->values (B, num_values) and net->cond (B, H, W, cond_channels). The embedding's layers
-// come first in the list. They are computed beside the layers that follow, up to the first one that reads the
-// embedding.
+// come first in the list. They run on the side stream, at the same time as the layers that follow, until the first
+// layer that reads the embedding.
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     const int L = (int)net->layers.size();
     const int reader = first_emb_reader(net);
@@ -3245,7 +3257,7 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     }
 }
 
-// Returns the buffer in which the loss leaves its gradient with respect to the output.
+// Returns the buffer that the loss writes: the gradient with respect to the network's output.
 static float* output_gradient(UNet* net) { return buffer_data<float>(net, net->layers.back().dout); }
 
 // The weight gradients of convolutions during the backward pass. They wait until they fill the GPU together, or until
@@ -3256,13 +3268,14 @@ struct WeightGradients {
     std::vector<WeightWork> waiting{};
     double load = 0; // how much of the device the waiting weight gradients would fill together; 1: all of it
     int last = -1;   // the layer whose weight gradient was added last
-    std::vector<int>
-        ticket{}; // for each layer: the ticket for wait_for_side; -1: its weight gradient was not launched yet
+    // For each layer: the ticket for wait_for_side. -1: its weight gradient was not launched yet.
+    std::vector<int> ticket{};
 
-    // Launches the weight gradients that wait. After that, those of all layers from `last` on have been launched.
+    // Launches the weight gradients that wait. After that, the weight gradients of all layers from `last` on have been
+    // launched.
     void launch_waiting() {
-        // In the flat arrays, gradients from complete_from on are then complete. All convolutions' weights without a
-        // complete gradient lie before complete_from.
+        // This launch completes the gradients that lie in the flat arrays from complete_from on. The weights of each
+        // convolution whose weight gradient is not launched yet lie before complete_from.
         size_t complete_from = net->plain_size;
         for (int i = 0; i < last; i++) {
             const Layer& l = net->layers[i];
@@ -3304,12 +3317,13 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         const Layer& l = net->layers[i];
         if (l.dout < 0) continue; // it has no backward pass
         if (l.after >= 0) weight_gradients.wait_for(l.after);
-        for (const Layer& before : net->layers) // with --use_checkpoint: computes again what this block's layers read
+        // With --use_checkpoint: if a block ends with l, computes again what the block's layers read.
+        for (const Layer& before : net->layers)
             if (before.block_end == i) forward_layer(walk, before);
         LayerArgs a = layer_args(walk, l);
         if (l.kind == &CONV) {
-            // The weight gradients that wait are launched without that of the first convolution, because the
-            // embedding's layers wait for them.
+            // The embedding's layers come last in the backward pass, and they wait for the weight gradients that have
+            // been collected. So those are launched now, and do not wait for that of the first convolution.
             if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.launch_waiting();
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
             weight_gradients.add(i, a);
@@ -3339,35 +3353,40 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 // To add an objective, as edm and flow are, change these places:
 //
 //   1. common/flags.h:
-//      its word, the last in the row of `objective`, since model files hold a word's number;
+//      its word, added at the end of the row of `objective`, because model files hold the word's place in this row;
 //      rows for its parameters, if it has any. A parameter that a model file has to keep is a row SAVED(slot, ...),
 //      and check_lists must no longer list its slot as unused;
-//      the rows OBJECTIVES(...). Such a row names the objectives for which the flags below it exist. Parameters of its
-//      own need a row of their own. If it shares parameters of edm (sigma_data, P_mean, P_std), add its word to
-//      OBJECTIVES(of_edm, "edm|ect"). Nothing warns whoever forgets this: slot_is_used is then false, model files do
-//      not get the value, and samples are drawn with the flag's default
+//      the rows OBJECTIVES(...). Such a row names the objectives for which the flags below it exist. If only the
+//      new objective has a parameter, it needs a new row OBJECTIVES. If the new objective shares parameters of edm
+//      (sigma_data, P_mean, P_std), add its word to OBJECTIVES(of_edm, "edm|ect"). If you forget this, nothing warns
+//      you: slot_is_used is then false, model files do not get the value, and samples use the flag's default;
 //      if --objective ect may tune its models: its word in the row of `ect_frame`, and in take_model_file's message
-//   2. Frame (section 1): its word
-//   3. here, below each other: its formulas, beside edm_question; its case in ask; its word in frame_of; whether
-//      log(sigma) or t is drawn in training, and how (sigma_draws; for another distribution also SigmaDraws and
-//      draw_level); which sigmas its samplers use (has_steps_of_t); a weight of the loss that is not 1 (make_level)
+//   2. Frame (section 1): its enumerator
+//   3. here:
+//      a function with its formulas, beside edm_question;
+//      its case in ask, and its word in frame_of;
+//      whether log(sigma) or t is drawn in training, and how (sigma_draws; for another distribution also SigmaDraws
+//      and draw_level);
+//      which sigmas its samplers use (has_steps_of_t);
+//      a weight of the loss, if it is not 1 (make_level)
 //
 // To let the network predict another quantity, with the levels of ddpm, change two places: the row of `predict` in
 // common/flags.h, and ddpm_level.
 //
-// For a loss that is not the weighted square, follow the example of ect, whose loss also needs the network's answer at
-// a second noise level. Change common/flags.h, Objective and make_objective (a parameter), and forward_and_loss
-// (section 11; a branch that calls a new operation). Write the formula once for both builds, beside tuning_loss.
-// Add the operation's prototype to section 2, its loops to dev/reference.h, and its kernel beside loss_forward_backward
-// (section 17).
+// For a loss that is not the weighted square of the answer's error, follow the example of ect, whose loss also needs
+// the network's answer at a second noise level. Change common/flags.h, Objective and make_objective (a parameter), and
+// forward_and_loss (section 11; a branch that calls a new operation). Write the formula once for both builds, beside
+// tuning_loss. Add the operation's prototype to section 2, its loops to dev/reference.h, and its kernel beside
+// loss_forward_backward (section 17).
 //
 // The functions, in the order in which they run: make_objective runs once. Then draw_level runs for each sample. It
 // returns one of the ddpm_levels, or calls ask or student_level. Samplers call level_at for the level of a sigma.
 
-// What the network is asked at a given ratio: the coefficient of the noise divided by the coefficient of x_0. The sigma
-// that draw_level draws, and the sigmas between --sigma_max and --sigma_min, are such ratios. But the member `sigma` is
-// the coefficient of the noise alone, so the ratio is sigma / signal. All members have the meaning of those of
-// NoiseLevel. They are double, because ect subtracts such numbers from each other.
+// The ratio of a noise level is the coefficient of the noise divided by the coefficient of x_0. A sigma that draw_level
+// draws is such a ratio. So is each sigma between --sigma_max and --sigma_min.
+// A Question is what the network is asked at a given ratio. Each member means what the member of the same name means in
+// NoiseLevel. So the member `sigma` is the coefficient of the noise alone, and the ratio is sigma / signal. The members
+// are double, because ect subtracts such numbers from each other.
 struct Question {
     double t;
     double signal, sigma;
@@ -3375,10 +3394,10 @@ struct Question {
     double target_x0, target_noise;
 };
 
-// EDM (Karras et al. 2022, table 1): the network F sees c_in (x_0 + sigma noise) and is told log(sigma) / 4. The image
-// is then D = c_skip (x_0 + sigma noise) + c_out F. The network's input is already multiplied by c_in, so
-// x0_x = c_skip / c_in. The loss is lambda (D - x_0)^2 with lambda = 1 / c_out^2. That equals the squared error of the
-// network's answer F, whose target is (x_0 - c_skip (x_0 + sigma noise)) / c_out. The paper's sigma is the ratio.
+// EDM (Karras et al. 2022, table 1). The paper's sigma is the argument `ratio`. The network F sees c_in (x_0 + sigma
+// noise) and is told log(sigma) / 4. The image is then D = c_skip (x_0 + sigma noise) + c_out F. The network's input is
+// already multiplied by c_in, so x0_x = c_skip / c_in. The loss is lambda (D - x_0)^2 with lambda = 1 / c_out^2. That
+// equals the squared error of the network's answer F, whose target is (x_0 - c_skip (x_0 + sigma noise)) / c_out.
 HD static inline Question edm_question(double ratio, double sigma_data) {
     const double total = sqrt(ratio * ratio + sigma_data * sigma_data);
     const double c_in = 1 / total;
@@ -3463,16 +3482,16 @@ HD static inline NoiseLevel make_level(const Question& q) {
 // The student's image should equal the teacher's image. So the target of the student's answer is a weighted sum of x_0,
 // noise and the teacher's answer. At r = 0 the teacher's image is x_0 itself, and the target is that of edm or flow.
 
-// Returns the teacher's sigma r for a student's t (Geng et al. 2024, section 3): r / t = 1 - n(t) / q^a, where
-// n(t) = 1 + k sigmoid(-b t). If that is negative, r is 0. a begins at 1 and grows by 1 every d steps, so r approaches
-// t.
+// Returns the teacher's sigma r for a student's sigma t (Geng et al. 2024, section 3): r / t = 1 - n(t) / q^a, where
+// n(t) = 1 + k sigmoid(-b t). If this r is negative, 0 is returned. a begins at 1 and grows by 1 every d steps, so r
+// approaches t.
 HD static inline double teacher_sigma(const Tuning& tuning, double t) {
     const double a = 1 + (double)(*tuning.step / tuning.d);
     const double n = 1 + tuning.k / (1 + exp(tuning.b * t));
     return fmax(t * (1 - n / pow((double)tuning.q, a)), 0.0);
 }
 
-// Returns the weight in the loss of the distance between a student at t and its teacher at r.
+// Returns the weight of a sample's loss, if the student's sigma is t and the teacher's sigma is r.
 HD static inline double tuning_weight(const Objective& o, double t, double r) {
     switch (o.tuning.weight) {
     case TuningWeight::GAP: return 1 / (t - r);
@@ -3497,8 +3516,8 @@ HD static inline NoiseLevel student_level(const Objective& o, double t) {
     return level;
 }
 
-// If a sample's r is 0, its teacher's answer is not used. But the network computes all samples of a batch, so for that
-// sample the network is shown the student's input.
+// Returns the level at which a sample's teacher is asked. If r is 0, the teacher's answer is not used. But the network
+// computes all samples of a batch, so for that sample it is shown the student's input.
 HD static inline NoiseLevel teacher_level(const Objective& o, double t) {
     const double r = teacher_sigma(o.tuning, t);
     Question teacher = ask(o.frame, r > 0 ? r : t, o.sigma_data);
@@ -3527,11 +3546,12 @@ static std::vector<double> alpha_bars(const Config& c) {
     return result;
 }
 
-// The numbers of a NoiseLevel that depend on --predict.
+// What --predict decides: four members of a NoiseLevel, and `error`, which ddpm_level needs for the weight of the loss.
+// An answer that is wrong by e gives an x_0 that is wrong by d: `error` is e^2 / d^2.
 struct Prediction {
     double target_x0, target_noise; // as in NoiseLevel
     double x0_x, x0_out;            // as in NoiseLevel
-    double error;                   // the square of the answer's error if the x_0 that it means is wrong by 1
+    double error;                   // e^2 / d^2
 };
 
 // Makes the level where x_t = sqrt(alpha_bar) x_0 + sqrt(1 - alpha_bar) noise. The network is told t, or 1000 t / T
@@ -3551,7 +3571,8 @@ static NoiseLevel ddpm_level(const Config& c, double alpha_bar, double t) {
     level.target_noise = (float)p.target_noise;
     level.x0_x = (float)p.x0_x;
     level.x0_out = (float)p.x0_out;
-    // Min-SNR (Hang et al. 2023): the squared error of x_0 has the weight min(snr, gamma).
+    // Min-SNR (Hang et al. 2023): the squared error of x_0 should have the weight min(snr, gamma). The loss squares the
+    // answer's error, so this squared error has the weight min(snr, gamma) / p.error.
     level.weight = c.min_snr_gamma > 0 ? (float)(std::min(snr, (double)c.min_snr_gamma) / p.error) : 1;
     return level;
 }
@@ -3611,10 +3632,11 @@ static Objective make_objective(const Config& c) {
 // These functions compute how noisy a sample of a training step is, and what its loss consists of. Each works on one
 // sample or one value. dev/reference.h calls them in loops, and kernels call them in threads.
 
-// --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): t is drawn in proportion to the root
-// mean square of its latest HISTORY losses. A sample's loss is then multiplied by `importance`, which is 1 / (T times
-// the probability of its t). So the expected loss is the same as with uniform t.
-constexpr double EVEN_SHARE = 0.001; // this part of the probability is divided equally among all t
+// --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): the probability of drawing t is
+// proportional to the root mean square of t's latest HISTORY losses. A sample's loss is then multiplied by
+// `importance`, which is 1 / (T times the probability of the sample's t). So the expected loss is the same as with
+// uniform t.
+constexpr double EVEN_SHARE = 0.001; // this share of the probability is divided equally among all t
 
 // Stores the losses of a batch's samples at timestep t in the row of t. Each loss is first divided by its sample's
 // `importance`. A row is HISTORY + 1 floats: the latest losses, oldest first, and then the number of losses. Returns
@@ -3712,10 +3734,10 @@ HD static inline float image_value(const void* images, int bytes, size_t i) {
 // Limited Data", appendix B): a training image is changed in up to six ways. Each change is drawn independently of the
 // others. Its probability is p, with two exceptions: an image is turned upside down with probability p / 2, and
 // mirrored with probability 1 / 2, whatever p is. The network is told which changes were made. So it learns that
-// changed images are of another kind, and does not draw such images when it is told that there is no change. These are
-// the changes, and after each semicolon the numbers that the network is told (0 if there is no such change). z and z'
-// are standard normal numbers, drawn for each change:
-//   mirrored, upside down   in columns, in rows; 1 for each
+// changed images are of another kind, and does not draw such images when it is told that there is no change.
+// A row of this list first describes a change. After the semicolon are the numbers that the network is told. These
+// numbers are 0 if the image is not changed in this way. z and z' are standard normal numbers, drawn for each change:
+//   mirrored, upside down   left and right are exchanged, top and bottom are exchanged; for each of the two, 1
 //   scaled                  by 2^(0.2 z); z
 //   turned                  by an angle; the angle's cosine - 1, its sine
 //   stretched               by 2^(0.2 z) along an axis and by the inverse across it; z times the axis's cosine and sine
@@ -3808,7 +3830,7 @@ HD static inline int mirrored(int n, int size, bool flip) {
     return flip ? size - 1 - n : n;
 }
 
-// The value of a doubled row (or column) at place u is a weighted sum of these pixels of the image.
+// The value at place u of a doubled row (or column) is a weighted sum of these pixels of the image's row (or column).
 struct Around {
     int pixel[AROUND];
     float weight[AROUND];
@@ -3864,7 +3886,7 @@ HD static inline float canvas_value(const CanvasPlace& place, const void* channe
     return bytes == 1 ? sum / 127.5f - 0.5f : sum;
 }
 
-// Returns the changed image's pixel (y, x), from its channel of the canvas.
+// Returns one channel of the changed image's pixel (y, x). canvas: this channel of the canvas.
 HD static inline float halved(const float* canvas, int y, int x, int W) {
     float sum = 0;
     for (int i = 0; i < FILTER; i++) {
@@ -3894,7 +3916,8 @@ HD static inline float square_mean(const void* channel, int bytes, int y, int x,
 // The standard deviation of the noise on a picture is --cond_noise times a factor, which is drawn uniformly from
 // [0, 1). (Ho et al. 2021, "Cascaded Diffusion Models": a network that was trained on coarse pictures with different
 // amounts of noise is not disturbed by the errors of a sampled coarse picture.)
-constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF; // the quartet that the factor is drawn from; the noise uses lower ones
+// The number of the quartet of random words that the factor is drawn from. The noise uses quartets with lower numbers.
+constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF;
 HD static inline float noise_strength(const Words& words) { return (words.w[0] >> 8) * 0x1p-24f; }
 
 // Number i of an enlarged row (or column) lies between the numbers `first` and `second` of the small row. As in
@@ -3994,9 +4017,10 @@ HD static inline bool is_in_hole(const Holes& holes, int y, int x) {
 // paint.
 HD static inline float mask_value(bool hidden) { return hidden ? 1.0f : -1.0f; }
 
-// The loss of a sample with --objective ect (Geng et al. 2024) is weight (sqrt(D + c^2) - c), the pseudo-Huber distance
-// between the student's image and the teacher's image. D is the sum of the squares of their differences, which are
-// x0_out (out - target). The derivative of the loss by a value of out is slope (out - target).
+// With --objective ect (Geng et al. 2024) the loss of a sample is weight (sqrt(D + c^2) - c): a weight times the
+// pseudo-Huber distance between the student's image and the teacher's image. D is the sum of the squares of the
+// differences between the two images. Each difference is x0_out (out - target). The derivative of the loss by a value
+// of out is slope (out - target).
 struct TuningLoss {
     double value, slope;
 };
@@ -4009,8 +4033,8 @@ HD static inline TuningLoss tuning_loss(const NoiseLevel& level, double D, doubl
 
 // The term of one value in the variational bound, in nats, and its derivatives by d and by v. d = output - target is
 // the error of the answer's first half, which predicts the mean. v is the answer's second half, for the variance. The
-// network's variance is exp(log_var + u) with u = log_ratio + range (v + 1) / 2. With v from -1 to 1, it lies between
-// the two fixed variances (Nichol & Dhariwal 2021, eq. 15). The term is:
+// network's variance is exp(log_var + u) with u = log_ratio + range (v + 1) / 2. If v lies between -1 and 1, this
+// variance lies between the two fixed variances (Nichol & Dhariwal 2021, eq. 15). The term is:
 //   t > 0   the KL divergence of two normal distributions, whose means differ by sqrt(kl exp(log_var)) d
 //   t = 0   minus the log of the probability of the true value among the 256 values of a byte
 struct BoundTerm {
@@ -4072,23 +4096,23 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
 //
 //   dx / dsigma = (x - x0) / sigma                                     (Karras et al. 2022, eq. 1 and 3)
 //
-// Below, each sampler is a function that makes one of its steps. In it, s is the sigma of x, n is the sigma of the next
-// x, which is x', and z is new noise. Every step is linear in these images and in m, one image that the sampler
-// remembers:
+// Below, each sampler is a function that makes one of its steps, from x to the next x, which is called x'. In these
+// functions, s is the sigma of x, n is the sigma of x', and z is new noise. Every step is linear in x, x0, z and m, one
+// image that the sampler remembers. The coefficients are members of a Move, written here as .x, .x0 and so on:
 //
 //   x' = (.x) x + (.x0) x0 + (.m) m + (.noise) z           m' = (.m_x) x + (.m_x0) x0
 //
-// So such a function returns a few coefficients, a Move. One kernel (sampler_step) computes the steps of all samplers.
+// One kernel (sampler_step) computes the steps of all samplers.
 //
 // The functions, in the order in which they run: make_sampler calls plan_sampler, which calls sampler_sigmas,
 // plan_route and, for each move, device_step; then sample_images calls sample_batch.
 struct Move {
-    double sigma;             // s
+    double sigma;             // s, the sigma of x
     double x, x0;             // coefficients of x'
     double m = 0, noise = 0;  // coefficients of x', too
     double m_x = 0, m_x0 = 0; // coefficients of m'
-    double learned_low = 0;   // if the network chooses the noise's standard deviation: the least one
-    double learned_high = 0;  // the largest one; learned_low = 0: the standard deviation is .noise
+    double learned_low = 0;   // if the network chooses the noise's standard deviation: the smallest that it can choose
+    double learned_high = 0;  // the largest that it can choose. If learned_low is 0, the standard deviation is .noise
     double known_until = -1;  // with --inpaint: if this move is the last of its step, the step's n (see keep_known)
 };
 
@@ -4219,8 +4243,8 @@ static double karras_sigma(const Config& c, double high, double low, int i, int 
 }
 
 // Returns the sigmas of a sampler: the sigma before each of its N steps, and 0 at the end. known: the sigmas of the T
-// timesteps. The samplers' sigmas are:
-//   ddpm, ddim    those of the timesteps that --timestep_respacing keeps
+// timesteps. The sigmas depend on the sampler:
+//   ddpm, ddim    the sigmas of the timesteps that --timestep_respacing keeps
 //   consistency   Karras's schedule from sigma_max to mid_t: Geng et al. 2024 take two steps, at 80 and 0.821
 //   others        Karras's schedule. For a model of flow instead: equal steps of t = sigma / (1 + sigma)
 static std::vector<double> sampler_sigmas(const Config& c, const std::vector<double>& known) {
@@ -4254,7 +4278,9 @@ static std::vector<double> sampler_sigmas(const Config& c, const std::vector<dou
 // steps, until it has taken these steps --jump_n_sample times. Then it goes on with the next steps. The last step is
 // taken once. The first (N - 1) % jump_length steps are taken once, too.
 static std::vector<int> step_order(const Config& c, int N) {
-    std::map<int, int> again; // how often to go back from each level of noise; 0: the least noise; -1: none
+    // For each level of noise: how many times the sampler still has to go back from it. Level 0 is the least noise, and
+    // -1 is no noise.
+    std::map<int, int> again;
     if (!c.inpaint.empty())
         for (int level = 0; level < N - c.jump_length; level += c.jump_length) again[level] = c.jump_n_sample - 1;
     std::vector<int> order;
@@ -4283,8 +4309,8 @@ struct Route {
     int64_t first_move = 0; // the move that sampling begins with: the first move of the step that first_step returns
 };
 
-// Adds the moves of a step from sigma s to sigma n. before: the sigma at which the step before this one began; 0: no
-// step before this one may be used.
+// Adds the moves of a step from sigma s to sigma n. before: the sigma at which the step before this one began. 0: there
+// is no step before this one, or its x0 may not be used.
 static void add_step(std::vector<Move>* moves, const Config& c, double before, double s, double n) {
     if (c.sampler == "ddpm") moves->push_back(ddpm_step(c, s, n));
     else if (c.sampler == "ddim") moves->push_back(ddim_step(s, n, c.eta));
@@ -4338,8 +4364,9 @@ static NoiseLevel level_at(const Config& c, const std::vector<double>& known, do
     return ddpm_level(c, alpha_bar, std::min(std::max(t, 0.0), (double)last));
 }
 
-// Turns a move into a step of the device. A move computes x' from x. A step of the device works on the network's input
-// u = signal x, and the signal depends on sigma. then: the sigma of the next move; 0 after the last move.
+// Turns a move into a step of the device. A move computes x' from x. But a step of the device reads and writes the
+// network's input u = signal x, where the signal depends on sigma. then: the sigma of the next move; 0 after the last
+// move.
 static SamplerStep device_step(const Config& c, const std::vector<double>& known, const Move& move, double then) {
     auto signal_at = [&](double sigma) { return sigma > 0 ? level_at(c, known, sigma).signal : 1.0; };
     const NoiseLevel level = level_at(c, known, move.sigma);
@@ -4391,7 +4418,7 @@ static SamplerPlan plan_sampler(const Config& c) {
     SamplerPlan plan{};
     plan.begin = route.first_move;
 
-    // With --start_from the first x is the given image plus noise, whose sigma is that of the first move.
+    // With --start_from the first x is the given image plus noise. The sigma of this noise is the first move's sigma.
     const double from = moves[plan.begin].sigma;
     const double signal = level_at(c, known, from).signal;
     const bool changes_images = !c.start_from.empty();
@@ -4413,7 +4440,7 @@ struct Sampler {
     SamplerStep* steps; // (device) the plan's steps
     Denoising denoising;
     float* all;                    // (device) all ranks' images (ranks, B, H, W, C); null: there is one rank
-    int64_t* k;                    // (device) the step that comes next
+    int64_t* k;                    // (device) the number of the sampler's next step
     int64_t *zero, *one;           // (device) the numbers 0 and 1, which random draws use as their step
     float* t;                      // (device) (B): what the network is told of the noise
     int* labels;                   // (device) (B): the classes
@@ -4456,23 +4483,24 @@ static Sampler make_sampler(const Config& c, int B) {
     return s;
 }
 
-// Returns the class of image number i of a seed. The classes of --classes are used in turn; without --classes, all
-// classes are used in turn.
+// Returns the class of image number i, counted from 0 for each seed. The classes of --classes are used in turn; without
+// --classes, all classes are used in turn.
 static int class_of_image(const Config& c, int64_t i) {
     if (!c.class_cond) return 0;
     const size_t listed = c.class_list.size();
     return listed ? (int)c.class_list[i % listed] : (int)(i % c.num_classes);
 }
 
-// Returns the numbers of image number i of a seed. The rows of value_rows are used in turn.
+// Returns the numbers that describe image number i, counted from 0 for each seed. The rows of value_rows are used in
+// turn.
 static std::span<const float> values_of_image(const Config& c, const Sampler& s, int64_t i) {
     const size_t K = c.cond_dim;
     return std::span(s.value_rows).subspan(i * K % s.value_rows.size(), K);
 }
 
-// These three functions put the condition of images first .. first + B - 1 where the network reads it. With guidance
-// the batch holds every image twice, and the condition is left out for the second copy: the class, the numbers and the
-// picture, each of them only if it was sometimes left out in training.
+// These three functions write the conditions of images first .. first + B - 1 to where the network reads them. With
+// guidance the batch holds every image twice. For the second copy the class, the numbers and the picture are left out,
+// each of them only if it was sometimes left out in training.
 
 static void put_labels(const Config& c, Sampler* s, int64_t first, int B, int copies) {
     std::vector<int> labels(B * copies);
@@ -4483,8 +4511,8 @@ static void put_labels(const Config& c, Sampler* s, int64_t first, int B, int co
     copy_to_device(s->labels, labels.data(), labels.size() * sizeof(int));
 }
 
-// A row holds cond_dim numbers, and then the numbers of an augmentation. The latter are zeros, because the image is not
-// changed.
+// A row holds cond_dim numbers, and then the numbers that describe an augmentation. The numbers of the augmentation are
+// zeros, because a sampled image is not changed.
 static void put_values(const Config& c, Sampler* s, int64_t first, int B, int copies) {
     const size_t row_size = c.num_values();
     std::vector<float> values(B * copies * row_size);
@@ -4505,9 +4533,9 @@ static void put_pictures(const Config& c, Sampler* s, int64_t first, int B, int 
     }
 }
 
-// With --start_from or --inpaint: puts a batch's given images into the network's input x (copies B, n), times
-// plan.image (which is 0 with --inpaint). With --inpaint it also puts the images and their masks where keep_known reads
-// them.
+// With --start_from or --inpaint: multiplies a batch's given images by plan.image and writes them to the network's
+// input x (copies B, n). With --inpaint, plan.image is 0. Then the function also copies the given images and their
+// masks to the arrays that keep_known reads.
 static void put_given_images(float* x, Sampler* s, int64_t first, int B, int copies, int n) {
     const size_t bytes = n * sizeof(float);
     for (int b = 0; b < B; b++) {
@@ -4529,8 +4557,8 @@ static void put_given_images(float* x, Sampler* s, int64_t first, int B, int cop
 }
 
 // Draws images first .. first + B - 1 of a seed. An image does not depend on B. The images are left in net's input
-// tensor. With guidance, this tensor first holds all images with their conditions, and then the same images without.
-// tell is called after each step with the number of images done so far.
+// tensor. With guidance, this tensor first holds all images with their conditions, and after them the same images
+// without conditions. tell is called after each step. Its argument is B times the share of the steps that are done.
 static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, auto tell) {
     const Config& c = net->config;
     const int HW = c.H * c.W;
@@ -4581,8 +4609,8 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     free_graph(&graph);
 }
 
-// Draws n images and returns them on rank 0 (n, H, W, C), with values around [-1, 1]. Ranks take batches in turns. A
-// batch is up to net->B images, with guidance up to half of that.
+// Draws n images. Rank 0 returns them (n, H, W, C); most of their values lie between -1 and 1. Ranks take batches in
+// turns. A batch is up to net->B images, with guidance up to half of that.
 static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, int n) {
     const Config& c = net->config;
     const size_t size = (size_t)c.H * c.W * c.in_channels; // the number of values of an image
@@ -4651,19 +4679,22 @@ constexpr int DATA_SLOT_NAMES = 11;  // the number of bytes of the numbers' name
 constexpr int DATA_SLOT_UNUSED = 12; // the first of the slots that are 0
 
 struct Dataset : InputFile {
-    // 1: one checksum covers all images. 2: each image has a checksum. 0: a file of unet.cu, without checksums.
+    // The version of the file's format. 1: one checksum covers all images. 2: each image has a checksum. 0: a file of
+    // unet.cu, without checksums.
     int version = 0;
     int64_t count = 0; // N
     int C = 0, H = 0, W = 0;
-    int classes = 0;                 // 0: images have no labels
-    int bytes = 1;                   // the size of a value of an image: 1 (uint8) or 4 (float32)
-    int K = 0;                       // how many numbers each image has
-    int name_bytes = 0;              // the number of bytes of the numbers' names
-    uint32_t header_crc = 0;         // the header holds a checksum of the rest, so this identifies the whole content
+    int classes = 0;    // 0: images have no labels
+    int bytes = 1;      // the size of a value of an image: 1 (uint8) or 4 (float32)
+    int K = 0;          // how many numbers each image has
+    int name_bytes = 0; // the number of bytes of the numbers' names
+    // The header's checksum. The header also holds a checksum of what follows it, so header_crc identifies the whole
+    // file.
+    uint32_t header_crc = 0;
     std::vector<int32_t> labels;     // (N), or empty
     std::vector<float> values;       // (N, K): the numbers
     std::string value_names;         // the names of the K numbers, a line for each; or empty
-    std::vector<uint32_t> image_crc; // (N), the checksum of each image; empty if they are not known
+    std::vector<uint32_t> image_crc; // (N), the checksum of each image; empty: the checksums are not known
     int64_t asked = 0;               // the system was asked to fetch the images up to this position of the stream
     std::string error;               // why an image could not be used
     std::shared_ptr<Dataset> cond;   // --cond_file: a picture for each image, in the same order; null: there are none
@@ -4671,8 +4702,8 @@ struct Dataset : InputFile {
     size_t image_bytes() const { return (size_t)C * H * W * bytes; }
     // The images follow the header, which has 1024 bytes.
     size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); } // the byte of the file where image i begins
-    // The bytes of a batch's buffer at which its labels, numbers and pictures begin. The images begin at 0. The labels
-    // follow them, at a multiple of 4 bytes.
+    // These functions return at which byte of a batch's buffer its labels, numbers and pictures begin. The images begin
+    // at byte 0. The labels follow the images, at a multiple of 4 bytes.
     size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; }
     size_t values_at(int B) const { return labels_at(B) + B * sizeof(int); } // numbers follow the labels
     size_t pictures_at(int B, const Config& c) const {                       // pictures follow the numbers
@@ -4786,7 +4817,7 @@ static void take_values(Dataset* d, const std::vector<int32_t>& behind) {
 
 // Reads what follows the images in the file: labels if there are classes, the images' numbers and their names if there
 // are numbers, and in version 2 each image's checksum.
-// body_crc: the header's checksum of all this; in version 1 it covers the images, too.
+// body_crc: the checksum of all this, which the header holds. In version 1 it also covers the images.
 static void read_behind_images(Dataset* d, uint32_t body_crc) {
     std::vector<int32_t> behind(d->words_behind());
     const size_t bytes = behind.size() * sizeof(int32_t);
@@ -4866,7 +4897,7 @@ static bool is_up_to_date(const std::string& path, const Config& c, int64_t chan
     if (!exists(path)) return false;
     InputFile file;
     file.open(path, "--data_dir would replace it: move it away");
-    // A file that was not made by --data_dir is not replaced.
+    // If --data_dir did not make this file, the program ends, so that the file is not replaced.
     const int* s = file.header.slot;
     const bool holds_pictures = s[SLOT_MAGIC] == DATA_MAGIC && s[DATA_SLOT_BYTES] == 1;
     struct stat st = {};
@@ -4951,7 +4982,7 @@ static std::vector<float> first_images(Dataset d, const char* flag, int C, int m
     std::vector<uint8_t> image(d.image_bytes()); // (C, H, W), as the file has it
     std::vector<float> images;
     for (int i = 0; i < count; i++) {
-        // From (C, H, W) to (H, W, C), and from 0 ... 255 to [-1, 1].
+        // The image is reordered from (C, H, W) to (H, W, C). Bytes from 0 to 255 become values in [-1, 1].
         if (!read_image(&d, i, image.data())) refuse(d.error);
         for (int element = 0; element < HW * C; element++) { // an element of the image as (H, W, C)
             const int pixel = element / C;
@@ -5012,8 +5043,8 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
         for (int p = 0; p < HW; p++) picture.push_back(grey_value(image, bytes, p, HW));
         return picture;
     }
-    // A hole is drawn from two quartets. The step is always 0, so a run that is resumed shows the same holes in its
-    // grids as before.
+    // Each hole is drawn from two quartets of random words. Their step is always 0, so a run that is resumed shows the
+    // same holes in its grids as before.
     Words words[2 * HOLES];
     for (int k = 0; k < 2 * HOLES; k++) words[k] = philox((uint64_t)c.seed, k, (uint32_t)number, 0, RANDOM_MASK);
     const Holes holes = draw_holes(words, c.H, c.W);
@@ -5032,7 +5063,8 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
 // H, W), which are used in turn; empty: the holes are drawn.
 static std::vector<float> made_pictures(const Config& c, Dataset d, int most, const std::vector<float>& masks) {
     std::vector<float> pictures;
-    std::vector<float> image(d.image_bytes() / sizeof(float) + 1); // its values are bytes or floats
+    // Made of floats, so that it is aligned for an image of floats.
+    std::vector<float> image(d.image_bytes() / sizeof(float) + 1);
     uint8_t* const bytes = (uint8_t*)image.data();
     for (int i = 0; i < std::min<int64_t>(d.count, most); i++) {
         if (!read_image(&d, i, bytes)) refuse(d.error);
@@ -5081,8 +5113,8 @@ static std::vector<float> sample_pictures(const Config& c) {
     return pictures;
 }
 
-// Returns the first sample of this rank's k-th microbatch. That is microbatch number k * ranks + rank of the step;
-// step_gradients explains why.
+// Returns the number of the first sample of this rank's k-th microbatch. Counted over all ranks, this microbatch is
+// number k * ranks + rank of the step; step_gradients explains why.
 static int64_t first_sample(int k, int micro) { return ((int64_t)k * world.size + world.rank) * micro; }
 
 // Images come from an endless stream. Returns which image of the file is at a position of the stream. In training the
@@ -5139,9 +5171,10 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
     int* labels = (int*)(batch->host + d->labels_at(own_images));
     float* values = (float*)(batch->host + d->values_at(own_images));
     uint8_t* pictures = batch->host + d->pictures_at(own_images, c);
-    // An image loses its class and numbers if its random word is below this.
+    // An image loses its class and its numbers if the image's random word is smaller than this.
     const uint32_t classless = dropout_threshold(training ? c.class_dropout : 0);
-    // In training, first is the number of the step times B (train_step). So this is the number of the step.
+    // In training, the argument `first` is the step's number times B (train_step). So this quotient is the step's
+    // number.
     const uint32_t step = (uint32_t)(first / B);
     for (int k = 0; k < own_images; k++) {
         const int64_t b = sample(k);
