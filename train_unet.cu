@@ -10,122 +10,122 @@
 //   1011     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //   1110     4. Configuration: flags, presets, help, what can work and what cannot
 //   1852     5. The network: a list of layers, made of guided-diffusion's flags
-//   2813     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2823         FP8: buffers, factors, weights for samples
-//   2956         gradients, and buffers
-//   3205     7. Forward and backward: two walks over the list
-//   3327     8. Diffusion: noise schedules, objectives, samplers
-//   3610         the level of a training sample, drawn, and its share of the loss
-//   4067         samplers
-//   4619     9. Data: .bin files that may be larger than memory, the order of their images
-//   5165    10. Model files: weights and checkpoints, initial weights
-//   5513    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5528         the learning rate, the verdict on a step, averages of the weights
-//   5615         what a trainer holds
-//   5754         a step
-//   6059    12. A run: log, guard, checkpoints, resume, samples
-//   6084         the log in memory, as the page shows it
-//   6196         what a run holds
-//   6264         the log and the status line
-//   6454         checkpoints, snapshots and grids
-//   6720         the start of a run: new, from a file's weights, or resumed
-//   6946         the loop over the steps
-//   7062         a run from its first to its last line
-//   7236         samples, without a run
-//   7395    13. main: the command line, then a run or samples
-//   7682         what ranks must have in common
-//   7753         main
-//   7881  Part II. The device
-//   7884    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7964    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8034    16. The GPU: what all kernels share
-//   8099         Launches, which may overlap
-//   8143         Decisions: what kernels are chosen with
-//   8192         Single instructions: shared memory, mbarriers, clusters
-//   8277         Activations: pieces of 16 bytes
-//   8597         each_kernel: a thread for an element
-//   8611         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8774         Swizzle: how rows lie in shared memory
-//   8792         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9043         building blocks of Hopper's kernels (sm_90a)
-//   9342    17. Small operations: resampling, embeddings, diffusion
-//   9345         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9546         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9903         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10435    18. Group norm
-//  10438         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  10989         groupnorm_backward_whole: an image's slab in shared memory
-//  11374    19. Attention
-//  11480         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12025         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12163         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12844    20. Convolution
-//  12886         ConvOut: results, 4 channels of a pixel at a time
-//  13124         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13187         conv_halo: 3x3, stride 1, any GPU
-//  13593         conv_gather: any kernel size and stride, any GPU
-//  13856         conv_few: the first and the last layer
-//  14028         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14608         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14730         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15202         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15648         conv_weight_tma: weight gradients (sm_90a)
-//  15939         FP8 in training: weights and gradients are rounded
-//  16051    21. The optimiser
-//  16054         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16288    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16291         groupnorm_backward
-//  16446         attention: forward and, where a has dout, backward
-//  16508         convolution: forward and input gradient
-//  17005         convolution: weight gradients
-//  17354    23. The GPU: memory, copies, repeated work
-//  17577    24. Between ranks: from device to device
+//   2815     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2825         FP8: buffers, factors, weights for samples
+//   2962         gradients, and buffers
+//   3216     7. Forward and backward: two walks over the list
+//   3341     8. Diffusion: noise schedules, objectives, samplers
+//   3631         the level of a training sample, drawn, and its share of the loss
+//   4091         samplers
+//   4647     9. Data: .bin files that may be larger than memory, the order of their images
+//   5198    10. Model files: weights and checkpoints, initial weights
+//   5546    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5561         the learning rate, the verdict on a step, averages of the weights
+//   5648         what a trainer holds
+//   5787         a step
+//   6092    12. A run: log, guard, checkpoints, resume, samples
+//   6117         the log in memory, as the page shows it
+//   6229         what a run holds
+//   6297         the log and the status line
+//   6487         checkpoints, snapshots and grids
+//   6753         the start of a run: new, from a file's weights, or resumed
+//   6979         the loop over the steps
+//   7095         a run from its first to its last line
+//   7269         samples, without a run
+//   7428    13. main: the command line, then a run or samples
+//   7715         what ranks must have in common
+//   7786         main
+//   7914  Part II. The device
+//   7917    14. What all devices share: elements, nonlinearities, patches of pixels
+//   7997    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8067    16. The GPU: what all kernels share
+//   8132         Launches, which may overlap
+//   8176         Decisions: what kernels are chosen with
+//   8225         Single instructions: shared memory, mbarriers, clusters
+//   8310         Activations: pieces of 16 bytes
+//   8630         each_kernel: a thread for an element
+//   8644         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8807         Swizzle: how rows lie in shared memory
+//   8825         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9076         building blocks of Hopper's kernels (sm_90a)
+//   9375    17. Small operations: resampling, embeddings, diffusion
+//   9378         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9579         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9936         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10468    18. Group norm
+//  10471         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11022         groupnorm_backward_whole: an image's slab in shared memory
+//  11407    19. Attention
+//  11513         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12058         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12196         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12877    20. Convolution
+//  12919         ConvOut: results, 4 channels of a pixel at a time
+//  13157         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13220         conv_halo: 3x3, stride 1, any GPU
+//  13626         conv_gather: any kernel size and stride, any GPU
+//  13889         conv_few: the first and the last layer
+//  14061         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14641         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14763         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15235         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15681         conv_weight_tma: weight gradients (sm_90a)
+//  15972         FP8 in training: weights and gradients are rounded
+//  16084    21. The optimiser
+//  16087         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16321    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16324         groupnorm_backward
+//  16479         attention: forward and, where a has dout, backward
+//  16541         convolution: forward and input gradient
+//  17038         convolution: weight gradients
+//  17387    23. The GPU: memory, copies, repeated work
+//  17610    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7877, run_program 7813, train 7192, run_step 6996, train_step 5993, load_batch 5119 (read_image 4702);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17485):
-//     step_gradients 5887: draw_levels 9919 (the formulas: draw_level 3678), forward_and_loss 5800,
-//     q_sample_forward 10125, unet_forward 3232, forward_layer 3218 (a function of the layer's kind),
-//     loss_forward_backward 10239, unet_backward 3298, conv_backward_weights 17347 (weight gradients, on the side
-//     stream), finish_gradients 11322 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16101;
-//     judge_step 16148 (the verdict: judge_batch 5588), update_slice 5958, adamw_update 16260 (adamw_kernel 16218),
-//     next_step 16154, record_step 16160; later collect_steps 6950
-//   pictures, from noise: sample_batch 4534, plan_route 4299, device_step 4343, euler_step 4097 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16859 draws all of its roads):
-//     forward_conv 2284; conv_forward 16895, with conv_product above it, which asks conv_is_wgmma 16515;
-//     on Hopper, large images: pick_conv_tiles_3x3 16809; conv_tiles 15187, with conv_tiles_kernel above it;
-//     Accumulators 9263 (its function multiply); Wgmma 8856;
-//     on Hopper, small images: pick_conv_small 16666; conv_small 15634, with conv_small_kernel and multiply_small above
-//     it; Wgmma 8856;
-//     on any other GPU pick_conv_halo_bf16 16582; conv_halo 13580, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8662
-//   why several GPUs compute the bits of one: step_gradients 5887
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 385, Silu 7927, with_nonlinearity 7937 (a case);
-//     BEHIND_NORMS, in front of add_norm 2511, chooses it. The embedding has SiLU as a layer: silu_forward 9823
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3539
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 500, and beside each other edm_question 3382,
-//     ask 3417, frame_of 3427, sigma_draws 3433, has_steps_of_t 3439; the head of their section lists the changes
+//     main 7910, run_program 7846, train 7225, run_step 7029, train_step 6026, load_batch 5151 (read_image 4733);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17518):
+//     step_gradients 5920: draw_levels 9952 (the formulas: draw_level 3700), forward_and_loss 5833,
+//     q_sample_forward 10158, unet_forward 3244, forward_layer 3230 (a function of the layer's kind),
+//     loss_forward_backward 10272, unet_backward 3311, conv_backward_weights 17380 (weight gradients, on the side
+//     stream), finish_gradients 11355 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16134;
+//     judge_step 16181 (the verdict: judge_batch 5621), update_slice 5991, adamw_update 16293 (adamw_kernel 16251),
+//     next_step 16187, record_step 16193; later collect_steps 6983
+//   pictures, from noise: sample_batch 4562, plan_route 4325, device_step 4370, euler_step 4121 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16892 draws all of its roads):
+//     forward_conv 2284; conv_forward 16928, with conv_product above it, which asks conv_is_wgmma 16548;
+//     on Hopper, large images: pick_conv_tiles_3x3 16842; conv_tiles 15220, with conv_tiles_kernel above it;
+//     Accumulators 9296 (its function multiply); Wgmma 8889;
+//     on Hopper, small images: pick_conv_small 16699; conv_small 15667, with conv_small_kernel and multiply_small above
+//     it; Wgmma 8889;
+//     on any other GPU pick_conv_halo_bf16 16615; conv_halo 13613, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8695
+//   why several GPUs compute the bits of one: step_gradients 5920
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 385, Silu 7960, with_nonlinearity 7970 (a case);
+//     BEHIND_NORMS, in front of add_norm 2511, chooses it. The embedding has SiLU as a layer: silu_forward 9856
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3559
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 500, and beside each other edm_question 3401,
+//     ask 3436, frame_of 3446, sigma_draws 3452, has_steps_of_t 3458; the head of their section lists the changes
 //   a kind of layer: forward_linear 2204 and what stands beside it, with a list of all places in front of
 //     LayerKind 2176; add_resblock 2562 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 288, with a list of all places in front of it
 //   FP8 (--precision fp8): choose_fp8 2754 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 2826 and plan_fp8_gradients 2843 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 2884 for samples, make_fp8_training 2923 for training; add_fp8_args 2060
+//     by which factor, and where. plan_fp8 2829 and plan_fp8_gradients 2847 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 2888 for samples, make_fp8_training 2928 for training; add_fp8_args 2060
 //     hands them to the layers. forward_conv 2284 and backward_conv 2295 choose between bf16 and FP8;
-//     conv_backward_input_fp8 16956 makes an input gradient a forward convolution; conv_product_fp8 16888 picks the
-//     kernel, multiply_fp8 9294 and WgmmaFp8 8892 multiply; print_fp8 6896 says whether it pays
+//     conv_backward_input_fp8 16989 makes an input gradient a forward convolution; conv_product_fp8 16921 picks the
+//     kernel, multiply_fp8 9327 and WgmmaFp8 8925 multiply; print_fp8 6929 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1324 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5326 and check_unused (host/files.h): look at their
+//     _unless. For a damaged header they stand in check_field 5359 and check_unused (host/files.h): look at their
 //     callers.
 //     unknown_word 1238 prints the message for a word of a flag that some place does not know. Such a place calls it
 //     itself or through meaning 1244.
-//     Two functions print a message while the run goes on: report_bad_step 6708 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6498 that a file could not be written yet.
-//     stop_run 6472 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     Two functions print a message while the run goes on: report_bad_step 6741 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6531 that a file could not be written yet.
+//     stop_run 6505 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
