@@ -10451,7 +10451,7 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 //
 //   dxhat = w dz                     w = weight (1 + film scale)
 //   dx    = rstd (dxhat - E[dxhat] - xhat E[dxhat xhat])
-//         = scale dz - (x_factor x + offset)                        scale = rstd w, the same as forward
+//         = scale dz - (x_factor x + offset)                        scale = rstd w, as in the forward pass
 //   x_factor = rstd^2 E[dxhat xhat]    offset = rstd E[dxhat] - x_factor mean
 //
 // So each group has two more coefficients, x_factor and offset. They are computed from each channel's sums of dz and of
@@ -10504,7 +10504,8 @@ struct NormArgs {
 };
 
 // What a thread works on: channels c ... c + VEC - 1 of image b, at the pixels first, first + rows, ... below end. The
-// threads of a block work on `rows` pixels of the slab at a time, in the order of memory. For 64 bf16 channels:
+// threads of a block work on `rows` pixels of the slab at a time. Neighbouring threads work on neighbouring pieces. For
+// 64 bf16 channels:
 //
 //                       channels 0 - 7    8 - 15   ...   56 - 63
 //   pixel 0            [ thread 0         1        ...   7  ]
@@ -10606,7 +10607,7 @@ struct NormChannel : NormParameters<1> {
         rstd = a.rstd[group];
     }
     INLINE float2 coefficients(float z_factor) const { return NormParameters::coefficients(0, mean, rstd, z_factor); }
-    INLINE float dxhat_factor() const { return weight[0] * factor(0); } // w in dxhat = w dz
+    INLINE float dxhat_factor() const { return weight[0] * factor(0); } // the w in dxhat = w dz
     // Writes this image's part of the gradients of the parameters and of the embedding. sum holds the sums of dz and of
     // dz x over the image's pixels.
     //   dbias = factor sum(dz)      dweight = factor sum(dz xhat)
@@ -10653,9 +10654,9 @@ template <int AT_ONCE> INLINE double2 sum_pairs(const float2* pairs, int n, int 
     return sum;
 }
 
-// Eight lanes share a table whose rows have n entries. Lane i reads entries i, i + 8, i + 16, ..., counted row by row.
-// This struct holds where the lane's first entry is, and how far it is to the next one. The divisions are done before
-// await_previous_kernel. If they were done after it, they would take a tenth of the time of a norm of 8x8
+// Eight lanes together add up a table whose rows have n entries. Lane i reads entries i, i + 8, i + 16, ..., counted
+// row by row. This struct holds where the lane's first entry is, and how far it is to the next one. The divisions are
+// done before await_previous_kernel. If they were done after it, they would take a tenth of the time of a norm of 8x8
 // pixels.
 struct LaneShare {
     int n;
@@ -10710,7 +10711,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     constexpr int PIXELS = 4;
     __shared__ uint4 loads[PIXELS][NORM_THREADS];
     __shared__ float group_mean[MAX_GROUPS], group_rstd[MAX_GROUPS];
-    // Images are processed in reverse order, because those that were written last may still be in the L2 cache.
+    // Images are processed in reverse order, because the images that were written last may still be in the L2
+    // cache.
     const NormColumn<T, PIXELS> t{a, (int)(gridDim.z - 1 - blockIdx.z)};
     const T* x = t.x;
     auto fetch = [&](int slot, bool inside) {
@@ -10757,8 +10759,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
             const float group_r = 1 / sqrtf((float)(variance + a.s.eps));
             group_mean[g] = (float)m;
             group_rstd[g] = group_r;
-            // mean and rstd are kept for the backward pass. A group may lie in several slabs. The slab in which the
-            // group begins writes them.
+            // mean and rstd are kept for the backward pass. A group may lie in several slabs. Then only a block of the
+            // slab in which the group begins writes them.
             if (blockIdx.x == 0 && c0 >= t.slab0) {
                 mean[t.b * a.s.groups + g] = (float)m;
                 rstd[t.b * a.s.groups + g] = group_r;
@@ -11043,7 +11045,7 @@ struct NormWhole {
     // Returns the distance from one row of sums to the next. The distance is odd, so that the sums of one channel lie
     // in different banks.
     HD int pitch() const { return slab + 1; }
-    // Returns the bytes of shared memory of a block. NormSlab divides them in the same order.
+    // Returns how many bytes of shared memory a block needs. In NormSlab the arrays lie in the same order as here.
     int bytes() const {
         const int pieces = 2 * slots() * threads; // x and dout
         const int per_channel = sizeof(float2) + sizeof(float4);
@@ -11054,7 +11056,7 @@ struct NormWhole {
 
 constexpr int MAX_WHOLE_THREADS = 384; // threads of a block; a multiprocessor has room for two such blocks
 
-// What a block and a thread work on. A block has a chunk of the pixels and a slab of the channels of image b. Each
+// What a block and a thread work on. A block works on a chunk of the pixels and a slab of the channels of image b. Each
 // thread works on V neighbouring channels of `count` pixels, each of which lies `rows` pixels after the one before.
 template <class T, bool DROPOUT> struct NormSlab {
     static constexpr int V = VEC<T>;
@@ -11095,8 +11097,8 @@ template <class T, bool DROPOUT> struct NormSlab {
     int end = busy ? min(a.s.HW, ((int)blockIdx.x + 1) * w.chunk) : 0;
     int count = end > first ? ceil_div(end - first, rows) : 0;
     bool in_x1 = c < a.s.C1;                                                     // false: the channels belong to x2
-    int pitch = in_x1 ? a.s.C1 : a.s.C2;                                         // elements of a pixel of x1 or x2
-    int stride = rows * pitch;                                                   // distance to the thread's next pixel
+    int pitch = in_x1 ? a.s.C1 : a.s.C2;                                         // elements that a pixel has there
+    int stride = rows * pitch;                                                   // elements to the thread's next pixel
     size_t at = ((size_t)b * a.s.HW + first) * pitch + (in_x1 ? c : c - a.s.C1); // where this pixel lies in x and dx
 
     // The addends of the next BATCH pixels. The addends of the first pixels are loaded before the sums are complete.
@@ -11233,7 +11235,7 @@ template <class T, bool DROPOUT> struct NormSlab {
 };
 
 // grid (chunks of pixels, slabs of channels, images). The chunks of an image form a cluster. NormSlab describes what a
-// thread works on and what lies in shared memory. The head of this section lists the phases. GRAD: GradOf<T>, or
+// thread works on and what lies in shared memory. The five steps are listed above ("How"). GRAD: GradOf<T>, or
 // Fp8GradOf<T>.
 template <class T, bool DROPOUT, class GRAD>
 static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
@@ -11347,8 +11349,9 @@ static dim3 norm_grid(NormArgs& a, int per_sm, int max_chunks) {
     return dim3(ceil_div(a.s.HW, a.chunk), slabs, a.s.B);
 }
 
-// Returns how many bytes the chunks' sums need at most, for any batch of up to s.B images. Either each slab is one
-// chunk (of_batch), or all blocks fit on the GPU at the same time (on_chip). norm_grid makes sure of this.
+// Returns how many bytes the chunks' sums need at most, for any batch of up to s.B images. Either there is one
+// chunk for each slab (of_batch), or all blocks fit on the GPU at the same time (on_chip): norm_grid makes more chunks
+// only then.
 static size_t groupnorm_backward_workspace(const NormShape& s) {
     const int on_chip = norm_backward_blocks(false) * gpu.sms * NORM_SLAB;
     const int of_batch = s.B * (s.C1 + s.C2);
@@ -11441,7 +11444,7 @@ struct HeadTile {
     }
 };
 
-// The operands of the portable backward kernels, as in the table above. keys: the block owns keys
+// The operands of the portable backward kernels, as in the table above. owns_keys: whether the block owns keys
 template <class T> struct BackwardOperands {
     HeadRows<const T> A1, A2, B1, B2;
     INLINE BackwardOperands(const HeadTile& tile, const AttentionCall& a, bool owns_keys) {
@@ -11485,7 +11488,7 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
 // Used when: d <= 256 (in fp32 d <= 128), and Hopper's kernels (below) can't be used: in fp32, on other GPUs, for
-// another d or T.
+// other d or T.
 // How: Each warp of a block owns 16 MT rows (queries; backward: queries or keys). The rows that they are combined with
 //   stream past through two stages of shared memory, N at a time: while one stage is multiplied, the other is loaded.
 //
@@ -11527,8 +11530,8 @@ template <class T_, int DIM_, int MT_, bool KEEP_> struct AttentionTile {
     static constexpr int PARTS = ::PARTS<T>; // 2: each float is multiplied as two fp16 numbers
     // true: the fragments of own rows stay in registers; false: they are read again for each product
     static constexpr bool KEEP = KEEP_;
-    // Own rows. A warp owns 16 MT of them. With MT = 2, the warp multiplies each streamed row
-    // that it has read by two tiles of 16 own rows.
+    // Own rows. A warp owns 16 MT of them. With MT = 2, the warp multiplies each streamed row that it has read by two
+    // tiles of 16 own rows.
     static constexpr int MT = MT_;
     static constexpr int WARP_ROWS = 16 * MT;
     static constexpr int WARPS = ROW_BYTES > 256 ? 2 : 4;
@@ -11562,7 +11565,7 @@ template <class Tile> INLINE int warp_row() { return threadIdx.x / 32 * Tile::WA
 //     own rows (M, PITCH)        stage 0         stage 1              registers of warp 1
 //   [ q of warp 0: 16 rows ]   [ k: N rows ]   [ k: N rows ]        q      16 x d     OwnRows (KEEP)
 //   [ q of warp 1          ]   [ v: N rows ]   [ v: N rows ]        S, P   16 x SUB   Scores
-//   [ q of warp 2          ]    multiplied      being loaded        out    16 x d     Sums
+//   [ q of warp 2          ]    multiplied      being loaded        out    16 x d     RowSums
 //   [ q of warp 3          ]                                        top, sum of 16 rows
 
 // A warp's own rows of one operand, as A fragments: kept[k][m] holds columns 16 k ... 16 k + 15 of the rows 16 m ... 16
@@ -11590,8 +11593,8 @@ template <class Tile> struct OwnRows {
                 uint32_t* const a = kept[slot][m] + 4 * h;
                 const auto* from = rows + 16 * m * Tile::PITCH + 16 * k + 8 * h;
                 ldmatrix(a, a + 2, shared_address(from));
-                // A float's fragment is read in two halves. In each half, k has the order that take_apart_fragments
-                // expects.
+                // A float's fragment is read in two halves. After the swap, the registers of each pair belong to the
+                // same row, as take_apart_fragments expects.
                 if (Tile::PARTS == 2) std::swap(a[1], a[2]);
             }
         scale[slot] = take_apart_fragments<typename Tile::T>(kept[slot]);
@@ -11615,8 +11618,8 @@ INLINE void multiply_transposed(Scores<Tile>& scores, OwnRows<Tile>& own, const 
         const int slot = Tile::KEEP ? k : 0;
         if (!Tile::KEEP) own.read(k);
         uint32_t b[Tile::NT][2 * Tile::PARTS];
-        // Each ldmatrix loads four matrices of 8 rows x 16 bytes: two neighbouring matrices from 8 rows, and two
-        // from the next 8 rows.
+        // Each ldmatrix loads four matrices of 8 rows x 16 bytes: two neighbouring matrices from 8 rows, and two from
+        // the next 8 rows.
         UNROLL_FOR (int n = 0; n < Tile::NT; n += 2)
             UNROLL_FOR (int h = 0; h < Tile::PARTS; h++) {
                 const T* from = streamed + 8 * n * Tile::PITCH + 16 * k + 8 * h;
@@ -11650,7 +11653,7 @@ INLINE void multiply_add(RowSums<Tile, CT>& sums, const Scores<Tile>& p, const T
     constexpr int PARTS = Tile::PARTS;
     constexpr int AT_ONCE = 4; // this many tiles of 8 columns are multiplied at a time
     const int lane = threadIdx.x % 32;
-    const T* lane_rows; // the first element that this lane reads; for bf16 the address for ldmatrix
+    const T* lane_rows; // the first element that this lane reads; for bf16 the address that it gives to ldmatrix
     if (PARTS == 1) lane_rows = streamed + (n0 + lane % 16) * Tile::PITCH + c0 + lane / 16 * 8;
     else lane_rows = streamed + (n0 + lane % 4 * 2) * Tile::PITCH + c0 + lane / 4;
     const uint32_t lane_address = shared_address(lane_rows);
@@ -11899,9 +11902,10 @@ struct Query {
 // On entry p holds the scores S, and ds holds dP. On return p holds P, and ds holds dS:
 //   P = e^((S - top) / sqrt(d)) / sum = 2^((S - top) scale2 - log_sum)
 //   dS = P (dP - D)
-// If the block owns queries, each row belongs to a query; own[m][0] and own[m][1] are the Query of rows g and g + 8 of
-// tile m. If the block owns keys (OWNS_KEYS), each column belongs to a streamed query. The values of these queries lie
-// in shared memory: rows (SUB, 2) and dots (SUB).
+// If the block owns queries, each row belongs to a query: own_queries[m][0] is the Query of row g of tile m, and
+// own_queries[m][1] is the Query of row g + 8. If the block owns keys (OWNS_KEYS), each column belongs to a streamed
+// query. The values of these queries lie in shared memory: rows (SUB, 2) holds their top and log_sum, and dots (SUB)
+// holds their D.
 template <class Tile, bool OWNS_KEYS>
 INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&own_queries)[Tile::MT][2],
                              const float* rows, const float* dots, float scale2) {
@@ -12051,8 +12055,8 @@ template <class T> INLINE float warp_dot(const T* a, const T* b, int d) {
     return warp_sum(sum);
 }
 
-// Calls f(i, c) for i = 0, 1, ...: c is this lane's i-th column of the 256 columns of chunk blockIdx.y. Columns that
-// are not below d are left out.
+// Calls f(i, c) for i = 0, 1, ...: c is this lane's i-th column of the 256 columns of chunk blockIdx.y. Columns
+// c >= d are left out.
 template <class F> INLINE void each_column(int d, F f) {
     UNROLL_FOR (int i = 0; i < GENERAL_COLUMNS; i++) {
         const int c = (blockIdx.y * GENERAL_COLUMNS + i) * 32 + threadIdx.x % 32;
@@ -12135,8 +12139,8 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     });
 }
 
-// Launches the backward pass if a.dout is not null, and otherwise the forward pass. launch_attention does
-// the same.
+// Launches the backward pass if a.dout is not null, and otherwise the forward pass. launch_attention does the
+// same.
 template <class T> static void launch_attention_general(const AttentionCall& a) {
     const int tiles = a.all_heads * ceil_div(a.T, GENERAL_WARPS);
     const int chunks = ceil_div(a.d, 32 * GENERAL_COLUMNS); // chunks of 256 columns; a warp computes one chunk
@@ -12174,8 +12178,8 @@ static size_t attention_backward_workspace(int B, int T, int, int heads) { // th
 // --- attention_forward_wgmma and attention_backward_wgmma (sm_90a)
 // Used when: bf16, heads of 32 or 64 channels, T a multiple of 64. Backward: T = 64, or a multiple of 128 from 256 to
 //   1024; otherwise attention_backward_kernel computes the backward pass.
-// How: A warpgroup owns 64 rows of a head. TMA brings tiles of the other rows to shared memory. wgmma multiplies them;
-//   P or dS, which were just computed in registers, are its A operand.
+// How: A warpgroup owns 64 rows of a head. TMA brings tiles of the other rows to shared memory. wgmma multiplies these
+//   tiles. P, and for dk also dS, are A operands straight from the registers in which they were computed.
 //   Forward: warpgroups own queries, and keys and values stream past.
 //   Backward: warpgroups own keys, and queries stream past in chunks of 64. A cluster of blocks computes a head. Each
 //   block has 128 of the head's keys in shared memory. All blocks work on every chunk, one block after the other. Each
@@ -12194,8 +12198,8 @@ static size_t attention_backward_workspace(int B, int T, int, int heads) { // th
 // Costs: The backward pass takes five products of T x T x d; the portable kernels take seven. It reads everything once.
 
 struct AttentionTma : AttentionCall {
-    CUtensorMap qkv_rows, dout_rows; // boxes of 64 rows of a head
-    CUtensorMap keys;                // forward: boxes of KEYS rows
+    CUtensorMap qkv_rows, dout_rows; // TMA loads boxes of 64 rows of a head from them
+    CUtensorMap keys;                // the same for the forward pass, boxes of KEYS rows
 };
 
 // Returns how many blocks of the forward pass a multiprocessor has room for. Registers and shared memory limit this
@@ -12398,12 +12402,12 @@ template <int N> struct Softmax {
 // out = softmax(q k^T / sqrt(d)) v. grid (B * heads * T / (64 WARPGROUPS)): a block works on 64 WARPGROUPS queries of
 // one head.
 // Shared memory: the block's queries; a ring of keys and a ring of values. Each stage holds a chunk of KEYS rows.
-//   1. The first thread starts the loads: queries, then as many chunks as there are stages.
+//   1. The first thread starts the loads of the queries and of as many chunks as there are stages.
 //   2. Each warp reads its queries into registers. Each warpgroup computes S of chunk 0.
 //   3. In turn i a warpgroup computes the softmax of chunk i. Then it computes two products at the same time: out += P
-//      v of chunk i, and the scores of chunk i + 1. After that, with a ring, the first thread loads a chunk to the
-//      place of chunk i - 1. If it loaded a chunk to the place of chunk i instead, it would have to wait for the other
-//      warpgroup, which may still read chunk i.
+//      v of chunk i, and the scores of chunk i + 1. After that, with a ring, the first thread loads a chunk into the
+//      stage of chunk i - 1. If it loaded a chunk into the stage of chunk i instead, it would have to wait for the
+//      other warpgroup, which may still read chunk i.
 //   4. out / sum is stored, and also SoftmaxRow, for the backward pass.
 // The compiler overlaps products of wgmma only on two conditions. First, the wait for each product must be in the same
 // turn of the loop as the product. Second, between fence and wait no other instruction may touch the product's
@@ -12693,7 +12697,7 @@ template <class T> struct BackwardBlock {
                     if (lane == 0) arrive_at_block(at_block(sums.empty(stage), before));
                 }
                 if (ends) {
-                    warps_sync(1 + WARPGROUPS, 128); // all warps have read dS, and store_head writes over it
+                    warps_sync(1 + WARPGROUPS, 128); // all warps have read dS, so store_head may write over it
                     bf16* const to = (bf16*)p.to + element(head, chunk_row(i), 3);
                     store_head(to, 3 * p.C, buffer, dq, {scale, scale});
                     __syncwarp();
