@@ -10481,29 +10481,31 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 // For each element, one multiplication and one addition are left: z = x scale + shift. A block computes the two
 // coefficients of each of its channels once.
 //
-// Backward. dz is the gradient of z: dout, taken back through dropout and the nonlinearity.
+// Backward. dz is the gradient of z: dout, multiplied by dropout's factors and by the nonlinearity's derivative.
 //
 //   dxhat = w dz                     w = weight (1 + film scale)
 //   dx    = rstd (dxhat - E[dxhat] - xhat E[dxhat xhat])
-//         = scale dz - (x_factor x + offset)                        scale = rstd w, the same as forward
+//         = scale dz - (x_factor x + offset)                        scale = rstd w, as in the forward pass
 //   x_factor = rstd^2 E[dxhat xhat]    offset = rstd E[dxhat] - x_factor mean
 //
 // So each group has two more coefficients, x_factor and offset. They are computed from each channel's sums of dz and of
 // dz x (group_terms). The gradients of the parameters are computed from the same sums (put_gradients).
 //
 // Used when: forward always; backward where groupnorm_backward_whole (below) does not fit or is slower.
-// How: A block has a slab of 64 (or 32) channels of one image, and a chunk of its pixels. A thread has VEC neighbouring
-//   channels (16 bytes), and walks down the pixels. It loads PIXELS pixels in advance, by cp.async into its own part of
-//   shared memory, so that these loads need no registers. The first loads begin before the coefficients are computed.
-//   The backward pass is two kernels: 1. the sums of dz and dz x over each chunk; 2. dx. Each block of the second one
-//   adds up the chunks' sums of its own groups, and some blocks also the image's part of the parameters' gradients.
-//   Costs: Memory traffic. Forward: x is read and out is written. Backward: x and dout are read twice, and dx is
+// How: A block works on a chunk of one image's pixels, and there on a slab of 64 (or 32) channels. A thread works on
+//   VEC neighbouring channels (16 bytes) of one pixel after another. It loads PIXELS pixels in advance, by cp.async,
+//   into its own part of shared memory, so that these loads need no registers. The first loads begin before the
+//   coefficients are computed. The backward pass is two kernels. The first kernel computes the sums of dz and dz x over
+//   each chunk, and the second kernel computes dx. Each block of the second kernel adds up the chunks' sums for the
+//   groups of its slab. For each slab, one block also computes the image's part of the parameters' gradients.
+// Costs: Memory traffic. Forward: x is read and out is written. Backward: x and dout are read twice, and dx is
 //   written. All blocks run at the same time, so the time to start a block is only spent once.
 
 constexpr int NORM_THREADS = 256;
-constexpr int NORM_SLAB = 64; // how many channels a block has at most
+constexpr int NORM_SLAB = 64; // how many channels a slab has at most
 constexpr int MAX_GROUPS = 64;
-// How many blocks a multiprocessor has registers for. heavy: with dropout or, in the second pass, with addends
+// How many blocks of a kernel a multiprocessor has enough registers for. heavy: the kernel computes dropout or, in the
+// second pass, adds addends
 constexpr int norm_forward_blocks(bool dropout) { return dropout ? 3 : 4; }
 constexpr int norm_backward_blocks(bool heavy) { return heavy ? 2 : 3; }
 
@@ -10524,18 +10526,20 @@ struct NormArgs {
     int C = s.C1 + s.C2;
     int Cg = C / s.groups; // how many channels a group has
     int log_slab = C % NORM_SLAB ? 5 : 6;
-    int slab = 1 << log_slab;                              // how many channels a block has
-    int chunk = 0;                                         // how many pixels a block has
-    uint32_t threshold = dropout_threshold(dropout.p);     // random words below it are dropped
+    int slab = 1 << log_slab;                              // how many channels a slab has
+    int chunk = 0;                                         // how many pixels a chunk has
+    uint32_t threshold = dropout_threshold(dropout.p);     // an element is dropped if its random word is below it
     uint32_t group_factor = (1u << 31) / (uint32_t)Cg + 1; // see group_of
     double weight_of_one = 1.0 / ((double)s.HW * Cg);      // the weight of one value in its group's mean
 
-    // Returns c / Cg. A division takes some 20 instructions; this multiplication is exact for c * Cg < 2^31.
+    // Returns c / Cg. A division takes some 20 instructions; this multiplication gives the same result
+    // if c * Cg < 2^31.
     __device__ int group_of(int c) const { return (int)((uint64_t)c * group_factor >> 31); }
 };
 
 // What a thread works on: channels c ... c + VEC - 1 of image b, at the pixels first, first + rows, ... below end. The
-// threads of a block work on `rows` pixels of the slab at a time, in the order of memory. For 64 bf16 channels:
+// threads of a block work on `rows` pixels of the slab at a time. Neighbouring threads work on neighbouring pieces. For
+// 64 bf16 channels:
 //
 //                       channels 0 - 7    8 - 15   ...   56 - 63
 //   pixel 0            [ thread 0         1        ...   7  ]
@@ -10553,18 +10557,18 @@ template <class T, int PIXELS> struct NormColumn {
     int first = blockIdx.x * a.chunk + (place >> a.log_slab); // this thread's first pixel
     int end = min(a.s.HW, ((int)blockIdx.x + 1) * a.chunk);
     bool in_x1 = c < a.s.C1;                              // false: the channels belong to x2
-    int pitch = in_x1 ? a.s.C1 : a.s.C2;                  // elements of a pixel of x1 or x2
-    int stride = rows * pitch;                            // from this thread's pixel to its next pixel, in x and dx
+    int pitch = in_x1 ? a.s.C1 : a.s.C2;                  // how many elements a pixel of x1 (or x2) has
+    int stride = rows * pitch;                            // elements from a thread's pixel to its next, in x and dx
     int stride_out = rows * a.C;                          // the same distance in out and dout
     size_t pixel = (size_t)b * a.s.HW + first;            // this thread's first pixel, counted over all images
     size_t at = pixel * pitch + (in_x1 ? c : c - a.s.C1); // where this pixel lies in x and dx
     size_t at_out = pixel * a.C + c;                      // where this pixel lies in out and dout
     const T* x = (const T*)(in_x1 ? a.x1 : a.x2) + at;
 
-    // begin and walk use a ring of PIXELS slots.
-    // begin calls fetch(slot, whether there is such a pixel) for this thread's first PIXELS pixels.
-    // walk calls work(slot, p, more) for each pixel p, as soon as its loads have arrived. more: this slot is needed for
-    // another pixel
+    // begin and walk use a ring of PIXELS slots. A slot holds what has been loaded of one pixel.
+    // begin calls fetch(slot, inside) for this thread's first PIXELS pixels. inside: whether this pixel exists
+    // walk calls work(slot, p, more) for each pixel p, as soon as its loads have arrived. more: whether a later pixel
+    // has to be loaded into this slot
     template <class F> INLINE void begin(F fetch) const {
         UNROLL_FOR (int i = 0; i < PIXELS; i++) {
             fetch(i, first + i * rows < end);
@@ -10580,7 +10584,7 @@ template <class T, int PIXELS> struct NormColumn {
     }
 };
 
-// first[i], second[i] = the pair that the table holds for channel i
+// Loads a pair for each of V channels: (first[i], second[i]) = table[i].
 template <int V> INLINE void load_pairs(float (&first)[V], float (&second)[V], const float2* table) {
     UNROLL_FOR (int i = 0; i < V; i += 2) {
         const float4 q = *(const float4*)(table + i);
@@ -10603,7 +10607,7 @@ template <int V> INLINE void load_floats(float (&v)[V], const float* p) {
 
 // The parameters from which the coefficients of V channels are computed: z = (xhat weight + bias) factor + shift,
 // factor = 1 + scale, where scale and shift come from the embedding (FiLM, --use_scale_shift_norm). The previous kernel
-// does not write these parameters, so they are loaded before that kernel has ended.
+// does not write these parameters, so they can be loaded before that kernel has ended.
 template <int V> struct NormParameters {
     float weight[V], bias[V];
     float scale[V] = {}, shift[V] = {}; // from the embedding
@@ -10626,7 +10630,7 @@ template <int V> struct NormParameters {
     }
 };
 
-// One channel of one image. The forward pass has stored mean and rstd of its group.
+// The parameters of one channel of one image, and mean and rstd of its group, which the forward pass has stored.
 struct NormChannel : NormParameters<1> {
     int b, c;
     float mean, rstd;
@@ -10637,7 +10641,7 @@ struct NormChannel : NormParameters<1> {
         rstd = a.rstd[group];
     }
     INLINE float2 coefficients(float z_factor) const { return NormParameters::coefficients(0, mean, rstd, z_factor); }
-    INLINE float dxhat_factor() const { return weight[0] * factor(0); } // w in dxhat = w dz
+    INLINE float dxhat_factor() const { return weight[0] * factor(0); } // the w in dxhat = w dz
     // Writes this image's part of the gradients of the parameters and of the embedding. sum holds the sums of dz and of
     // dz x over the image's pixels.
     //   dbias = factor sum(dz)      dweight = factor sum(dz xhat)
@@ -10656,7 +10660,7 @@ struct NormChannel : NormParameters<1> {
 // Multiplies v by dropout's factors for elements e, e + 1, ... of image b.
 template <int V> INLINE void apply_dropout(float (&v)[V], const NormArgs& a, uint32_t step, int b, size_t e) {
     const float keep = 1.0f / (1.0f - a.dropout.p);
-    UNROLL_FOR (int i = 0; i < V; i += 4) { // a quartet of Philox gives four words
+    UNROLL_FOR (int i = 0; i < V; i += 4) { // each call of philox gives four random words
         const uint32_t quartet = (uint32_t)((e + i) / 4);
         const uint32_t sample = (uint32_t)(a.dropout.sample0 + b);
         const uint32_t purpose = RANDOM_DROPOUT | a.dropout.layer << 8;
@@ -10684,15 +10688,16 @@ template <int AT_ONCE> INLINE double2 sum_pairs(const float2* pairs, int n, int 
     return sum;
 }
 
-// Eight lanes share a table whose rows have n entries. Lane i reads entries i, i + 8, i + 16, ..., counted row by row.
-// This struct holds where the lane's first entry is, and how far it is to the next one. The divisions are done before
-// await_previous_kernel. If they were done after it, they would take a tenth of the time of a norm of 8x8.
+// Eight lanes together add up a table whose rows have n entries. Lane i reads entries i, i + 8, i + 16, ..., counted
+// row by row. This struct holds where the lane's first entry is, and how far it is to the next one. The divisions are
+// done before await_previous_kernel. If they were done after it, they would take a tenth of the time of a norm of 8x8
+// pixels.
 struct LaneShare {
     int n;
     int row = threadIdx.x % 8 / n;
     int column = threadIdx.x % 8 % n;
-    int rows = 8 / n;    // the lane's next entry is 8 entries on: so many rows down,
-    int columns = 8 % n; // and so many columns to the right
+    int rows = 8 / n;    // the lane's next entry is 8 entries on. It lies this many rows down,
+    int columns = 8 % n; // and this many columns to the right
 };
 
 // Where a norm's output is written: T* (as T), Fp8Copy (in FP8), or BothOut<T> (in both forms).
@@ -10740,7 +10745,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     constexpr int PIXELS = 4;
     __shared__ uint4 loads[PIXELS][NORM_THREADS];
     __shared__ float group_mean[MAX_GROUPS], group_rstd[MAX_GROUPS];
-    // Images are processed in reverse order, because those that were written last may still be in the L2 cache.
+    // Images are processed in reverse order, because the images that were written last may still be in the L2
+    // cache.
     const NormColumn<T, PIXELS> t{a, (int)(gridDim.z - 1 - blockIdx.z)};
     const T* x = t.x;
     auto fetch = [&](int slot, bool inside) {
@@ -10760,8 +10766,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     t.begin(fetch);
 
     if (g <= a.group_of(t.slab0 + a.slab - 1)) {
-        double sum = 0;    // of x
-        double square = 0; // of x^2
+        double sum = 0;    // the sum of x
+        double square = 0; // the sum of x^2
         // Adds up the group's sums that belong to one tensor (x1 or x2): the sums of its channels from, from + 1, ...,
         // over all parts of Stats. These sums form a table, which eight lanes share. Each part is a row of the table.
         auto add = [&](const Stats& stats, int C, int from, const LaneShare& of) {
@@ -10787,8 +10793,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
             const float group_r = 1 / sqrtf((float)(variance + a.s.eps));
             group_mean[g] = (float)m;
             group_rstd[g] = group_r;
-            // mean and rstd are kept for the backward pass. A group may lie in several slabs. The slab in which the
-            // group begins writes them.
+            // mean and rstd are kept for the backward pass. A group may lie in several slabs. Then only a block of the
+            // slab in which the group begins writes them.
             if (blockIdx.x == 0 && c0 >= t.slab0) {
                 mean[t.b * a.s.groups + g] = (float)m;
                 rstd[t.b * a.s.groups + g] = group_r;
@@ -10849,7 +10855,7 @@ INLINE void norm_dz(float (&dz)[VEC<T>],          // holds dout at first, and dz
     if (DROPOUT) apply_dropout(dz, a, step, b, e);
 }
 
-// Backward, first pass: for each channel, the sums of dz and of dz x over a block's chunk of pixels.
+// Backward, first pass: computes, for each channel, the sums of dz and of dz x over a block's chunk of pixels.
 // grid (chunks of pixels, slabs of channels, images). Each thread works on the channels and pixels of its NormColumn.
 // Shared memory: each thread's next PIXELS pieces of x and dout; scale and shift of the slab's channels.
 //   1. Every thread starts the loads of its first pixels. Thread i computes the coefficients of the slab's i-th
@@ -10877,7 +10883,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         next_d += t.stride_out;
         copies_committed();
     };
-    // x and all that `channel` loads exist since the forward pass. So they can be read before await_previous_kernel.
+    // x and all that `channel` loads were written before the backward pass began. So they can be read before
+    // await_previous_kernel.
     const NormChannel channel(a, t.b, t.slab0 + min(threadIdx.x, a.slab - 1));
     t.begin(fetch_x);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
@@ -10886,8 +10893,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     if ((int)threadIdx.x < a.slab) coefficients[threadIdx.x] = channel.coefficients(Z_FACTOR<T>);
     __syncthreads();
     float scale[V], shift[V];
-    float sum[V] = {};     // of dz
-    float product[V] = {}; // of dz x
+    float sum[V] = {};     // the sums of dz
+    float product[V] = {}; // the sums of dz x
     load_pairs(scale, shift, coefficients + (t.c - t.slab0));
     t.walk([&](int slot, int p, bool more) {
         float x[V], dz[V];
@@ -10908,7 +10915,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
                                [&](int k, int column, double total) { to[column * 2 * V + k] = (float)total; });
 }
 
-// x_factor and offset of a group, in dx = scale dz - (x_factor x + offset):
+// Returns x_factor and offset of a group, in dx = scale dz - (x_factor x + offset):
 //   x_factor = rstd^2 E[dxhat xhat]      offset = rstd E[dxhat] - x_factor mean
 // sum, product: this lane's part of the group's sums of dxhat and of dxhat x. Eight lanes work on one group.
 INLINE float2 group_terms(double sum, double product, float mean, float rstd, const NormArgs& a) {
@@ -10942,12 +10949,12 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     __shared__ __align__(16) float2 coefficients[NORM_SLAB], terms[NORM_SLAB];
     NormColumn<T, PIXELS> t{a, (int)(gridDim.z - 1 - blockIdx.z)}; // images in reverse order, as in the forward pass
     const GRAD to = t.in_x1 ? dx1 : dx2;
-    if (!to.dx) t.end = 0; // then nobody needs the gradient of this tensor
+    if (!to.dx) t.end = 0; // no pixels: nothing needs the gradient of this tensor
     const uint64_t policy = last_read();
     const T* next_x = t.x;
     const T* next_d = dout + t.at_out;
     const T* next_add =
-        ADD && to.add1 ? to.add1 + t.at : nullptr; // add1 may be dx itself; at this time dx has not been written there
+        ADD && to.add1 ? to.add1 + t.at : nullptr; // add1 may be dx itself: each piece is read before it is replaced
     auto fetch = [&](int slot, bool inside) {
         if (inside) {
             copy_async_16(&loads[slot][0][threadIdx.x], next_x, policy);
@@ -10969,8 +10976,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     const int first_group = a.group_of(t.slab0);
     const int last_group = a.group_of(t.slab0 + a.slab - 1);
     for (int g = first_group + threadIdx.x / 8; g <= last_group; g += NORM_THREADS / 8) {
-        double sum = 0;     // of dxhat
-        double product = 0; // of dxhat x
+        double sum = 0;     // the sum of dxhat
+        double product = 0; // the sum of dxhat x
         UNROLL_4_FOR (int i = threadIdx.x % 8; i < a.Cg * chunks; i += 8) {
             const int chunk = a.group_of(i); // i / Cg
             const int c = g * a.Cg + i - chunk * a.Cg;
@@ -10997,7 +11004,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     float scale[V], shift[V], x_factor[V], offset[V];
     load_pairs(scale, shift, coefficients + (t.c - t.slab0));
     load_pairs(x_factor, offset, terms + (t.c - t.slab0));
-    float factor = 0; // of FP8
+    float factor = 0; // the factor of gradients that are stored in FP8
     if constexpr (std::is_same_v<GRAD, Fp8GradOf<T>>) factor = to.fp8.bytes ? *to.fp8.factor : 0;
     size_t at = t.at;
     t.walk([&](int slot, int p, bool more) {
@@ -11022,18 +11029,19 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 // --- groupnorm_backward_whole: an image's slab in shared memory
 // Used when: x and dout of a slab fit into the shared memory of a block, or of a cluster of blocks (sm_90 and later),
 //   and plan_norm_whole finds it faster than two passes.
-// How: A slab is whole groups of channels of one image. Each block of a cluster has a chunk of its pixels:
+// How: A slab consists of whole groups of channels of one image. Each block of a cluster works on a chunk of the
+//   image's pixels:
 //
-//     1. x and dout of the chunk come to shared memory, where each thread loads and reads its own part
-//     2. each thread sums dz and dz x of its pixels; dz stays where dout was
-//     3. a warp adds up its threads' sums; if there are several blocks, each adds up its warps' sums and writes them to
-//        all blocks
-//     4. every block computes x_factor and offset of every group from all these sums
+//     1. each thread copies x and dout of its own pixels and channels to shared memory
+//     2. each thread adds up dz and dz x of its pixels; dz replaces dout in shared memory
+//     3. each warp adds up the sums of its threads; if a cluster has several blocks, each block adds up the sums of its
+//        warps, and writes the totals into the shared memory of all blocks
+//     4. every block computes x_factor and offset of every group from the sums of all warps or blocks
 //     5. dx = scale dz - (x_factor x + offset), from x and dz in shared memory
 //
-// Costs: Everything is read once. At 8x8 the time consists of latencies: mainly of fetching code that runs only once,
-//   and of work that waits for the loads of x. So loops are not unrolled, and the few values that other work waits for
-//   are loaded first.
+// Costs: x and dout are read once. On 8x8 images the time is mostly latency: the GPU fetches code that runs only once,
+//   and work waits for the loads of x. So loops are not unrolled, and the few values that other work waits for are
+//   loaded first.
 
 // Adds up v over those lanes of a warp whose numbers differ by multiples of `columns` (a power of 2). In each step two
 // lanes exchange half of their values and add. After a step each lane works on half as many values as before. When only
@@ -11054,10 +11062,11 @@ template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int c
     return first;
 }
 
-// How groupnorm_backward_whole_kernel divides an image. A slab has whole groups and whole vectors of channels. Each
-// block of a cluster has a chunk of the image's pixels. A warp works on 2^log_columns neighbouring vectors of each
-// pixel; 2^log_warps warps work on the same vectors. A slab may have any number of vectors: the lanes for vectors
-// beyond the slab are idle.
+// How groupnorm_backward_whole_kernel divides an image. A vector is VEC neighbouring channels (16 bytes). A slab
+// consists of whole groups, and also of whole vectors. Each block of a cluster works on a chunk of the image's pixels.
+// A warp works on 2^log_columns neighbouring vectors of a pixel. 2^log_warps warps work on the same vectors of
+// different pixels. A slab may have any number of vectors, so some lanes may have vectors beyond the slab. These lanes
+// are idle.
 struct NormWhole {
     int threads; // threads of a block
     int slab;    // how many channels a slab has
@@ -11066,27 +11075,27 @@ struct NormWhole {
     int chunk;  // how many pixels a chunk has
 
     HD int rows() const { return 32 << log_warps >> log_columns; } // how many pixels a block works on at a time
-    HD int slots() const { return (chunk + rows() - 1) / rows(); } // how many pixels a thread has at most
+    HD int slots() const { return (chunk + rows() - 1) / rows(); } // how many pixels a thread works on at most
     // Returns the distance from one row of sums to the next. The distance is odd, so that the sums of one channel lie
     // in different banks.
     HD int pitch() const { return slab + 1; }
-    // Returns the bytes of shared memory of a block. NormSlab divides them in the same order.
+    // Returns how many bytes of shared memory a block needs. In NormSlab the arrays lie in the same order as here.
     int bytes() const {
         const int pieces = 2 * slots() * threads; // x and dout
         const int per_channel = sizeof(float2) + sizeof(float4);
-        const int sums = (1 << log_warps) + (chunks > 1 ? chunks : 0); // rows: one for each row_warp and each block
+        const int sums = (1 << log_warps) + (chunks > 1 ? chunks : 0); // rows: of each row_warp, and of each block
         return pieces * 16 + slab * per_channel + sums * pitch() * (int)sizeof(float2);
     }
 };
 
 constexpr int MAX_WHOLE_THREADS = 384; // threads of a block; a multiprocessor has room for two such blocks
 
-// What a block and a thread work on. A block has a chunk of the pixels and a slab of the channels of image b. Each
+// What a block and a thread work on. A block works on a chunk of the pixels and a slab of the channels of image b. Each
 // thread works on V neighbouring channels of `count` pixels, each of which lies `rows` pixels after the one before.
 template <class T, bool DROPOUT> struct NormSlab {
     static constexpr int V = VEC<T>;
-    static constexpr int COPY_GROUPS = 4; // dout is copied in so many groups; sums begin when the first group is there
-    static constexpr int BATCH = 2;       // the addends of so many pixels are loaded together
+    static constexpr int COPY_GROUPS = 4; // dout is copied in this many groups; sums begin when the first one is there
+    static constexpr int BATCH = 2;       // the addends of this many pixels are loaded together
     const NormArgs& a;
     const NormWhole& w;
     uint4* const kept; // (slots, 2, threads): x and dout of each thread; later dz replaces dout
@@ -11108,8 +11117,8 @@ template <class T, bool DROPOUT> struct NormSlab {
     // Shared memory after `kept`:
     float2* coefficients = (float2*)(kept + 2 * slots * threads); // (slab): scale, shift; later x_factor, offset
     float4* channels = (float4*)(coefficients + w.slab);          // (slab): mean, rstd, w in dxhat = w dz
-    float2* warp_sums = (float2*)(channels + w.slab);             // (warps, slab): sums of dz, dz x
-    float2* block_sums = warp_sums + row_warps * w.pitch();       // (blocks of the cluster, slab), if there are several
+    float2* warp_sums = (float2*)(channels + w.slab);             // (row_warps, slab): sums of dz, dz x
+    float2* block_sums = warp_sums + row_warps * w.pitch();       // (blocks, slab): the blocks' sums, if blocks > 1
 
     // Pixels and channels. Images are processed from the last to the first. One reason is that dout of the last images
     // may still be in the L2 cache. The other reason is that the next kernel, which reads dx, begins with the first
@@ -11122,8 +11131,8 @@ template <class T, bool DROPOUT> struct NormSlab {
     int end = busy ? min(a.s.HW, ((int)blockIdx.x + 1) * w.chunk) : 0;
     int count = end > first ? ceil_div(end - first, rows) : 0;
     bool in_x1 = c < a.s.C1;                                                     // false: the channels belong to x2
-    int pitch = in_x1 ? a.s.C1 : a.s.C2;                                         // elements of a pixel of x1 or x2
-    int stride = rows * pitch;                                                   // distance to the thread's next pixel
+    int pitch = in_x1 ? a.s.C1 : a.s.C2;                                         // elements that a pixel has there
+    int stride = rows * pitch;                                                   // elements to the thread's next pixel
     size_t at = ((size_t)b * a.s.HW + first) * pitch + (in_x1 ? c : c - a.s.C1); // where this pixel lies in x and dx
 
     // The addends of the next BATCH pixels. The addends of the first pixels are loaded before the sums are complete.
@@ -11187,7 +11196,7 @@ template <class T, bool DROPOUT> struct NormSlab {
                 asm volatile("prefetch.global.L2 [%0];" ::"l"(to.add1 + at + k * stride));
             }
     }
-    // Adds up a warp's sums of each channel, and writes them to warp_sums.
+    // For each channel, adds up the sums of all threads of a warp, and writes the totals to warp_sums.
     INLINE void fold(float (&v)[2 * V]) const {
         const int value = fold_rows<V, 16>(v, 1 << w.log_columns); // the index of the first sum that this lane has
         const int left = max(2 * V << w.log_columns >> 5, 2);      // how many sums this lane has
@@ -11214,8 +11223,8 @@ template <class T, bool DROPOUT> struct NormSlab {
     // threads work on each group.
     INLINE void find_group_terms(const float2* sums, int log_items) const {
         NO_UNROLL_FOR (int g = tid / 8; g < a.group_of(w.slab); g += threads / 8) {
-            double sum = 0;     // of dxhat
-            double product = 0; // of dxhat x
+            double sum = 0;     // the sum of dxhat
+            double product = 0; // the sum of dxhat x
             NO_UNROLL_FOR (int i = tid % 8; i < a.Cg << log_items; i += 8) {
                 const int k = g * a.Cg + (i >> log_items); // the channel, counted within the slab
                 const int item = i & ((1 << log_items) - 1);
@@ -11232,7 +11241,7 @@ template <class T, bool DROPOUT> struct NormSlab {
     }
     // dx = scale dz - (x_factor x + offset) + addends, for all pixels of a thread
     template <class GRAD> INLINE void store_dx(const GRAD& to, float (&scale)[V]) {
-        float factor = 0; // of FP8
+        float factor = 0; // the factor of gradients that are stored in FP8
         if constexpr (std::is_same_v<GRAD, Fp8GradOf<T>>) factor = to.fp8.bytes ? *to.fp8.factor : 0;
         float x_factor[V], offset[V];
         load_pairs(x_factor, offset, coefficients + (c - slab0));
@@ -11260,7 +11269,7 @@ template <class T, bool DROPOUT> struct NormSlab {
 };
 
 // grid (chunks of pixels, slabs of channels, images). The chunks of an image form a cluster. NormSlab describes what a
-// thread works on and what lies in shared memory. The head of this section lists the phases. GRAD: GradOf<T>, or
+// thread works on and what lies in shared memory. The five steps are listed above ("How"). GRAD: GradOf<T>, or
 // Fp8GradOf<T>.
 template <class T, bool DROPOUT, class GRAD>
 static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
@@ -11363,8 +11372,8 @@ static void finish_gradients() {
 }
 static size_t norm_sums_bytes(const NormShape& s) { return (size_t)s.B * (s.C1 + s.C2) * sizeof(float2); }
 
-// Divides images into chunks of pixels, so that there are about per_sm blocks for each multiprocessor. An image has at
-// most max_chunks chunks. Returns the grid.
+// Chooses a.chunk, the number of pixels of a chunk, so that there are about per_sm blocks for each multiprocessor. An
+// image has at most max_chunks chunks. Returns the grid.
 static dim3 norm_grid(NormArgs& a, int per_sm, int max_chunks) {
     const int slabs = a.C / a.slab;
     const int rows = NORM_THREADS * act_vec() / a.slab; // how many pixels a block works on at a time
@@ -11374,8 +11383,9 @@ static dim3 norm_grid(NormArgs& a, int per_sm, int max_chunks) {
     return dim3(ceil_div(a.s.HW, a.chunk), slabs, a.s.B);
 }
 
-// Returns how many bytes are enough for any batch of up to s.B images. norm_grid makes one chunk of each slab. It makes
-// more chunks only if all blocks then still fit on the GPU at the same time.
+// Returns how many bytes the chunks' sums need at most, for any batch of up to s.B images. Either there is one
+// chunk for each slab (of_batch), or all blocks fit on the GPU at the same time (on_chip): norm_grid makes more chunks
+// only then.
 static size_t groupnorm_backward_workspace(const NormShape& s) {
     const int on_chip = norm_backward_blocks(false) * gpu.sms * NORM_SLAB;
     const int of_batch = s.B * (s.C1 + s.C2);
@@ -11429,7 +11439,7 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 // division by sqrt(d). In the exponent the scores are multiplied by log2(e) / sqrt(d).
 
 struct AttentionCall {
-    act* to; // out, or dqkv in the backward pass
+    act* to; // where the result is written: out, or dqkv in the backward pass
     SoftmaxRow* rows;
     const act *qkv, *dout, *out;
     int B, T, C, heads;
@@ -11468,7 +11478,7 @@ struct HeadTile {
     }
 };
 
-// The operands of the portable backward kernels, as in the table above. keys: the block owns keys
+// The operands of the portable backward kernels, as in the table above. owns_keys: whether the block owns keys
 template <class T> struct BackwardOperands {
     HeadRows<const T> A1, A2, B1, B2;
     INLINE BackwardOperands(const HeadTile& tile, const AttentionCall& a, bool owns_keys) {
@@ -11512,19 +11522,19 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
 // Used when: d <= 256 (in fp32 d <= 128), and Hopper's kernels (below) can't be used: in fp32, on other GPUs, for
-// another d or T.
-// How: Each warp of a block owns 16 MT rows (queries; backward: queries or keys). The other rows stream past through
-//   two stages of shared memory, N at a time: while one stage is multiplied, the other one is loaded.
+// other d or T.
+// How: Each warp of a block owns 16 MT rows (queries; backward: queries or keys). The rows that they are combined with
+//   stream past through two stages of shared memory, N at a time: while one stage is multiplied, the other is loaded.
 //
 //     S (M, SUB)  =  own rows (M, d) x streamed rows (SUB, d)^T       in registers: 16 MT rows of S for each warp
 //     out (M, d) +=  P (M, SUB) x streamed rows (SUB, d)              P: the registers of S, packed to bf16
 //
 //   mma.sync's result S has the layout of its A operand, so P need not go through shared memory. The softmax is
-//   computed while rows stream past: each row keeps its highest score so far and the sum of its exponentials. When a
-//   higher score comes, the earlier sums are made smaller by a factor. In shared memory rows are padded by 16 bytes, so
-//   that the eight rows that ldmatrix reads at once lie in different banks.
-// Costs: 2 products of T x T x d forward; 7 backward, since the blocks that own queries and those that own keys all
-// compute S and dP.
+//   computed while rows stream past. For each own row, the warp keeps the highest score so far and the sum of the
+//   exponentials. When a higher score comes, the earlier sums are multiplied by a factor below 1. In shared memory rows
+//   are padded by 16 bytes, so that the eight rows that ldmatrix reads at once lie in different banks.
+// Costs: Forward 2 products of T x T x d, backward 7. Five of these 7 are necessary. The other two are S and dP again:
+//   both the blocks that own queries and the blocks that own keys compute them.
 
 // Returns how many rows stream past at a time. The longer the rows are, the fewer fit into shared memory.
 constexpr int attention_streamed_rows(int row_bytes, int MT) {
@@ -11554,7 +11564,8 @@ template <class T_, int DIM_, int MT_, bool KEEP_> struct AttentionTile {
     static constexpr int PARTS = ::PARTS<T>; // 2: each float is multiplied as two fp16 numbers
     // true: the fragments of own rows stay in registers; false: they are read again for each product
     static constexpr bool KEEP = KEEP_;
-    // Own rows. A warp owns 16 MT of them. With MT = 2, each streamed row that the warp has read is used twice.
+    // Own rows. A warp owns 16 MT of them. With MT = 2, the warp multiplies each streamed row that it has read by two
+    // tiles of 16 own rows.
     static constexpr int MT = MT_;
     static constexpr int WARP_ROWS = 16 * MT;
     static constexpr int WARPS = ROW_BYTES > 256 ? 2 : 4;
@@ -11564,7 +11575,7 @@ template <class T_, int DIM_, int MT_, bool KEEP_> struct AttentionTile {
     static constexpr int N = attention_streamed_rows(ROW_BYTES, MT);
     static constexpr int SUB = std::min(N, 32);
     static constexpr int NT = SUB / 8;
-    // Sizes in shared memory, in elements and in bytes.
+    // Sizes of what lies in shared memory. PITCH, OWN and STREAMED are in elements.
     // Forward: the own rows, and two stages of k and v.
     // Backward: the own rows of two operands, and two stages of B1 and B2. If queries stream, a stage also holds their
     // SoftmaxRow and D.
@@ -11588,16 +11599,16 @@ template <class Tile> INLINE int warp_row() { return threadIdx.x / 32 * Tile::WA
 //     own rows (M, PITCH)        stage 0         stage 1              registers of warp 1
 //   [ q of warp 0: 16 rows ]   [ k: N rows ]   [ k: N rows ]        q      16 x d     OwnRows (KEEP)
 //   [ q of warp 1          ]   [ v: N rows ]   [ v: N rows ]        S, P   16 x SUB   Scores
-//   [ q of warp 2          ]    multiplied      being loaded        out    16 x d     Sums
+//   [ q of warp 2          ]    multiplied      being loaded        out    16 x d     RowSums
 //   [ q of warp 3          ]                                        top, sum of 16 rows
 
 // A warp's own rows of one operand, as A fragments: kept[k][m] holds columns 16 k ... 16 k + 15 of the rows 16 m ... 16
-// m + 15. Without KEEP there is only one slot: for each product, the columns of each k are read into it again.
+// m + 15. Without KEEP there is only one slot. For each product, the columns of one k after another are read into it.
 template <class Tile> struct OwnRows {
     static constexpr int SLOTS = Tile::KEEP ? Tile::DIM / 16 : 1;
     const typename Tile::T* rows; // the address that this lane gives to ldmatrix to read the first columns
     uint32_t kept[SLOTS][Tile::MT][4 * Tile::PARTS];
-    float scale[SLOTS]; // the factor that undoes the scale of floats' parts
+    float scale[SLOTS]; // products of a slot are multiplied by it: it undoes the scaling of take_apart_fragments
 
     // own: the block's rows in shared memory
     __device__ void load(const typename Tile::T* own) {
@@ -11616,8 +11627,8 @@ template <class Tile> struct OwnRows {
                 uint32_t* const a = kept[slot][m] + 4 * h;
                 const auto* from = rows + 16 * m * Tile::PITCH + 16 * k + 8 * h;
                 ldmatrix(a, a + 2, shared_address(from));
-                // A float's fragment is read in two halves. In each half, k has the order that take_apart_fragments
-                // expects.
+                // A float's fragment is read in two halves. After the swap, the registers of each pair belong to the
+                // same row, as take_apart_fragments expects.
                 if (Tile::PARTS == 2) std::swap(a[1], a[2]);
             }
         scale[slot] = take_apart_fragments<typename Tile::T>(kept[slot]);
@@ -11641,8 +11652,8 @@ INLINE void multiply_transposed(Scores<Tile>& scores, OwnRows<Tile>& own, const 
         const int slot = Tile::KEEP ? k : 0;
         if (!Tile::KEEP) own.read(k);
         uint32_t b[Tile::NT][2 * Tile::PARTS];
-        // Each ldmatrix loads four matrices of 8 rows x 16 bytes: two neighbouring ones from 8 rows, and two from the
-        // next 8 rows.
+        // Each ldmatrix loads four matrices of 8 rows x 16 bytes: two neighbouring matrices from 8 rows, and two from
+        // the next 8 rows.
         UNROLL_FOR (int n = 0; n < Tile::NT; n += 2)
             UNROLL_FOR (int h = 0; h < Tile::PARTS; h++) {
                 const T* from = streamed + 8 * n * Tile::PITCH + 16 * k + 8 * h;
@@ -11653,13 +11664,13 @@ INLINE void multiply_transposed(Scores<Tile>& scores, OwnRows<Tile>& own, const 
     }
 }
 
-// a = the columns 16 k ... 16 k + 15 of p, as A fragments. Each lane already holds the numbers of its fragments, so
-// lanes exchange nothing. For bf16 the numbers are rounded. Floats stay as they are, in the order that
+// Sets a to the columns 16 k ... 16 k + 15 of p, as A fragments. Each lane already holds the numbers of its fragments,
+// so lanes exchange nothing. For bf16 the numbers are rounded. Floats stay as they are, in the order that
 // take_apart_fragments expects.
 template <class Tile, int REGISTERS>
 INLINE void load_fragments(uint32_t (&a)[Tile::MT][REGISTERS], const Scores<Tile>& p, int k) {
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
-        UNROLL_FOR (int i = 0; i < 4; i++) { // rows g, g + 8 in the first 8 columns, then both in the next 8 columns
+        UNROLL_FOR (int i = 0; i < 4; i++) { // rows g, g + 8 in the first 8 columns, then in the next 8 columns
             const float* const two = p[m][2 * k + i / 2] + i % 2 * 2;
             if constexpr (Tile::PARTS == 1) {
                 a[m][i] = pack_pair<typename Tile::T>(two[0], two[1]);
@@ -11674,9 +11685,9 @@ INLINE void load_fragments(uint32_t (&a)[Tile::MT][REGISTERS], const Scores<Tile
 template <class Tile, int CT, class T>
 INLINE void multiply_add(RowSums<Tile, CT>& sums, const Scores<Tile>& p, const T* streamed, int n0, int c0) {
     constexpr int PARTS = Tile::PARTS;
-    constexpr int AT_ONCE = 4; // so many tiles of 8 columns are multiplied at a time
+    constexpr int AT_ONCE = 4; // this many tiles of 8 columns are multiplied at a time
     const int lane = threadIdx.x % 32;
-    const T* lane_rows; // the first element that this lane reads; for bf16 the address for ldmatrix
+    const T* lane_rows; // the first element that this lane reads; for bf16 the address that it gives to ldmatrix
     if (PARTS == 1) lane_rows = streamed + (n0 + lane % 16) * Tile::PITCH + c0 + lane / 16 * 8;
     else lane_rows = streamed + (n0 + lane % 4 * 2) * Tile::PITCH + c0 + lane / 4;
     const uint32_t lane_address = shared_address(lane_rows);
@@ -11762,7 +11773,7 @@ template <class Tile> INLINE void mask_columns(Scores<Tile>& scores, int valid) 
 // new scores S:
 //   top' = max(top, max S)    shrink = e^((top - top') / sqrt(d))    P = e^((S - top') / sqrt(d))
 //   sum' = shrink sum + rowsum(P)                                    out' = shrink out + P v (by multiply_add)
-// scale: log2(e) / sqrt(d). [m][0] and [m][1] belong to rows g and g + 8 of tile m.
+// scale: log2(e) / sqrt(d). In top and in sum, [m][0] and [m][1] belong to rows g and g + 8 of tile m.
 template <class Tile> struct RunningSoftmax {
     float top[Tile::MT][2];
     float sum[Tile::MT][2] = {}; // the sum of P over this thread's columns
@@ -11806,7 +11817,7 @@ template <class Tile> struct RunningSoftmax {
 // Shared memory: the block's queries; two stages, each with N keys and N values. For each stage:
 //   1. Start the copies for the next stage.
 //   2. S = q k^T, for SUB keys at a time
-//   3. P = their softmax
+//   3. P = e^((S - top) / sqrt(d)), as in RunningSoftmax
 //   4. out += P v
 // At the end each row of out is divided by the sum of its P.
 template <class Tile, class T = typename Tile::T>
@@ -11816,13 +11827,14 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     constexpr int CT = Tile::DIM / 8; // tiles of 8 columns of out
     extern __shared__ __align__(128) uint4 shared_memory[];
     T* own = (T*)shared_memory;
-    T* streamed = own + Tile::OWN; // stage i: keys at 2 i, values at 2 i + 1
+    // Stage i: its keys begin at element 2 * i * STREAMED, and its values at element (2 * i + 1) * STREAMED.
+    T* streamed = own + Tile::OWN;
     const HeadTile tile{a, Tile::M};
     const int lane = threadIdx.x % 32;
     const auto k = tile.of_qkv<const T>(a.qkv, K_PART);
     const auto v = tile.of_qkv<const T>(a.qkv, V_PART);
     const float scale = LOG2E * rsqrtf((float)a.d);
-    // Starts the copies of N keys and N values into a stage. They begin with row `first`.
+    // Starts the copies of N keys and N values into a stage. The first of them is row `first` of the head.
     auto load_stage = [&](int stage, int first) {
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, k, first, a);
         load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, v, first, a);
@@ -11921,12 +11933,13 @@ struct Query {
     float top, log_sum, D;
 };
 
-// Computes P from the scores p, and dS from dP in ds. Each result replaces its source:
+// On entry p holds the scores S, and ds holds dP. On return p holds P, and ds holds dS:
 //   P = e^((S - top) / sqrt(d)) / sum = 2^((S - top) scale2 - log_sum)
 //   dS = P (dP - D)
-// If the block owns queries, each row belongs to a query; own[m][0] and own[m][1] are the Query of rows g and g + 8 of
-// tile m. If the block owns keys (OWNS_KEYS), each column belongs to a streamed query. The values of these queries lie
-// in shared memory: rows (SUB, 2) and dots (SUB).
+// If the block owns queries, each row belongs to a query: own_queries[m][0] is the Query of row g of tile m, and
+// own_queries[m][1] is the Query of row g + 8. If the block owns keys (OWNS_KEYS), each column belongs to a streamed
+// query. The values of these queries lie in shared memory: rows (SUB, 2) holds their top and log_sum, and dots (SUB)
+// holds their D.
 template <class Tile, bool OWNS_KEYS>
 INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&own_queries)[Tile::MT][2],
                              const float* rows, const float* dots, float scale2) {
@@ -11949,14 +11962,14 @@ INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&ow
     }
 }
 
-// What a block of the backward pass does. It owns keys (OWNS_KEYS) or queries. It computes the gradients of its own
-// rows in the DC columns that begin with column chunk * DC. (If heads have more than 128 channels, the registers have
-// no room for all columns.)
+// What a block of the backward pass does. The block owns keys (OWNS_KEYS) or queries. It computes the gradients of its
+// own rows in the DC columns that begin with column chunk * DC. (If heads have more than 128 channels, the registers
+// have no room for all columns.)
 // Shared memory: the block's own rows A1 and A2; two stages, each with N streamed rows B1 and B2. If the streamed rows
 // are queries, a stage also holds their SoftmaxRow and D. For each stage:
 //   1. Start the copies for the next stage.
 //   2. S = A1 B1^T and dP = A2 B2^T, for SUB streamed rows at a time
-//   3. P and dS
+//   3. Compute P from S, and dS from P and dP.
 //   4. Add to the gradients of own rows: sum1 += dS B1 (the gradient of q or k). With OWNS_KEYS also sum2 += P B2 (the
 //      gradient of v).
 template <class Tile, bool OWNS_KEYS, class T = typename Tile::T>
@@ -11967,8 +11980,9 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     extern __shared__ __align__(128) uint4 shared_memory[];
     T* own1 = (T*)shared_memory;
     T* own2 = own1 + Tile::OWN;
-    T* streamed = own2 + Tile::OWN;                                // stage i: B1 at 2 i, B2 at 2 i + 1
-    float* query_values = (float*)(streamed + 4 * Tile::STREAMED); // of a stage: SoftmaxRow[N], D[N]
+    // Stage i: B1 begins at element 2 * i * STREAMED, and B2 at element (2 * i + 1) * STREAMED.
+    T* streamed = own2 + Tile::OWN;
+    float* query_values = (float*)(streamed + 4 * Tile::STREAMED); // each stage: SoftmaxRow[N], then D[N]
     const HeadTile tile{a, Tile::M};
     const int lane = threadIdx.x % 32;
     const bool short_rows = a.T <= SHORT_T;
@@ -12048,7 +12062,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
     else attention_backward_rows<Tile, false>(a, D, chunk, short_D);
 }
 
-// Computes D into the workspace, and returns its address.
+// Computes D into the workspace, and returns the address of D.
 template <class T> static float* launch_attention_dots(const AttentionCall& a) {
     launch(attention_dots_kernel<T>, a.all_heads * ceil_div(a.T, 64), 256, 0, device.workspace, a);
     return (float*)device.workspace;
@@ -12059,10 +12073,11 @@ template <class T> static float* launch_attention_dots(const AttentionCall& a) {
 // Used when: no other kernel can be used: d > 256 in bf16, d > 128 in fp32.
 // How: a warp owns a row, and each of its lanes computes 8 columns of the row's result. Rows of more than 256 columns
 //   are computed by several warps, each of which computes P again.
-// Costs: the work of the fp32 units; every row reads all other rows, from the caches.
+// Costs: The fp32 units compute everything, without tensor cores. Each warp reads all rows that its own row is combined
+//   with, mostly from the caches.
 
 constexpr int GENERAL_WARPS = 8;   // warps of a block
-constexpr int GENERAL_COLUMNS = 8; // a lane computes so many columns, which lie 32 apart; a warp computes 256
+constexpr int GENERAL_COLUMNS = 8; // a lane computes this many columns, which lie 32 apart; a warp: 256
 
 // Returns the dot product of a and b, which have d elements each. All lanes of a warp work on it together, and each
 // lane returns the whole product.
@@ -12074,8 +12089,8 @@ template <class T> INLINE float warp_dot(const T* a, const T* b, int d) {
     return warp_sum(sum);
 }
 
-// Calls f(i, c) for i = 0, 1, ...: c is this lane's i-th column of the 256 columns of chunk blockIdx.y. Columns from d
-// on are left out.
+// Calls f(i, c) for i = 0, 1, ...: c is this lane's i-th column of the 256 columns of chunk blockIdx.y. Columns
+// c >= d are left out.
 template <class F> INLINE void each_column(int d, F f) {
     UNROLL_FOR (int i = 0; i < GENERAL_COLUMNS; i++) {
         const int c = (blockIdx.y * GENERAL_COLUMNS + i) * 32 + threadIdx.x % 32;
@@ -12101,7 +12116,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
     for (int j = 0; j < a.T; j++) {
         const float S = warp_dot(q.row(row), k.row(j), a.d);
         const float highest = fmaxf(top, S);
-        // If the score is higher than all earlier ones, the earlier sums are made smaller.
+        // If this score is higher than all earlier scores, the earlier sums are multiplied by shrink < 1.
         const float shrink = exp2f((top - highest) * scale);
         const float P = exp2f((S - highest) * scale);
         top = highest;
@@ -12133,9 +12148,9 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     const T* const a2 = operands.A2.row(row);
     const float scale = rsqrtf((float)a.d);
     const float scale2 = LOG2E * scale;
-    float sum1[GENERAL_COLUMNS] = {}; // dq or dk, without its factor
+    float sum1[GENERAL_COLUMNS] = {}; // dq or dk, before the factor 1 / sqrt(d)
     float sum2[GENERAL_COLUMNS] = {}; // dv
-    for (int j = 0; j < a.T; j++) {   // the streamed rows: queries, if the warp owns a key
+    for (int j = 0; j < a.T; j++) {   // row j streams past: a query if the warp owns a key
         const T* const b1 = operands.B1.row(j);
         const T* const b2 = operands.B2.row(j);
         const size_t query = tile.row_index(owns_keys ? j : row);
@@ -12158,7 +12173,8 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     });
 }
 
-// Launches the backward pass if a.dout is not null, and otherwise the forward pass. So does launch_attention.
+// Launches the backward pass if a.dout is not null, and otherwise the forward pass. launch_attention does the
+// same.
 template <class T> static void launch_attention_general(const AttentionCall& a) {
     const int tiles = a.all_heads * ceil_div(a.T, GENERAL_WARPS);
     const int chunks = ceil_div(a.d, 32 * GENERAL_COLUMNS); // chunks of 256 columns; a warp computes one chunk
@@ -12188,7 +12204,7 @@ static void launch_attention(const AttentionCall& a) {
     launch(attention_backward_kernel<Backward>, grid, Backward::THREADS, Backward::BACKWARD_BYTES, a, D);
 }
 
-static size_t attention_backward_workspace(int B, int T, int, int heads) { // room for D
+static size_t attention_backward_workspace(int B, int T, int, int heads) { // the bytes of D
     return (size_t)B * heads * T * sizeof(float);
 }
 
@@ -12196,13 +12212,14 @@ static size_t attention_backward_workspace(int B, int T, int, int heads) { // ro
 // --- attention_forward_wgmma and attention_backward_wgmma (sm_90a)
 // Used when: bf16, heads of 32 or 64 channels, T a multiple of 64. Backward: T = 64, or a multiple of 128 from 256 to
 //   1024; otherwise attention_backward_kernel computes the backward pass.
-// How: A warpgroup owns 64 rows of a head. TMA brings tiles of the other rows to shared memory. wgmma multiplies them;
-//   P or dS, which were just computed in registers, are its A operand.
+// How: A warpgroup owns 64 rows of a head. TMA brings tiles of the other rows to shared memory. wgmma multiplies these
+//   tiles. P, and for dk also dS, are A operands straight from the registers in which they were computed.
 //   Forward: warpgroups own queries, and keys and values stream past.
-//   Backward: warpgroups own keys, and queries stream past in chunks of 64. A head lies in a cluster of blocks, each of
-//   which has 128 of its keys in shared memory. A chunk visits one block after the other, and its sum of dq, in fp32,
-//   is sent from block to block through their shared memory. Each block begins at another chunk, so all of them always
-//   have work. A chunk's sum is always computed in the same order, so the bits of a run can be repeated:
+//   Backward: warpgroups own keys, and queries stream past in chunks of 64. A cluster of blocks computes a head. Each
+//   block has 128 of the head's keys in shared memory. All blocks work on every chunk, one block after the other. Each
+//   block adds its keys' part to the chunk's dq, and sends this sum, in fp32, into the next block's shared memory. Each
+//   block begins at a different chunk, so all blocks always have work. The parts of a chunk's dq are always added in
+//   the same order, so a run can be repeated with the same bits. The blocks in one step:
 //
 //         block 0: keys 0 ..       block 1: keys 128 ..     block 2: keys 256 ..        the block's shared memory
 //       +---------------------+  +---------------------+  +---------------------+    +---------------------------+
@@ -12212,11 +12229,11 @@ static size_t attention_backward_workspace(int B, int T, int, int heads) { // ro
 //                  ^                 dq of a chunk                                |  | sums: dq that arrived     |
 //                  +--------------------------------------------------------------+  | dots: -D of two heads     |
 //                                                                                    +---------------------------+
-// Costs: backward takes five products of T x T x d instead of the portable kernels' seven, and reads everything once.
+// Costs: The backward pass takes five products of T x T x d; the portable kernels take seven. It reads everything once.
 
 struct AttentionTma : AttentionCall {
-    CUtensorMap qkv_rows, dout_rows; // boxes of 64 rows of a head
-    CUtensorMap keys;                // forward: boxes of KEYS rows
+    CUtensorMap qkv_rows, dout_rows; // TMA loads boxes of 64 rows of a head from them
+    CUtensorMap keys;                // the same for the forward pass, boxes of KEYS rows
 };
 
 // Returns how many blocks of the forward pass a multiprocessor has room for. Registers and shared memory limit this
@@ -12236,7 +12253,7 @@ template <int DIM_, int WARPGROUPS_, int KEYS_, int CHUNKS_> struct AttentionFor
     static constexpr int CHUNKS = CHUNKS_;
     static constexpr int STAGES = CHUNKS ? CHUNKS : 4; // stages of keys; there are as many stages of values
     static constexpr int THREADS = 128 * WARPGROUPS;
-    static constexpr int PER_SM = attention_wgmma_blocks(WARPGROUPS, KEYS); // blocks of a multiprocessor
+    static constexpr int PER_SM = attention_wgmma_blocks(WARPGROUPS, KEYS); // blocks that fit on a multiprocessor
     static constexpr int QUERY_BYTES = 64 * 2 * DIM;                        // a warpgroup's queries
     static constexpr int KEY_BYTES = KEYS * 2 * DIM;                        // one stage of keys or of values
     static constexpr int BARRIERS = WARPGROUPS + 4 * STAGES;
@@ -12253,7 +12270,7 @@ template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     static constexpr bool ALONE = WARPGROUPS == 1;
     static constexpr int KEYS = 64 * WARPGROUPS; // how many keys a block owns
     static constexpr int THREADS = 128 * (WARPGROUPS + 1);
-    static constexpr int PER_SM = ALONE ? 2 : 1; // blocks of a multiprocessor
+    static constexpr int PER_SM = ALONE ? 2 : 1; // blocks that fit on a multiprocessor
     // Registers of a thread in the warpgroup that computes the queries' gradients, and in the warpgroups that own keys.
     static constexpr int DQ_REGISTERS = ALONE ? 80 : 136;
     static constexpr int KEY_REGISTERS = ALONE ? 176 : 184;
@@ -12264,7 +12281,7 @@ template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     static constexpr int KEYS_BYTES = 2 * WARPGROUPS * TILE_BYTES; // k and v of the block's keys; there are two stages
     static constexpr int CHUNK_STAGES = ALONE ? 3 : 4;
     static constexpr int CHUNK_BYTES = 2 * TILE_BYTES + ROWS_BYTES; // q, dout and SoftmaxRows of a chunk
-    static constexpr int CHUNK_PLACE = 2 * TILE_BYTES + 1024;       // the room for them, in whole kilobytes
+    static constexpr int CHUNK_PLACE = 2 * TILE_BYTES + 1024;       // CHUNK_BYTES, rounded up to whole kilobytes
     static constexpr int DS_STAGES = 2;
     static constexpr int DS_BYTES = KEYS * SLICE_BYTES; // dS^T: KEYS rows of 64 queries
     static constexpr int SUM_STAGES = ALONE ? 0 : 3;
@@ -12278,7 +12295,7 @@ template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
 // Returns an operand of wgmma: rows of one head (DIM elements each), which TMA has written to shared memory. at(2) is
 // the operand that begins 16 columns further on. at(2 DIM) is the operand that begins 16 rows further on.
 template <int DIM> INLINE Operand head_rows(uint32_t address) {
-    constexpr uint32_t SWIZZLE = DIM == 64 ? 1 : 2; // the descriptor's numbers for 128 and for 64 bytes
+    constexpr uint32_t SWIZZLE = DIM == 64 ? 1 : 2; // in a descriptor, 1 is a swizzle of 128 bytes, 2 of 64 bytes
     return {Operand::rows(address, 8).low, DIM | SWIZZLE << 30};
 }
 // Each of these functions starts products, as one group of wgmma. b lies in shared memory.
@@ -12319,16 +12336,17 @@ template <int M> INLINE void clear(float (&d)[M]) {
     }
     accumulators_ready(d);
 }
-// Rounds 16 columns of a result to bf16. This gives the A fragment for one step of the next product, because both have
-// the same layout.
+// Rounds 16 columns of a product's result to bf16. The rounded numbers are an A fragment for one step of the next
+// product. No thread needs another thread's numbers: in registers, wgmma's result and its A operand have the same
+// layout.
 INLINE void pack_fragment(uint32_t (&a)[4], const float* d) {
     UNROLL_FOR (int i = 0; i < 4; i++) {
         a[i] = pack_bf16(d[2 * i], d[2 * i + 1]);
     }
 }
 // Stores this warp's 16 rows of a result. Each row is multiplied by its factor. The rows are first written to shared
-// memory (`rows`, with room for 64 rows of a head), so that each store to global memory has 16 bytes. pitch: elements
-// from a row of `to` to the next one
+// memory (`rows`, with room for 64 rows of a head), so that a thread can store 16 bytes at a time to global memory.
+// pitch: elements from a row of `to` to the next one
 template <int M>
 INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], const float (&factor)[2]) {
     constexpr int CHANNELS = 2 * M;
@@ -12338,7 +12356,7 @@ INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], 
     __syncwarp();
     UNROLL_FOR (int j = 0; j < M / 8; j++) { // 16 columns at a time
         uint32_t v[4];
-        UNROLL_FOR (int i = 0; i < 4; i++) { // factor[1] is the factor of rows 8 - 15
+        UNROLL_FOR (int i = 0; i < 4; i++) { // factor[0] is for this thread's row in rows 0 - 7, [1] in 8 - 15
             const float low = d[8 * j + 2 * i] * factor[i % 2];
             const float high = d[8 * j + 2 * i + 1] * factor[i % 2];
             v[i] = pack_bf16(low, high);
@@ -12358,9 +12376,9 @@ INLINE int this_warpgroup() { return uniform(threadIdx.x / 128); }
 
 // The softmax of a thread's two rows (the second one is 8 rows below the first) over chunks of N scores:
 //   P = e^((S - top) / sqrt(d))      sum += rowsum(P)
-// FlashAttention raises `top` for each higher score. This is not needed here: P is rounded to bf16, which has fp32's
-// range of exponents. So `top` is the highest score of the first chunk. Only when a sum grows beyond 2^60, `top` is
-// raised and the sums are rescaled.
+// FlashAttention raises `top` for each higher score, so that P is at most 1. Here P may be larger: it is rounded to
+// bf16, which has fp32's range of exponents. So `top` is the highest score of the first chunk. Only if a sum grows
+// beyond 2^60, `top` is raised and the sums are rescaled.
 // Four neighbouring lanes share a row, and each of them holds two of every 8 columns. s[4 j] and s[4 j + 1] belong to
 // the first row, s[4 j + 2] and s[4 j + 3] to the second one.
 template <int N> struct Softmax {
@@ -12383,7 +12401,7 @@ template <int N> struct Softmax {
             v = over_lanes;
         }
     }
-    // p = P, as A fragments; P is also added to sum
+    // Computes P from the scores s, writes it to p as A fragments, and adds it to sum.
     INLINE void exponentials(uint32_t (&p)[N / 16][4], const float (&s)[N / 2]) {
         UNROLL_FOR (int j = 0; j < N / 4; j++) {
             const int row = j % 2;
@@ -12418,12 +12436,12 @@ template <int N> struct Softmax {
 // out = softmax(q k^T / sqrt(d)) v. grid (B * heads * T / (64 WARPGROUPS)): a block works on 64 WARPGROUPS queries of
 // one head.
 // Shared memory: the block's queries; a ring of keys and a ring of values. Each stage holds a chunk of KEYS rows.
-//   1. The first thread starts the loads: queries, then as many chunks as there are stages.
+//   1. The first thread starts the loads of the queries and of as many chunks as there are stages.
 //   2. Each warp reads its queries into registers. Each warpgroup computes S of chunk 0.
 //   3. In turn i a warpgroup computes the softmax of chunk i. Then it computes two products at the same time: out += P
-//      v of chunk i, and the scores of chunk i + 1. After that, with a ring, the first thread loads a chunk to the
-//      place of chunk i - 1. If it loaded a chunk to the place of chunk i instead, it would have to wait for the other
-//      warpgroup, which may still read chunk i.
+//      v of chunk i, and the scores of chunk i + 1. After that, with a ring, the first thread loads a chunk into the
+//      stage of chunk i - 1. If it loaded a chunk into the stage of chunk i instead, it would have to wait for the
+//      other warpgroup, which may still read chunk i.
 //   4. out / sum is stored, and also SoftmaxRow, for the backward pass.
 // The compiler overlaps products of wgmma only on two conditions. First, the wait for each product must be in the same
 // turn of the loop as the product. Second, between fence and wait no other instruction may touch the product's
@@ -12448,7 +12466,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
     const int chunks = T::CHUNKS ? T::CHUNKS : p.T / KEYS;
     const HeadTile tile{p, 64 * T::WARPGROUPS};
     await_previous_kernel();
-    // The first thread needs a second position in both rings: the stage that it loads next.
+    // The first thread both reads and fills the two rings. So it needs a second position in each ring: that of the
+    // stage that it fills next.
     auto keys_to_load = keys;
     auto values_to_load = values;
     auto load = [&](Stage to, const CUtensorMap* map, int bytes, int part, int row) {
@@ -12490,8 +12509,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
         accumulators_ready(o);
         accumulators_ready(s);
         multiply_ab(o, probabilities, v);
-        // With a ring, the last turn computes scores that nobody uses. If a branch skipped them, the compiler would not
-        // overlap the products.
+        // With a ring, the last turn computes scores that are not used. If a branch skipped them, the compiler would
+        // not overlap the products.
         if (!T::CHUNKS || i + 1 < chunks) {
             multiply_ab<K_MAJOR, 0>(s, q, head_rows<DIM>(next));
         }
@@ -12514,8 +12533,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
 #endif
 }
 
-// A block of the backward pass. It owns KEYS keys of a head; each of its key_gradients warpgroups owns 64 of them. The
-// blocks of a cluster work on one head after the other. For each head, a block does one step for each chunk of 64
+// A block of the backward pass. It owns KEYS keys of a head. Each warpgroup that runs key_gradients owns 64 of them.
+// The blocks of a cluster work on one head after the other. For each head, a block does one step for each chunk of 64
 // queries. A block works on a chunk WARPGROUPS steps later than the block before it in the cluster.
 //
 //   warpgroups 0 ... WARPGROUPS - 1   key_gradients(warpgroup): dk and dv of 64 keys
@@ -12528,10 +12547,10 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
 //   sums     the block before: a chunk's dq so far        query_gradients
 //   dots     query_gradients of all blocks: -D            key_gradients
 //
-// Blocks send `sums` and `dots` to each other. For these two rings, the `full` barriers of the receiving block are used
-// and the `empty` barriers of the sending block. A role that both fills a ring and frees its stages needs two positions
-// in it. keys_to_load, sums_to_send and dots_to_send hold the positions for filling: they are second Pipeline objects
-// that use the same stages and barriers.
+// Blocks send `sums` and `dots` to each other. In these two rings, the receiving block waits at its own `full`
+// barriers, and the sending block waits at its own `empty` barriers. A role that both fills a ring and frees its stages
+// needs two positions in it. keys_to_load, sums_to_send and dots_to_send hold the positions for filling: they are
+// second Pipeline objects that use the same stages and barriers.
 template <class T> struct BackwardBlock {
     static constexpr int DIM = T::DIM;
     static constexpr int WARPGROUPS = T::WARPGROUPS;
@@ -12541,7 +12560,7 @@ template <class T> struct BackwardBlock {
     int blocks = T::ALONE ? 1 : p.T / T::KEYS;             // how many blocks the cluster has
     int cluster_rank = T::ALONE ? 0 : blockIdx.x % blocks; // this block's number in the cluster
     int first_head = blockIdx.x / blocks;                  // this cluster's first head
-    int head_stride = gridDim.x / blocks; // the number of clusters: a cluster works on every so many-th head
+    int head_stride = gridDim.x / blocks; // the number of clusters, and the step from one head of a cluster to its next
     int steps = blocks * WARPGROUPS;      // how many steps a head takes
     int lane = threadIdx.x % 32;
     int thread = threadIdx.x % 128; // the number of the thread in its warpgroup
@@ -12650,7 +12669,7 @@ template <class T> struct BackwardBlock {
         if (tile + 1 == WARPGROUPS) dots_to_send.hand_over();
     }
     // Waits until other blocks have filled a stage, and returns its address. One thread (`speaks`) then announces to
-    // the stage's barrier how many bytes the next round will bring.
+    // the stage's barrier how many bytes will arrive in this stage next time.
     INLINE uint32_t received(auto& pipeline, int bytes, bool speaks) {
         const int i = pipeline.place;
         const uint32_t address = pipeline.arrived();
@@ -12687,7 +12706,7 @@ template <class T> struct BackwardBlock {
                 const int tile = i - max(steps / 2 - 1, 0); // the 64 queries of the next head whose -D is computed
                 const bool dots_now = tile >= 0 && tile < WARPGROUPS && head + head_stride < p.all_heads;
                 Dots dot = {};
-                // Loads for the next head are started before the products, so that nobody has to wait for them.
+                // The loads for the next head are started before the products, and arrive while these are computed.
                 if (dots_now) load_dots(dot, head + head_stride, tile);
                 if (dots_now && T::ALONE) send_dots(dot, tile); // at once: ALONE has too few registers to keep dot
                 float dq[DIM / 2] = {};
@@ -12712,7 +12731,7 @@ template <class T> struct BackwardBlock {
                     if (lane == 0) arrive_at_block(at_block(sums.empty(stage), before));
                 }
                 if (ends) {
-                    warps_sync(1 + WARPGROUPS, 128); // all warps have read dS, and store_head writes over it
+                    warps_sync(1 + WARPGROUPS, 128); // all warps have read dS, so store_head may write over it
                     bf16* const to = (bf16*)p.to + element(head, chunk_row(i), 3);
                     store_head(to, 3 * p.C, buffer, dq, {scale, scale});
                     __syncwarp();
@@ -12741,10 +12760,10 @@ template <class T> struct BackwardBlock {
 
     // Role: dk and dv of a warpgroup's 64 keys. Here keys are rows and queries are columns. So P^T and dS^T, which are
     // computed in registers, can be A operands. In each step:
-    //   1. dP^T = v dout^T - D. The sum begins with -D.
-    //   2. P^T is computed while dP^T is multiplied. Then dv += P^T dout.
-    //   3. dS^T = P^T times the result of step 1, element by element. dS^T is also written to `ds`.
-    //   4. S^T = k q^T of the next chunk, and dk += dS^T q
+    //   1. The product dP^T - D is started: v dout^T, added to -D.
+    //   2. Meanwhile P^T is computed from S^T of this chunk. Then dv += P^T dout.
+    //   3. dS^T = P^T (dP^T - D), element by element. dS^T is also written to `ds`.
+    //   4. S^T = k q^T of the next chunk, and dk += dS^T q of this chunk
     INLINE void key_gradients(int warpgroup) {
         float s[32], dp[32]; // s: S^T, then P^T; dp: dP^T - D, then dS^T. Each is 64 keys x 64 queries.
         float dk[DIM / 2], dv[DIM / 2];
@@ -12763,7 +12782,7 @@ template <class T> struct BackwardBlock {
             NO_UNROLL_FOR (int i = 0; i < steps; i++) {
                 const Operand q = head_rows<DIM>(chunk);
                 const Operand dout = head_rows<DIM>(chunk + T::TILE_BYTES);
-                UNROLL_FOR (int j = 0; j < 8; j++) { // this thread has two of every 8 queries
+                UNROLL_FOR (int j = 0; j < 8; j++) { // two of every 8 queries are columns of this thread
                     const auto [even, odd] = load_shared_2(minus_D + chunk_row(i) * 4 + 32 * j);
                     dp[4 * j] = dp[4 * j + 2] = even;
                     dp[4 * j + 1] = dp[4 * j + 3] = odd;
@@ -12797,7 +12816,7 @@ template <class T> struct BackwardBlock {
                 if (last && !none) own_keys = keys.arrived() + warpgroup * T::TILE_BYTES;
                 if (!none) chunk = chunks.arrived();
                 clear(s);
-                // After the last chunk nobody uses these scores. If a branch skipped them, the compiler would not
+                // After the last chunk these scores are not used. If a branch skipped them, the compiler would not
                 // overlap the products.
                 multiply_abt<DIM>(s, head_rows<DIM>(own_keys), head_rows<DIM>(chunk));
                 multiply_ab(dk, ds_fragments, q);
