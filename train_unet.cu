@@ -54,52 +54,52 @@
 //   9936         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
 //  10468    18. Group norm
 //  10471         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11022         groupnorm_backward_whole: an image's slab in shared memory
-//  11407    19. Attention
-//  11513         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12058         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12196         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12877    20. Convolution
-//  12919         ConvOut: results, 4 channels of a pixel at a time
-//  13157         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13220         conv_halo: 3x3, stride 1, any GPU
-//  13626         conv_gather: any kernel size and stride, any GPU
-//  13889         conv_few: the first and the last layer
-//  14061         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14641         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14763         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15235         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15681         conv_weight_tma: weight gradients (sm_90a)
-//  15972         FP8 in training: weights and gradients are rounded
-//  16084    21. The optimiser
-//  16087         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16321    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16324         groupnorm_backward
-//  16479         attention: forward and, where a has dout, backward
-//  16541         convolution: forward and input gradient
-//  17038         convolution: weight gradients
-//  17387    23. The GPU: memory, copies, repeated work
-//  17610    24. Between ranks: from device to device
+//  11029         groupnorm_backward_whole: an image's slab in shared memory
+//  11417    19. Attention
+//  11523         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12072         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12212         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12896    20. Convolution
+//  12938         ConvOut: results, 4 channels of a pixel at a time
+//  13176         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13239         conv_halo: 3x3, stride 1, any GPU
+//  13645         conv_gather: any kernel size and stride, any GPU
+//  13908         conv_few: the first and the last layer
+//  14080         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14660         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14782         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15254         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15700         conv_weight_tma: weight gradients (sm_90a)
+//  15991         FP8 in training: weights and gradients are rounded
+//  16103    21. The optimiser
+//  16106         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16340    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16343         groupnorm_backward
+//  16498         attention: forward and, where a has dout, backward
+//  16560         convolution: forward and input gradient
+//  17057         convolution: weight gradients
+//  17406    23. The GPU: memory, copies, repeated work
+//  17629    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 7910, run_program 7846, train 7225, run_step 7029, train_step 6026, load_batch 5151 (read_image 4733);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17518):
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17537):
 //     step_gradients 5920: draw_levels 9952 (the formulas: draw_level 3700), forward_and_loss 5833,
 //     q_sample_forward 10158, unet_forward 3244, forward_layer 3230 (a function of the layer's kind),
-//     loss_forward_backward 10272, unet_backward 3311, conv_backward_weights 17380 (weight gradients, on the side
-//     stream), finish_gradients 11355 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16134;
-//     judge_step 16181 (the verdict: judge_batch 5621), update_slice 5991, adamw_update 16293 (adamw_kernel 16251),
-//     next_step 16187, record_step 16193; later collect_steps 6983
+//     loss_forward_backward 10272, unet_backward 3311, conv_backward_weights 17399 (weight gradients, on the side
+//     stream), finish_gradients 11364 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16153;
+//     judge_step 16200 (the verdict: judge_batch 5621), update_slice 5991, adamw_update 16312 (adamw_kernel 16270),
+//     next_step 16206, record_step 16212; later collect_steps 6983
 //   pictures, from noise: sample_batch 4562, plan_route 4325, device_step 4370, euler_step 4121 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16892 draws all of its roads):
-//     forward_conv 2284; conv_forward 16928, with conv_product above it, which asks conv_is_wgmma 16548;
-//     on Hopper, large images: pick_conv_tiles_3x3 16842; conv_tiles 15220, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 16911 draws all of its roads):
+//     forward_conv 2284; conv_forward 16947, with conv_product above it, which asks conv_is_wgmma 16567;
+//     on Hopper, large images: pick_conv_tiles_3x3 16861; conv_tiles 15239, with conv_tiles_kernel above it;
 //     Accumulators 9296 (its function multiply); Wgmma 8889;
-//     on Hopper, small images: pick_conv_small 16699; conv_small 15667, with conv_small_kernel and multiply_small above
+//     on Hopper, small images: pick_conv_small 16718; conv_small 15686, with conv_small_kernel and multiply_small above
 //     it; Wgmma 8889;
-//     on any other GPU pick_conv_halo_bf16 16615; conv_halo 13613, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 16634; conv_halo 13632, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 8695
 //   why several GPUs compute the bits of one: step_gradients 5920
 //   a nonlinearity beside SiLU, behind the norms: Nonlinearity 385, Silu 7960, with_nonlinearity 7970 (a case);
@@ -115,7 +115,7 @@
 //     by which factor, and where. plan_fp8 2829 and plan_fp8_gradients 2847 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 2888 for samples, make_fp8_training 2928 for training; add_fp8_args 2060
 //     hands them to the layers. forward_conv 2284 and backward_conv 2295 choose between bf16 and FP8;
-//     conv_backward_input_fp8 16989 makes an input gradient a forward convolution; conv_product_fp8 16921 picks the
+//     conv_backward_input_fp8 17008 makes an input gradient a forward convolution; conv_product_fp8 16940 picks the
 //     kernel, multiply_fp8 9327 and WgmmaFp8 8925 multiply; print_fp8 6929 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1324 (a flag's value), or of a function beside it whose name ends in
