@@ -250,8 +250,8 @@ static const char* const PRESET_ELSE = "fashion32";
 // compiler names every place that has to be changed for a new enumerator (-Werror=switch).
 #define ALL_CASES_RETURN __builtin_unreachable(); // stands after such a switch
 
-// What a number of a tensor is stored as. Arithmetic is in fp32, whatever a tensor's element is. With --precision fp8
-// some tensors are FP8, or have a copy in FP8: see choose_fp8. The copies of gradients are FP8_GRADIENT.
+// The format in which a number of a tensor is stored. Arithmetic is in fp32, whatever the format. With --precision fp8
+// some tensors are FP8, or have a copy in FP8: see choose_fp8. The FP8 copy of a gradient is FP8_GRADIENT.
 //
 // To store activations as a new element type, change these places. (The CPU build knows fp32 alone.)
 //
@@ -264,9 +264,10 @@ static const char* const PRESET_ELSE = "fashion32";
 //   FourOf, to_floats,         four of its numbers (section 16)
 //   from_floats
 //   store_two                  two of its numbers (section 16)
-//   mma, pack_pair             its instruction, and a register of a fragment (section 16). Only a type with PARTS = 1
-//                              needs them. Fragments are made for 2 bytes a number: with 1 byte an instruction takes
-//                              32 k in place of 16, so load_fragment, load_fragments and their callers change, too
+//   mma, pack_pair             its instruction on the tensor cores, and two numbers in one register of a fragment
+//                              (section 16). Only a type with PARTS = 1 needs them. Fragments are made for numbers of
+//                              2 bytes, where an instruction adds up 16 products for each sum. With 1 byte it adds up
+//                              32, so load_fragment, load_fragments and their callers change, too
 //   tma_type                   its case: what TMA calls it (section 16)
 //   cast_params, adamw_update  their cases (section 21)
 //
@@ -276,12 +277,12 @@ static const char* const PRESET_ELSE = "fashion32";
 //                              function like pick_conv_halo_bf16
 //
 // Nothing asks for these:
-//   cast_params, adamw_kernel  They round the weights' copy, which convolutions read, to bf16. If the new case leads to
-//                              them as they are, convolutions read wrong weights. Make the type a template parameter
-//   act_has_wgmma              It is false for the new type, so Hopper, too, uses the kernels for any GPU. It may be
-//                              true once Hopper's kernels know the type: conv_tiles and conv_small have the element as
-//                              a template parameter, and all others are written for bf16
-//   pick_conv_gather           Only bf16 has its widest tile
+//   cast_params, adamw_kernel  They round the weights' copy, which convolutions read, to bf16. Used unchanged for the
+//                              new type, they would write wrong weights. Make the type a template parameter
+//   act_has_wgmma              It is false for the new type, so a Hopper GPU, too, uses the kernels for any GPU. It may
+//                              become true when Hopper's kernels support the type. The element is a template parameter
+//                              of conv_tiles and conv_small. All other kernels for Hopper are written for bf16
+//   pick_conv_gather           It uses its widest tile only for bf16
 //   forward_and_loss           A type whose smallest numbers are larger than bf16's (fp16) loses small gradients. Then
 //                              `factor` there has to be larger (a loss scale), and sum_gradients has to undo it
 //   take_aliases               --use_fp16 means bf16 today
@@ -317,16 +318,17 @@ static bool weights_have_copy() { return act_element != Element::FP32; }
 //                           differ more.
 struct Fp8Format {
     int mantissa;         // bits of the mantissa
-    int bias;             // of the exponent
+    int bias;             // is added to the exponent before the exponent is stored
     float largest;        // the largest number
-    uint8_t largest_bits; // its bits
+    uint8_t largest_bits; // the bits of the largest number
 };
 constexpr Fp8Format E4M3{.mantissa = 3, .bias = 7, .largest = 448, .largest_bits = 0x7E};
-// Only the CPU build uses E5M2. The GPU has an instruction.
+// Only the CPU build uses E5M2. The GPU has an instruction that rounds to e5m2.
 [[maybe_unused]] constexpr Fp8Format E5M2{.mantissa = 2, .bias = 15, .largest = 57344, .largest_bits = 0x7B};
 constexpr uint8_t FP8_NAN = 0x7F; // in both formats
-// Rounds to the nearest FP8 number, ties to even. If |v| is larger than the largest number, it is rounded to that.
-// Kernels round in the same way (pack_fp8).
+// Rounds v to the nearest FP8 number. Halfway between two FP8 numbers, the result is the one whose last bit is 0. If
+// |v| is larger than the largest FP8 number, the result is that number, with v's sign. Kernels round in the same way
+// (pack_fp8).
 static inline uint8_t fp8_bits(float v, const Fp8Format& f = E4M3) {
     const uint8_t sign = std::signbit(v) ? 0x80 : 0;
     const float size = std::fabs(v);
@@ -335,14 +337,14 @@ static inline uint8_t fp8_bits(float v, const Fp8Format& f = E4M3) {
     uint32_t bits; // the float's bits: 8 of exponent and 23 of mantissa
     memcpy(&bits, &size, sizeof bits);
     // fp32 stores its exponent plus 127. Below the smallest normal number, FP8 numbers are multiples of one step.
-    const int smallest_normal = 127 + 1 - f.bias; // its exponent, as fp32 stores it
+    const int smallest_normal = 127 + 1 - f.bias; // the exponent of this number, as fp32 stores it
     if ((int)(bits >> 23) < smallest_normal)
         return sign | (uint8_t)std::lrintf(std::ldexp(size, f.bias - 1 + f.mantissa));
     const int dropped = 23 - f.mantissa; // the FP8 number keeps the other bits of the mantissa
     bits += (1u << (dropped - 1)) - 1 + (bits >> dropped & 1);
     return sign | (uint8_t)((bits >> dropped) - ((127 - f.bias) << f.mantissa));
 }
-// e5m2 has infinities, too. fp8_bits does not make them.
+// Returns the value of an FP8 number. e5m2 also has infinities, which fp8_bits never makes: here they become NaN.
 [[maybe_unused]] static inline float fp8_value(uint8_t bits, const Fp8Format& f = E4M3) {
     const int exponent = (bits & 0x7F) >> f.mantissa;
     const int mantissa = bits & ((1 << f.mantissa) - 1);
@@ -352,8 +354,8 @@ static inline uint8_t fp8_bits(float v, const Fp8Format& f = E4M3) {
     return bits & 0x80 ? -size : size;
 }
 
-// Where an operation also writes its result in FP8: each value is multiplied by *factor and then rounded. If bytes is
-// null, there is no such copy.
+// An operation's result, which the operation writes a second time, in FP8. Each value is multiplied by *factor and then
+// rounded. If bytes is null, there is no such copy.
 struct Fp8Copy {
     uint8_t* bytes = nullptr;
     const float* factor = nullptr;
@@ -366,7 +368,7 @@ constexpr float FP8_X_FACTOR = 16;
 constexpr float FP8_WEIGHT_FACTOR = 128;
 
 // A convolution whose weights are rounded to FP8 in training (round_weights). offset: where the weights (Cout, 9, Cin)
-// lie in a flat array. turned_alone: only the input gradient is in FP8, so only the turned order is made.
+// begin in a flat array. turned_alone: only the input gradient is in FP8, so only the copy `turned` is made.
 struct WeightRounding {
     size_t offset;
     int Cout, Cin;
@@ -391,7 +393,7 @@ struct NormShape {
     float eps; // is added to the variance
 };
 
-// The weight gradient of a convolution, as work that is computed later, together with others.
+// A convolution's weight gradient, which is computed later, together with the weight gradients of other layers.
 struct WeightWork {
     float *dweight, *dbias;
     float* demb; // (B, emb_stride): gradient of the embedding that was added to all pixels of an image; null: none
@@ -424,7 +426,7 @@ struct SoftmaxRow {
     float top, log_sum;
 };
 
-// A random draw depends on these members, and on the number of the sample within the batch.
+// A random draw depends on these members and on the sample's place in the batch.
 struct RandomKey {
     uint64_t seed;
     uint32_t purpose;    // what is drawn: RANDOM_NOISE or another RandomPurpose
@@ -482,7 +484,7 @@ struct NoiseLevel {
     float t;                       // what the network is told
     float signal, sigma;           // the network's input x = signal x0 + sigma noise
     float target_x0, target_noise; // the network's target = target_x0 x0 + target_noise noise
-    float x0_x, x0_out;            // the x0 that the network's output means: x0_x x + x0_out output
+    float x0_x, x0_out;            // the estimate of x0 that follows from the network's output: x0_x x + x0_out output
     float weight;                  // the weight of the squared error
     float kl = 0;                  // kl, log_var, log_ratio and range are for the variational bound: see bound_term
     float log_var = 0;
@@ -490,9 +492,9 @@ struct NoiseLevel {
     float range = 0;
     int t_is_0 = 0;           // 1: this is the level of t = 0
     int quarter = 0;          // the quarter of all levels that this level lies in: 0 (least noise) to 3
-    int index = 0;            // ddpm: t
+    int index = 0;            // ddpm: the timestep t, from 0 to T - 1
     float importance = 0;     // ddpm: 1 / (T times the probability of drawing t)
-    float target_teacher = 0; // ect: the factor of the teacher's answer in the target
+    float target_teacher = 0; // ect: the teacher's answer is multiplied by this and added to the target
 };
 
 // The formulas for what a network is shown, told and asked at a noise level: those of ddpm_level, edm_question or
@@ -507,9 +509,9 @@ enum class TuningWeight : uint8_t { GAP, SNR };
 // student_level.
 struct Tuning {
     float q = 0, k = 0, b = 0, c = 0; // q = 0: there is no consistency tuning
-    int64_t d = 1;                    // steps of a stage; the paper's `a`, the stage's number, grows by 1 every d steps
+    int64_t d = 1; // how many steps a stage has: the stage's number, which is the paper's `a`, grows by 1 every d steps
     TuningWeight weight = TuningWeight::GAP;
-    const int64_t* step = nullptr; // device: the run's step, from which `a` is computed
+    const int64_t* step = nullptr; // device: the number of the run's step, from which `a` is computed
     HD bool on() const { return q > 0; }
 };
 
@@ -526,27 +528,28 @@ struct Augmentation {
 
 // How the sigma of a training sample is drawn (draw_level), if Objective::levels is null.
 struct SigmaDraws {
-    float P_mean, P_std; // mean and standard deviation of ln(sigma), which is normal
-    bool uniform_t;      // true: instead, t = sigma / (1 + sigma) is uniform between 0 and 1
+    float P_mean, P_std; // ln(sigma) is normally distributed; its mean and standard deviation
+    bool uniform_t;      // true: instead, t = sigma / (1 + sigma) is uniformly distributed between 0 and 1
 };
 
 // What a model is trained on: how noise levels are drawn, and what the loss is. The loss is
 // mse * squared error + bound * variational bound in nats. If mse is 0, the bound also trains the mean. If tuning.on(),
 // the loss is that of tuning_loss instead.
 struct Objective {
-    const NoiseLevel* levels; // device: (steps), the level of each t; null: sigma is drawn from a distribution
-    int steps;
+    const NoiseLevel* levels; // device: (steps), the level of each t; null: sigma is drawn, see SigmaDraws
+    int steps;                // how many timesteps t there are
     SigmaDraws draws;
     float sigma_data; // of edm: the standard deviation of the data
     float mse, bound;
-    // Device: (steps), the root mean square of the latest losses of each t, see remember_losses. t is drawn in
-    // proportion to it (draw_weighted_level). Null: all t have the same probability.
+    // Device: (steps), the root mean square of the latest losses of each t, see remember_losses. The larger it is, the
+    // more often this t is drawn (draw_weighted_level). Null: all t have the same probability.
     const double* rms_losses = nullptr;
     Frame frame = Frame::DDPM;
     Tuning tuning{};
 };
 
-// A sampler's step from x to x', where m is what the sampler remembers, z is new noise, and out the network's answer:
+// A sampler's step from x to x'. The array m is what the sampler remembers from one step to the next, z is new noise,
+// and out is the network's answer:
 //   x0 = limit(x0_x x + x0_out out)
 //   x' = next_x x + next_x0 x0 + next_m m + sigma z
 //   m' = m_x x + m_x0 x0
@@ -593,8 +596,9 @@ struct AdamW {
 //
 // A rank owns its parts of all segments. These parts together are called its slice. Each segment has parts of all
 // ranks. So the gradients of one segment can be sent to their owners while those of another segment are still computed.
-// The first weights of an array, which are read in fp32, are also shared evenly in this way.
-constexpr size_t STRETCH = 1 << 14; // floats; squares of gradients are summed by such stretches (step_gradients)
+// The weights that are read in fp32 lie at the beginning of the array. In this way they, too, are divided among all
+// ranks.
+constexpr size_t STRETCH = 1 << 14; // floats of a stretch: gradients' squares are summed by stretches (step_gradients)
 struct Slice {
     size_t n;
     int segments, stretches, rank, ranks;
@@ -634,7 +638,7 @@ template <class T> struct Everywhere {
 
 // adamw_update works on these arrays. params, copy (the weights in the activations' type) and sum are flat arrays. ema,
 // m and v hold only this rank's slice. New weights are written to this rank and to all ranks whose memory this rank can
-// write to. The network reads the first `plain` weights in fp32 (params) and the others from copy.
+// write to. The network reads the first `plain` weights from params, in fp32, and all other weights from copy.
 struct Update {
     Everywhere<float> params;
     Everywhere<act> copy;
@@ -672,8 +676,8 @@ struct ConvSkip {
 // =====================================================================================================================
 // 2. The interface: all that the program asks of a device
 // dev/reference.h implements it in plain loops (the CPU build), and Part II in kernels. Another kind of device would
-// need these functions. Outputs come first, then inputs, then sizes. Functions overwrite their outputs; backward
-// functions do not add to them either.
+// need these functions. Of a function's arguments the outputs come first, then inputs, then sizes. Every function
+// overwrites its outputs: backward functions, too, do not add to the gradients that they write.
 // A comment after an argument gives its shape, or says what it is. [Brackets] enclose what may be null.
 
 // A queue of a GPU's operations, which run one after the other. Different streams can run at the same time.
@@ -683,13 +687,13 @@ constexpr int HISTORY = 10;       // how many losses of each t --schedule_sample
 
 HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// Convolution: out = conv([x1 | x2], weight) + bias [+ emb] [+ residual]. The sums of out are written to stats. With a
-// skip, the convolution also computes a skip connection and adds its result; conv_takes_skip returns whether this is
-// possible. With a skip there is no emb and no residual. If s.in is FP8, x1 and weight are FP8, and
-// out = factors * conv(x1, weight) + the same addends (bias and so on).
-// For an input gradient, s.out is the element of dout, which it reads. If that is FP8_GRADIENT, dout is in e5m2, weight
-// is `turned` of round_weights, in e4m3, and dx1 = factors * (the sums of products). Then there is one input, without
-// addends.
+// Convolution: out = conv([x1 | x2], weight) + bias [+ emb] [+ residual]. The sums that a group norm needs of out are
+// written to stats. With a skip, the convolution also computes a skip connection and adds its result; conv_takes_skip
+// returns whether this is possible. With a skip there is no emb and no residual. If s.in is FP8, x1 and weight are FP8,
+// and out = factors * conv(x1, weight) + the same addends (bias and so on).
+// For conv_backward_input, s.out is the element of dout. If it is FP8_GRADIENT, dout is in e5m2, weight is the array
+// `turned` of round_weights, in e4m3, and dx1 = factors * (the sums of products). In this case there is only the input
+// x1, and nothing is added to its gradient.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
 static void conv_forward(act* out,                            // (B, Ho, Wo, Cout)
                          Stats* stats,                        // [of out]
@@ -729,9 +733,10 @@ static void groupnorm_backward(Grad dx1, Grad dx2,           // as x1 and x2
                                const float* bias, const float* scale_shift, int ss_stride, Dropout dropout, NormShape s,
                                Fp8Copy dx1_fp8 = {}, Fp8Copy dx2_fp8 = {});
 
-// --precision fp8, in training. round_weights makes two copies of convolutions' weights, in e4m3. They have the same
-// places as in a flat array, and each weight is multiplied by FP8_WEIGHT_FACTOR. `turned` has the order that input
-// gradients read. round_gradient writes n numbers in e5m2.
+// --precision fp8, in training. round_weights makes two copies of convolutions' weights, in e4m3. In both copies a
+// convolution's weights begin at the same place as in the flat array `copy`. Each weight is multiplied by
+// FP8_WEIGHT_FACTOR before it is rounded. In `turned`, the weights are in the order in which input gradients read them.
+// round_gradient writes n numbers in e5m2.
 static void round_weights(uint8_t* weights, // flat: (Cout, tap, Cin) of each convolution without turned_alone
                           uint8_t* turned,  // flat: (Cin, 8 - tap, Cout) of each convolution
                           const act* copy,  // flat: the weights as other convolutions read them
@@ -888,7 +893,7 @@ static void keep_known(float* x,           // (B or 2 B, n)
 
 // Optimiser, for a slice of the flat arrays. sum (flat) = [old sum +] the ranks' gradients, in the ranks' order.
 // squares: the sum of squares of each stretch of sum, written to the same ranks as new weights (Everywhere).
-// step_gradients explains this order, and why there are stretches.
+// The comments above step_gradients explain this order, and why there are stretches.
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add);
 // Decides whether a step is good or is skipped (judge_batch).
 static void judge_step(StepState* state, const double* squares, // (stretches)
@@ -898,24 +903,25 @@ static void judge_step(StepState* state, const double* squares, // (stretches)
 // Updates the weights by AdamW (Loshchilov & Hutter 2019) with clipping, and then the first average of the weights. If
 // the step is not ok, nothing changes.
 static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own);
-// Updates a further average (ema_step).
+// Updates one of the averages of the weights that follow after the first one (ema_step).
 static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own);
 static void cast_params(act* copy, const float* params, size_t n);
-static void next_step(int64_t* step);                                           // ++*step, after all the step's draws
-static void record_step(StepState* records, const StepState* state, int count); // records[i % count]: after step i
+static void next_step(int64_t* step); // adds 1 to *step, after all draws of the step
+// Copies the state after step i to records[i % count].
+static void record_step(StepState* records, const StepState* state, int count);
 
 // How many bytes of memory operations need beside their arrays (0 on a CPU).
 static size_t conv_workspace(ConvShape s);           // for the weight gradient
 static size_t conv_detour_bytes(const ConvShape& s); // for the forward pass and the input gradient
 static size_t groupnorm_backward_workspace(const NormShape& s);
-static size_t norm_sums_bytes(const NormShape& s); // kept until finish_gradients
+static size_t norm_sums_bytes(const NormShape& s); // for sums that are kept until finish_gradients
 static size_t attention_backward_workspace(int B, int T, int C, int heads);
 static size_t linear_backward_workspace(int B, int Cin, int Cout);
 static size_t loss_workspace(int B);
 struct Workspace {
     size_t main = 0; // on the main stream
     size_t side = 0; // on the side stream, where weight gradients are computed
-    size_t sums = 0; // kept until finish_gradients, at the end of the backward pass
+    size_t sums = 0; // for sums that are kept until finish_gradients, at the end of the backward pass
 };
 static void reserve(const Workspace& most, bool training);
 
@@ -923,7 +929,7 @@ static void reserve(const Workspace& most, bool training);
 // 4 bytes, and may be recorded in a Graph. A single rank does not call them. Calls between begin_exchange and
 // end_exchange become one launch.
 //   all_to_all   rank r receives part r of the sendbuf of every other rank s, as part s of its recvbuf
-//   all_gather   copies the arrays `own` of all ranks to `all`, in the ranks' order; own may lie in `all` already
+//   all_gather   copies the arrays `own` of all ranks to `all`, in the ranks' order; own may be its part of `all`
 static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Stream* stream); // bytes: the size of a part
 static void all_gather(void* all, const void* own, size_t bytes, Stream* stream);
 static void begin_exchange();
@@ -944,7 +950,7 @@ template <class T> static Everywhere<T> everywhere(T* p) {
     }
     return all;
 }
-static void join_devices(bool direct); // direct: they may write to each other's memory, if they can
+static void join_devices(bool direct); // direct: whether devices may write to each other's memory, if they can
 
 // The device: memory, and copies to and from it. New memory is filled with zeros. start_device also sets act_element,
 // as --precision asks.
@@ -958,7 +964,8 @@ static void copy_to_device(void* to, const void* host, size_t bytes);
 static void copy_to_host(void* host, const void* from, size_t bytes);
 static int max_stat_parts(int H, int W); // the largest number of parts in which a tensor's Stats come
 
-// Work that is repeated with the same pointers. On a GPU it is recorded once, and then repeated as one launch.
+// A list of launches that is repeated with the same pointers. On a GPU it is recorded once, and then repeated as one
+// launch.
 struct Graph {
     void* exec = nullptr;
     size_t nodes = 0; // how many launches the graph contains
@@ -978,8 +985,8 @@ static struct Allowed {
     bool beside = true;  // run_beside has a stream of its own; false: it uses the main stream
     bool batches = true; // one launch computes the weight gradients of several layers
     bool graphs = true;  // repeated work is one launch
-    // start_device reads these two (and beside):
-    bool clusters = true; // clusters: blocks that access each other's shared memory
+    // start_device reads `beside` and these two:
+    bool clusters = true; // kernels may use clusters: blocks that access each other's shared memory
     bool hopper = true;   // kernels with instructions that only Hopper has, in place of kernels for any GPU
 } allowed;
 
@@ -1001,8 +1008,8 @@ template <class T> static T* device_copy(const std::vector<T>& v) {
     copy_to_device(p, v.data(), v.size() * sizeof(T));
     return p;
 }
-// Allocates memory for a copy of n parameters, from which kernels read the convolutions' weights. If they need no copy,
-// it returns params itself.
+// Returns the array from which kernels read the convolutions' weights. Usually it is new memory for a copy of the n
+// parameters. If activations are fp32, there is no copy (weights_have_copy), and the array is params.
 static act* make_copy(float* params, size_t n) {
     return weights_have_copy() ? (act*)device_alloc_bytes(n * act_bytes()) : (act*)params;
 }
@@ -1013,8 +1020,8 @@ static act* make_copy(float* params, size_t n) {
 // counter = (quartet, sample, step, purpose). A quartet is four random words, which are drawn together; a sample's
 // quartets are numbered. Philox has no state, so any step of any run can be reproduced alone, on any machine.
 
-// The last word of the counter says what is drawn. Two purposes never share a number. Dropout draws other numbers in
-// each residual block, so its word also contains the residual block's index, in the bits from 8 on.
+// The last word of the counter is the purpose: what is drawn. Each purpose has its own number. Dropout draws other
+// numbers in each residual block, so for dropout this word also contains the residual block's index, from bit 8 on.
 enum RandomPurpose : uint32_t { // files and the PyTorch twin use these numbers: append new ones at the end
     RANDOM_INIT = 0,
     RANDOM_TIMESTEP,
@@ -1031,7 +1038,7 @@ enum RandomPurpose : uint32_t { // files and the PyTorch twin use these numbers:
     RANDOM_BACK_NOISE,  // --inpaint: the noise that leads back to an earlier step
     RANDOM_AUGMENT,
     RANDOM_COND_DROPOUT,
-    RANDOM_COND_NOISE, // the noise on a coarse picture
+    RANDOM_COND_NOISE, // the noise on a small picture (--cond lowres)
     RANDOM_MASK,       // the holes of --cond mask
 };
 
@@ -1058,9 +1065,9 @@ HD static inline Words philox(uint64_t seed, uint32_t quartet, uint32_t sample, 
     return c;
 }
 
-// Makes four standard normals of four random words (Box & Muller 1958): each pair u, v in (0, 1) gives
-// sqrt(-2 ln u) cos(2 pi v) and sqrt(-2 ln u) sin(2 pi v). u and v are exact in fp32 and never 0 or 1, so that fp32 on
-// a GPU and double on a CPU agree to 1e-6.
+// Makes four standard normal numbers of four random words (Box & Muller 1958). Each pair u, v in (0, 1) gives the two
+// numbers sqrt(-2 ln u) cos(2 pi v) and sqrt(-2 ln u) sin(2 pi v). u and v are exact in fp32 and never 0 or 1. So the
+// results of a GPU, in fp32, and of a CPU, in double, agree to 1e-6.
 HD static inline void normals(float z[4], const Words& r) {
     for (int k = 0; k < 4; k += 2) {
         const float u = ((r.w[k] >> 9) + 0.5f) * 0x1p-23f;
@@ -1085,10 +1092,10 @@ HD static inline uint32_t dropout_threshold(float p) { return (uint32_t)((double
 
 // In each epoch the images 0 to n - 1 are in another order. Returns the number of the image at position pos. A Feistel
 // network of four rounds permutes the numbers of 2 * half_bits bits: it splits a number into a left and a right half,
-// and mixes the left half with a random function of the right half. In general n is not a power of 4. So if the result
-// is not below n, it is permuted again, until it is.
+// mixes the left half with a random function of the right half, and exchanges the halves. In general n is not a power
+// of 4. So if the result is not below n, it is permuted again, until it is below n.
 static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, int64_t n) {
-    int half_bits = 1; // bits of a half: so many that two halves can hold all numbers below n
+    int half_bits = 1; // how many bits a half has: two halves must be able to hold all numbers below n
     while ((int64_t)1 << 2 * half_bits < n) half_bits++;
     const uint32_t mask = (1u << half_bits) - 1;
     int64_t x = pos;
@@ -1122,15 +1129,15 @@ struct Config;
 struct Flag {
     const char* name;
     std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
-    int slot;               // where the header of a model file keeps the value (see Model files); 0: nowhere
-    bool free;              // true: the value may change from run to run
+    int slot;               // the place of the value in the header of a model file (see Model files); 0: it has none
+    bool free;              // true: the command line may set another value than a model file holds
     const char* objectives; // the only objectives that use the flag, "a|b"; "": all objectives use it
     const char* heading;    // the heading above the flag in --help
     const char* help;
     double low = 0, high = 0;
     const char* choices = "";
 
-    // Returns a pointer to the flag's value in this configuration; null: the flag is of another type than T.
+    // Returns a pointer to the flag's value in this configuration, or null if the flag's type is not T.
     template <class T, class C> auto* at(C& config) const {
         const auto* m = std::get_if<T Config::*>(&member);
         return m ? &(config.**m) : nullptr;
@@ -1166,7 +1173,7 @@ inline const char* objectives = "";                // the objectives that use th
 // The values of all flags, in members with the flags' names, and what is computed from these values.
 struct Config {
     using string = std::string;
-    using pixels = string; // 64, or 48x64
+    using pixels = string; // the size of an image: 64, or 48x64 (height x width)
     using ints = string;   // numbers with commas between them
     using floats = string;
 #include "common/flags.h"
@@ -1180,7 +1187,7 @@ struct Config {
     std::vector<float> class_list;                // classes
     std::vector<float> value_rows;                // values: rows of cond_dim numbers
     PictureKind picture_kind = PictureKind::FILE; // cond
-    int picture_factor = 0;                       // cond lowres:K
+    int picture_factor = 0;                       // cond: the K of lowres:K, which shrinks images to height / K
 
     // The names of the flags that the command line or the preset has set.
     std::set<string> on_command_line, by_preset;
@@ -1210,7 +1217,7 @@ struct Config {
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
 };
 
-constexpr int MORE_EMAS = 7; // the most averages of the weights beside the first one
+constexpr int MORE_EMAS = 7; // how many averages of the weights there may be at most, besides the first one
 // --objective ect: the largest q^a that is allowed. The gap between student and teacher is divided by q^a, and a
 // smaller gap would be lost in fp32's rounding.
 constexpr double LARGEST_GAP_DIVISOR = 1e6;
@@ -1290,8 +1297,8 @@ template <class Int> static std::string set_value(Int* flag, const Flag& f, cons
     return is_number && in_range ? "" : text("a whole number from %.0f to %.0f", f.low, f.high);
 }
 
-// Sets a flag from its text, or ends the program. where: "FILE: " if the text comes from that file; "": it comes from
-// the command line.
+// Sets a flag to the value that a text contains. If the text is wrong, it ends the program with a message that begins
+// with `where`: "FILE: " if the text comes from a file of that name, "" if it comes from the command line.
 static void set_flag(Config* c, const Flag& f, const std::string& value, const std::string& where = "") {
     auto set = [&](auto member) { return set_value(&(c->*member), f, value); };
     const std::string expected = std::visit(set, f.member);
@@ -1369,9 +1376,9 @@ static void print_help() {
            "  ./train_unet --sample 36 --init out/model_0001000.bin --output samples.png\n\n"
            "In brackets: the default, and what preset %s has, which holds without --preset or data of your own.\n",
            DEFAULT_PRESET);
-    const char* last_heading = ""; // the heading of the flags that were printed last
+    const char* last_heading = ""; // the heading of the flag that was printed last
     for (const Flag& f : FLAGS) {
-        if (f.heading != last_heading) printf("\n%s\n", f.heading); // here a new part begins
+        if (f.heading != last_heading) printf("\n%s\n", f.heading); // this flag is the first one under its heading
         last_heading = f.heading;
         printf("%s", help_line(f, defaults, preset).c_str());
     }
@@ -1383,13 +1390,13 @@ static void print_help() {
 }
 
 // Returns how many letters must be inserted, left out or replaced to turn a into b (Levenshtein 1966). row[j] is this
-// number for two beginnings: the letters of a that the loop has reached, and the first j letters of b.
+// number for the beginnings of the two words: the letters of a that the loop has reached, and the first j letters of b.
 static size_t edit_distance(const std::string& a, const std::string& b) {
     std::vector<size_t> row(b.size() + 1);
     std::iota(row.begin(), row.end(), 0);
     for (char letter : a) {
-        // The shortest list of edits that makes a beginning of b ends with one of three edits, or with a letter that
-        // stays as it is.
+        // The shortest list of edits that makes the first j + 1 letters of b ends in one of these ways: a letter is
+        // replaced, left out or inserted, or it stays as it is.
         size_t diagonal = row[0]; // row[j] as it was before this letter
         row[0]++;
         for (size_t j = 0; j < b.size(); j++) {
@@ -1426,7 +1433,7 @@ static std::string instead_of(const std::string& name) {
     return "there is no such flag" + nearest + "; --help lists those there are";
 }
 
-// Reads the command line: --name value or --name=value. Presets and files set what it does not set.
+// Reads the command line: --name value or --name=value. Presets and files later set the flags that it does not set.
 static void parse_command_line(Config* c, int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         const std::string arg = argv[i];
@@ -1466,12 +1473,11 @@ static void take_aliases(Config* c) {
         c->on_command_line.insert(name);
     };
     // In guided-diffusion, the learning rate falls over lr_anneal_steps steps, without a warm-up, and then the run
-    // stops. There 0 means that the rate stays as it is and that the run has no end. Here 0 leaves --max_steps as it
-    // is.
+    // stops. In guided-diffusion, 0 means that the rate stays constant and that the run has no end. In this program, 0
+    // means that the rate stays constant and that --max_steps keeps its value.
     const int64_t steps = c->lr_anneal_steps;
     // An upsampler enlarges images from small_size to large_size.
-    // If large_size is 512, the upsampler's channel_mult differs from that of a model of 512 x 512 that is not an
-    // upsampler.
+    // In guided-diffusion, upsamplers to 512 x 512 have another channel_mult than other models of 512 x 512.
     const int large = c->large_size;
     const int small = c->small_size;
     if (!large != !small) die("--large_size %d, --small_size %d: an upsampler needs both", large, small);
@@ -1491,7 +1497,7 @@ static void take_aliases(Config* c) {
 // other flags are known, because one of these values depends on --diffusion_steps. from_file: a model file has set
 // --vlb_weight, so a preset must not change it.
 static void take_rescale_learned_sigmas(Config* c, bool from_file) {
-    // The command line has priority over a preset. A preset may name either flag.
+    // The command line has priority over a preset. A preset may name rescale_learned_sigmas or vlb_weight.
     const bool given = c->given("rescale_learned_sigmas");
     const bool weight_given = c->given("vlb_weight");
     if (given && weight_given)
@@ -1547,7 +1553,7 @@ static std::string parse_cond(Config* c) {
     const auto row = std::ranges::find(PICTURE_WORDS, kind, &PictureWord::word);
     const bool is_word = row != std::end(PICTURE_WORDS) && !kind.empty();
     if (is_word) c->picture_kind = row->kind;
-    // Only after lowres there is a number, of up to five digits.
+    // lowres is followed by a colon and a number of up to five digits. The other words stand alone.
     const bool is_lowres = c->picture_kind == PictureKind::LOWRES;
     const bool is_short = behind.size() >= 2 && behind.size() <= 6;
     const bool is_number = is_short && behind.find_first_not_of("0123456789", 1) == std::string::npos;
@@ -1566,8 +1572,8 @@ static std::string parse_cond(Config* c) {
     return "";
 }
 
-// Parses how many channels each level has. Without the flag, guided-diffusion's choice for images of this height is
-// used.
+// Parses --channel_mult: how many channels each level has. Without the flag, the function uses guided-diffusion's
+// values for images of this height.
 static std::string parse_channel_mult(Config* c) {
     static const std::map<int, const char*> DEFAULTS = {
         {512, "0.5,1,1,2,2,4,4"}, {256, "1,1,2,2,4,4"}, {128, "1,1,2,3,4"}, {64, "1,2,3,4"}};
@@ -1589,8 +1595,8 @@ static std::string parse_channel_mult(Config* c) {
     return "";
 }
 
-// Checks that the image can be divided into patches and levels: a patch becomes a pixel, and each further level halves
-// the resolution.
+// Checks that the image's height and width can be divided often enough. First each patch becomes a pixel. Then each
+// level after the first one halves the resolution.
 static std::string check_divisions(Config* c) {
     const int p = c->patch();
     const int patch_channels = c->seen_channels() * p * p;
@@ -1607,8 +1613,8 @@ static std::string check_divisions(Config* c) {
                       levels, p > 1 ? " in patches" : "", H, W));
 }
 
-// Parses at which heights of the image there is attention. Each must be the height of a level. Without this check a
-// typing error would silently give a model without attention.
+// Parses --attention_resolutions: at which heights of the image there is attention. Each must be the height of a level.
+// Without this check a typing error would silently give a model without attention.
 static std::string parse_attention_resolutions(Config* c) {
     const bool is_list = parse_list(c->attention_resolutions, &c->attention_heights);
     if (!is_list || c->attention_heights.size() > 8)
@@ -1619,7 +1625,7 @@ static std::string parse_attention_resolutions(Config* c) {
         heights += text("%s %d", level ? "," : "", c->height(level));
         occur.insert((float)c->height(level));
     }
-    // (A height that is not a whole number is also not among these.)
+    // This also refuses a height that is not a whole number, because all numbers in occur are whole.
     for (float height : c->attention_heights)
         if (!occur.contains(height))
             return wrong(c, "attention_resolutions",
@@ -1638,9 +1644,9 @@ static std::string parse_model(Config* c) {
     return "";
 }
 
-// Reads the rows of --values F.csv into c->value_rows. Two things are skipped, which a table for prepare_data.py may
-// have: a first line with the columns' names, and a first column with the images' names.
-// Returns why the file can't be used, or "".
+// Reads the rows of --values F.csv into c->value_rows. A table for prepare_data.py may begin with a line of the
+// columns' names, and its first column may hold the images' names. Both are skipped.
+// Returns "", or the reason why the file can't be used.
 static std::string read_value_table(Config* c) {
     const size_t K = c->cond_dim;
     std::ifstream file(c->values);
