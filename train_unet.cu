@@ -1709,7 +1709,7 @@ static std::string check_model(Config* c) {
     if (error.empty()) error = parse_values(c);
     if (error.empty()) error = check_pictures(c);
     if (!error.empty()) return error;
-    // Remembers the first thing that is wrong.
+    // If a condition does not hold, stores the message about it in `error`, unless `error` holds an earlier message.
     auto note_unless = [&](bool ok, const char* name, const std::string& why) {
         if (!ok && error.empty()) error = wrong(c, name, why);
     };
@@ -1718,7 +1718,7 @@ static std::string check_model(Config* c) {
     // --num_heads if that flag is -1.
     const int per_head = c->num_head_channels;
     const int up = c->num_heads_upsample;
-    const size_t lowest = c->mult.size() - 1; // the middle has the same channels, and always attention
+    const size_t lowest = c->mult.size() - 1; // middle_block has this level's channels, and always has attention
     for (size_t level = 0; level <= lowest; level++) {
         if (!c->has_attention(level) && level < lowest) continue;
         const int ch = c->channels(level);
@@ -1762,7 +1762,8 @@ static std::string check_model(Config* c) {
     note_unless(c->sigma_min < c->sigma_max, "sigma_min", text("must be below --sigma_max %g", c->sigma_max));
     note_unless(c->sampler != "consistency" || c->mid_t < c->sigma_max, "mid_t",
                 text("must be below --sigma_max %g", c->sigma_max));
-    // --start_from and --inpaint begin with images; S_churn is noise that euler and heun add between their steps.
+    // With --start_from or --inpaint, sampling begins with images. S_churn is for images made of noise alone: it is the
+    // noise that euler and heun add between their steps.
     const bool changes_images = c->changes_images();
     const bool inpaints = !c->inpaint.empty();
     note_unless(c->start_from.empty() || !inpaints, "start_from", "can't be done beside --inpaint");
@@ -1794,7 +1795,8 @@ static void parse_ema_rate(Config* c, const std::string& where) {
         refuse(where + wrong(c, "ema_rate", "must be a number from 0 to 1, or up to 8 of them with commas"));
 }
 
-// --objective ect: checks that q^a stays in range until the run ends. a grows by 1 with each stage of --ect_d steps.
+// --objective ect: checks that q^a stays below LARGEST_GAP_DIVISOR until the run ends. a is the number of the stage. A
+// stage has --ect_d steps.
 static void check_ect_stages(Config* c, const std::string& where) {
     if (c->objective != "ect") return;
     // q^a < LARGEST_GAP_DIVISOR holds up to a = log(LARGEST_GAP_DIVISOR) / log(q), which is 19 for q = 2.
@@ -1807,8 +1809,8 @@ static void check_ect_stages(Config* c, const std::string& where) {
                               c->ect_q, LARGEST_GAP_DIVISOR, enough)));
 }
 
-// The ranks share a batch, and each rank computes its share in microbatches. If a file or preset has a microbatch that
-// does not divide the share, each rank computes its share at once.
+// The ranks share a batch, and each rank computes its share in microbatches. A microbatch must divide the share. If a
+// file or a preset has set one that does not, and there are several ranks, each rank computes its whole share at once.
 static void check_microbatch(Config* c, const std::string& where) {
     const int B = c->batch_size;
     const int N = world.size;
@@ -1817,16 +1819,15 @@ static void check_microbatch(Config* c, const std::string& where) {
         die("%s--batch_size %d: is shared by %d processes, so it must be a multiple of that; %d is one", where.c_str(),
             B, N, nearest);
     }
-    // A microbatch must divide the share.
-    const int share = B / N;
+    const int share = B / N; // how many images of a batch each rank computes
     const int before = c->microbatch;
     const bool works = before <= share && share % c->micro() == 0;
     if (works) {
         if (N > 1) c->microbatch = c->micro();
         return;
     }
-    // If the user has set a microbatch that does not work, or if there is only one process, it is an error. Otherwise
-    // the microbatch is changed, with a message.
+    // A microbatch that does not work is an error if the user has set it, or if there is only one process. Otherwise
+    // the program changes the microbatch, and prints a message.
     if (c->given("microbatch") || N == 1) {
         int nearest = std::min(before, share);
         while (share % nearest) nearest--;
@@ -1845,7 +1846,7 @@ static void check_run(Config* c, const std::string& where) {
     if (c->output_dir.empty()) die("--output_dir: must name a folder");
     if (c->keep_best && c->val_data_file.empty())
         refuse(wrong(c, "keep_best", "needs --val_data_file, the images whose loss says which checkpoint is the best"));
-    // A checkpoint keeps two paths in 512 bytes: that of --data_file and that of --cond_file, each with a 0 at its end.
+    // A checkpoint keeps the paths of --data_file and --cond_file in 512 bytes. A byte 0 follows each path.
     if (c->data_file.size() > 511)
         refuse(wrong(c, "data_file", "is longer than the 511 bytes that a checkpoint keeps; use a shorter path"));
     if (c->data_file.size() + c->cond_file.size() > 510)
@@ -1855,8 +1856,8 @@ static void check_run(Config* c, const std::string& where) {
 
 // =====================================================================================================================
 // 5. The network: a list of layers, made of guided-diffusion's flags
-// build_unet walks the architecture once, as guided-diffusion's UNetModel does, and appends parameters (in state_dict
-// order) and layers (in the order of the forward pass). For another configuration, the same code makes another list.
+// build_unet goes through the architecture once, as guided-diffusion's UNetModel does. It appends to two lists:
+// parameters (in state_dict order) and layers (in the order of the forward pass). Each configuration has other lists.
 //
 //   t, labels, values -> sinusoids, linear, SiLU, linear [+ label] [+ linear of the values], SiLU, linear:
 //                        the embedding, some columns a block
@@ -1887,8 +1888,8 @@ struct Param {
     std::vector<int> shape; // as in PyTorch
     size_t size, offset;
     ParamInit init;
-    int heads;            // the number of attention heads, in the weight and bias of a qkv; 0 elsewhere
-    bool of_conv = false; // a convolution's weight: see add_conv_params
+    int heads;            // for the weight and bias of a qkv convolution: the number of attention heads; else 0
+    bool of_conv = false; // whether it is the weight of a layer of kind CONV: see add_conv_params
 };
 
 // An activation (B, H, W, C).
@@ -1899,10 +1900,11 @@ struct Tensor {
     int stats = -1;                  // if a group norm reads it: the buffer of Stats::sums
     int fp8 = -1;                    // if a convolution reads it in FP8: the buffer of the FP8 numbers (plan_fp8)
     int parts = 1;                   // Stats::parts, as the forward pass has last set it
-    bool needs_grad = false;         // the layer that writes it has a backward pass
+    bool needs_grad = false;         // whether the layer that writes it has a backward pass
 };
 
-// The buffers for the gradient of one input of a layer: d = gradient + add1 + add2. fp8: d in FP8, if it is written.
+// The buffers for the gradient of one input of a layer: d = gradient + add1 + add2. fp8: the buffer for a copy of d in
+// FP8. -1: there is no such buffer.
 struct GradPlan {
     int d = -1, add1 = -1, add2 = -1, fp8 = -1;
 };
@@ -1921,14 +1923,14 @@ struct Layer {
     Nonlinearity nonlinearity = Nonlinearity::NONE; // GROUPNORM
     int dropout_block = -1;                         // GROUPNORM: index of the residual block whose dropout follows
     int heads = 0;                                  // ATTENTION, and the CONV that makes its qkv: the number of heads
-    int saved = -1;     // the buffer that is kept for the backward pass: mean and rstd, or SoftmaxRows
+    int saved = -1;     // the buffer with what the backward pass needs of the forward pass: mean, rstd; or SoftmaxRows
     int block_end = -1; // --use_checkpoint: this layer is computed again before the backward pass of layer block_end
 
     // The plan (see plan_gradients, plan_waits, plan_fusions).
     GradPlan d1{}, d2{};      // the gradients of x1 and x2
     int dout = -1, demb = -1; // the buffers of the gradients of out, and of the layer's columns of the embedding
     int dout_fp8 = -1;        // CONV with fp8_gradient: the buffer of dout in FP8
-    bool rounds_dout = false; // CONV with fp8_gradient: it writes dout_fp8 itself, since the writer of dout does not
+    bool rounds_dout = false; // CONV with fp8_gradient: this layer writes dout_fp8, not the layer that writes dout
     int after = -1;           // backward: this layer waits until the weight gradient of layer `after` is complete
     int skip = -1;            // CONV, forward: the layer of the skip connection that this layer also computes, and adds
     bool fused = false;       // forward: the next layer's operation also computes this layer
@@ -1939,7 +1941,7 @@ struct Buffer {
     size_t bytes;                           // for one sample
     int first_use = INT_MAX, last_use = -1; // the first and the last time at which it is in use (see plan_lifetimes)
     size_t offset = 0;                      // in the arena
-    int again; // if the tensor is computed again (--use_checkpoint): the buffer for the result; else this buffer
+    int again; // the buffer for the result if the tensor is computed again (--use_checkpoint); else this buffer's index
 };
 
 struct UNet {
@@ -1950,8 +1952,8 @@ struct UNet {
     std::vector<Buffer> buffers;
     size_t num_params = 0;                 // how many parameters there are, without padding
     size_t flat_size = 0;                  // floats in a flat array, with padding
-    size_t plain_size = 0;                 // length of a flat array's beginning, which is read in fp32, not from a copy
-    int input = -1, emb = -1, output = -1; // tensors
+    size_t plain_size = 0;                 // the first plain_size floats are read in fp32, not from a copy
+    int input = -1, emb = -1, output = -1; // indices of tensors; emb: the embedding's projections for all blocks
     int residual_blocks = 0;
     double flops = 0; // floating-point operations of one image's forward pass; a multiply-add is 2 of them
     // Set by plan_memory:
@@ -1967,7 +1969,7 @@ struct UNet {
     Tensor tensor(int i) const { return i < 0 ? Tensor{.parts = 0} : tensors[i]; } // i < 0: a tensor with C = 0
 };
 
-// Returns where a buffer lies; null if there is no buffer, or if the network has no memory yet.
+// Returns the address of a buffer, or null if the index is -1 or the network has no memory yet.
 template <class T = act> static T* buffer_data(const UNet* net, int buffer, size_t first_byte = 0) {
     if (buffer < 0 || !net->arena) return nullptr;
     return (T*)(net->arena + net->buffers[buffer].offset + first_byte);
@@ -1976,16 +1978,16 @@ template <class T = act> static T* buffer_data(const UNet* net, int buffer, size
 template <class T> static T* tensor_data(const UNet* net, int t) { return buffer_data<T>(net, net->tensors[t].buffer); }
 
 // With --precision fp8: weights in FP8, and the factors that belong to them (make_fp8_weights, make_fp8_training).
-// Without `weights`, a walk has no FP8. Without `turned`, it is a walk of sampling.
+// If `weights` is null, the walk uses no FP8. If only `turned` is null, the walk is for sampling.
 struct Fp8Weights {
     const uint8_t* weights = nullptr;
     const float* factors = nullptr;
     // Training:
     const uint8_t* turned = nullptr;
-    const float* gradient_factor = nullptr; // (1): what gradients are multiplied by before they are rounded
-    const float* dx_factors = nullptr;      // (C), all the same: what turns the sums of an input gradient into values
+    const float* gradient_factor = nullptr; // (1): gradients are multiplied by this before they are rounded
+    const float* dx_factors = nullptr;      // (C), all equal: the sums of an input gradient are multiplied by these
 };
-// The parameters of a network: in fp32, and the convolutions' weights once more in the type of the activations.
+// The parameters of a network. fp32: all of them. copy: the convolutions' weights once more, in the activations' type.
 struct Weights {
     const float* fp32 = nullptr;
     const act* copy = nullptr;
@@ -2003,14 +2005,14 @@ struct Walk {
     Stream* stream = MAIN_STREAM;
 };
 
-// The arguments of a kind's functions: all that they need of a layer. For each index of the layer there is a pointer.
-// It is null if the index is -1. layer_args fills this.
+// The argument of all functions of a LayerKind: what they need to know about a layer. Where a Layer has an index, there
+// is a pointer here, which is null if the index is -1. layer_args fills all members.
 struct LayerArgs {
     UNet* net;
     const Layer* layer;
     Stream* stream;
 
-    // Shapes: of x1 (B, H, W, Cin), of x2 beside it (C2 channels), of out (B, Hout, Wout, Cout).
+    // The shapes of x1 (B, H, W, Cin), of x2 (B, H, W, C2) and of out (B, Hout, Wout, Cout).
     int B, H, W, Cin, C2;
     int Hout, Wout, Cout;
 
@@ -2034,13 +2036,13 @@ struct LayerArgs {
     // FP8; null if this walk or this layer has none.
     const act *x_fp8, *weight_fp8, *turned_fp8; // CONV: its input, and its weights in both orders
     const float *factors_fp8, *dx_factors_fp8;  // CONV: factors of out and of the input gradient
-    Fp8Copy out_fp8;                            // GROUPNORM
-    Fp8Copy dout_fp8;                           // CONV
-    Fp8Copy d1_fp8, d2_fp8;                     // GROUPNORM
+    Fp8Copy out_fp8;                            // GROUPNORM: its result in FP8
+    Fp8Copy dout_fp8;                           // CONV: dout in FP8
+    Fp8Copy d1_fp8, d2_fp8;                     // GROUPNORM: the gradients of x1 and x2 in FP8
 
     int tokens() const { return H * W; } // attention's T
     Stats* stats() { return out_stats.sums ? &out_stats : nullptr; }
-    float* rstd() const { return saved + B * 32; } // of a norm; rstd lies after the means of 32 groups
+    float* rstd() const { return saved + B * 32; } // of a norm: `saved` holds the means (B, 32), and then rstd
     ConvShape conv() const {
         const Element in = net->tensor(layer->x1).element, to = net->tensor(layer->out).element;
         return {B, H, W, Cin, C2, Cout, layer->kernel, layer->stride, layer->upsample, in, to};
@@ -2054,14 +2056,14 @@ struct LayerArgs {
     GradOf<float> d1_fp32() const { return {(float*)d1.dx, (const float*)d1.add1, (const float*)d1.add2}; }
 };
 
-// Returns where a tensor's buffer lies. If the tensor was computed again (--use_checkpoint), a backward walk reads the
-// new copy.
+// Returns the address of a tensor's buffer. In a backward walk, it is the buffer of the tensor that was computed again,
+// if there is one (--use_checkpoint).
 static act* memory_of(const Walk& walk, int buffer) {
     const bool again = walk.grads && buffer >= 0;
     return buffer_data(walk.net, again ? walk.net->buffers[buffer].again : buffer);
 }
 
-// Looks up what the functions of a convolution or a norm need of FP8.
+// Fills the members of LayerArgs that are for FP8. Only convolutions and norms use them.
 static void add_fp8_args(LayerArgs* a, const Walk& walk, const Layer& layer) {
     const UNet* const net = walk.net;
     const Fp8Weights& fp8 = walk.weights.fp8;
@@ -2076,7 +2078,7 @@ static void add_fp8_args(LayerArgs* a, const Walk& walk, const Layer& layer) {
         a->turned_fp8 = (const act*)(fp8.turned + net->params[layer.weight].offset);
         a->dx_factors_fp8 = fp8.dx_factors;
     }
-    if (out.fp8 >= 0) { // the layer is a norm; the place of its weight holds its factor
+    if (out.fp8 >= 0) { // the layer is a norm; its factor lies in fp8.factors, at the place of its weight
         const float* const factor = fp8.factors + net->params[layer.weight].offset;
         a->out_fp8 = {(uint8_t*)memory_of(walk, out.fp8), factor};
     }
@@ -2115,8 +2117,8 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     a.stats2 = stats(layer.x2);
     a.out_stats = stats(layer.out);
 
-    // A weight has the same place in all flat arrays, and so has its bias. The elements of the copy may be smaller than
-    // floats.
+    // A weight has the same index in all flat arrays. So has its bias. The elements of the copy may be smaller than
+    // floats, so the weight's address in the copy is computed in bytes.
     if (layer.weight >= 0) {
         const size_t weight = net->params[layer.weight].offset;
         const bool last = layer.weight + 1 == (int)net->params.size(); // no parameter follows, so there is no bias
@@ -2165,15 +2167,18 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 // `kind == &CONV` (check_conv_params, choose_fp8, plan_fp8_gradients, plan_waits, plan_fusions, plan_lifetimes,
 // WeightGradients, unet_backward).
 //
-// A new kind must keep three promises. Its backward_reads names every tensor that its backward function reads, or their
-// memory is used again too early. Its backward function adds the addends (add1, add2) to each gradient that it writes,
-// except where its input always has a single reader. Its weights are in fp32, since only convolutions have a copy.
+// A new kind must keep three promises:
+//   Its backward_reads names every tensor that its backward function reads. Otherwise the memory of such a tensor would
+//   be used for something else too early.
+//   Its backward function adds the addends (add1, add2) to each gradient that it writes. This is not needed for an
+//   input that no other layer ever reads.
+//   Its functions read its weights in fp32, because only the weights of convolutions have a copy.
 //
 // To add a kind, change these places:
 //
 //   1. here: its functions and its LayerKind. If a group norm may read its output, its forward function also writes
 //      the sums that the norm needs, and sets the number of their parts (a.out_stats.parts; see forward_layer). A
-//      parameter of its own is a member of Layer, and one of LayerArgs, which layer_args fills
+//      setting of its own becomes a member of Layer. The functions can read it as they read a.layer->heads
 //   2. a line that adds such a layer to the list: add_layer(net, {.kind = &...}, ...) in add_resblock or its like
 //   3. its operation: a prototype in section 2, a kernel in Part II, loops in dev/reference.h
 static double no_flops(const LayerArgs&) { return 0; }
@@ -2184,7 +2189,7 @@ struct LayerKind {
     void (*backward)(LayerArgs&) = nullptr; // null: its input needs no gradient
     enum Reads { INPUT = 1, OUTPUT = 2, EMB = 4 };
     int backward_reads = 0; // which tensors of the forward pass the backward pass reads
-    bool embedding = false; // a layer of the embedding; these layers run at the same time as the first others
+    bool embedding = false; // it belongs to the embedding, which is computed at the same time as the first convolutions
     bool fp32 = embedding;  // its tensors are FP32, whatever act_element is
     bool sums = false;      // it writes out_stats, so a group norm may read its output (see add_norm)
 
@@ -2194,7 +2199,7 @@ struct LayerKind {
 
 // The layers of the embedding. Their tensors are in fp32 and have B rows.
 
-// The sinusoids of t: the first layer of the embedding.
+// Makes sinusoids of t. It is the first layer of the embedding.
 static void forward_timestep(LayerArgs& a) {
     const int max_period = a.net->config.max_period;
     timestep_embedding_forward(a.out_fp32(), a.net->t, a.B, a.Cout, max_period, a.stream);
@@ -2332,7 +2337,7 @@ static void forward_norm(LayerArgs& a) {
 static void backward_norm(LayerArgs& a) {
     const float* const mean = a.saved;
     groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, // what it writes
-                       a.dout, a.x1, a.x2, mean, a.rstd(),     // dout, and what the forward pass read and left
+                       a.dout, a.x1, a.x2, mean, a.rstd(),     // dout, the inputs, and what the forward pass has saved
                        a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm(), a.d1_fp8, a.d2_fp8);
 }
 static Workspace norm_workspace(const LayerArgs& a) {
@@ -2405,8 +2410,8 @@ constexpr LayerKind JOIN{
 };
 
 // --patch_size: squares of pixels become channels (PATCHES), and at the end channels become squares of pixels (PIXELS).
-// The backward pass of PIXELS turns the gradient back into patches. The H and W that it passes to to_patches are the
-// size in pixels, which is that of the layer's output.
+// The backward pass of PIXELS turns the output's gradient into patches. It passes Hout and Wout to to_patches, which
+// needs the size in pixels.
 static void forward_patches(LayerArgs& a) {
     const int p = a.net->config.patch();
     to_patches(a.out_fp32(), a.x_fp32(), a.B, a.H, a.W, a.Cin, p);
@@ -2431,7 +2436,7 @@ constexpr LayerKind PIXELS{
     .fp32 = true,
 };
 
-// The functions that follow make the list. Most of them append something to the network and return its index.
+// The functions that follow make the list of layers. Most of them append something to the network and return its index.
 
 // Adds a buffer. bytes: its size for one sample.
 static int add_buffer(UNet* net, size_t bytes) {
@@ -2476,8 +2481,8 @@ static int add_conv_params(UNet* net, const std::string& name, Shape shape, Para
     return weight;
 }
 
-// Ends the program if a convolution's weight was not added by add_conv_params, or if add_conv_params has added another
-// parameter.
+// Ends the program if a convolution's weight was not added by add_conv_params, or if add_conv_params has added a weight
+// that no convolution reads.
 static void check_conv_params(const UNet& net) {
     for (size_t i = 0; i < net.params.size(); i++) {
         auto reads_it = [&](const Layer& l) { return l.kind == &CONV && l.weight == (int)i; };
@@ -2515,7 +2520,7 @@ constexpr Nonlinearity BEHIND_NORMS = Nonlinearity::SILU;
 // also compute the sums, so each input gets a buffer for its sums.
 static int add_norm(UNet* net, Layer l) {
     for (int input : {l.x1, l.x2}) {
-        if (input < 0 || net->tensors[input].stats >= 0) continue; // no input, or it has a buffer already
+        if (input < 0 || net->tensors[input].stats >= 0) continue; // no input, or its sums have a buffer already
         const auto writer = std::ranges::find(net->layers, input, &Layer::out);
         if (writer == net->layers.end() || !writer->kind->sums)
             die("internal error: %s reads a tensor whose layer leaves no sums of its channels", l.name.c_str());
@@ -2548,12 +2553,12 @@ static int add_resample(UNet* net, Resample resample, const std::string& name, i
 // Ends a residual block or an attention block. The block consists of the layers from `first` on. Returns its output.
 // With --use_checkpoint (Chen et al. 2016, arXiv:1604.06174) only the inputs and the output of such a block are kept.
 // Before the block's backward pass its layers are computed again. Two layers are not computed again: the last one and
-// the skip connection, because no other layer of the block reads their results.
+// the shortcut, because the backward passes of the block's layers do not read their results.
 static int end_block(UNet* net, size_t first) {
     const Layer last = net->layers.back();
     const int end = (int)net->layers.size() - 1;
     for (Layer& l : std::span(net->layers).subspan(first)) {
-        const bool is_read = l.out != last.out && l.out != last.residual; // another layer of the block reads it
+        const bool is_read = l.out != last.out && l.out != last.residual; // the block's backward pass needs l.out
         if (net->config.use_checkpoint && is_read) l.block_end = end;
     }
     return last.out;
@@ -2576,15 +2581,16 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
     if (resample == DOWN) h = add_resample(net, DOWN, name + ".h_upd", h);
     x1 = add_resample(net, resample, name + ".x_upd", x1);
 
-    // The first convolution and the second norm. One of them reads the embedding's projection. One linear layer makes
-    // the projections for all blocks, side by side; here its parameters for this block's columns are added.
+    // The first convolution and the second norm. One of these two reads the projection of the embedding. A single
+    // linear layer makes the projections for all residual blocks, side by side. Here this block's columns are added to
+    // that layer, and the parameters for these columns are added to the network.
     Layer conv1{.name = name + ".in_layers.2", .x1 = h, .kernel = 3};
     conv1.upsample = resample == UP;
     Layer norm2{.name = name + ".out_layers.0"};
     norm2.nonlinearity = BEHIND_NORMS;
     norm2.dropout_block = net->residual_blocks;
     net->residual_blocks++;
-    const int columns = c.use_scale_shift_norm ? 2 * Cout : Cout; // for each channel: scale and shift, or an addend
+    const int columns = c.use_scale_shift_norm ? 2 * Cout : Cout; // a channel has scale and shift, or one addend
     Layer& reader = c.use_scale_shift_norm ? norm2 : conv1;
     reader.emb = net->emb;
     reader.emb_offset = net->tensor(net->emb).C;
@@ -2602,8 +2608,8 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
     return end_block(net, first);
 }
 
-// Adds an attention block: group norm, a 1x1 convolution that makes q, k and v, attention, and another 1x1 convolution,
-// plus the block's input.
+// Adds an attention block: group norm, a 1x1 convolution that makes q, k and v, attention, and another 1x1 convolution.
+// The block's input is added to the result.
 static int add_attention_block(UNet* net, const std::string& name, int x, int num_heads) {
     const Config& c = net->config;
     const Tensor t = net->tensors[x];
@@ -2642,7 +2648,7 @@ static void add_embedding(UNet* net) {
     net->emb = add_layer(net, {.kind = &LINEAR, .name = "emb_layers.1", .x1 = h}, 0); // it has no columns yet
 }
 
-// Halves the resolution, in one of three ways.
+// Halves the resolution: by a residual block, a convolution or an average pool, as the flags choose.
 static int add_downsample(UNet* net, const std::string& name, int x, int ch) {
     const Config& c = net->config;
     if (c.resblock_updown) return add_resblock(net, name + ".0", x, -1, ch, DOWN);
@@ -2651,7 +2657,7 @@ static int add_downsample(UNet* net, const std::string& name, int x, int ch) {
     return add_resample(net, DOWN, op, x);
 }
 
-// Doubles the resolution, in one of three ways.
+// Doubles the resolution: by a residual block, by a convolution of the enlarged input, or without any parameters.
 static int add_upsample(UNet* net, const std::string& name, int x, int ch) {
     const Config& c = net->config;
     if (c.resblock_updown) return add_resblock(net, name, x, -1, ch, UP);
@@ -2661,8 +2667,8 @@ static int add_upsample(UNet* net, const std::string& name, int x, int ch) {
 
 // Adds the encoder: at each level residual blocks (and attention), then a layer or block that halves the resolution.
 // Returns the tensors that the decoder reads. guided-diffusion numbers the blocks of all levels, beginning with
-// input_blocks.0, which is the first convolution. In a block's name .0 is the residual block, or what halves the
-// resolution, and .1 is attention.
+// input_blocks.0, which is the first convolution. After this number, .0 stands for the residual block, or for what
+// halves the resolution, and .1 stands for attention.
 static std::vector<int> add_input_blocks(UNet* net, int x) {
     const Config& c = net->config;
     int input_block = 0;
@@ -2683,10 +2689,10 @@ static std::vector<int> add_input_blocks(UNet* net, int x) {
     return skips;
 }
 
-// Adds the decoder. Each of its residual blocks reads [h | a tensor of the encoder], where h is the output of the block
-// before. The decoder reads the encoder's tensors in reverse order. A level has one residual block more than in the
-// encoder. The additional block reads the result of the first convolution, or of the layer or block that halved the
-// resolution.
+// Adds the decoder. Each of its residual blocks reads [h | a tensor of the encoder], where h is the output of the
+// previous block. The decoder reads the encoder's tensors in reverse order. A level of the decoder has one residual
+// block more than the same level of the encoder. The encoder's tensor that this additional block reads is the output of
+// the encoder's first convolution, or of the layer or block that halved the resolution before this level.
 static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
     const Config& c = net->config;
     const int heads = c.num_heads_upsample == -1 ? c.num_heads : c.num_heads_upsample;
@@ -2695,7 +2701,8 @@ static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
         const int ch = c.channels(level);
         const bool attention = c.has_attention(level);
         for (int i = 0; i <= c.num_res_blocks; i++) {
-            // a residual block of [h | the encoder's tensor], then attention; at the level's end the resolution doubles
+            // Adds a residual block of [h | the encoder's tensor], then attention. At the end of a level, except the
+            // last one, it doubles the resolution.
             const std::string name = "output_blocks." + std::to_string(output_block++);
             h = add_resblock(net, name + ".0", h, skips.back(), ch);
             skips.pop_back();
@@ -2708,7 +2715,7 @@ static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
 }
 
 // Returns which of four groups a parameter belongs to. In the flat arrays the groups follow each other:
-//   0, 1  the embedding projections of all blocks: first all weights, so that they are one matrix, then all biases
+//   0, 1  the projections of the embedding for all blocks. 0: the weights, which together are one matrix. 1: the biases
 //   2     all other parameters that kernels read in fp32
 //   3     convolutions' weights, if the kernels read a copy of them
 static int param_group(const Param& p) {
@@ -2717,7 +2724,7 @@ static int param_group(const Param& p) {
     return p.of_conv && weights_have_copy() ? 3 : 2;
 }
 
-// Chooses where each parameter lies. From group 2 on, each parameter begins at a multiple of 64 floats.
+// Chooses where in the flat arrays each parameter lies. From group 2 on, each begins at a multiple of 64 floats.
 static void place_params(UNet* net) {
     auto round_to_64 = [](size_t floats) { return (floats + 63) / 64 * 64; };
     size_t end = 0;
@@ -2734,20 +2741,21 @@ static void place_params(UNet* net) {
     net->flat_size = end;
 }
 
-// --precision fp8: at each end of the network, so many 3x3 convolutions do not multiply in FP8 in the forward pass.
-// Rounding their operands to FP8 would do the most damage (docs/LEARNT.md).
+// --precision fp8: how many 3x3 convolutions at each end of the network do not multiply in FP8 in the forward pass. The
+// results of training suffer most if the operands of these convolutions are rounded to FP8 (docs/LEARNT.md).
 constexpr int FP8_SPARED = 4;
 
 // --precision fp8: chooses the 3x3 convolutions that multiply in FP8, which have stride 1 and no upsampling
 // (conv_product_fp8 needs both). Weight gradients are never in FP8. There are two choices:
-//   fp8            The forward product is in FP8. The convolution reads what a group norm has written. A norm's values
-//                  are of size 1, about, so one factor is right for them, and the norm itself can write FP8.
+//   fp8            The forward product is in FP8. The convolution reads the result of a group norm. Such a result is a
+//                  tensor of values of about 1, so one factor is right for all of them. The norm itself can write FP8.
 //                  (make_fp8_weights and make_fp8_training look for that norm.)
 //   fp8_gradient   In training, the input gradient is in FP8. It reads the gradient of the output, and one factor is
-//                  right for the gradients of all layers (choose_gradient_factor). At the ends of the network, too,
-//                  this did no damage (docs/LEARNT.md). But the first convolution has no input gradient, and the last
-//                  one has few output channels, whose gradient is fp32.
-// All other tensors keep their element, and so do the convolutions' results. What is rounded in training:
+//                  right for the gradients of all layers (choose_gradient_factor). This did no damage at the ends of
+//                  the network either (docs/LEARNT.md), so no convolutions are spared there. Only the first and the
+//                  last convolution are left out: the first one has no input gradient, and the last one has few output
+//                  channels, whose gradient is fp32.
+// All other tensors, among them the convolutions' results, keep their element. What is rounded in training:
 //
 //   what                  format   its factor               rounded by                         undone by
 //   output of a norm: x   e4m3     FP8_X_FACTOR             store_out, in the norm's kernel    factors
@@ -2757,7 +2765,7 @@ constexpr int FP8_SPARED = 4;
 //
 // The sums of the products are multiplied by factors (in the forward pass) or by dx_factors (make_fp8_training).
 static void choose_fp8(UNet* net) {
-    std::vector<Layer*> convs; // all 3x3 ones, from the first to the last
+    std::vector<Layer*> convs; // all 3x3 convolutions, from the first to the last
     for (Layer& l : net->layers)
         if (l.kind == &CONV && l.kernel == 3) convs.push_back(&l);
     const int last = (int)convs.size() - FP8_SPARED;
@@ -2765,7 +2773,8 @@ static void choose_fp8(UNet* net) {
         Layer& conv = *convs[i];
         const auto writer = std::ranges::find(net->layers, conv.x1, &Layer::out);
         const bool reads_norm = writer != net->layers.end() && writer->kind == &GROUPNORM;
-        const bool is_spared = i < FP8_SPARED || i >= last; // convs has at least 12: 3 of middle_block are not spared
+        // The smallest network has 12 such convolutions. So at least 3 of the 4 in middle_block are not spared.
+        const bool is_spared = i < FP8_SPARED || i >= last;
         conv.fp8_gradient = conv.stride == 1 && !conv.upsample;
         conv.fp8 = conv.fp8_gradient && reads_norm && !is_spared;
     }
@@ -2777,8 +2786,8 @@ static UNet build_unet(const Config& c) {
     net.config = c;
     add_embedding(&net);
 
-    // From the images to the network's output. With --patch_size the layers between these two work on patches in place
-    // of pixels.
+    // From the images to the network's output. With --patch_size the layers between PATCHES and PIXELS work on patches
+    // in place of pixels.
     const int H = c.H, W = c.W;
     const int p = c.patch();
     net.input = add_tensor(&net, H, W, c.in_channels, Element::FP32);
@@ -2798,9 +2807,9 @@ static UNet build_unet(const Config& c) {
     if (p > 1) h = add_layer(&net, {.kind = &PIXELS, .name = "pixels", .x1 = h}, c.out_channels(), H, W);
     net.output = h;
 
-    // All blocks have been added now. So the width of the layer that projects the embedding for all of them is known:
-    // emb.C floats a sample. The layer's weights are those of all blocks, side by side. The flat array begins with them
-    // (param_group).
+    // All blocks have been added now, so the width of the layer that projects the embedding for all blocks is known: it
+    // is emb.C floats a sample. The layer's weight consists of the projection weights of all blocks, one after the
+    // other. The flat array begins with these weights (param_group).
     const Tensor& emb = net.tensors[net.emb];
     net.buffers[emb.buffer].bytes = emb.C * sizeof(float);
     check_conv_params(net);
