@@ -228,7 +228,7 @@
 #define INLINE __device__ __forceinline__
 typedef void act;                // an element of an activation; its type is known at run time (act_element)
 constexpr int STEPS_AHEAD = 64;  // how many steps the host may start before it reads their results for the log
-constexpr int STEPS_AGREED = 16; // every so many steps the ranks agree on whether to stop
+constexpr int STEPS_AGREED = 16; // after how many steps the ranks agree again on whether to stop
 // The presets that are used if the command line has no --preset (see default_preset).
 static const char* const DEFAULT_PRESET = "quick64"; // without a data file
 static const char* const PRESET_32 = "unet64";       // for images of 32x32
@@ -248,35 +248,35 @@ static const char* const PRESET_ELSE = "fashion32";
 
 // Enumerations. Where code depends on an enumerator, there is a switch without a default, or a static_assert. So the
 // compiler names every place that has to be changed for a new enumerator (-Werror=switch).
-#define ALL_CASES_RETURN __builtin_unreachable(); // stands after such a switch
+#define ALL_CASES_RETURN __builtin_unreachable(); // stands after such a switch if all of its cases return
 
 // The format in which a number of a tensor is stored. Arithmetic is in fp32, whatever the format. With --precision fp8
 // some tensors are FP8, or have a copy in FP8: see choose_fp8. The FP8 copy of a gradient is FP8_GRADIENT.
 //
 // To store activations as a new element type, change these places. (The CPU build knows fp32 alone.)
 //
-// The program does not compile until these are done. The compiler names them, once the word stands in this enumeration:
+// The program does not compile until these are done. The compiler names them, once the type is in this enumeration:
 //   facts_of                   its name and its bytes (below)
 //   with_act                   its case (section 16). This function alone leads from an Element to a type T of C++, so
 //                              its case makes the compiler ask for whatever kernels need of T:
 //   ElementOf                  its constants (section 14)
-//   unpack, pack               a piece of 16 bytes (section 16)
-//   FourOf, to_floats,         four of its numbers (section 16)
+//   unpack, pack               how a piece of 16 bytes becomes floats, and the reverse (section 16)
+//   FourOf, to_floats,         how four of its numbers become floats, and the reverse (section 16)
 //   from_floats
-//   store_two                  two of its numbers (section 16)
+//   store_two                  how two of its numbers are stored (section 16)
 //   mma, pack_pair             its instruction on the tensor cores, and two numbers in one register of a fragment
 //                              (section 16). Only a type with PARTS = 1 needs them. Fragments are made for numbers of
 //                              2 bytes, where an instruction adds up 16 products for each sum. With 1 byte it adds up
 //                              32, so load_fragment, load_fragments and their callers change, too
-//   tma_type                   its case: what TMA calls it (section 16)
+//   tma_type                   its case: TMA's name of the type (section 16)
 //   cast_params, adamw_update  their cases (section 21)
 //
-// A run ends with a sentence until these are done:
+// Until these are done, a run ends with an error message:
 //   `precision`                its word, in the flag's row of common/flags.h and in element_named (section 4)
 //   conv_product               its rows in the table (section 22): one for pick_conv_gather and, for speed, one for a
 //                              function like pick_conv_halo_bf16
 //
-// Nothing asks for these:
+// No error reminds you of these:
 //   cast_params, adamw_kernel  They round the weights' copy, which convolutions read, to bf16. Used unchanged for the
 //                              new type, they would write wrong weights. Make the type a template parameter
 //   act_has_wgmma              It is false for the new type, so a Hopper GPU, too, uses the kernels for any GPU. It may
@@ -285,7 +285,7 @@ static const char* const PRESET_ELSE = "fashion32";
 //   pick_conv_gather           It uses its widest tile only for bf16
 //   forward_and_loss           A type whose smallest numbers are larger than bf16's (fp16) loses small gradients. Then
 //                              `factor` there has to be larger (a loss scale), and sum_gradients has to undo it
-//   take_aliases               --use_fp16 means bf16 today
+//   take_aliases               It makes --use_fp16 choose bf16. Should it choose the new type?
 enum class Element : uint8_t { FP32, BF16, FP8, FP8_GRADIENT };
 struct ElementFacts {
     const char* name; // its word for --precision, if it has one
@@ -336,7 +336,8 @@ static inline uint8_t fp8_bits(float v, const Fp8Format& f = E4M3) {
     if (size >= f.largest) return sign | f.largest_bits;
     uint32_t bits; // the float's bits: 8 of exponent and 23 of mantissa
     memcpy(&bits, &size, sizeof bits);
-    // fp32 stores its exponent plus 127. Below the smallest normal number, FP8 numbers are multiples of one step.
+    // fp32 stores its exponent plus 127. Below the smallest normal FP8 number, FP8 numbers are multiples of the
+    // smallest FP8 number above 0.
     const int smallest_normal = 127 + 1 - f.bias; // the exponent of this number, as fp32 stores it
     if ((int)(bits >> 23) < smallest_normal)
         return sign | (uint8_t)std::lrintf(std::ldexp(size, f.bias - 1 + f.mantissa));
@@ -396,7 +397,7 @@ struct NormShape {
 // A convolution's weight gradient, which is computed later, together with the weight gradients of other layers.
 struct WeightWork {
     float *dweight, *dbias;
-    float* demb; // (B, emb_stride): gradient of the embedding that was added to all pixels of an image; null: none
+    float* demb; // (B, emb_stride): the gradient of the embedding, which was added to all pixels of an image; or null
     int emb_stride;
     const act *dout, *x1, *x2;
     ConvShape shape;
@@ -577,7 +578,7 @@ struct Denoising {
     float* m;         // device: (B, HW, C), what the sampler remembers
 };
 
-// How the learning rate goes on after the warm-up: see lr_factor.
+// How the learning rate changes after the warm-up: see lr_factor.
 enum class LrSchedule { CONSTANT, LINEAR, COSINE };
 
 // Optimiser settings of a whole run.
@@ -709,7 +710,7 @@ static void conv_backward_input(Grad dx1, Grad dx2,       // as x1 and x2
                                 const act* weight, ConvShape s,
                                 const float* factors = nullptr); // [(C1)]: only with FP8
 // Computes the weight gradients of several layers together. conv_weight_load returns what fraction of the device the
-// weight gradient of one layer keeps busy; 1 or more: it needs no other layer beside it.
+// weight gradient of one layer keeps busy; 1 or more: it keeps the whole device busy alone.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* stream);
 static double conv_weight_load(const ConvShape& s);
 
@@ -825,7 +826,7 @@ static void values_embedding_backward(GradOf<float> dx,    // as x
                                       const float* dout,   // as out
                                       const float* values, // (B, K)
                                       int B, int K, int C);
-static void finish_gradients(); // does the work that backward functions have left to be done for all layers together
+static void finish_gradients(); // completes what backward functions have postponed, for all layers together
 
 // Diffusion. Draws each sample's noise level. Writes the level, t (what the network is told of the level), and in which
 // quarter of all levels it lies.
@@ -850,8 +851,8 @@ static void loss_forward_backward(double* loss,             // (B)
                                   const float* x,           // (B, HW, C): the network's input
                                   const NoiseLevel* levels, // (B)
                                   const Objective& o, float factor, int B, int HW, int C, int Cout);
-// This function is called instead if o.tuning.on(): loss = weight (sqrt(D + c^2) - c), the pseudo-Huber distance to the
-// teacher's image, with D = the sum of (x0_out (out - target))^2 over a sample's n values.
+// Is called in place of loss_forward_backward if o.tuning.on(). loss = weight (sqrt(D + c^2) - c), the pseudo-Huber
+// distance to the teacher's image, with D = the sum of (x0_out (out - target))^2 over a sample's n values.
 static void tuning_loss_forward_backward(double* loss,             // (B)
                                          float* dout,              // as out
                                          const float* out,         // (B, n)
@@ -995,7 +996,7 @@ static struct Allowed {
 struct Upload {
     uint8_t *host, *device;
     size_t bytes;
-    void *sent, *released; // on a GPU: events, see release
+    void *sent, *released; // on a GPU: events after the copy, and after the work that reads `device`: see release
 };
 static Upload make_upload(size_t bytes);
 static void wait_for_host_side(Upload* u); // waits until u->host may be written
@@ -1150,7 +1151,7 @@ inline std::map<std::string, std::string> PRESETS; // the flags that each preset
 inline const char* heading = "";                   // the heading of the rows that follow
 inline const char* objectives = "";                // the objectives that use the rows that follow
 
-// Here common/flags.h becomes C++; its head says what its rows mean. FLAG(int, sample, 0, "draw ...") makes
+// Here common/flags.h becomes C++. The comment at its head explains its rows. FLAG(int, sample, 0, "draw ...") makes
 //   int sample = 0;                                 a member of Config
 //   static inline const bool sample_row = (...);    another member, whose initialiser adds the row to FLAGS
 // Static members are initialised in the order of the file. So when a row is added, heading and objectives have been set
@@ -1338,7 +1339,7 @@ static std::set<std::string> left_out_of_preset(const Config& c) {
     std::set<std::string> names;
     if (c.given("num_heads")) names.insert("num_head_channels"); // it would have priority over num_heads
     if (c.objective != "ddpm") names.insert({"predict", "min_snr_gamma", "learn_sigma"});
-    if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma"); // the preset's value suits its own --predict
+    if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma"); // the preset's suits the preset's --predict
     if (c.given("sampler") || c.changes_images()) names.insert("S_churn");
     return names;
 }
@@ -1795,8 +1796,8 @@ static void parse_ema_rate(Config* c, const std::string& where) {
         refuse(where + wrong(c, "ema_rate", "must be a number from 0 to 1, or up to 8 of them with commas"));
 }
 
-// --objective ect: checks that q^a stays below LARGEST_GAP_DIVISOR until the run ends. a is the number of the stage. A
-// stage has --ect_d steps.
+// --objective ect: checks that q^a stays below LARGEST_GAP_DIVISOR until the run ends. a is the number of the stage.
+// ect_stage returns how many steps a stage has.
 static void check_ect_stages(Config* c, const std::string& where) {
     if (c->objective != "ect") return;
     // q^a < LARGEST_GAP_DIVISOR holds up to a = log(LARGEST_GAP_DIVISOR) / log(q), which is 19 for q = 2.
@@ -1873,8 +1874,8 @@ static void check_run(Config* c, const std::string& where) {
 //                              -> norm, SiLU, dropout -> conv 3x3 + shortcut
 //   attention block  x -> norm -> qkv (conv 1x1) -> attention -> conv 1x1 + x
 //
-// A layer has a kind (LayerKind), which says what the layer computes. It also has indices of tensors, parameters and
-// buffers. An index is -1 if the layer has no such tensor, parameter or buffer.
+// A layer has a kind (LayerKind): what it computes. It also has indices of tensors, parameters and buffers. An index is
+// -1 if the layer has no such tensor, parameter or buffer.
 //
 // In the order in which they run: build_unet calls add_embedding, add_input_blocks, add_output_blocks and place_params;
 // section 6 plans the memory; then section 7 walks over the list, and calls each layer's kind with its layer_args.
@@ -2035,7 +2036,7 @@ struct LayerArgs {
 
     // FP8; null if this walk or this layer has none.
     const act *x_fp8, *weight_fp8, *turned_fp8; // CONV: its input, and its weights in both orders
-    const float *factors_fp8, *dx_factors_fp8;  // CONV: factors of out and of the input gradient
+    const float *factors_fp8, *dx_factors_fp8;  // CONV: factors of the sums of products (see conv_forward)
     Fp8Copy out_fp8;                            // GROUPNORM: its result in FP8
     Fp8Copy dout_fp8;                           // CONV: dout in FP8
     Fp8Copy d1_fp8, d2_fp8;                     // GROUPNORM: the gradients of x1 and x2 in FP8
@@ -2162,10 +2163,10 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 
 // The kinds of layers. All that is special about a kind stands together here: first its functions, which call the
 // kind's operation with members of LayerArgs, and then the kind itself (a LayerKind). The list, its plan and the walks
-// (sections 5 to 7) only use the members of a LayerKind, so they need no change for a new kind. There are a few
-// exceptions, for what only a convolution or a norm needs. There the code asks for the kind itself, as in
-// `kind == &CONV` (check_conv_params, choose_fp8, plan_fp8_gradients, plan_waits, plan_fusions, plan_lifetimes,
-// WeightGradients, unet_backward).
+// (sections 5 to 7) only use the members of a LayerKind, so they need no change for a new kind. A few functions are
+// exceptions, because what they do is for a convolution or a norm alone. They test the kind itself, as in
+// `kind == &CONV`: check_conv_params, choose_fp8, plan_fp8_gradients, plan_waits, plan_fusions, plan_lifetimes,
+// unet_backward and a member of WeightGradients.
 //
 // A new kind must keep three promises:
 //   Its backward_reads names every tensor that its backward function reads. Otherwise the memory of such a tensor would
@@ -2179,7 +2180,7 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 //   1. here: its functions and its LayerKind. If a group norm may read its output, its forward function also writes
 //      the sums that the norm needs, and sets the number of their parts (a.out_stats.parts; see forward_layer). A
 //      setting of its own becomes a member of Layer. The functions can read it as they read a.layer->heads
-//   2. a line that adds such a layer to the list: add_layer(net, {.kind = &...}, ...) in add_resblock or its like
+//   2. a line that adds such a layer to the list: add_layer(net, {.kind = &...}, ...) in a function like add_resblock
 //   3. its operation: a prototype in section 2, a kernel in Part II, loops in dev/reference.h
 static double no_flops(const LayerArgs&) { return 0; }
 static Workspace no_workspace(const LayerArgs&) { return {}; }
@@ -2379,7 +2380,7 @@ constexpr LayerKind ATTENTION{
     .workspace = attention_workspace,
 };
 
-// Halves the resolution: the average of 2 x 2 pixels.
+// Halves the resolution: each new pixel is the average of 2 x 2 pixels.
 static void forward_downsample(LayerArgs& a) { downsample_forward(a.out, a.stats(), a.x1, a.B, a.H, a.W, a.Cin); }
 static void backward_downsample(LayerArgs& a) { downsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }
 constexpr LayerKind DOWNSAMPLE{
@@ -2389,7 +2390,7 @@ constexpr LayerKind DOWNSAMPLE{
     .sums = true,
 };
 
-// Doubles the resolution: the nearest neighbour.
+// Doubles the resolution: each pixel becomes 2 x 2 equal pixels.
 static void forward_upsample(LayerArgs& a) { upsample_forward(a.out, a.stats(), a.x1, a.B, a.H, a.W, a.Cin); }
 static void backward_upsample(LayerArgs& a) { upsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }
 constexpr LayerKind UPSAMPLE{
@@ -2574,7 +2575,7 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
     const int Cin = net->tensor(x1).C + net->tensor(x2).C;
     const size_t first = net->layers.size();
 
-    // The first norm and the resample. For UP, the convolution reads its input enlarged.
+    // The first norm and the change of resolution. With UP, the first convolution enlarges its input as it reads it.
     Layer norm1{.name = name + ".in_layers.0", .x1 = x1, .x2 = x2};
     norm1.nonlinearity = BEHIND_NORMS;
     int h = add_norm(net, norm1);
@@ -2599,7 +2600,8 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
     add_params(net, name + ".emb_layers.1", {columns, 4 * c.num_channels});
     h = add_norm(net, norm2);
 
-    // The second convolution adds the input. Its parameters come before those of the shortcut in the state_dict.
+    // The second convolution adds the block's input to its result. In the state_dict its parameters come before the
+    // shortcut's.
     Layer conv2{.name = name + ".out_layers.3", .x1 = h, .kernel = 3};
     conv2.weight = add_conv_params(net, conv2.name, {Cout, Cout, 3, 3}, INIT_ZERO);
     const Layer shortcut{.name = name + ".skip_connection", .x1 = x1, .x2 = x2};
@@ -2674,7 +2676,7 @@ static std::vector<int> add_input_blocks(UNet* net, int x) {
     int input_block = 0;
     auto next_name = [&] { return "input_blocks." + std::to_string(++input_block); };
     const int first = add_conv(net, {.name = "input_blocks.0.0", .x1 = x, .kernel = 3}, c.channels(0));
-    std::vector<int> skips{first}; // the output of every block
+    std::vector<int> skips{first}; // the outputs of all input_blocks, which the decoder reads
     const size_t lowest = c.mult.size() - 1;
     for (size_t level = 0; level <= lowest; level++) {
         const int ch = c.channels(level);
@@ -2729,7 +2731,7 @@ static void place_params(UNet* net) {
     auto round_to_64 = [](size_t floats) { return (floats + 63) / 64 * 64; };
     size_t end = 0;
     for (int group = 0; group < 4; group++) {
-        // Within a group the parameters follow each other as in the list.
+        // Within a group the parameters follow each other in the order of net->params.
         for (Param& p : net->params) {
             if (param_group(p) != group) continue;
             p.offset = end;
@@ -2751,10 +2753,9 @@ constexpr int FP8_SPARED = 4;
 //                  tensor of values of about 1, so one factor is right for all of them. The norm itself can write FP8.
 //                  (make_fp8_weights and make_fp8_training look for that norm.)
 //   fp8_gradient   In training, the input gradient is in FP8. It reads the gradient of the output, and one factor is
-//                  right for the gradients of all layers (choose_gradient_factor). This did no damage at the ends of
-//                  the network either (docs/LEARNT.md), so no convolutions are spared there. Only the first and the
-//                  last convolution are left out: the first one has no input gradient, and the last one has few output
-//                  channels, whose gradient is fp32.
+//                  right for the gradients of all layers (choose_gradient_factor). At the ends of the network, too,
+//                  this did no damage (docs/LEARNT.md). Only the first and the last convolution are left out. The first
+//                  one has no input gradient. The last one has few output channels, and their gradient is fp32.
 // All other tensors, among them the convolutions' results, keep their element. What is rounded in training:
 //
 //   what                  format   its factor               rounded by                         undone by
