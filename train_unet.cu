@@ -978,9 +978,9 @@ static void free_graph(Graph* g);
 // main stream wait until two things have ended: the work with this ticket, and all earlier work of the side stream.
 template <class F> static void run_beside(int ticket, F work); // work(Stream*)
 static void wait_for_side(int ticket);
-// These switches allow what makes the program fast. dev/bench turns them off, for its profile and for tests. early,
-// beside and graphs do not change any bit of the results. The other switches decide in which order numbers are summed,
-// so they change bits.
+// Each of these switches allows something that makes the program faster. dev/bench turns them off, for its profile and
+// for tests. early, beside and graphs do not change any bit of the results. The other switches change bits, because
+// they decide in which order numbers are summed.
 static struct Allowed {
     bool early = true;   // a kernel may begin while the previous kernel still runs
     bool beside = true;  // run_beside has a stream of its own; false: it uses the main stream
@@ -1120,7 +1120,7 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 // flags and presets themselves are in common/flags.h, which the Python programs read, too.
 //
 // In the order in which they run: parse_command_line, take_aliases, apply_preset; then take_model_file and
-// take_data_shape (section 13) set what is still not set; check_model and check_run say what cannot work.
+// take_data_shape (section 13) set what is still not set; check_model and check_run find what cannot work.
 
 constexpr double BIG = 1e9;
 struct Config;
@@ -1732,7 +1732,7 @@ static std::string check_model(Config* c) {
         note_unless(!counts_heads || up_fits, "num_heads_upsample", "must be -1 or " + divide);
     }
 
-    // Diffusion and classes. With T steps the linear schedule's last beta is 20 / T.
+    // Diffusion and classes. With T diffusion steps, the linear schedule's last beta is 20 / T. It must be below 1.
     note_unless(c->noise_schedule != "linear" || c->diffusion_steps > 20, "diffusion_steps",
                 "must be above 20 with --noise_schedule linear, whose last beta would reach 1");
     note_unless(!c->class_cond || c->num_classes > 0, "num_classes",
@@ -1928,7 +1928,7 @@ struct Layer {
     int block_end = -1; // --use_checkpoint: this layer is computed again before the backward pass of layer block_end
 
     // The plan (see plan_gradients, plan_waits, plan_fusions).
-    GradPlan d1{}, d2{};      // the gradients of x1 and x2
+    GradPlan d1{}, d2{};      // the buffers of the gradients of x1 and x2
     int dout = -1, demb = -1; // the buffers of the gradients of out, and of the layer's columns of the embedding
     int dout_fp8 = -1;        // CONV with fp8_gradient: the buffer of dout in FP8
     bool rounds_dout = false; // CONV with fp8_gradient: this layer writes dout_fp8, not the layer that writes dout
@@ -2034,7 +2034,7 @@ struct LayerArgs {
     Grad d1, d2;
     float *dweight, *dbias, *demb;
 
-    // FP8; null if this walk or this layer has none.
+    // For FP8. These pointers are null if the walk or the layer does not use FP8.
     const act *x_fp8, *weight_fp8, *turned_fp8; // CONV: its input, and its weights in both orders
     const float *factors_fp8, *dx_factors_fp8;  // CONV: factors of the sums of products (see conv_forward)
     Fp8Copy out_fp8;                            // GROUPNORM: its result in FP8
