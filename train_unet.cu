@@ -6,126 +6,126 @@
 // Map (make map renews the line numbers)
 //    221  Part I. The program
 //    224     1. Types at the interface: what operations are called with
-//    673     2. The interface: all that the program asks of a device
-//   1011     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1110     4. Configuration: flags, presets, help, what can work and what cannot
-//   1852     5. The network: a list of layers, made of guided-diffusion's flags
-//   2815     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2825         FP8: buffers, factors, weights for samples
-//   2962         gradients, and buffers
-//   3216     7. Forward and backward: two walks over the list
-//   3341     8. Diffusion: noise schedules, objectives, samplers
-//   3631         the level of a training sample, drawn, and its share of the loss
-//   4091         samplers
-//   4647     9. Data: .bin files that may be larger than memory, the order of their images
-//   5198    10. Model files: weights and checkpoints, initial weights
-//   5546    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5561         the learning rate, the verdict on a step, averages of the weights
-//   5648         what a trainer holds
-//   5787         a step
-//   6092    12. A run: log, guard, checkpoints, resume, samples
-//   6117         the log in memory, as the page shows it
-//   6229         what a run holds
-//   6297         the log and the status line
-//   6487         checkpoints, snapshots and grids
-//   6753         the start of a run: new, from a file's weights, or resumed
-//   6979         the loop over the steps
-//   7095         a run from its first to its last line
-//   7269         samples, without a run
-//   7428    13. main: the command line, then a run or samples
-//   7715         what ranks must have in common
-//   7786         main
-//   7914  Part II. The device
-//   7917    14. What all devices share: elements, nonlinearities, patches of pixels
-//   7997    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8067    16. The GPU: what all kernels share
-//   8132         Launches, which may overlap
-//   8176         Decisions: what kernels are chosen with
-//   8225         Single instructions: shared memory, mbarriers, clusters
-//   8310         Activations: pieces of 16 bytes
-//   8630         each_kernel: a thread for an element
-//   8644         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8807         Swizzle: how rows lie in shared memory
-//   8825         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9076         building blocks of Hopper's kernels (sm_90a)
-//   9375    17. Small operations: resampling, embeddings, diffusion
-//   9378         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9579         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9936         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10468    18. Group norm
-//  10471         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11029         groupnorm_backward_whole: an image's slab in shared memory
-//  11417    19. Attention
-//  11523         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12072         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12212         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12896    20. Convolution
-//  12938         ConvOut: results, 4 channels of a pixel at a time
-//  13176         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13239         conv_halo: 3x3, stride 1, any GPU
-//  13645         conv_gather: any kernel size and stride, any GPU
-//  13908         conv_few: the first and the last layer
-//  14080         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14660         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14782         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15254         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15700         conv_weight_tma: weight gradients (sm_90a)
-//  15991         FP8 in training: weights and gradients are rounded
-//  16103    21. The optimiser
-//  16106         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16340    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16343         groupnorm_backward
-//  16498         attention: forward and, where a has dout, backward
-//  16560         convolution: forward and input gradient
-//  17057         convolution: weight gradients
-//  17406    23. The GPU: memory, copies, repeated work
-//  17629    24. Between ranks: from device to device
+//    678     2. The interface: all that the program asks of a device
+//   1019     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1118     4. Configuration: flags, presets, help, what can work and what cannot
+//   1860     5. The network: a list of layers, made of guided-diffusion's flags
+//   2829     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2839         FP8: buffers, factors, weights for samples
+//   2976         gradients, and buffers
+//   3230     7. Forward and backward: two walks over the list
+//   3355     8. Diffusion: noise schedules, objectives, samplers
+//   3645         the level of a training sample, drawn, and its share of the loss
+//   4105         samplers
+//   4661     9. Data: .bin files that may be larger than memory, the order of their images
+//   5212    10. Model files: weights and checkpoints, initial weights
+//   5560    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5575         the learning rate, the verdict on a step, averages of the weights
+//   5662         what a trainer holds
+//   5801         a step
+//   6106    12. A run: log, guard, checkpoints, resume, samples
+//   6131         the log in memory, as the page shows it
+//   6243         what a run holds
+//   6311         the log and the status line
+//   6501         checkpoints, snapshots and grids
+//   6767         the start of a run: new, from a file's weights, or resumed
+//   6993         the loop over the steps
+//   7109         a run from its first to its last line
+//   7283         samples, without a run
+//   7442    13. main: the command line, then a run or samples
+//   7729         what ranks must have in common
+//   7800         main
+//   7928  Part II. The device
+//   7931    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8011    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8081    16. The GPU: what all kernels share
+//   8146         Launches, which may overlap
+//   8190         Decisions: what kernels are chosen with
+//   8239         Single instructions: shared memory, mbarriers, clusters
+//   8324         Activations: pieces of 16 bytes
+//   8644         each_kernel: a thread for an element
+//   8658         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8821         Swizzle: how rows lie in shared memory
+//   8839         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9090         building blocks of Hopper's kernels (sm_90a)
+//   9389    17. Small operations: resampling, embeddings, diffusion
+//   9392         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9593         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9950         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10482    18. Group norm
+//  10485         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11043         groupnorm_backward_whole: an image's slab in shared memory
+//  11431    19. Attention
+//  11537         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12086         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12226         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12910    20. Convolution
+//  12952         ConvOut: results, 4 channels of a pixel at a time
+//  13190         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13253         conv_halo: 3x3, stride 1, any GPU
+//  13659         conv_gather: any kernel size and stride, any GPU
+//  13922         conv_few: the first and the last layer
+//  14094         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14674         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14796         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15268         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15714         conv_weight_tma: weight gradients (sm_90a)
+//  16005         FP8 in training: weights and gradients are rounded
+//  16117    21. The optimiser
+//  16120         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16354    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16357         groupnorm_backward
+//  16512         attention: forward and, where a has dout, backward
+//  16574         convolution: forward and input gradient
+//  17071         convolution: weight gradients
+//  17420    23. The GPU: memory, copies, repeated work
+//  17643    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7910, run_program 7846, train 7225, run_step 7029, train_step 6026, load_batch 5151 (read_image 4733);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17537):
-//     step_gradients 5920: draw_levels 9952 (the formulas: draw_level 3700), forward_and_loss 5833,
-//     q_sample_forward 10158, unet_forward 3244, forward_layer 3230 (a function of the layer's kind),
-//     loss_forward_backward 10272, unet_backward 3311, conv_backward_weights 17399 (weight gradients, on the side
-//     stream), finish_gradients 11364 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16153;
-//     judge_step 16200 (the verdict: judge_batch 5621), update_slice 5991, adamw_update 16312 (adamw_kernel 16270),
-//     next_step 16206, record_step 16212; later collect_steps 6983
-//   pictures, from noise: sample_batch 4562, plan_route 4325, device_step 4370, euler_step 4121 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16911 draws all of its roads):
-//     forward_conv 2284; conv_forward 16947, with conv_product above it, which asks conv_is_wgmma 16567;
-//     on Hopper, large images: pick_conv_tiles_3x3 16861; conv_tiles 15239, with conv_tiles_kernel above it;
-//     Accumulators 9296 (its function multiply); Wgmma 8889;
-//     on Hopper, small images: pick_conv_small 16718; conv_small 15686, with conv_small_kernel and multiply_small above
-//     it; Wgmma 8889;
-//     on any other GPU pick_conv_halo_bf16 16634; conv_halo 13632, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8695
-//   why several GPUs compute the bits of one: step_gradients 5920
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 385, Silu 7960, with_nonlinearity 7970 (a case);
-//     BEHIND_NORMS, in front of add_norm 2511, chooses it. The embedding has SiLU as a layer: silu_forward 9856
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3559
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 500, and beside each other edm_question 3401,
-//     ask 3436, frame_of 3446, sigma_draws 3452, has_steps_of_t 3458; the head of their section lists the changes
-//   a kind of layer: forward_linear 2204 and what stands beside it, with a list of all places in front of
-//     LayerKind 2176; add_resblock 2562 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7924, run_program 7860, train 7239, run_step 7043, train_step 6040, load_batch 5165 (read_image 4747);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17551):
+//     step_gradients 5934: draw_levels 9966 (the formulas: draw_level 3714), forward_and_loss 5847,
+//     q_sample_forward 10172, unet_forward 3258, forward_layer 3244 (a function of the layer's kind),
+//     loss_forward_backward 10286, unet_backward 3325, conv_backward_weights 17413 (weight gradients, on the side
+//     stream), finish_gradients 11378 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16167;
+//     judge_step 16214 (the verdict: judge_batch 5635), update_slice 6005, adamw_update 16326 (adamw_kernel 16284),
+//     next_step 16220, record_step 16226; later collect_steps 6997
+//   pictures, from noise: sample_batch 4576, plan_route 4339, device_step 4384, euler_step 4135 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 16925 draws all of its roads):
+//     forward_conv 2296; conv_forward 16961, with conv_product above it, which asks conv_is_wgmma 16581;
+//     on Hopper, large images: pick_conv_tiles_3x3 16875; conv_tiles 15253, with conv_tiles_kernel above it;
+//     Accumulators 9310 (its function multiply); Wgmma 8903;
+//     on Hopper, small images: pick_conv_small 16732; conv_small 15700, with conv_small_kernel and multiply_small above
+//     it; Wgmma 8903;
+//     on any other GPU pick_conv_halo_bf16 16648; conv_halo 13646, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8709
+//   why several GPUs compute the bits of one: step_gradients 5934
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 388, Silu 7974, with_nonlinearity 7984 (a case);
+//     BEHIND_NORMS, in front of add_norm 2523, chooses it. The embedding has SiLU as a layer: silu_forward 9870
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3573
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 503, and beside each other edm_question 3415,
+//     ask 3450, frame_of 3460, sigma_draws 3466, has_steps_of_t 3472; the head of their section lists the changes
+//   a kind of layer: forward_linear 2216 and what stands beside it, with a list of all places in front of
+//     LayerKind 2188; add_resblock 2574 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 288, with a list of all places in front of it
-//   FP8 (--precision fp8): choose_fp8 2754 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 2829 and plan_fp8_gradients 2847 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 2888 for samples, make_fp8_training 2928 for training; add_fp8_args 2060
-//     hands them to the layers. forward_conv 2284 and backward_conv 2295 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17008 makes an input gradient a forward convolution; conv_product_fp8 16940 picks the
-//     kernel, multiply_fp8 9327 and WgmmaFp8 8925 multiply; print_fp8 6929 says whether it pays
+//   an element type beside bf16: Element 289, with a list of all places in front of it
+//   FP8 (--precision fp8): choose_fp8 2769 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 2843 and plan_fp8_gradients 2861 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 2902 for samples, make_fp8_training 2942 for training; add_fp8_args 2069
+//     hands them to the layers. forward_conv 2296 and backward_conv 2307 choose between bf16 and FP8;
+//     conv_backward_input_fp8 17022 makes an input gradient a forward convolution; conv_product_fp8 16954 picks the
+//     kernel, multiply_fp8 9341 and WgmmaFp8 8939 multiply; print_fp8 6943 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
-//     refuse or must (host/files.h), of wrong 1324 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5359 and check_unused (host/files.h): look at their
+//     refuse or must (host/files.h), of wrong 1332 (a flag's value), or of a function beside it whose name ends in
+//     _unless. For a damaged header they stand in check_field 5373 and check_unused (host/files.h): look at their
 //     callers.
-//     unknown_word 1238 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1244.
-//     Two functions print a message while the run goes on: report_bad_step 6741 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6531 that a file could not be written yet.
-//     stop_run 6505 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     unknown_word 1246 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1252.
+//     Two functions print a message while the run goes on: report_bad_step 6755 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6545 that a file could not be written yet.
+//     stop_run 6519 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -228,7 +228,7 @@
 #define INLINE __device__ __forceinline__
 typedef void act;                // an element of an activation; its type is known at run time (act_element)
 constexpr int STEPS_AHEAD = 64;  // how many steps the host may start before it reads their results for the log
-constexpr int STEPS_AGREED = 16; // every so many steps the ranks agree on whether to stop
+constexpr int STEPS_AGREED = 16; // after how many steps the ranks agree again on whether to stop
 // The presets that are used if the command line has no --preset (see default_preset).
 static const char* const DEFAULT_PRESET = "quick64"; // without a data file
 static const char* const PRESET_32 = "unet64";       // for images of 32x32
@@ -248,43 +248,44 @@ static const char* const PRESET_ELSE = "fashion32";
 
 // Enumerations. Where code depends on an enumerator, there is a switch without a default, or a static_assert. So the
 // compiler names every place that has to be changed for a new enumerator (-Werror=switch).
-#define ALL_CASES_RETURN __builtin_unreachable(); // stands after such a switch
+#define ALL_CASES_RETURN __builtin_unreachable(); // stands after such a switch if all of its cases return
 
-// What a number of a tensor is stored as. Arithmetic is in fp32, whatever a tensor's element is. With --precision fp8
-// some tensors are FP8, or have a copy in FP8: see choose_fp8. The copies of gradients are FP8_GRADIENT.
+// The format in which a number of a tensor is stored. Arithmetic is in fp32, whatever the format. With --precision fp8
+// some tensors are FP8, or have a copy in FP8: see choose_fp8. The FP8 copy of a gradient is FP8_GRADIENT.
 //
 // To store activations as a new element type, change these places. (The CPU build knows fp32 alone.)
 //
-// The program does not compile until these are done. The compiler names them, once the word stands in this enumeration:
+// The program does not compile until these are done. The compiler names them, once the type is in this enumeration:
 //   facts_of                   its name and its bytes (below)
 //   with_act                   its case (section 16). This function alone leads from an Element to a type T of C++, so
 //                              its case makes the compiler ask for whatever kernels need of T:
 //   ElementOf                  its constants (section 14)
-//   unpack, pack               a piece of 16 bytes (section 16)
-//   FourOf, to_floats,         four of its numbers (section 16)
+//   unpack, pack               how a piece of 16 bytes becomes floats, and the reverse (section 16)
+//   FourOf, to_floats,         how four of its numbers become floats, and the reverse (section 16)
 //   from_floats
-//   store_two                  two of its numbers (section 16)
-//   mma, pack_pair             its instruction, and a register of a fragment (section 16). Only a type with PARTS = 1
-//                              needs them. Fragments are made for 2 bytes a number: with 1 byte an instruction takes
-//                              32 k in place of 16, so load_fragment, load_fragments and their callers change, too
-//   tma_type                   its case: what TMA calls it (section 16)
+//   store_two                  how two of its numbers are stored (section 16)
+//   mma, pack_pair             its instruction on the tensor cores, and two numbers in one register of a fragment
+//                              (section 16). Only a type with PARTS = 1 needs them. Fragments are made for numbers of
+//                              2 bytes, where an instruction adds up 16 products for each sum. With 1 byte it adds up
+//                              32, so load_fragment, load_fragments and their callers change, too
+//   tma_type                   its case: TMA's name of the type (section 16)
 //   cast_params, adamw_update  their cases (section 21)
 //
-// A run ends with a sentence until these are done:
+// Until these are done, a run ends with an error message:
 //   `precision`                its word, in the flag's row of common/flags.h and in element_named (section 4)
 //   conv_product               its rows in the table (section 22): one for pick_conv_gather and, for speed, one for a
 //                              function like pick_conv_halo_bf16
 //
-// Nothing asks for these:
-//   cast_params, adamw_kernel  They round the weights' copy, which convolutions read, to bf16. If the new case leads to
-//                              them as they are, convolutions read wrong weights. Make the type a template parameter
-//   act_has_wgmma              It is false for the new type, so Hopper, too, uses the kernels for any GPU. It may be
-//                              true once Hopper's kernels know the type: conv_tiles and conv_small have the element as
-//                              a template parameter, and all others are written for bf16
-//   pick_conv_gather           Only bf16 has its widest tile
+// No error reminds you of these:
+//   cast_params, adamw_kernel  They round the weights' copy, which convolutions read, to bf16. Used unchanged for the
+//                              new type, they would write wrong weights. Make the type a template parameter
+//   act_has_wgmma              It is false for the new type, so a Hopper GPU, too, uses the kernels for any GPU. It may
+//                              become true when Hopper's kernels support the type. The element is a template parameter
+//                              of conv_tiles and conv_small. All other kernels for Hopper are written for bf16
+//   pick_conv_gather           It uses its widest tile only for bf16
 //   forward_and_loss           A type whose smallest numbers are larger than bf16's (fp16) loses small gradients. Then
 //                              `factor` there has to be larger (a loss scale), and sum_gradients has to undo it
-//   take_aliases               --use_fp16 means bf16 today
+//   take_aliases               It makes --use_fp16 choose bf16. Should it choose the new type?
 enum class Element : uint8_t { FP32, BF16, FP8, FP8_GRADIENT };
 struct ElementFacts {
     const char* name; // its word for --precision, if it has one
@@ -317,16 +318,17 @@ static bool weights_have_copy() { return act_element != Element::FP32; }
 //                           differ more.
 struct Fp8Format {
     int mantissa;         // bits of the mantissa
-    int bias;             // of the exponent
+    int bias;             // is added to the exponent before the exponent is stored
     float largest;        // the largest number
-    uint8_t largest_bits; // its bits
+    uint8_t largest_bits; // the bits of the largest number
 };
 constexpr Fp8Format E4M3{.mantissa = 3, .bias = 7, .largest = 448, .largest_bits = 0x7E};
-// Only the CPU build uses E5M2. The GPU has an instruction.
+// Only the CPU build uses E5M2. The GPU has an instruction that rounds to e5m2.
 [[maybe_unused]] constexpr Fp8Format E5M2{.mantissa = 2, .bias = 15, .largest = 57344, .largest_bits = 0x7B};
 constexpr uint8_t FP8_NAN = 0x7F; // in both formats
-// Rounds to the nearest FP8 number, ties to even. If |v| is larger than the largest number, it is rounded to that.
-// Kernels round in the same way (pack_fp8).
+// Rounds v to the nearest FP8 number. Halfway between two FP8 numbers, the result is the one whose last bit is 0. If
+// |v| is larger than the largest FP8 number, the result is that number, with v's sign. Kernels round in the same way
+// (pack_fp8).
 static inline uint8_t fp8_bits(float v, const Fp8Format& f = E4M3) {
     const uint8_t sign = std::signbit(v) ? 0x80 : 0;
     const float size = std::fabs(v);
@@ -334,15 +336,16 @@ static inline uint8_t fp8_bits(float v, const Fp8Format& f = E4M3) {
     if (size >= f.largest) return sign | f.largest_bits;
     uint32_t bits; // the float's bits: 8 of exponent and 23 of mantissa
     memcpy(&bits, &size, sizeof bits);
-    // fp32 stores its exponent plus 127. Below the smallest normal number, FP8 numbers are multiples of one step.
-    const int smallest_normal = 127 + 1 - f.bias; // its exponent, as fp32 stores it
+    // fp32 stores its exponent plus 127. Below the smallest normal FP8 number, FP8 numbers are multiples of the
+    // smallest FP8 number above 0.
+    const int smallest_normal = 127 + 1 - f.bias; // the exponent of this number, as fp32 stores it
     if ((int)(bits >> 23) < smallest_normal)
         return sign | (uint8_t)std::lrintf(std::ldexp(size, f.bias - 1 + f.mantissa));
     const int dropped = 23 - f.mantissa; // the FP8 number keeps the other bits of the mantissa
     bits += (1u << (dropped - 1)) - 1 + (bits >> dropped & 1);
     return sign | (uint8_t)((bits >> dropped) - ((127 - f.bias) << f.mantissa));
 }
-// e5m2 has infinities, too. fp8_bits does not make them.
+// Returns the value of an FP8 number. e5m2 also has infinities, which fp8_bits never makes: here they become NaN.
 [[maybe_unused]] static inline float fp8_value(uint8_t bits, const Fp8Format& f = E4M3) {
     const int exponent = (bits & 0x7F) >> f.mantissa;
     const int mantissa = bits & ((1 << f.mantissa) - 1);
@@ -352,8 +355,8 @@ static inline uint8_t fp8_bits(float v, const Fp8Format& f = E4M3) {
     return bits & 0x80 ? -size : size;
 }
 
-// Where an operation also writes its result in FP8: each value is multiplied by *factor and then rounded. If bytes is
-// null, there is no such copy.
+// An operation's result, which the operation writes a second time, in FP8. Each value is multiplied by *factor and then
+// rounded. If bytes is null, there is no such copy.
 struct Fp8Copy {
     uint8_t* bytes = nullptr;
     const float* factor = nullptr;
@@ -366,7 +369,7 @@ constexpr float FP8_X_FACTOR = 16;
 constexpr float FP8_WEIGHT_FACTOR = 128;
 
 // A convolution whose weights are rounded to FP8 in training (round_weights). offset: where the weights (Cout, 9, Cin)
-// lie in a flat array. turned_alone: only the input gradient is in FP8, so only the turned order is made.
+// begin in a flat array. turned_alone: only the input gradient is in FP8, so only the copy `turned` is made.
 struct WeightRounding {
     size_t offset;
     int Cout, Cin;
@@ -391,10 +394,10 @@ struct NormShape {
     float eps; // is added to the variance
 };
 
-// The weight gradient of a convolution, as work that is computed later, together with others.
+// A convolution's weight gradient, which is computed later, together with the weight gradients of other layers.
 struct WeightWork {
     float *dweight, *dbias;
-    float* demb; // (B, emb_stride): gradient of the embedding that was added to all pixels of an image; null: none
+    float* demb; // (B, emb_stride): the gradient of the embedding, which was added to all pixels of an image; or null
     int emb_stride;
     const act *dout, *x1, *x2;
     ConvShape shape;
@@ -424,7 +427,7 @@ struct SoftmaxRow {
     float top, log_sum;
 };
 
-// A random draw depends on these members, and on the number of the sample within the batch.
+// A random draw depends on these members and on the sample's place in the batch.
 struct RandomKey {
     uint64_t seed;
     uint32_t purpose;    // what is drawn: RANDOM_NOISE or another RandomPurpose
@@ -482,7 +485,7 @@ struct NoiseLevel {
     float t;                       // what the network is told
     float signal, sigma;           // the network's input x = signal x0 + sigma noise
     float target_x0, target_noise; // the network's target = target_x0 x0 + target_noise noise
-    float x0_x, x0_out;            // the x0 that the network's output means: x0_x x + x0_out output
+    float x0_x, x0_out;            // the estimate of x0 that follows from the network's output: x0_x x + x0_out output
     float weight;                  // the weight of the squared error
     float kl = 0;                  // kl, log_var, log_ratio and range are for the variational bound: see bound_term
     float log_var = 0;
@@ -490,9 +493,9 @@ struct NoiseLevel {
     float range = 0;
     int t_is_0 = 0;           // 1: this is the level of t = 0
     int quarter = 0;          // the quarter of all levels that this level lies in: 0 (least noise) to 3
-    int index = 0;            // ddpm: t
+    int index = 0;            // ddpm: the timestep t, from 0 to T - 1
     float importance = 0;     // ddpm: 1 / (T times the probability of drawing t)
-    float target_teacher = 0; // ect: the factor of the teacher's answer in the target
+    float target_teacher = 0; // ect: the teacher's answer is multiplied by this and added to the target
 };
 
 // The formulas for what a network is shown, told and asked at a noise level: those of ddpm_level, edm_question or
@@ -507,9 +510,9 @@ enum class TuningWeight : uint8_t { GAP, SNR };
 // student_level.
 struct Tuning {
     float q = 0, k = 0, b = 0, c = 0; // q = 0: there is no consistency tuning
-    int64_t d = 1;                    // steps of a stage; the paper's `a`, the stage's number, grows by 1 every d steps
+    int64_t d = 1; // how many steps a stage has: the stage's number, which is the paper's `a`, grows by 1 every d steps
     TuningWeight weight = TuningWeight::GAP;
-    const int64_t* step = nullptr; // device: the run's step, from which `a` is computed
+    const int64_t* step = nullptr; // device: the number of the run's step, from which `a` is computed
     HD bool on() const { return q > 0; }
 };
 
@@ -526,27 +529,28 @@ struct Augmentation {
 
 // How the sigma of a training sample is drawn (draw_level), if Objective::levels is null.
 struct SigmaDraws {
-    float P_mean, P_std; // mean and standard deviation of ln(sigma), which is normal
-    bool uniform_t;      // true: instead, t = sigma / (1 + sigma) is uniform between 0 and 1
+    float P_mean, P_std; // ln(sigma) is normally distributed; its mean and standard deviation
+    bool uniform_t;      // true: instead, t = sigma / (1 + sigma) is uniformly distributed between 0 and 1
 };
 
 // What a model is trained on: how noise levels are drawn, and what the loss is. The loss is
 // mse * squared error + bound * variational bound in nats. If mse is 0, the bound also trains the mean. If tuning.on(),
 // the loss is that of tuning_loss instead.
 struct Objective {
-    const NoiseLevel* levels; // device: (steps), the level of each t; null: sigma is drawn from a distribution
-    int steps;
+    const NoiseLevel* levels; // device: (steps), the level of each t; null: sigma is drawn, see SigmaDraws
+    int steps;                // how many timesteps t there are
     SigmaDraws draws;
     float sigma_data; // of edm: the standard deviation of the data
     float mse, bound;
-    // Device: (steps), the root mean square of the latest losses of each t, see remember_losses. t is drawn in
-    // proportion to it (draw_weighted_level). Null: all t have the same probability.
+    // Device: (steps), the root mean square of the latest losses of each t, see remember_losses. The larger it is, the
+    // more often this t is drawn (draw_weighted_level). Null: all t have the same probability.
     const double* rms_losses = nullptr;
     Frame frame = Frame::DDPM;
     Tuning tuning{};
 };
 
-// A sampler's step from x to x', where m is what the sampler remembers, z is new noise, and out the network's answer:
+// A sampler's step from x to x'. The array m is what the sampler remembers from one step to the next, z is new noise,
+// and out is the network's answer:
 //   x0 = limit(x0_x x + x0_out out)
 //   x' = next_x x + next_x0 x0 + next_m m + sigma z
 //   m' = m_x x + m_x0 x0
@@ -574,7 +578,7 @@ struct Denoising {
     float* m;         // device: (B, HW, C), what the sampler remembers
 };
 
-// How the learning rate goes on after the warm-up: see lr_factor.
+// How the learning rate changes after the warm-up: see lr_factor.
 enum class LrSchedule { CONSTANT, LINEAR, COSINE };
 
 // Optimiser settings of a whole run.
@@ -593,8 +597,9 @@ struct AdamW {
 //
 // A rank owns its parts of all segments. These parts together are called its slice. Each segment has parts of all
 // ranks. So the gradients of one segment can be sent to their owners while those of another segment are still computed.
-// The first weights of an array, which are read in fp32, are also shared evenly in this way.
-constexpr size_t STRETCH = 1 << 14; // floats; squares of gradients are summed by such stretches (step_gradients)
+// The weights that are read in fp32 lie at the beginning of the array. In this way they, too, are divided among all
+// ranks.
+constexpr size_t STRETCH = 1 << 14; // floats of a stretch: gradients' squares are summed by stretches (step_gradients)
 struct Slice {
     size_t n;
     int segments, stretches, rank, ranks;
@@ -634,7 +639,7 @@ template <class T> struct Everywhere {
 
 // adamw_update works on these arrays. params, copy (the weights in the activations' type) and sum are flat arrays. ema,
 // m and v hold only this rank's slice. New weights are written to this rank and to all ranks whose memory this rank can
-// write to. The network reads the first `plain` weights in fp32 (params) and the others from copy.
+// write to. The network reads the first `plain` weights from params, in fp32, and all other weights from copy.
 struct Update {
     Everywhere<float> params;
     Everywhere<act> copy;
@@ -672,8 +677,8 @@ struct ConvSkip {
 // =====================================================================================================================
 // 2. The interface: all that the program asks of a device
 // dev/reference.h implements it in plain loops (the CPU build), and Part II in kernels. Another kind of device would
-// need these functions. Outputs come first, then inputs, then sizes. Functions overwrite their outputs; backward
-// functions do not add to them either.
+// need these functions. Of a function's arguments the outputs come first, then inputs, then sizes. Every function
+// overwrites its outputs: backward functions, too, do not add to the gradients that they write.
 // A comment after an argument gives its shape, or says what it is. [Brackets] enclose what may be null.
 
 // A queue of a GPU's operations, which run one after the other. Different streams can run at the same time.
@@ -683,13 +688,13 @@ constexpr int HISTORY = 10;       // how many losses of each t --schedule_sample
 
 HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// Convolution: out = conv([x1 | x2], weight) + bias [+ emb] [+ residual]. The sums of out are written to stats. With a
-// skip, the convolution also computes a skip connection and adds its result; conv_takes_skip returns whether this is
-// possible. With a skip there is no emb and no residual. If s.in is FP8, x1 and weight are FP8, and
-// out = factors * conv(x1, weight) + the same addends (bias and so on).
-// For an input gradient, s.out is the element of dout, which it reads. If that is FP8_GRADIENT, dout is in e5m2, weight
-// is `turned` of round_weights, in e4m3, and dx1 = factors * (the sums of products). Then there is one input, without
-// addends.
+// Convolution: out = conv([x1 | x2], weight) + bias [+ emb] [+ residual]. The sums that a group norm needs of out are
+// written to stats. With a skip, the convolution also computes a skip connection and adds its result; conv_takes_skip
+// returns whether this is possible. With a skip there is no emb and no residual. If s.in is FP8, x1 and weight are FP8,
+// and out = factors * conv(x1, weight) + the same addends (bias and so on).
+// For conv_backward_input, s.out is the element of dout. If it is FP8_GRADIENT, dout is in e5m2, weight is the array
+// `turned` of round_weights, in e4m3, and dx1 = factors * (the sums of products). In this case there is only the input
+// x1, and nothing is added to its gradient.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
 static void conv_forward(act* out,                            // (B, Ho, Wo, Cout)
                          Stats* stats,                        // [of out]
@@ -705,7 +710,7 @@ static void conv_backward_input(Grad dx1, Grad dx2,       // as x1 and x2
                                 const act* weight, ConvShape s,
                                 const float* factors = nullptr); // [(C1)]: only with FP8
 // Computes the weight gradients of several layers together. conv_weight_load returns what fraction of the device the
-// weight gradient of one layer keeps busy; 1 or more: it needs no other layer beside it.
+// weight gradient of one layer keeps busy; 1 or more: it keeps the whole device busy alone.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* stream);
 static double conv_weight_load(const ConvShape& s);
 
@@ -729,9 +734,10 @@ static void groupnorm_backward(Grad dx1, Grad dx2,           // as x1 and x2
                                const float* bias, const float* scale_shift, int ss_stride, Dropout dropout, NormShape s,
                                Fp8Copy dx1_fp8 = {}, Fp8Copy dx2_fp8 = {});
 
-// --precision fp8, in training. round_weights makes two copies of convolutions' weights, in e4m3. They have the same
-// places as in a flat array, and each weight is multiplied by FP8_WEIGHT_FACTOR. `turned` has the order that input
-// gradients read. round_gradient writes n numbers in e5m2.
+// --precision fp8, in training. round_weights makes two copies of convolutions' weights, in e4m3. In both copies a
+// convolution's weights begin at the same place as in the flat array `copy`. Each weight is multiplied by
+// FP8_WEIGHT_FACTOR before it is rounded. In `turned`, the weights are in the order in which input gradients read them.
+// round_gradient writes n numbers in e5m2.
 static void round_weights(uint8_t* weights, // flat: (Cout, tap, Cin) of each convolution without turned_alone
                           uint8_t* turned,  // flat: (Cin, 8 - tap, Cout) of each convolution
                           const act* copy,  // flat: the weights as other convolutions read them
@@ -820,7 +826,7 @@ static void values_embedding_backward(GradOf<float> dx,    // as x
                                       const float* dout,   // as out
                                       const float* values, // (B, K)
                                       int B, int K, int C);
-static void finish_gradients(); // does the work that backward functions have left to be done for all layers together
+static void finish_gradients(); // completes what backward functions have postponed, for all layers together
 
 // Diffusion. Draws each sample's noise level. Writes the level, t (what the network is told of the level), and in which
 // quarter of all levels it lies.
@@ -845,8 +851,8 @@ static void loss_forward_backward(double* loss,             // (B)
                                   const float* x,           // (B, HW, C): the network's input
                                   const NoiseLevel* levels, // (B)
                                   const Objective& o, float factor, int B, int HW, int C, int Cout);
-// This function is called instead if o.tuning.on(): loss = weight (sqrt(D + c^2) - c), the pseudo-Huber distance to the
-// teacher's image, with D = the sum of (x0_out (out - target))^2 over a sample's n values.
+// Is called in place of loss_forward_backward if o.tuning.on(). loss = weight (sqrt(D + c^2) - c), the pseudo-Huber
+// distance to the teacher's image, with D = the sum of (x0_out (out - target))^2 over a sample's n values.
 static void tuning_loss_forward_backward(double* loss,             // (B)
                                          float* dout,              // as out
                                          const float* out,         // (B, n)
@@ -888,7 +894,7 @@ static void keep_known(float* x,           // (B or 2 B, n)
 
 // Optimiser, for a slice of the flat arrays. sum (flat) = [old sum +] the ranks' gradients, in the ranks' order.
 // squares: the sum of squares of each stretch of sum, written to the same ranks as new weights (Everywhere).
-// step_gradients explains this order, and why there are stretches.
+// The comments above step_gradients explain this order, and why there are stretches.
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add);
 // Decides whether a step is good or is skipped (judge_batch).
 static void judge_step(StepState* state, const double* squares, // (stretches)
@@ -898,24 +904,25 @@ static void judge_step(StepState* state, const double* squares, // (stretches)
 // Updates the weights by AdamW (Loshchilov & Hutter 2019) with clipping, and then the first average of the weights. If
 // the step is not ok, nothing changes.
 static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own);
-// Updates a further average (ema_step).
+// Updates one of the averages of the weights that follow after the first one (ema_step).
 static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own);
 static void cast_params(act* copy, const float* params, size_t n);
-static void next_step(int64_t* step);                                           // ++*step, after all the step's draws
-static void record_step(StepState* records, const StepState* state, int count); // records[i % count]: after step i
+static void next_step(int64_t* step); // adds 1 to *step, after all draws of the step
+// Copies the state after step i to records[i % count].
+static void record_step(StepState* records, const StepState* state, int count);
 
 // How many bytes of memory operations need beside their arrays (0 on a CPU).
 static size_t conv_workspace(ConvShape s);           // for the weight gradient
 static size_t conv_detour_bytes(const ConvShape& s); // for the forward pass and the input gradient
 static size_t groupnorm_backward_workspace(const NormShape& s);
-static size_t norm_sums_bytes(const NormShape& s); // kept until finish_gradients
+static size_t norm_sums_bytes(const NormShape& s); // for sums that are kept until finish_gradients
 static size_t attention_backward_workspace(int B, int T, int C, int heads);
 static size_t linear_backward_workspace(int B, int Cin, int Cout);
 static size_t loss_workspace(int B);
 struct Workspace {
     size_t main = 0; // on the main stream
     size_t side = 0; // on the side stream, where weight gradients are computed
-    size_t sums = 0; // kept until finish_gradients, at the end of the backward pass
+    size_t sums = 0; // for sums that are kept until finish_gradients, at the end of the backward pass
 };
 static void reserve(const Workspace& most, bool training);
 
@@ -923,7 +930,7 @@ static void reserve(const Workspace& most, bool training);
 // 4 bytes, and may be recorded in a Graph. A single rank does not call them. Calls between begin_exchange and
 // end_exchange become one launch.
 //   all_to_all   rank r receives part r of the sendbuf of every other rank s, as part s of its recvbuf
-//   all_gather   copies the arrays `own` of all ranks to `all`, in the ranks' order; own may lie in `all` already
+//   all_gather   copies the arrays `own` of all ranks to `all`, in the ranks' order; own may be its part of `all`
 static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Stream* stream); // bytes: the size of a part
 static void all_gather(void* all, const void* own, size_t bytes, Stream* stream);
 static void begin_exchange();
@@ -944,7 +951,7 @@ template <class T> static Everywhere<T> everywhere(T* p) {
     }
     return all;
 }
-static void join_devices(bool direct); // direct: they may write to each other's memory, if they can
+static void join_devices(bool direct); // direct: whether devices may write to each other's memory, if they can
 
 // The device: memory, and copies to and from it. New memory is filled with zeros. start_device also sets act_element,
 // as --precision asks.
@@ -958,7 +965,8 @@ static void copy_to_device(void* to, const void* host, size_t bytes);
 static void copy_to_host(void* host, const void* from, size_t bytes);
 static int max_stat_parts(int H, int W); // the largest number of parts in which a tensor's Stats come
 
-// Work that is repeated with the same pointers. On a GPU it is recorded once, and then repeated as one launch.
+// A list of launches that is repeated with the same pointers. On a GPU it is recorded once, and then repeated as one
+// launch.
 struct Graph {
     void* exec = nullptr;
     size_t nodes = 0; // how many launches the graph contains
@@ -970,16 +978,16 @@ static void free_graph(Graph* g);
 // main stream wait until two things have ended: the work with this ticket, and all earlier work of the side stream.
 template <class F> static void run_beside(int ticket, F work); // work(Stream*)
 static void wait_for_side(int ticket);
-// These switches allow what makes the program fast. dev/bench turns them off, for its profile and for tests. early,
-// beside and graphs do not change any bit of the results. The other switches decide in which order numbers are summed,
-// so they change bits.
+// Each of these switches allows something that makes the program faster. dev/bench turns them off, for its profile and
+// for tests. early, beside and graphs do not change any bit of the results. The other switches change bits, because
+// they decide in which order numbers are summed.
 static struct Allowed {
     bool early = true;   // a kernel may begin while the previous kernel still runs
     bool beside = true;  // run_beside has a stream of its own; false: it uses the main stream
     bool batches = true; // one launch computes the weight gradients of several layers
     bool graphs = true;  // repeated work is one launch
-    // start_device reads these two (and beside):
-    bool clusters = true; // clusters: blocks that access each other's shared memory
+    // start_device reads `beside` and these two:
+    bool clusters = true; // kernels may use clusters: blocks that access each other's shared memory
     bool hopper = true;   // kernels with instructions that only Hopper has, in place of kernels for any GPU
 } allowed;
 
@@ -988,7 +996,7 @@ static struct Allowed {
 struct Upload {
     uint8_t *host, *device;
     size_t bytes;
-    void *sent, *released; // on a GPU: events, see release
+    void *sent, *released; // on a GPU: events after the copy, and after the work that reads `device`: see release
 };
 static Upload make_upload(size_t bytes);
 static void wait_for_host_side(Upload* u); // waits until u->host may be written
@@ -1001,8 +1009,8 @@ template <class T> static T* device_copy(const std::vector<T>& v) {
     copy_to_device(p, v.data(), v.size() * sizeof(T));
     return p;
 }
-// Allocates memory for a copy of n parameters, from which kernels read the convolutions' weights. If they need no copy,
-// it returns params itself.
+// Returns the array from which kernels read the convolutions' weights. Usually it is new memory for a copy of the n
+// parameters. If activations are fp32, there is no copy (weights_have_copy), and the array is params.
 static act* make_copy(float* params, size_t n) {
     return weights_have_copy() ? (act*)device_alloc_bytes(n * act_bytes()) : (act*)params;
 }
@@ -1013,8 +1021,8 @@ static act* make_copy(float* params, size_t n) {
 // counter = (quartet, sample, step, purpose). A quartet is four random words, which are drawn together; a sample's
 // quartets are numbered. Philox has no state, so any step of any run can be reproduced alone, on any machine.
 
-// The last word of the counter says what is drawn. Two purposes never share a number. Dropout draws other numbers in
-// each residual block, so its word also contains the residual block's index, in the bits from 8 on.
+// The last word of the counter is the purpose: what is drawn. Each purpose has its own number. Dropout draws other
+// numbers in each residual block, so for dropout this word also contains the residual block's index, from bit 8 on.
 enum RandomPurpose : uint32_t { // files and the PyTorch twin use these numbers: append new ones at the end
     RANDOM_INIT = 0,
     RANDOM_TIMESTEP,
@@ -1031,7 +1039,7 @@ enum RandomPurpose : uint32_t { // files and the PyTorch twin use these numbers:
     RANDOM_BACK_NOISE,  // --inpaint: the noise that leads back to an earlier step
     RANDOM_AUGMENT,
     RANDOM_COND_DROPOUT,
-    RANDOM_COND_NOISE, // the noise on a coarse picture
+    RANDOM_COND_NOISE, // the noise on a small picture (--cond lowres)
     RANDOM_MASK,       // the holes of --cond mask
 };
 
@@ -1058,9 +1066,9 @@ HD static inline Words philox(uint64_t seed, uint32_t quartet, uint32_t sample, 
     return c;
 }
 
-// Makes four standard normals of four random words (Box & Muller 1958): each pair u, v in (0, 1) gives
-// sqrt(-2 ln u) cos(2 pi v) and sqrt(-2 ln u) sin(2 pi v). u and v are exact in fp32 and never 0 or 1, so that fp32 on
-// a GPU and double on a CPU agree to 1e-6.
+// Makes four standard normal numbers of four random words (Box & Muller 1958). Each pair u, v in (0, 1) gives the two
+// numbers sqrt(-2 ln u) cos(2 pi v) and sqrt(-2 ln u) sin(2 pi v). u and v are exact in fp32 and never 0 or 1. So the
+// results of a GPU, in fp32, and of a CPU, in double, agree to 1e-6.
 HD static inline void normals(float z[4], const Words& r) {
     for (int k = 0; k < 4; k += 2) {
         const float u = ((r.w[k] >> 9) + 0.5f) * 0x1p-23f;
@@ -1085,10 +1093,10 @@ HD static inline uint32_t dropout_threshold(float p) { return (uint32_t)((double
 
 // In each epoch the images 0 to n - 1 are in another order. Returns the number of the image at position pos. A Feistel
 // network of four rounds permutes the numbers of 2 * half_bits bits: it splits a number into a left and a right half,
-// and mixes the left half with a random function of the right half. In general n is not a power of 4. So if the result
-// is not below n, it is permuted again, until it is.
+// mixes the left half with a random function of the right half, and exchanges the halves. In general n is not a power
+// of 4. So if the result is not below n, it is permuted again, until it is below n.
 static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, int64_t n) {
-    int half_bits = 1; // bits of a half: so many that two halves can hold all numbers below n
+    int half_bits = 1; // how many bits a half has: two halves must be able to hold all numbers below n
     while ((int64_t)1 << 2 * half_bits < n) half_bits++;
     const uint32_t mask = (1u << half_bits) - 1;
     int64_t x = pos;
@@ -1112,7 +1120,7 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 // flags and presets themselves are in common/flags.h, which the Python programs read, too.
 //
 // In the order in which they run: parse_command_line, take_aliases, apply_preset; then take_model_file and
-// take_data_shape (section 13) set what is still not set; check_model and check_run say what cannot work.
+// take_data_shape (section 13) set what is still not set; check_model and check_run find what cannot work.
 
 constexpr double BIG = 1e9;
 struct Config;
@@ -1122,15 +1130,15 @@ struct Config;
 struct Flag {
     const char* name;
     std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
-    int slot;               // where the header of a model file keeps the value (see Model files); 0: nowhere
-    bool free;              // true: the value may change from run to run
+    int slot;               // the place of the value in the header of a model file (see Model files); 0: it has none
+    bool free;              // true: the command line may set another value than a model file holds
     const char* objectives; // the only objectives that use the flag, "a|b"; "": all objectives use it
     const char* heading;    // the heading above the flag in --help
     const char* help;
     double low = 0, high = 0;
     const char* choices = "";
 
-    // Returns a pointer to the flag's value in this configuration; null: the flag is of another type than T.
+    // Returns a pointer to the flag's value in this configuration, or null if the flag's type is not T.
     template <class T, class C> auto* at(C& config) const {
         const auto* m = std::get_if<T Config::*>(&member);
         return m ? &(config.**m) : nullptr;
@@ -1143,7 +1151,7 @@ inline std::map<std::string, std::string> PRESETS; // the flags that each preset
 inline const char* heading = "";                   // the heading of the rows that follow
 inline const char* objectives = "";                // the objectives that use the rows that follow
 
-// Here common/flags.h becomes C++; its head says what its rows mean. FLAG(int, sample, 0, "draw ...") makes
+// Here common/flags.h becomes C++. The comment at its head explains its rows. FLAG(int, sample, 0, "draw ...") makes
 //   int sample = 0;                                 a member of Config
 //   static inline const bool sample_row = (...);    another member, whose initialiser adds the row to FLAGS
 // Static members are initialised in the order of the file. So when a row is added, heading and objectives have been set
@@ -1166,7 +1174,7 @@ inline const char* objectives = "";                // the objectives that use th
 // The values of all flags, in members with the flags' names, and what is computed from these values.
 struct Config {
     using string = std::string;
-    using pixels = string; // 64, or 48x64
+    using pixels = string; // the size of an image: 64, or 48x64 (height x width)
     using ints = string;   // numbers with commas between them
     using floats = string;
 #include "common/flags.h"
@@ -1180,7 +1188,7 @@ struct Config {
     std::vector<float> class_list;                // classes
     std::vector<float> value_rows;                // values: rows of cond_dim numbers
     PictureKind picture_kind = PictureKind::FILE; // cond
-    int picture_factor = 0;                       // cond lowres:K
+    int picture_factor = 0;                       // cond: the K of lowres:K, which shrinks images to height / K
 
     // The names of the flags that the command line or the preset has set.
     std::set<string> on_command_line, by_preset;
@@ -1210,7 +1218,7 @@ struct Config {
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
 };
 
-constexpr int MORE_EMAS = 7; // the most averages of the weights beside the first one
+constexpr int MORE_EMAS = 7; // how many averages of the weights there may be at most, besides the first one
 // --objective ect: the largest q^a that is allowed. The gap between student and teacher is divided by q^a, and a
 // smaller gap would be lost in fp32's rounding.
 constexpr double LARGEST_GAP_DIVISOR = 1e6;
@@ -1290,8 +1298,8 @@ template <class Int> static std::string set_value(Int* flag, const Flag& f, cons
     return is_number && in_range ? "" : text("a whole number from %.0f to %.0f", f.low, f.high);
 }
 
-// Sets a flag from its text, or ends the program. where: "FILE: " if the text comes from that file; "": it comes from
-// the command line.
+// Sets a flag to the value that a text contains. If the text is wrong, it ends the program with a message that begins
+// with `where`: "FILE: " if the text comes from a file of that name, "" if it comes from the command line.
 static void set_flag(Config* c, const Flag& f, const std::string& value, const std::string& where = "") {
     auto set = [&](auto member) { return set_value(&(c->*member), f, value); };
     const std::string expected = std::visit(set, f.member);
@@ -1331,7 +1339,7 @@ static std::set<std::string> left_out_of_preset(const Config& c) {
     std::set<std::string> names;
     if (c.given("num_heads")) names.insert("num_head_channels"); // it would have priority over num_heads
     if (c.objective != "ddpm") names.insert({"predict", "min_snr_gamma", "learn_sigma"});
-    if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma"); // the preset's value suits its own --predict
+    if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma"); // the preset's suits the preset's --predict
     if (c.given("sampler") || c.changes_images()) names.insert("S_churn");
     return names;
 }
@@ -1369,9 +1377,9 @@ static void print_help() {
            "  ./train_unet --sample 36 --init out/model_0001000.bin --output samples.png\n\n"
            "In brackets: the default, and what preset %s has, which holds without --preset or data of your own.\n",
            DEFAULT_PRESET);
-    const char* last_heading = ""; // the heading of the flags that were printed last
+    const char* last_heading = ""; // the heading of the flag that was printed last
     for (const Flag& f : FLAGS) {
-        if (f.heading != last_heading) printf("\n%s\n", f.heading); // here a new part begins
+        if (f.heading != last_heading) printf("\n%s\n", f.heading); // this flag is the first one under its heading
         last_heading = f.heading;
         printf("%s", help_line(f, defaults, preset).c_str());
     }
@@ -1383,13 +1391,13 @@ static void print_help() {
 }
 
 // Returns how many letters must be inserted, left out or replaced to turn a into b (Levenshtein 1966). row[j] is this
-// number for two beginnings: the letters of a that the loop has reached, and the first j letters of b.
+// number for the beginnings of the two words: the letters of a that the loop has reached, and the first j letters of b.
 static size_t edit_distance(const std::string& a, const std::string& b) {
     std::vector<size_t> row(b.size() + 1);
     std::iota(row.begin(), row.end(), 0);
     for (char letter : a) {
-        // The shortest list of edits that makes a beginning of b ends with one of three edits, or with a letter that
-        // stays as it is.
+        // The shortest list of edits that makes the first j + 1 letters of b ends in one of these ways: a letter is
+        // replaced, left out or inserted, or it stays as it is.
         size_t diagonal = row[0]; // row[j] as it was before this letter
         row[0]++;
         for (size_t j = 0; j < b.size(); j++) {
@@ -1426,7 +1434,7 @@ static std::string instead_of(const std::string& name) {
     return "there is no such flag" + nearest + "; --help lists those there are";
 }
 
-// Reads the command line: --name value or --name=value. Presets and files set what it does not set.
+// Reads the command line: --name value or --name=value. Presets and files later set the flags that it does not set.
 static void parse_command_line(Config* c, int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         const std::string arg = argv[i];
@@ -1467,12 +1475,11 @@ static void take_aliases(Config* c) {
         c->on_command_line.insert(name);
     };
     // In guided-diffusion, the learning rate falls over lr_anneal_steps steps, without a warm-up, and then the run
-    // stops. There 0 means that the rate stays as it is and that the run has no end. Here 0 leaves --max_steps as it
-    // is.
+    // stops. In guided-diffusion, 0 means that the rate stays constant and that the run has no end. In this program, 0
+    // means that the rate stays constant and that --max_steps keeps its value.
     const int64_t steps = c->lr_anneal_steps;
     // An upsampler enlarges images from small_size to large_size.
-    // If large_size is 512, the upsampler's channel_mult differs from that of a model of 512 x 512 that is not an
-    // upsampler.
+    // In guided-diffusion, upsamplers to 512 x 512 have another channel_mult than other models of 512 x 512.
     const int large = c->large_size;
     const int small = c->small_size;
     if (!large != !small) die("--large_size %d, --small_size %d: an upsampler needs both", large, small);
@@ -1492,7 +1499,7 @@ static void take_aliases(Config* c) {
 // other flags are known, because one of these values depends on --diffusion_steps. from_file: a model file has set
 // --vlb_weight, so a preset must not change it.
 static void take_rescale_learned_sigmas(Config* c, bool from_file) {
-    // The command line has priority over a preset. A preset may name either flag.
+    // The command line has priority over a preset. A preset may name rescale_learned_sigmas or vlb_weight.
     const bool given = c->given("rescale_learned_sigmas");
     const bool weight_given = c->given("vlb_weight");
     if (given && weight_given)
@@ -1548,7 +1555,7 @@ static std::string parse_cond(Config* c) {
     const auto row = std::ranges::find(PICTURE_WORDS, kind, &PictureWord::word);
     const bool is_word = row != std::end(PICTURE_WORDS) && !kind.empty();
     if (is_word) c->picture_kind = row->kind;
-    // Only after lowres there is a number, of up to five digits.
+    // lowres is followed by a colon and a number of up to five digits. The other words stand alone.
     const bool is_lowres = c->picture_kind == PictureKind::LOWRES;
     const bool is_short = behind.size() >= 2 && behind.size() <= 6;
     const bool is_number = is_short && behind.find_first_not_of("0123456789", 1) == std::string::npos;
@@ -1567,8 +1574,8 @@ static std::string parse_cond(Config* c) {
     return "";
 }
 
-// Parses how many channels each level has. Without the flag, guided-diffusion's choice for images of this height is
-// used.
+// Parses --channel_mult: how many channels each level has. Without the flag, the function uses guided-diffusion's
+// values for images of this height.
 static std::string parse_channel_mult(Config* c) {
     static const std::map<int, const char*> DEFAULTS = {
         {512, "0.5,1,1,2,2,4,4"}, {256, "1,1,2,2,4,4"}, {128, "1,1,2,3,4"}, {64, "1,2,3,4"}};
@@ -1590,8 +1597,8 @@ static std::string parse_channel_mult(Config* c) {
     return "";
 }
 
-// Checks that the image can be divided into patches and levels: a patch becomes a pixel, and each further level halves
-// the resolution.
+// Checks that the image's height and width can be divided often enough. First each patch becomes a pixel. Then each
+// level after the first one halves the resolution.
 static std::string check_divisions(Config* c) {
     const int p = c->patch();
     const int patch_channels = c->seen_channels() * p * p;
@@ -1608,8 +1615,8 @@ static std::string check_divisions(Config* c) {
                       levels, p > 1 ? " in patches" : "", H, W));
 }
 
-// Parses at which heights of the image there is attention. Each must be the height of a level. Without this check a
-// typing error would silently give a model without attention.
+// Parses --attention_resolutions: at which heights of the image there is attention. Each must be the height of a level.
+// Without this check a typing error would silently give a model without attention.
 static std::string parse_attention_resolutions(Config* c) {
     const bool is_list = parse_list(c->attention_resolutions, &c->attention_heights);
     if (!is_list || c->attention_heights.size() > 8)
@@ -1620,7 +1627,7 @@ static std::string parse_attention_resolutions(Config* c) {
         heights += text("%s %d", level ? "," : "", c->height(level));
         occur.insert((float)c->height(level));
     }
-    // (A height that is not a whole number is also not among these.)
+    // This also refuses a height that is not a whole number, because all numbers in occur are whole.
     for (float height : c->attention_heights)
         if (!occur.contains(height))
             return wrong(c, "attention_resolutions",
@@ -1639,9 +1646,9 @@ static std::string parse_model(Config* c) {
     return "";
 }
 
-// Reads the rows of --values F.csv into c->value_rows. Two things are skipped, which a table for prepare_data.py may
-// have: a first line with the columns' names, and a first column with the images' names.
-// Returns why the file can't be used, or "".
+// Reads the rows of --values F.csv into c->value_rows. A table for prepare_data.py may begin with a line of the
+// columns' names, and its first column may hold the images' names. Both are skipped.
+// Returns "", or the reason why the file can't be used.
 static std::string read_value_table(Config* c) {
     const size_t K = c->cond_dim;
     std::ifstream file(c->values);
@@ -1704,7 +1711,7 @@ static std::string check_model(Config* c) {
     if (error.empty()) error = parse_values(c);
     if (error.empty()) error = check_pictures(c);
     if (!error.empty()) return error;
-    // Remembers the first thing that is wrong.
+    // If a condition does not hold, stores the message about it in `error`, unless `error` holds an earlier message.
     auto note_unless = [&](bool ok, const char* name, const std::string& why) {
         if (!ok && error.empty()) error = wrong(c, name, why);
     };
@@ -1713,7 +1720,7 @@ static std::string check_model(Config* c) {
     // --num_heads if that flag is -1.
     const int per_head = c->num_head_channels;
     const int up = c->num_heads_upsample;
-    const size_t lowest = c->mult.size() - 1; // the middle has the same channels, and always attention
+    const size_t lowest = c->mult.size() - 1; // middle_block has this level's channels, and always has attention
     for (size_t level = 0; level <= lowest; level++) {
         if (!c->has_attention(level) && level < lowest) continue;
         const int ch = c->channels(level);
@@ -1726,7 +1733,7 @@ static std::string check_model(Config* c) {
         note_unless(!counts_heads || up_fits, "num_heads_upsample", "must be -1 or " + divide);
     }
 
-    // Diffusion and classes. With T steps the linear schedule's last beta is 20 / T.
+    // Diffusion and classes. With T diffusion steps, the linear schedule's last beta is 20 / T. It must be below 1.
     note_unless(c->noise_schedule != "linear" || c->diffusion_steps > 20, "diffusion_steps",
                 "must be above 20 with --noise_schedule linear, whose last beta would reach 1");
     note_unless(!c->class_cond || c->num_classes > 0, "num_classes",
@@ -1757,7 +1764,8 @@ static std::string check_model(Config* c) {
     note_unless(c->sigma_min < c->sigma_max, "sigma_min", text("must be below --sigma_max %g", c->sigma_max));
     note_unless(c->sampler != "consistency" || c->mid_t < c->sigma_max, "mid_t",
                 text("must be below --sigma_max %g", c->sigma_max));
-    // --start_from and --inpaint begin with images; S_churn is noise that euler and heun add between their steps.
+    // With --start_from or --inpaint, sampling begins with images. S_churn is for images made of noise alone: it is the
+    // noise that euler and heun add between their steps.
     const bool changes_images = c->changes_images();
     const bool inpaints = !c->inpaint.empty();
     note_unless(c->start_from.empty() || !inpaints, "start_from", "can't be done beside --inpaint");
@@ -1789,7 +1797,8 @@ static void parse_ema_rate(Config* c, const std::string& where) {
         refuse(where + wrong(c, "ema_rate", "must be a number from 0 to 1, or up to 8 of them with commas"));
 }
 
-// --objective ect: checks that q^a stays in range until the run ends. a grows by 1 with each stage of --ect_d steps.
+// --objective ect: checks that q^a stays below LARGEST_GAP_DIVISOR until the run ends. a is the number of the stage.
+// ect_stage returns how many steps a stage has.
 static void check_ect_stages(Config* c, const std::string& where) {
     if (c->objective != "ect") return;
     // q^a < LARGEST_GAP_DIVISOR holds up to a = log(LARGEST_GAP_DIVISOR) / log(q), which is 19 for q = 2.
@@ -1802,8 +1811,8 @@ static void check_ect_stages(Config* c, const std::string& where) {
                               c->ect_q, LARGEST_GAP_DIVISOR, enough)));
 }
 
-// The ranks share a batch, and each rank computes its share in microbatches. If a file or preset has a microbatch that
-// does not divide the share, each rank computes its share at once.
+// The ranks share a batch, and each rank computes its share in microbatches. A microbatch must divide the share. If a
+// file or a preset has set one that does not, and there are several ranks, each rank computes its whole share at once.
 static void check_microbatch(Config* c, const std::string& where) {
     const int B = c->batch_size;
     const int N = world.size;
@@ -1812,16 +1821,15 @@ static void check_microbatch(Config* c, const std::string& where) {
         die("%s--batch_size %d: is shared by %d processes, so it must be a multiple of that; %d is one", where.c_str(),
             B, N, nearest);
     }
-    // A microbatch must divide the share.
-    const int share = B / N;
+    const int share = B / N; // how many images of a batch each rank computes
     const int before = c->microbatch;
     const bool works = before <= share && share % c->micro() == 0;
     if (works) {
         if (N > 1) c->microbatch = c->micro();
         return;
     }
-    // If the user has set a microbatch that does not work, or if there is only one process, it is an error. Otherwise
-    // the microbatch is changed, with a message.
+    // A microbatch that does not work is an error if the user has set it, or if there is only one process. Otherwise
+    // the program changes the microbatch, and prints a message.
     if (c->given("microbatch") || N == 1) {
         int nearest = std::min(before, share);
         while (share % nearest) nearest--;
@@ -1840,7 +1848,7 @@ static void check_run(Config* c, const std::string& where) {
     if (c->output_dir.empty()) die("--output_dir: must name a folder");
     if (c->keep_best && c->val_data_file.empty())
         refuse(wrong(c, "keep_best", "needs --val_data_file, the images whose loss says which checkpoint is the best"));
-    // A checkpoint keeps two paths in 512 bytes: that of --data_file and that of --cond_file, each with a 0 at its end.
+    // A checkpoint keeps the paths of --data_file and --cond_file in 512 bytes. A byte 0 follows each path.
     if (c->data_file.size() > 511)
         refuse(wrong(c, "data_file", "is longer than the 511 bytes that a checkpoint keeps; use a shorter path"));
     if (c->data_file.size() + c->cond_file.size() > 510)
@@ -1850,8 +1858,8 @@ static void check_run(Config* c, const std::string& where) {
 
 // =====================================================================================================================
 // 5. The network: a list of layers, made of guided-diffusion's flags
-// build_unet walks the architecture once, as guided-diffusion's UNetModel does, and appends parameters (in state_dict
-// order) and layers (in the order of the forward pass). For another configuration, the same code makes another list.
+// build_unet goes through the architecture once, as guided-diffusion's UNetModel does. It appends to two lists:
+// parameters (in state_dict order) and layers (in the order of the forward pass). Each configuration has other lists.
 //
 //   t, labels, values -> sinusoids, linear, SiLU, linear [+ label] [+ linear of the values], SiLU, linear:
 //                        the embedding, some columns a block
@@ -1867,8 +1875,8 @@ static void check_run(Config* c, const std::string& where) {
 //                              -> norm, SiLU, dropout -> conv 3x3 + shortcut
 //   attention block  x -> norm -> qkv (conv 1x1) -> attention -> conv 1x1 + x
 //
-// A layer has a kind (LayerKind), which says what the layer computes. It also has indices of tensors, parameters and
-// buffers. An index is -1 if the layer has no such tensor, parameter or buffer.
+// A layer has a kind (LayerKind): what it computes. It also has indices of tensors, parameters and buffers. An index is
+// -1 if the layer has no such tensor, parameter or buffer.
 //
 // In the order in which they run: build_unet calls add_embedding, add_input_blocks, add_output_blocks and place_params;
 // section 6 plans the memory; then section 7 walks over the list, and calls each layer's kind with its layer_args.
@@ -1882,8 +1890,8 @@ struct Param {
     std::vector<int> shape; // as in PyTorch
     size_t size, offset;
     ParamInit init;
-    int heads;            // the number of attention heads, in the weight and bias of a qkv; 0 elsewhere
-    bool of_conv = false; // a convolution's weight: see add_conv_params
+    int heads;            // for the weight and bias of a qkv convolution: the number of attention heads; else 0
+    bool of_conv = false; // whether it is the weight of a layer of kind CONV: see add_conv_params
 };
 
 // An activation (B, H, W, C).
@@ -1894,10 +1902,11 @@ struct Tensor {
     int stats = -1;                  // if a group norm reads it: the buffer of Stats::sums
     int fp8 = -1;                    // if a convolution reads it in FP8: the buffer of the FP8 numbers (plan_fp8)
     int parts = 1;                   // Stats::parts, as the forward pass has last set it
-    bool needs_grad = false;         // the layer that writes it has a backward pass
+    bool needs_grad = false;         // whether the layer that writes it has a backward pass
 };
 
-// The buffers for the gradient of one input of a layer: d = gradient + add1 + add2. fp8: d in FP8, if it is written.
+// The buffers for the gradient of one input of a layer: d = gradient + add1 + add2. fp8: the buffer for a copy of d in
+// FP8. -1: there is no such buffer.
 struct GradPlan {
     int d = -1, add1 = -1, add2 = -1, fp8 = -1;
 };
@@ -1916,14 +1925,14 @@ struct Layer {
     Nonlinearity nonlinearity = Nonlinearity::NONE; // GROUPNORM
     int dropout_block = -1;                         // GROUPNORM: index of the residual block whose dropout follows
     int heads = 0;                                  // ATTENTION, and the CONV that makes its qkv: the number of heads
-    int saved = -1;     // the buffer that is kept for the backward pass: mean and rstd, or SoftmaxRows
+    int saved = -1;     // the buffer with what the backward pass needs of the forward pass: mean, rstd; or SoftmaxRows
     int block_end = -1; // --use_checkpoint: this layer is computed again before the backward pass of layer block_end
 
     // The plan (see plan_gradients, plan_waits, plan_fusions).
-    GradPlan d1{}, d2{};      // the gradients of x1 and x2
+    GradPlan d1{}, d2{};      // the buffers of the gradients of x1 and x2
     int dout = -1, demb = -1; // the buffers of the gradients of out, and of the layer's columns of the embedding
     int dout_fp8 = -1;        // CONV with fp8_gradient: the buffer of dout in FP8
-    bool rounds_dout = false; // CONV with fp8_gradient: it writes dout_fp8 itself, since the writer of dout does not
+    bool rounds_dout = false; // CONV with fp8_gradient: this layer writes dout_fp8, not the layer that writes dout
     int after = -1;           // backward: this layer waits until the weight gradient of layer `after` is complete
     int skip = -1;            // CONV, forward: the layer of the skip connection that this layer also computes, and adds
     bool fused = false;       // forward: the next layer's operation also computes this layer
@@ -1934,7 +1943,7 @@ struct Buffer {
     size_t bytes;                           // for one sample
     int first_use = INT_MAX, last_use = -1; // the first and the last time at which it is in use (see plan_lifetimes)
     size_t offset = 0;                      // in the arena
-    int again; // if the tensor is computed again (--use_checkpoint): the buffer for the result; else this buffer
+    int again; // the buffer for the result if the tensor is computed again (--use_checkpoint); else this buffer's index
 };
 
 struct UNet {
@@ -1945,8 +1954,8 @@ struct UNet {
     std::vector<Buffer> buffers;
     size_t num_params = 0;                 // how many parameters there are, without padding
     size_t flat_size = 0;                  // floats in a flat array, with padding
-    size_t plain_size = 0;                 // length of a flat array's beginning, which is read in fp32, not from a copy
-    int input = -1, emb = -1, output = -1; // tensors
+    size_t plain_size = 0;                 // the first plain_size floats are read in fp32, not from a copy
+    int input = -1, emb = -1, output = -1; // indices of tensors; emb: the embedding's projections for all blocks
     int residual_blocks = 0;
     double flops = 0; // floating-point operations of one image's forward pass; a multiply-add is 2 of them
     // Set by plan_memory:
@@ -1962,7 +1971,7 @@ struct UNet {
     Tensor tensor(int i) const { return i < 0 ? Tensor{.parts = 0} : tensors[i]; } // i < 0: a tensor with C = 0
 };
 
-// Returns where a buffer lies; null if there is no buffer, or if the network has no memory yet.
+// Returns the address of a buffer, or null if the index is -1 or the network has no memory yet.
 template <class T = act> static T* buffer_data(const UNet* net, int buffer, size_t first_byte = 0) {
     if (buffer < 0 || !net->arena) return nullptr;
     return (T*)(net->arena + net->buffers[buffer].offset + first_byte);
@@ -1971,16 +1980,16 @@ template <class T = act> static T* buffer_data(const UNet* net, int buffer, size
 template <class T> static T* tensor_data(const UNet* net, int t) { return buffer_data<T>(net, net->tensors[t].buffer); }
 
 // With --precision fp8: weights in FP8, and the factors that belong to them (make_fp8_weights, make_fp8_training).
-// Without `weights`, a walk has no FP8. Without `turned`, it is a walk of sampling.
+// If `weights` is null, the walk uses no FP8. If only `turned` is null, the walk is for sampling.
 struct Fp8Weights {
     const uint8_t* weights = nullptr;
     const float* factors = nullptr;
     // Training:
     const uint8_t* turned = nullptr;
-    const float* gradient_factor = nullptr; // (1): what gradients are multiplied by before they are rounded
-    const float* dx_factors = nullptr;      // (C), all the same: what turns the sums of an input gradient into values
+    const float* gradient_factor = nullptr; // (1): gradients are multiplied by this before they are rounded
+    const float* dx_factors = nullptr;      // (C), all equal: the sums of an input gradient are multiplied by these
 };
-// The parameters of a network: in fp32, and the convolutions' weights once more in the type of the activations.
+// The parameters of a network. fp32: all of them. copy: the convolutions' weights once more, in the activations' type.
 struct Weights {
     const float* fp32 = nullptr;
     const act* copy = nullptr;
@@ -1998,14 +2007,14 @@ struct Walk {
     Stream* stream = MAIN_STREAM;
 };
 
-// The arguments of a kind's functions: all that they need of a layer. For each index of the layer there is a pointer.
-// It is null if the index is -1. layer_args fills this.
+// The argument of all functions of a LayerKind: what they need to know about a layer. Where a Layer has an index, there
+// is a pointer here, which is null if the index is -1. layer_args fills all members.
 struct LayerArgs {
     UNet* net;
     const Layer* layer;
     Stream* stream;
 
-    // Shapes: of x1 (B, H, W, Cin), of x2 beside it (C2 channels), of out (B, Hout, Wout, Cout).
+    // The shapes of x1 (B, H, W, Cin), of x2 (B, H, W, C2) and of out (B, Hout, Wout, Cout).
     int B, H, W, Cin, C2;
     int Hout, Wout, Cout;
 
@@ -2026,16 +2035,16 @@ struct LayerArgs {
     Grad d1, d2;
     float *dweight, *dbias, *demb;
 
-    // FP8; null if this walk or this layer has none.
+    // For FP8. These pointers are null if the walk or the layer does not use FP8.
     const act *x_fp8, *weight_fp8, *turned_fp8; // CONV: its input, and its weights in both orders
-    const float *factors_fp8, *dx_factors_fp8;  // CONV: factors of out and of the input gradient
-    Fp8Copy out_fp8;                            // GROUPNORM
-    Fp8Copy dout_fp8;                           // CONV
-    Fp8Copy d1_fp8, d2_fp8;                     // GROUPNORM
+    const float *factors_fp8, *dx_factors_fp8;  // CONV: factors of the sums of products (see conv_forward)
+    Fp8Copy out_fp8;                            // GROUPNORM: its result in FP8
+    Fp8Copy dout_fp8;                           // CONV: dout in FP8
+    Fp8Copy d1_fp8, d2_fp8;                     // GROUPNORM: the gradients of x1 and x2 in FP8
 
     int tokens() const { return H * W; } // attention's T
     Stats* stats() { return out_stats.sums ? &out_stats : nullptr; }
-    float* rstd() const { return saved + B * 32; } // of a norm; rstd lies after the means of 32 groups
+    float* rstd() const { return saved + B * 32; } // of a norm: `saved` holds the means (B, 32), and then rstd
     ConvShape conv() const {
         const Element in = net->tensor(layer->x1).element, to = net->tensor(layer->out).element;
         return {B, H, W, Cin, C2, Cout, layer->kernel, layer->stride, layer->upsample, in, to};
@@ -2049,14 +2058,14 @@ struct LayerArgs {
     GradOf<float> d1_fp32() const { return {(float*)d1.dx, (const float*)d1.add1, (const float*)d1.add2}; }
 };
 
-// Returns where a tensor's buffer lies. If the tensor was computed again (--use_checkpoint), a backward walk reads the
-// new copy.
+// Returns the address of a tensor's buffer. In a backward walk, it is the buffer of the tensor that was computed again,
+// if there is one (--use_checkpoint).
 static act* memory_of(const Walk& walk, int buffer) {
     const bool again = walk.grads && buffer >= 0;
     return buffer_data(walk.net, again ? walk.net->buffers[buffer].again : buffer);
 }
 
-// Looks up what the functions of a convolution or a norm need of FP8.
+// Fills the members of LayerArgs that are for FP8. Only convolutions and norms use them.
 static void add_fp8_args(LayerArgs* a, const Walk& walk, const Layer& layer) {
     const UNet* const net = walk.net;
     const Fp8Weights& fp8 = walk.weights.fp8;
@@ -2071,7 +2080,7 @@ static void add_fp8_args(LayerArgs* a, const Walk& walk, const Layer& layer) {
         a->turned_fp8 = (const act*)(fp8.turned + net->params[layer.weight].offset);
         a->dx_factors_fp8 = fp8.dx_factors;
     }
-    if (out.fp8 >= 0) { // the layer is a norm; the place of its weight holds its factor
+    if (out.fp8 >= 0) { // the layer is a norm; its factor lies in fp8.factors, at the place of its weight
         const float* const factor = fp8.factors + net->params[layer.weight].offset;
         a->out_fp8 = {(uint8_t*)memory_of(walk, out.fp8), factor};
     }
@@ -2110,8 +2119,8 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     a.stats2 = stats(layer.x2);
     a.out_stats = stats(layer.out);
 
-    // A weight has the same place in all flat arrays, and so has its bias. The elements of the copy may be smaller than
-    // floats.
+    // A weight has the same index in all flat arrays. So has its bias. The elements of the copy may be smaller than
+    // floats, so the weight's address in the copy is computed in bytes.
     if (layer.weight >= 0) {
         const size_t weight = net->params[layer.weight].offset;
         const bool last = layer.weight + 1 == (int)net->params.size(); // no parameter follows, so there is no bias
@@ -2155,21 +2164,24 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 
 // The kinds of layers. All that is special about a kind stands together here: first its functions, which call the
 // kind's operation with members of LayerArgs, and then the kind itself (a LayerKind). The list, its plan and the walks
-// (sections 5 to 7) only use the members of a LayerKind, so they need no change for a new kind. There are a few
-// exceptions, for what only a convolution or a norm needs. There the code asks for the kind itself, as in
-// `kind == &CONV` (check_conv_params, choose_fp8, plan_fp8_gradients, plan_waits, plan_fusions, plan_lifetimes,
-// WeightGradients, unet_backward).
+// (sections 5 to 7) only use the members of a LayerKind, so they need no change for a new kind. A few functions are
+// exceptions, because what they do is for a convolution or a norm alone. They test the kind itself, as in
+// `kind == &CONV`: check_conv_params, choose_fp8, plan_fp8_gradients, plan_waits, plan_fusions, plan_lifetimes,
+// unet_backward and a member of WeightGradients.
 //
-// A new kind must keep three promises. Its backward_reads names every tensor that its backward function reads, or their
-// memory is used again too early. Its backward function adds the addends (add1, add2) to each gradient that it writes,
-// except where its input always has a single reader. Its weights are in fp32, since only convolutions have a copy.
+// A new kind must keep three promises:
+//   Its backward_reads names every tensor that its backward function reads. Otherwise the memory of such a tensor would
+//   be used for something else too early.
+//   Its backward function adds the addends (add1, add2) to each gradient that it writes. This is not needed for an
+//   input that no other layer ever reads.
+//   Its functions read its weights in fp32, because only the weights of convolutions have a copy.
 //
 // To add a kind, change these places:
 //
 //   1. here: its functions and its LayerKind. If a group norm may read its output, its forward function also writes
 //      the sums that the norm needs, and sets the number of their parts (a.out_stats.parts; see forward_layer). A
-//      parameter of its own is a member of Layer, and one of LayerArgs, which layer_args fills
-//   2. a line that adds such a layer to the list: add_layer(net, {.kind = &...}, ...) in add_resblock or its like
+//      setting of its own becomes a member of Layer. The functions can read it as they read a.layer->heads
+//   2. a line that adds such a layer to the list: add_layer(net, {.kind = &...}, ...) in a function like add_resblock
 //   3. its operation: a prototype in section 2, a kernel in Part II, loops in dev/reference.h
 static double no_flops(const LayerArgs&) { return 0; }
 static Workspace no_workspace(const LayerArgs&) { return {}; }
@@ -2179,7 +2191,7 @@ struct LayerKind {
     void (*backward)(LayerArgs&) = nullptr; // null: its input needs no gradient
     enum Reads { INPUT = 1, OUTPUT = 2, EMB = 4 };
     int backward_reads = 0; // which tensors of the forward pass the backward pass reads
-    bool embedding = false; // a layer of the embedding; these layers run at the same time as the first others
+    bool embedding = false; // it belongs to the embedding, which is computed at the same time as the first convolutions
     bool fp32 = embedding;  // its tensors are FP32, whatever act_element is
     bool sums = false;      // it writes out_stats, so a group norm may read its output (see add_norm)
 
@@ -2189,7 +2201,7 @@ struct LayerKind {
 
 // The layers of the embedding. Their tensors are in fp32 and have B rows.
 
-// The sinusoids of t: the first layer of the embedding.
+// Makes sinusoids of t. It is the first layer of the embedding.
 static void forward_timestep(LayerArgs& a) {
     const int max_period = a.net->config.max_period;
     timestep_embedding_forward(a.out_fp32(), a.net->t, a.B, a.Cout, max_period, a.stream);
@@ -2327,7 +2339,7 @@ static void forward_norm(LayerArgs& a) {
 static void backward_norm(LayerArgs& a) {
     const float* const mean = a.saved;
     groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, // what it writes
-                       a.dout, a.x1, a.x2, mean, a.rstd(),     // dout, and what the forward pass read and left
+                       a.dout, a.x1, a.x2, mean, a.rstd(),     // dout, the inputs, and what the forward pass has saved
                        a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm(), a.d1_fp8, a.d2_fp8);
 }
 static Workspace norm_workspace(const LayerArgs& a) {
@@ -2369,7 +2381,7 @@ constexpr LayerKind ATTENTION{
     .workspace = attention_workspace,
 };
 
-// Halves the resolution: the average of 2 x 2 pixels.
+// Halves the resolution: each new pixel is the average of 2 x 2 pixels.
 static void forward_downsample(LayerArgs& a) { downsample_forward(a.out, a.stats(), a.x1, a.B, a.H, a.W, a.Cin); }
 static void backward_downsample(LayerArgs& a) { downsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }
 constexpr LayerKind DOWNSAMPLE{
@@ -2379,7 +2391,7 @@ constexpr LayerKind DOWNSAMPLE{
     .sums = true,
 };
 
-// Doubles the resolution: the nearest neighbour.
+// Doubles the resolution: each pixel becomes 2 x 2 equal pixels.
 static void forward_upsample(LayerArgs& a) { upsample_forward(a.out, a.stats(), a.x1, a.B, a.H, a.W, a.Cin); }
 static void backward_upsample(LayerArgs& a) { upsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }
 constexpr LayerKind UPSAMPLE{
@@ -2400,8 +2412,8 @@ constexpr LayerKind JOIN{
 };
 
 // --patch_size: squares of pixels become channels (PATCHES), and at the end channels become squares of pixels (PIXELS).
-// The backward pass of PIXELS turns the gradient back into patches. The H and W that it passes to to_patches are the
-// size in pixels, which is that of the layer's output.
+// The backward pass of PIXELS turns the output's gradient into patches. It passes Hout and Wout to to_patches, which
+// needs the size in pixels.
 static void forward_patches(LayerArgs& a) {
     const int p = a.net->config.patch();
     to_patches(a.out_fp32(), a.x_fp32(), a.B, a.H, a.W, a.Cin, p);
@@ -2426,7 +2438,7 @@ constexpr LayerKind PIXELS{
     .fp32 = true,
 };
 
-// The functions that follow make the list. Most of them append something to the network and return its index.
+// The functions that follow make the list of layers. Most of them append something to the network and return its index.
 
 // Adds a buffer. bytes: its size for one sample.
 static int add_buffer(UNet* net, size_t bytes) {
@@ -2471,8 +2483,8 @@ static int add_conv_params(UNet* net, const std::string& name, Shape shape, Para
     return weight;
 }
 
-// Ends the program if a convolution's weight was not added by add_conv_params, or if add_conv_params has added another
-// parameter.
+// Ends the program if a convolution's weight was not added by add_conv_params, or if add_conv_params has added a weight
+// that no convolution reads.
 static void check_conv_params(const UNet& net) {
     for (size_t i = 0; i < net.params.size(); i++) {
         auto reads_it = [&](const Layer& l) { return l.kind == &CONV && l.weight == (int)i; };
@@ -2510,7 +2522,7 @@ constexpr Nonlinearity BEHIND_NORMS = Nonlinearity::SILU;
 // also compute the sums, so each input gets a buffer for its sums.
 static int add_norm(UNet* net, Layer l) {
     for (int input : {l.x1, l.x2}) {
-        if (input < 0 || net->tensors[input].stats >= 0) continue; // no input, or it has a buffer already
+        if (input < 0 || net->tensors[input].stats >= 0) continue; // no input, or its sums have a buffer already
         const auto writer = std::ranges::find(net->layers, input, &Layer::out);
         if (writer == net->layers.end() || !writer->kind->sums)
             die("internal error: %s reads a tensor whose layer leaves no sums of its channels", l.name.c_str());
@@ -2543,12 +2555,12 @@ static int add_resample(UNet* net, Resample resample, const std::string& name, i
 // Ends a residual block or an attention block. The block consists of the layers from `first` on. Returns its output.
 // With --use_checkpoint (Chen et al. 2016, arXiv:1604.06174) only the inputs and the output of such a block are kept.
 // Before the block's backward pass its layers are computed again. Two layers are not computed again: the last one and
-// the skip connection, because no other layer of the block reads their results.
+// the shortcut, because the backward passes of the block's layers do not read their results.
 static int end_block(UNet* net, size_t first) {
     const Layer last = net->layers.back();
     const int end = (int)net->layers.size() - 1;
     for (Layer& l : std::span(net->layers).subspan(first)) {
-        const bool is_read = l.out != last.out && l.out != last.residual; // another layer of the block reads it
+        const bool is_read = l.out != last.out && l.out != last.residual; // the block's backward pass needs l.out
         if (net->config.use_checkpoint && is_read) l.block_end = end;
     }
     return last.out;
@@ -2564,22 +2576,23 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
     const int Cin = net->tensor(x1).C + net->tensor(x2).C;
     const size_t first = net->layers.size();
 
-    // The first norm and the resample. For UP, the convolution reads its input enlarged.
+    // The first norm and the change of resolution. With UP, the first convolution enlarges its input as it reads it.
     Layer norm1{.name = name + ".in_layers.0", .x1 = x1, .x2 = x2};
     norm1.nonlinearity = BEHIND_NORMS;
     int h = add_norm(net, norm1);
     if (resample == DOWN) h = add_resample(net, DOWN, name + ".h_upd", h);
     x1 = add_resample(net, resample, name + ".x_upd", x1);
 
-    // The first convolution and the second norm. One of them reads the embedding's projection. One linear layer makes
-    // the projections for all blocks, side by side; here its parameters for this block's columns are added.
+    // The first convolution and the second norm. One of these two reads the projection of the embedding. A single
+    // linear layer makes the projections for all residual blocks, side by side. Here this block's columns are added to
+    // that layer, and the parameters for these columns are added to the network.
     Layer conv1{.name = name + ".in_layers.2", .x1 = h, .kernel = 3};
     conv1.upsample = resample == UP;
     Layer norm2{.name = name + ".out_layers.0"};
     norm2.nonlinearity = BEHIND_NORMS;
     norm2.dropout_block = net->residual_blocks;
     net->residual_blocks++;
-    const int columns = c.use_scale_shift_norm ? 2 * Cout : Cout; // for each channel: scale and shift, or an addend
+    const int columns = c.use_scale_shift_norm ? 2 * Cout : Cout; // a channel has scale and shift, or one addend
     Layer& reader = c.use_scale_shift_norm ? norm2 : conv1;
     reader.emb = net->emb;
     reader.emb_offset = net->tensor(net->emb).C;
@@ -2588,7 +2601,8 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
     add_params(net, name + ".emb_layers.1", {columns, 4 * c.num_channels});
     h = add_norm(net, norm2);
 
-    // The second convolution adds the input. Its parameters come before those of the shortcut in the state_dict.
+    // The second convolution adds the block's input to its result. In the state_dict its parameters come before the
+    // shortcut's.
     Layer conv2{.name = name + ".out_layers.3", .x1 = h, .kernel = 3};
     conv2.weight = add_conv_params(net, conv2.name, {Cout, Cout, 3, 3}, INIT_ZERO);
     const Layer shortcut{.name = name + ".skip_connection", .x1 = x1, .x2 = x2};
@@ -2597,8 +2611,8 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
     return end_block(net, first);
 }
 
-// Adds an attention block: group norm, a 1x1 convolution that makes q, k and v, attention, and another 1x1 convolution,
-// plus the block's input.
+// Adds an attention block: group norm, a 1x1 convolution that makes q, k and v, attention, and another 1x1 convolution.
+// The block's input is added to the result.
 static int add_attention_block(UNet* net, const std::string& name, int x, int num_heads) {
     const Config& c = net->config;
     const Tensor t = net->tensors[x];
@@ -2637,7 +2651,7 @@ static void add_embedding(UNet* net) {
     net->emb = add_layer(net, {.kind = &LINEAR, .name = "emb_layers.1", .x1 = h}, 0); // it has no columns yet
 }
 
-// Halves the resolution, in one of three ways.
+// Halves the resolution: by a residual block, a convolution or an average pool, as the flags choose.
 static int add_downsample(UNet* net, const std::string& name, int x, int ch) {
     const Config& c = net->config;
     if (c.resblock_updown) return add_resblock(net, name + ".0", x, -1, ch, DOWN);
@@ -2646,7 +2660,7 @@ static int add_downsample(UNet* net, const std::string& name, int x, int ch) {
     return add_resample(net, DOWN, op, x);
 }
 
-// Doubles the resolution, in one of three ways.
+// Doubles the resolution: by a residual block, by a convolution of the enlarged input, or without any parameters.
 static int add_upsample(UNet* net, const std::string& name, int x, int ch) {
     const Config& c = net->config;
     if (c.resblock_updown) return add_resblock(net, name, x, -1, ch, UP);
@@ -2656,14 +2670,14 @@ static int add_upsample(UNet* net, const std::string& name, int x, int ch) {
 
 // Adds the encoder: at each level residual blocks (and attention), then a layer or block that halves the resolution.
 // Returns the tensors that the decoder reads. guided-diffusion numbers the blocks of all levels, beginning with
-// input_blocks.0, which is the first convolution. In a block's name .0 is the residual block, or what halves the
-// resolution, and .1 is attention.
+// input_blocks.0, which is the first convolution. After this number, .0 stands for the residual block, or for what
+// halves the resolution, and .1 stands for attention.
 static std::vector<int> add_input_blocks(UNet* net, int x) {
     const Config& c = net->config;
     int input_block = 0;
     auto next_name = [&] { return "input_blocks." + std::to_string(++input_block); };
     const int first = add_conv(net, {.name = "input_blocks.0.0", .x1 = x, .kernel = 3}, c.channels(0));
-    std::vector<int> skips{first}; // the output of every block
+    std::vector<int> skips{first}; // the outputs of all input_blocks, which the decoder reads
     const size_t lowest = c.mult.size() - 1;
     for (size_t level = 0; level <= lowest; level++) {
         const int ch = c.channels(level);
@@ -2678,10 +2692,10 @@ static std::vector<int> add_input_blocks(UNet* net, int x) {
     return skips;
 }
 
-// Adds the decoder. Each of its residual blocks reads [h | a tensor of the encoder], where h is the output of the block
-// before. The decoder reads the encoder's tensors in reverse order. A level has one residual block more than in the
-// encoder. The additional block reads the result of the first convolution, or of the layer or block that halved the
-// resolution.
+// Adds the decoder. Each of its residual blocks reads [h | a tensor of the encoder], where h is the output of the
+// previous block. The decoder reads the encoder's tensors in reverse order. A level of the decoder has one residual
+// block more than the same level of the encoder. The encoder's tensor that this additional block reads is the output of
+// the encoder's first convolution, or of the layer or block that halved the resolution before this level.
 static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
     const Config& c = net->config;
     const int heads = c.num_heads_upsample == -1 ? c.num_heads : c.num_heads_upsample;
@@ -2690,7 +2704,8 @@ static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
         const int ch = c.channels(level);
         const bool attention = c.has_attention(level);
         for (int i = 0; i <= c.num_res_blocks; i++) {
-            // a residual block of [h | the encoder's tensor], then attention; at the level's end the resolution doubles
+            // Adds a residual block of [h | the encoder's tensor], then attention. At the end of a level, except the
+            // last one, it doubles the resolution.
             const std::string name = "output_blocks." + std::to_string(output_block++);
             h = add_resblock(net, name + ".0", h, skips.back(), ch);
             skips.pop_back();
@@ -2703,7 +2718,7 @@ static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
 }
 
 // Returns which of four groups a parameter belongs to. In the flat arrays the groups follow each other:
-//   0, 1  the embedding projections of all blocks: first all weights, so that they are one matrix, then all biases
+//   0, 1  the projections of the embedding for all blocks. 0: the weights, which together are one matrix. 1: the biases
 //   2     all other parameters that kernels read in fp32
 //   3     convolutions' weights, if the kernels read a copy of them
 static int param_group(const Param& p) {
@@ -2712,12 +2727,12 @@ static int param_group(const Param& p) {
     return p.of_conv && weights_have_copy() ? 3 : 2;
 }
 
-// Chooses where each parameter lies. From group 2 on, each parameter begins at a multiple of 64 floats.
+// Chooses where in the flat arrays each parameter lies. From group 2 on, each begins at a multiple of 64 floats.
 static void place_params(UNet* net) {
     auto round_to_64 = [](size_t floats) { return (floats + 63) / 64 * 64; };
     size_t end = 0;
     for (int group = 0; group < 4; group++) {
-        // Within a group the parameters follow each other as in the list.
+        // Within a group the parameters follow each other in the order of net->params.
         for (Param& p : net->params) {
             if (param_group(p) != group) continue;
             p.offset = end;
@@ -2729,20 +2744,20 @@ static void place_params(UNet* net) {
     net->flat_size = end;
 }
 
-// --precision fp8: at each end of the network, so many 3x3 convolutions do not multiply in FP8 in the forward pass.
-// Rounding their operands to FP8 would do the most damage (docs/LEARNT.md).
+// --precision fp8: how many 3x3 convolutions at each end of the network do not multiply in FP8 in the forward pass. The
+// results of training suffer most if the operands of these convolutions are rounded to FP8 (docs/LEARNT.md).
 constexpr int FP8_SPARED = 4;
 
 // --precision fp8: chooses the 3x3 convolutions that multiply in FP8, which have stride 1 and no upsampling
 // (conv_product_fp8 needs both). Weight gradients are never in FP8. There are two choices:
-//   fp8            The forward product is in FP8. The convolution reads what a group norm has written. A norm's values
-//                  are of size 1, about, so one factor is right for them, and the norm itself can write FP8.
+//   fp8            The forward product is in FP8. The convolution reads the result of a group norm. Such a result is a
+//                  tensor of values of about 1, so one factor is right for all of them. The norm itself can write FP8.
 //                  (make_fp8_weights and make_fp8_training look for that norm.)
 //   fp8_gradient   In training, the input gradient is in FP8. It reads the gradient of the output, and one factor is
 //                  right for the gradients of all layers (choose_gradient_factor). At the ends of the network, too,
-//                  this did no damage (docs/LEARNT.md). But the first convolution has no input gradient, and the last
-//                  one has few output channels, whose gradient is fp32.
-// All other tensors keep their element, and so do the convolutions' results. What is rounded in training:
+//                  this did no damage (docs/LEARNT.md). Only the first and the last convolution are left out. The first
+//                  one has no input gradient. The last one has few output channels, and their gradient is fp32.
+// All other tensors, among them the convolutions' results, keep their element. What is rounded in training:
 //
 //   what                  format   its factor               rounded by                         undone by
 //   output of a norm: x   e4m3     FP8_X_FACTOR             store_out, in the norm's kernel    factors
@@ -2752,7 +2767,7 @@ constexpr int FP8_SPARED = 4;
 //
 // The sums of the products are multiplied by factors (in the forward pass) or by dx_factors (make_fp8_training).
 static void choose_fp8(UNet* net) {
-    std::vector<Layer*> convs; // all 3x3 ones, from the first to the last
+    std::vector<Layer*> convs; // all 3x3 convolutions, from the first to the last
     for (Layer& l : net->layers)
         if (l.kind == &CONV && l.kernel == 3) convs.push_back(&l);
     const int last = (int)convs.size() - FP8_SPARED;
@@ -2760,8 +2775,7 @@ static void choose_fp8(UNet* net) {
         Layer& conv = *convs[i];
         const auto writer = std::ranges::find(net->layers, conv.x1, &Layer::out);
         const bool reads_norm = writer != net->layers.end() && writer->kind == &GROUPNORM;
-        // convs has at least 12 elements. So at least 4 of them are not spared. At least 3 of these belong to
-        // middle_block.
+        // The smallest network has 12 such convolutions. So at least 3 of the 4 in middle_block are not spared.
         const bool is_spared = i < FP8_SPARED || i >= last;
         conv.fp8_gradient = conv.stride == 1 && !conv.upsample;
         conv.fp8 = conv.fp8_gradient && reads_norm && !is_spared;
@@ -2774,8 +2788,8 @@ static UNet build_unet(const Config& c) {
     net.config = c;
     add_embedding(&net);
 
-    // From the images to the network's output. With --patch_size the layers between these two work on patches in place
-    // of pixels.
+    // From the images to the network's output. With --patch_size the layers between PATCHES and PIXELS work on patches
+    // in place of pixels.
     const int H = c.H, W = c.W;
     const int p = c.patch();
     net.input = add_tensor(&net, H, W, c.in_channels, Element::FP32);
@@ -2795,9 +2809,9 @@ static UNet build_unet(const Config& c) {
     if (p > 1) h = add_layer(&net, {.kind = &PIXELS, .name = "pixels", .x1 = h}, c.out_channels(), H, W);
     net.output = h;
 
-    // All blocks have been added now. So the width of the layer that projects the embedding for all of them is known:
-    // emb.C floats a sample. The layer's weights are those of all blocks, side by side. The flat array begins with them
-    // (param_group).
+    // All blocks have been added now, so the width of the layer that projects the embedding for all blocks is known: it
+    // is emb.C floats a sample. The layer's weight consists of the projection weights of all blocks, one after the
+    // other. The flat array begins with these weights (param_group).
     const Tensor& emb = net.tensors[net.emb];
     net.buffers[emb.buffer].bytes = emb.C * sizeof(float);
     check_conv_params(net);
