@@ -15649,23 +15649,25 @@ template <class T> static void conv_small(const ConvCall& p) {
 //
 // Used when: bf16, stride 1, many channels on both sides; 3x3 of one input, or 1x1.
 // How: A = dout and B = x. The product sums over pixels (k). Both operands are read as they lie in memory, where a
-//   pixel is a row of 64 channels; wgmma transposes them. A warpgroup's D[64 Cout][192] is
-//     3x3   three taps of a filter row x 64 Cin. The three thirds of B are the same halo, as the taps kw = 0, 1, 2 read
-//           it. Each third begins one pixel after the previous one, so the descriptor's "leading" distance is ONE PIXEL
+//   pixel is a row of 64 channels; wgmma transposes them. The columns of a warpgroup's result D[64 Cout][192] are
+//     3x3   the three taps of a filter row x 64 Cin. The three thirds of B, for the taps kw = 0, 1, 2, lie in the same
+//           halo. Each third begins one pixel after the third before it. So the descriptor's "leading" distance, from
+//           one third to the next, is ONE PIXEL
 //     1x1   up to 192 Cin. The three thirds of B are three slices of x
 //
 //     D of a 3x3's filter row:    | kw = 0: 64 Cin | kw = 1: 64 Cin | kw = 2: 64 Cin |
 //     D of a 1x1:                 | Cin 0 .. 63    | Cin 64 .. 127  | Cin 128 .. 191 |     x 64 Cout rows
 //
-//   A block has WARPGROUPS warpgroups and a range of pixel tiles:
-//     1     The block computes one of these products.
-//     3     The block computes up to three: for a 3x3 all three filter rows, for a 1x1 up to 192 Cout. It loads fewer
-//           bytes for each product (3x3: about a third, 1x1: half), which is good for large tensors. But each range has
-//           fewer blocks. So more ranges are needed to fill the GPU, and up to three times as many partials.
-//   One warp loads. In the blocks of filter row 0 and input tile 0, further warps sum dout over the pixels: this is the
-//   bias gradient. If there is only one range, TMA stores the sums in dweight. Otherwise the sums are partials, which
-//   conv_weight_sum adds up. One launch computes several layers, since a small layer alone would leave most of the GPU
-//   idle.
+//   A block works on a range of pixel tiles. It has 1 or 3 warpgroups that multiply (WARPGROUPS):
+//     1     The block computes one D.
+//     3     The block computes up to three D: for a 3x3 those of all three filter rows, for a 1x1 those of up to 192
+//           Cout. For each D it loads fewer bytes (3x3: about a third, 1x1: half), which is good for large tensors. But
+//           fewer blocks work on each range. So more ranges are needed to fill the GPU, and there are up to three times
+//           as many partials.
+//   One warp loads. Further warps sum dout over the pixels. These sums are the bias gradient. They are needed only
+//   once, so only the blocks of filter row 0 and input tile 0 compute them. If there is only one range, D is the
+//   gradient, and TMA stores it in dweight. Otherwise D is a partial, and conv_weight_sum adds up the partials. One
+//   launch computes several layers, since a small layer alone would leave most of the GPU idle.
 //
 //   Shared memory: | barriers | a ring of STAGES, each a pixel tile: X_PARTS slices of x, DOUT_PARTS slices of dout |
 // Costs: the time to read x and dout from the L2 (large tensors: from memory), or the time of the products, whichever
@@ -15678,8 +15680,8 @@ template <int KERNEL_, int WARPGROUPS_, int TILE_W_, int STAGES_> struct WeightT
     static constexpr int TILE_H = 8;
     static constexpr int TILE_W = TILE_W_;
     static constexpr int PIXELS = TILE_H * TILE_W;
-    static constexpr bool IS_3X3 = KERNEL == 3;              // a product computes the three taps of a filter row
-    static constexpr int ROWS = IS_3X3 ? 3 / WARPGROUPS : 1; // blocks that divide the filter rows among them
+    static constexpr bool IS_3X3 = KERNEL == 3;              // a warpgroup's D has the taps of one filter row
+    static constexpr int ROWS = IS_3X3 ? 3 / WARPGROUPS : 1; // how many blocks share the filter rows
     // The order of the warps: first the warps that multiply, then the warp that loads (LOADER), then the warps that sum
     // dout for the bias gradient.
     static constexpr int LOADER = 4 * WARPGROUPS;
@@ -15689,7 +15691,7 @@ template <int KERNEL_, int WARPGROUPS_, int TILE_W_, int STAGES_> struct WeightT
     // A stage: X_PARTS slices of x with their border, DOUT_PARTS slices of dout.
     static constexpr int BORDER = KERNEL / 2;
     static constexpr int PITCH = TILE_W + 2 * BORDER;                 // pixels of a row of x
-    static constexpr int HALO_H = TILE_H + BORDER * (WARPGROUPS - 1); // rows of x that 1 or 3 filter rows read
+    static constexpr int HALO_H = TILE_H + BORDER * (WARPGROUPS - 1); // rows of x that the block's filter rows read
     static constexpr int X_PARTS = IS_3X3 ? 1 : 3;
     static constexpr int DOUT_PARTS = IS_3X3 ? 1 : WARPGROUPS;
     static constexpr int X_LOADED = PITCH * HALO_H * SLICE_BYTES;
@@ -15712,10 +15714,10 @@ typedef WeightBatch<ConvWeightTma> TmaBatch;
 
 // A block's work: which products it computes, and for which range of pixel tiles.
 //
-//   block (its number in the layer) = split + splits * (row0 + ROWS * (input group + input_groups * output group))
+//   block = split + splits * (row0 + ROWS * (input group + input_groups * output group))
 template <class T> struct WeightBlock {
     const ConvWeightTma& maps;
-    const int block; // its number in the layer
+    const int block; // its number among the layer's blocks
     const ConvWeight& p = maps.p;
     int split = block % p.splits;           // number of its range of pixel tiles
     int row0 = block / p.splits % T::ROWS;  // its first filter row
@@ -15732,8 +15734,9 @@ template <class T> struct WeightBlock {
     bool sums_bias = row0 == 0 && ci_tile == 0;
     bool final = p.splits == 1; // the block's sums are the whole gradients, not partials
     INLINE explicit WeightBlock(const WorkBlock<ConvWeightTma>& own) : maps(own.work), block(own.block) {}
-    // Stores v, which is the sum of channel c of dout over the pixels of image n that lie in this block's range. (If
-    // bias_images is 1, all images are treated as image 0.)
+    // v is the sum of channel c of dout over the pixels of image n that lie in this block's range. (If bias_images is
+    // 1, all images are treated as image 0.) Stores v as a partial or, if the range has all pixels, as the embedding's
+    // gradient (demb), if that is needed.
     INLINE void put_image_sum(int n, int c, float v) const {
         if (c >= p.shape.Cout) return;
         if (!final) p.bias_partial[(size_t)(split + n) * p.shape.Cout + c] = v;
@@ -15741,7 +15744,8 @@ template <class T> struct WeightBlock {
     }
 };
 
-// Role: load. All other threads wait for the one thread that loads. So its loop has no divisions (TileWalk).
+// Role: load. All other threads wait for the one thread that loads. So its loop must be fast: it uses TileWalk, which
+// needs no divisions.
 template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, auto& stages) {
     const ConvWeightTma& maps = work.maps;
     TileWalk tile(work.p.tiles_h, work.p.tiles_w, work.first, 1, work.end);
@@ -15765,11 +15769,11 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
     }
 }
 
-// Adds up 64 channels of dout over the pixels of an image (sum), and over all images (total). WARPS warps share the 64
-// channels: each warp adds up CHUNKS chunks of 8 channels. A lane adds up one chunk of every (4 WARPS)-th pixel. The
-// pixels are distributed so that any 8 neighbouring lanes read from all banks. At the end of an image the lanes with
-// the same chunk add up their sums: pairs of lanes exchange halves of their channels (halve), until each lane has the
-// full sums of VALUES channels, which begin with channel c.
+// Adds up 64 channels of dout: `sum` over the pixels of the current image, `total` over all images of the block's
+// range. WARPS warps share the 64 channels: each warp adds up CHUNKS chunks of 8 channels. A lane adds up one chunk of
+// every (4 WARPS)-th pixel. The pixels are distributed so that any 8 neighbouring lanes read from all banks. At the end
+// of an image the lanes that have summed the same chunk add up their sums. For this, pairs of lanes exchange halves of
+// their channels (halve), until each lane has the full sums of VALUES channels. The first of these channels is c.
 template <class T> struct ChannelSums {
     static constexpr int WARPS = T::DOUT_PARTS > 1 ? 1 : T::BIAS_WARPS;
     static constexpr int CHUNKS = 8 / WARPS;
@@ -15819,7 +15823,7 @@ template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages
         left = image_tiles;
     }
     if (!work.final) return;
-    // Tells the warpgroups that this warp has read all tiles.
+    // Tells the warpgroups that this warp has read all tiles, so that they may overwrite the tiles (put_dweight).
     warps_arrive(2, 128 * work.busy_warpgroups + 32 * work.bias_warps);
     UNROLL_FOR (int k = 0; k < sums.VALUES; k++)
         if (sums.c + k < work.p.shape.Cout) work.p.dbias[sums.c + k] = sums.total[k];
@@ -15836,7 +15840,7 @@ template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work,
         const Operand x = Operand::rows(tile + x_at, T::PITCH, T::IS_3X3 ? 1 : T::X_BYTES / SLICE_BYTES);
         const Operand dout = Operand::rows(tile + dout_at, T::TILE_W);
         wgmma_fence();
-        UNROLL_FOR (int r = 0; r < T::TILE_H; r += 2) // k = 16: 8 pixels of a row and the 8 pixels below them
+        UNROLL_FOR (int r = 0; r < T::TILE_H; r += 2) // wgmma sums over 16 pixels: 8 in a row, and the 8 below
             UNROLL_FOR (int c = 0; c < T::TILE_W; c += 8) {
                 const uint64_t a = dout.at((r * T::TILE_W + c) * 8);
                 const uint64_t b = x.at((r * T::PITCH + c) * 8);
@@ -15849,8 +15853,8 @@ template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work,
     multiplied<0>(d);
 }
 
-// Writes the sums of the block's range to the partials (splits, tiles, taps, 1024 fragments), in the order of
-// weight_place.
+// Writes d, this thread's sums over the block's range, to the partials (splits, tiles, taps, 1024 float4), in the order
+// of weight_place.
 template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, int co_tile, const float* d) {
     const ConvWeight& p = work.p;
     const int warp = threadIdx.x / 32 % 4;
@@ -15858,14 +15862,15 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, 
     float4* const tiles = p.partial + (((size_t)work.split * p.tiles + tile) * p.taps + row * 3) * 1024;
     float4* const to = tiles + (warp / 2 * 8 + warp % 2 * 4) * 32 + threadIdx.x % 32;
     UNROLL_FOR (int f = 0; f < 24; f++)
-        if (T::IS_3X3 || f / 8 < work.parts) // each third of D (f / 8) is another tap or tile, 1024 fragments long
+        if (T::IS_3X3 || f / 8 < work.parts) // third f / 8 of D is a tap or a tile of Cin, which has 1024 float4
             store_whole(to + f / 8 * 1024 + f % 8 / 4 * 512 + f % 4 * 32, (const float4&)d[4 * f]);
 }
 
-// Stores all sums in dweight, by TMA. First the sums are written to shared memory, where the pixel tiles have been, as
-// boxes of 32 Cin with rows of 128 bytes. A 3x3 has a row for each (Cout, tap), and a 1x1 has a row for each Cout.
-// Fragment f of this thread lies in third f / 8 of D (a tap, or 64 Cin). It holds output channels co and co + 8 for two
-// input channels: f % 8 * 8 + lane % 4 * 2 and the next one.
+// Stores a warpgroup's sums in dweight, by TMA. First the sums are written to shared memory, over the pixel tiles,
+// which nobody reads any more. There they form boxes of 32 Cin with rows of 128 bytes. A box of a 3x3 has a row for
+// each (Cout, tap), and a box of a 1x1 has a row for each Cout. Fragment f of this thread lies in third f / 8 of D (a
+// tap, or 64 Cin). It holds output channels co and co + 8 for two input channels: f % 8 * 8 + lane % 4 * 2 and the next
+// one.
 template <class T> INLINE void put_dweight(const auto& work, int row, int co_tile, float* d, uint32_t boxes) {
     constexpr int BOX_BYTES = (T::IS_3X3 ? 3 : 1) * BYTES_OF_64_ROWS;
     const ConvWeight& p = work.p;
@@ -15886,7 +15891,7 @@ template <class T> INLINE void put_dweight(const auto& work, int row, int co_til
     if (threadIdx.x % 128) return;
     for (int box = 0; box < (T::IS_3X3 ? 2 : 2 * work.parts); box++) {
         const int slice = work.ci_tile + box / 2;
-        const int box_channel = box % 2 * SLICE_CHANNELS / 2; // its first one: a box has half of a slice's
+        const int box_channel = box % 2 * SLICE_CHANNELS / 2; // the box's first channel in its slice
         const int ci = x.row(slice) + box_channel;
         if (x.channel(slice) + box_channel >= (x.is_second(slice) ? p.shape.C2 : p.shape.C1)) continue;
         tma_store(&work.maps.dweight, boxes + box * BOX_BYTES, ci, row * 3, co_tile * SLICE_CHANNELS);
@@ -15936,37 +15941,38 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- FP8 in training: weights and gradients are rounded
-// Used when: round_weights at the beginning of each step. round_gradient before an input gradient, if the kernel that
-//   wrote dout did not write its FP8 form, too.
-// How: A block of round_weights_kernel rounds a tile of 64 output channels x 64 input channels of one tap. Without
-//   turned_alone it writes the tile directly in the order of the weights. For the other order the tile goes through
-//   shared memory. One launch rounds the weights of all layers.
+// Used when: round_weights runs at the beginning of each step. round_gradient runs before an input gradient, if the
+//   kernel that wrote dout did not also write dout in FP8.
+// How: A block of round_weights_kernel rounds a tile of 64 output channels x 64 input channels of one tap.
+//   Unless turned_alone, it writes the tile to `weights`, in the order of the bf16 weights. It also writes the tile to
+//   `turned`, where input and output channels have changed places. For this the tile goes through shared memory. One
+//   launch rounds the weights of up to MAX_ROUNDINGS layers.
 // Costs: memory traffic. For each weight, 2 bytes are read, and 2 are written (1 with turned_alone).
 
 constexpr int ROUNDING_TILE = 64;
-constexpr int MAX_ROUNDINGS = 96; // of a launch; adm64 has 69 such convolutions
-// The convolutions (works) whose weights one launch rounds. The list is passed as a parameter of the kernel, so it need
-// not be copied to the device's memory before. The tiles of all works are numbered one after the other. A block's
-// number is the number of its tile.
+constexpr int MAX_ROUNDINGS = 96; // how many layers one launch rounds at most; adm64 has 69 such layers
+// The convolutions whose weights one launch rounds; each of them is called a work. The list is a parameter of the
+// kernel, so it need not be copied to the device's memory before. The tiles of all works are numbered one after the
+// other. Block i rounds tile i.
 struct RoundingList {
     struct Work : WeightRounding {
-        int first_tile; // the number of its first tile
+        int first_tile; // the number of the work's first tile
         HD int tiles_in() const { return (Cin + ROUNDING_TILE - 1) / ROUNDING_TILE; }
         HD int tiles_out() const { return (Cout + ROUNDING_TILE - 1) / ROUNDING_TILE; }
         int tiles() const { return tiles_out() * 9 * tiles_in(); }
     } works[MAX_ROUNDINGS];
     int count = 0;
-    int tiles = 0; // of all works
+    int tiles = 0; // how many tiles all works have
 };
 
 // There is one block for each tile. list is a __grid_constant__, so it stays in constant memory.
-static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weights, uint8_t* turned, // flat
-                                                                   const bf16* copy,                  // flat
+static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weights, uint8_t* turned, // flat arrays
+                                                                   const bf16* copy,                  // a flat array
                                                                    const __grid_constant__ RoundingList list) {
     constexpr int TILE = ROUNDING_TILE;
     constexpr int PITCH = TILE + 8;
     __shared__ __align__(8) uint8_t tile[TILE][PITCH]; // (output channel, input channel)
-    // The work to which the tile belongs is found by halving.
+    // A binary search finds the work to which this block's tile belongs.
     int low = 0;
     for (int end = list.count; end - low > 1;) {
         const int middle = (low + end) / 2;
@@ -15981,8 +15987,8 @@ static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weig
     await_previous_kernel();
 
     // A thread rounds 8 neighbouring input channels of two output channels. All of these convolutions have multiples of
-    // 32 channels (conv_is_few). So 8 input channels, and below 16 output channels, lie all inside the weights or all
-    // outside.
+    // 32 channels (conv_is_few). So the 8 input channels lie all inside the weights or all outside. The same is true of
+    // the 16 output channels that a thread writes below.
     const int column = threadIdx.x % 8 * 8;
     UNROLL_FOR (int i = 0; i < 2; i++) {
         const int row = threadIdx.x / 8 + i * 32;
@@ -16019,14 +16025,14 @@ static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weig
 
 static void round_weights(uint8_t* weights, uint8_t* turned, const act* copy,
                           const std::vector<WeightRounding>& works) {
-    // act_has_wgmma is true only if activations are bf16. So copy holds bf16, as the kernel reads it.
+    // act_has_wgmma is true only if activations are bf16. So copy holds bf16, which the kernel expects.
     if (!act_has_wgmma()) die("internal error: FP8 is for Hopper");
     RoundingList list;
     for (const WeightRounding& w : works) {
         list.works[list.count] = {w, list.tiles};
         list.tiles += list.works[list.count].tiles();
         list.count++;
-        // The list is launched when it is full, and after the last work.
+        // The kernel is launched when the list is full, and after the last work.
         if (list.count < MAX_ROUNDINGS && &w != &works.back()) continue;
         launch(round_weights_kernel, list.tiles, 256, 0, weights, turned, copy, list);
         list = {};
@@ -16054,17 +16060,19 @@ static void round_gradient(Fp8Copy fp8, const act* dout, size_t n) {
 // Used when: at the end of every training step.
 // How: The gradient is summed in stretches of a fixed size (the comments above step_gradients give the reason). The GPU
 //   decides whether and how to update (judge_step), so that the host need not wait.
-// Costs: memory traffic: five arrays are read, and four arrays and the bf16 copy are written.
+// Costs: memory traffic. adamw_kernel reads sum, params, ema, m and v. It writes params, ema, m, v and the bf16 copy.
 
-// sum = [the old sum +] the gradients of all ranks, added in the order of the ranks. squares = |sum|^2 of each stretch.
-// There is one block for each stretch of this rank's slice. A block adds up one stretch, which has STRETCH floats. A
-// quad is 4 neighbouring floats. A thread adds up QUADS quads of the stretch, which are 1024 quads apart.
+// Adds up the gradients of all ranks, in the order of the ranks, and writes the result to `sum`. If `add` is true, the
+// old content of `sum` is the first term: the sum over the earlier microbatches of this step. squares: |sum|^2 of each
+// stretch, written to this rank and to all ranks whose memory this rank can write to. There is one block for each
+// stretch of this rank's slice. A stretch has STRETCH floats. A quad is 4 neighbouring floats. A thread adds up QUADS
+// quads of the stretch, which are 1024 quads apart.
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     sum_gradients_kernel(float* sum,                                         // a flat array
-                         const __grid_constant__ Everywhere<double> squares, // (all stretches), written at every rank
+                         const __grid_constant__ Everywhere<double> squares, // (all stretches)
                          RankGradients grads,
                          bool add,     // whether the old sum is added
-                         bool write) { // false: sum is the only array that is read, so it stays as it is
+                         bool write) { // false: the only term is `sum` itself, so it need not be written
     await_previous_kernel();
     constexpr int QUADS = STRETCH / 4 / 1024;
     const size_t n = grads.slice.n;
@@ -16094,7 +16102,7 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
         total += (x * x + y * y) + (z * z + w * w);
     }
     total = block_sum(total);
-    if (threadIdx.x < squares.ranks) squares.at[threadIdx.x][at / STRETCH] = total; // to every rank
+    if (threadIdx.x < squares.ranks) squares.at[threadIdx.x][at / STRETCH] = total; // to one of the ranks
 }
 
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add) {
@@ -16184,7 +16192,7 @@ static void cast_params(act* copy, const float* params, size_t n) {
     }
 }
 
-// Factors that are the same for all parameters in an update. t: the number of updates, including this one.
+// Factors that are the same for all parameters in an update. This is the t-th update (StepState::updates).
 struct AdamWFactors {
     float clip;      // factor of the gradient, as in torch's clip_grad_norm_
     float decay;     // 1 - lr weight_decay
@@ -16248,7 +16256,8 @@ static __global__ void __launch_bounds__(256)
         ms[i] = m;
         vs[i] = v;
         // The new weights go to this rank and to all ranks whose memory this rank can write to. Those ranks read the
-        // first `plain` weights (all except the convolutions') in fp32. They read all other weights from the copy.
+        // first `plain` weights (all except the weights of convolutions) in fp32. They read all other weights from the
+        // copy.
         const uint2 rounded = from_floats<bf16>(p);
         for (int r = 0; r < u.params.ranks; r++) {
             if (r == 0 || 4 * k < u.plain) ((float4*)u.params.at[r])[k] = p;
@@ -16263,7 +16272,7 @@ static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice
     case Element::FP32: // the weights have no copy
     case Element::FP8:  // act_element is never FP8
     case Element::FP8_GRADIENT:
-    case Element::BF16: // the kernel writes the copy, in bf16 alone: another element needs a template parameter there
+    case Element::BF16: // adamw_kernel writes the copy as bf16. Another element would need a template parameter
         return launch(adamw_kernel, blocks, 256, 0, u, state, h, own);
     }
 }
