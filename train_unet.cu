@@ -16078,8 +16078,8 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     const size_t n = grads.slice.n;
     const size_t at = grads.slice.flat(blockIdx.x * STRETCH); // the stretch's place in the flat arrays
     const size_t first = at / 4 + threadIdx.x;                // this thread's first quad
-    // How many quads the stretch has from this thread's first quad on. Only quads among the n floats are counted,
-    // because the arrays must not be read beyond those.
+    // How many quads the stretch has from this thread's first quad on. Quads beyond the n floats are not counted,
+    // because they must not be read.
     const int quads_left = (int)(min(at + STRETCH, n) / 4 - min(at, n) / 4) - (int)threadIdx.x;
     const int first_source = -(int)add; // source -1 is the old sum; source r >= 0 is rank r
     float4 g[QUADS];
@@ -16298,22 +16298,25 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_backward
 // Returns how long groupnorm_backward_whole_kernel takes with plan w, in microseconds. The formula was fitted to 2,700
-// measurements on an H200. On average, the plan that it finds cheapest takes 3 % more time than the fastest plan.
+// measurements on an H200. On average, the plan that is cheapest by the formula takes 3 % more time than the plan that
+// is really the fastest.
 //
 //   time = START + (number of waves of blocks) * hypot(latency, throughput)
 //
 // latency: the time that a block waits even if there are few blocks. It waits for loads, and for the rounds in which
 // sums are added and exchanged. throughput: the time that all blocks on one multiprocessor need together for their
-// bytes and instructions. Latency and throughput overlap in part, and hypot lies between their maximum and their sum.
-// tensors: how many tensors of the size of x are read or written.
+// bytes and instructions. Latency and throughput overlap in part, so together they take less time than their sum, and
+// more than the larger of both. hypot also lies between these limits. tensors: how many tensors of the size of x are
+// read or written.
 static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensors) {
+    // How many microseconds each of these takes:
     constexpr double START = 1.9;    // a launch, and the wait for the previous kernel
     constexpr double CLUSTER = 0.65; // blocks of a cluster wait for each other
-    constexpr double PART = 0.1;     // to add one more sum, of a warp or of another block
+    constexpr double PART = 0.1;     // one more sum, of a warp or of another block, is added
     constexpr double SLOT = 0.394;   // the latency of one more vector for each thread
     constexpr double SLOTS = 0.081;  // the instructions of one more vector for each of 1,024 threads
-    constexpr double PER_KB = 0.037; // each KB that a multiprocessor reads or writes
-    constexpr double WARPS = 0.34;   // what every 256 threads add to a block's time
+    constexpr double PER_KB = 0.037; // a multiprocessor reads or writes one KB
+    constexpr double WARPS = 0.34;   // a block has 256 more threads
     const int C = s.C1 + s.C2;
     const double elements = act_vec() / 8.0; // SLOT and SLOTS were fitted for vectors of 8 elements
 
@@ -16355,8 +16358,8 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     const int group_channels = C / s.groups;
     const int tensors = add ? 4 : 3;
 
-    // How many microseconds two passes take. moved: the kilobytes that the two passes read and write on each
-    // multiprocessor.
+    // How many microseconds the two passes take (groupnorm_sums_kernel and groupnorm_backward_kernel), by measurements.
+    // moved: the kilobytes that the two passes read and write on each multiprocessor.
     const double pieces = (double)s.B * s.HW * C / V; // how many pieces of 16 bytes one tensor has
     const double moved = (tensors + 2) * 16 / 1024.0 * pieces / gpu.sms;
     const double two_passes = std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved);
@@ -16372,7 +16375,7 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
         if (w.bytes() > gpu.shared_for(1, 256)) return;
         plan.consider(norm_whole_cost(s, w, tensors), w);
     };
-    const int least_log_columns = std::countr_zero(16u / V); // a warp has 16 neighbouring channels or more
+    const int least_log_columns = std::countr_zero(16u / V); // a warp works on at least 16 neighbouring channels
     const int most_chunks = gpu.clusters ? 8 : 1;
     const int largest_slab = std::min(C, MAX_WHOLE_THREADS);
     for (int slab = V; slab <= largest_slab; slab += V)
@@ -16384,8 +16387,9 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     return plan.best;
 }
 
-// Return kernels: the one that does everything, the first of two passes, and the second. Each has a version of its own
-// with dropout, and the second pass also one for addends. GRAD: what the gradients are written to.
+// These functions return the kernel that does everything, the first of two passes, and the second pass. Each kernel has
+// one version with dropout and one without. The second pass also has versions with and without addends. GRAD:
+// GradOf<T>, or Fp8GradOf<T> if gradients are also written in FP8.
 template <class T, class GRAD> static auto norm_whole_kernel(bool drop) {
     if (drop) return groupnorm_backward_whole_kernel<T, true, GRAD>;
     return groupnorm_backward_whole_kernel<T, false, GRAD>;
@@ -16412,8 +16416,8 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
     const bool drop = dropout.p > 0;
     const bool addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2;
 
-    // The gradients of weight and bias are sums over the images. Each image's part of them stays in memory until
-    // finish_gradients adds up the parts.
+    // The gradients of weight and bias are sums over the images. Each image's term stays in memory until
+    // finish_gradients adds up the terms. It is called here if there is no room for the terms of this group norm.
     const size_t bytes = norm_sums_bytes(s);
     if (norm_sums_count == MAX_NORM_SUMS || norm_sums_used + bytes > device.norm_sums_bytes) finish_gradients();
     float2* const sums = (float2*)(device.norm_sums + norm_sums_used);
@@ -16452,9 +16456,10 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention: forward and, where a has dout, backward
-// Launches Hopper's kernels, for bf16 heads of DIM = 32 or 64 channels, and a multiple of 64 tokens (T). Backward: a
-// head of 64 tokens is computed by one block. A head of 256 to 1,024 tokens, a multiple of 128, is computed by a
-// cluster whose blocks have 128 tokens each. For all other heads the portable kernel computes the backward pass.
+// Launches Hopper's kernels for bf16. Heads have DIM = 32 or 64 channels, and the number of tokens (T) is a multiple of
+// 64. Backward pass: a head of 64 tokens is computed by one block. A head of 256 to 1,024 tokens, if this is a multiple
+// of 128, is computed by a cluster, whose blocks have 128 tokens each. For all other heads the portable kernel computes
+// the backward pass.
 template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
     using Alone = AttentionBackward<DIM, 1>;
     using Cluster = AttentionBackward<DIM, 2>;
@@ -16463,7 +16468,8 @@ template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
     const bool fits_cluster = gpu.clusters && a.T % 128 == 0 && a.T >= 256 && a.T <= 1024;
     const bool alone = back && fits_block && attention_clusters<Alone>(a.T);
     const bool cluster = back && fits_cluster && attention_clusters<Cluster>(a.T);
-    // AttentionForward<channels of a head, warpgroups, keys of a chunk, chunks>; chunks = 0: they pass through a ring
+    // AttentionForward<channels of a head, warpgroups, keys of a chunk, chunks of a head>. If the last is 0, a head may
+    // have any number of chunks, which pass through a ring.
     using Forward64 = AttentionForward<DIM, 1, 64, 1>;
     using Forward256 = AttentionForward<DIM, 2, DIM, 256 / DIM>;
     using ForwardRing2 = AttentionForward<DIM, 2, 64, 0>;
@@ -16484,7 +16490,7 @@ template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
 // room for a.d channels.
 template <class T> static void attention(const AttentionCall& a) {
     const bool wgmma = act_has_wgmma() && a.T % 64 == 0;
-    constexpr int LARGEST = 32 * VEC<T>; // channels of a head whose row has 512 bytes
+    constexpr int LARGEST = 32 * VEC<T>; // so many channels of a token have 512 bytes
     const Way<AttentionCall> ways[] = {
         {wgmma && a.d == 32, launch_attention_wgmma<32>}, // Hopper's kernels
         {wgmma && a.d == 64, launch_attention_wgmma<64>},
@@ -16515,8 +16521,8 @@ static void attention_backward(act* dqkv,              // (B, T, 3C)
 // ---------------------------------------------------------------------------------------------------------------------
 // --- convolution: forward and input gradient
 // conv_forward and conv_backward_input, at the end of this part, call conv_product, which chooses a kernel. A table
-// above conv_product shows all roads from there to the instructions of the tensor cores. Functions whose names begin
-// with pick_ choose a tile for one of the kernels, by measured costs or by a table.
+// above conv_product shows which functions are called, from conv_product to the instructions of the tensor cores.
+// Functions whose names begin with pick_ choose a kernel's tile, by measured costs or by a table.
 static bool conv_is_halo(const ConvShape& s) { return s.kernel == 3 && s.stride == 1; }
 
 // Can Hopper's kernels compute this convolution? If so, conv_weight_tma always computes its weight gradient.
@@ -16524,12 +16530,12 @@ static bool conv_is_wgmma(const ConvShape& s) {
     return act_has_wgmma() && s.stride == 1 && !s.upsample && !conv_is_few(s);
 }
 
-// Hopper's kernels have neither stride 2 nor upsampling. So such a convolution takes a detour: it is replaced by a
-// convolution that has stride 1 and does not change the size. For upsampling, the upsampled input is first written to
-// the workspace. For stride 2, the gradient of the output is first written to the workspace, with zeros between its
-// pixels. (A forward pass of stride 2 has a detour of another kind, see conv_forward.) The detour moves more bytes, but
-// with wgmma it is two to four times as fast. With mma.sync only the gradient of an upsampled input takes the detour,
-// and this takes 17 to 33 % less time.
+// Hopper's kernels can compute neither stride 2 nor upsampling. So such a convolution takes a detour: it is replaced by
+// a convolution with stride 1, whose output has the size of its input. For upsampling, the upsampled input is first
+// written to the workspace. For the gradients of a convolution with stride 2, the gradient of its output is first
+// written to the workspace, with zeros between its pixels. (A forward pass of stride 2 has a detour of another kind,
+// see conv_forward.) The detour moves more bytes. But it can use wgmma, so it is two to four times as fast. With
+// mma.sync only the gradient of an upsampled input takes the detour, which saves 17 to 33 % of the time.
 static ConvShape conv_without_detour(ConvShape s) { // returns the convolution that replaces s
     s.H <<= s.upsample;
     s.W <<= s.upsample;
@@ -16550,8 +16556,8 @@ static size_t conv_detour_bytes(const ConvShape& s) {
     return (bytes + 255) / 256 * 256;
 }
 
-// Is this a layer whose weight gradient never shares a launch with those of other layers? Such a layer is first
-// replaced by another convolution, whose shape conv_weight_shape returns.
+// Does this layer's weight gradient never share a launch with the weight gradients of other layers? Such a layer is
+// first replaced by another convolution, whose shape conv_weight_shape returns.
 static bool conv_weight_alone(const ConvShape& s) { return conv_is_few(s) || conv_takes_detour(s); }
 static ConvShape conv_weight_shape(const ConvShape& s) {
     return conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
@@ -16564,7 +16570,7 @@ static int count_tiles(const ConvCall& c, int images, int rows, int columns) {
 }
 
 // Returns a measure of conv_halo's time with this tile: the number of rounds of blocks times a block's channels. In a
-// round all multiprocessors are full of blocks; the last round takes as long as the others even if it is nearly empty.
+// round as many blocks run as fit on the GPU at once. The last round may have fewer blocks, but takes as long.
 template <class Tile> static int halo_rounds(const ConvCall& c) {
     const int tiles = count_tiles(c, Tile::IMAGES, Tile::TILE_H, Tile::TILE_W);
     const int blocks = tiles * ceil_div(c.Cout, Tile::CHANNELS);
@@ -16582,13 +16588,13 @@ static bool halo_is_last(const ConvCall& c) { return c.s.out == Element::FP32 &&
 static bool halo_is_small(const ConvCall& c) { return c.H <= 8 || c.W <= 8; }
 static bool halo_fills_gpu(const ConvCall& c) {
     const int tiles = count_tiles(c, 1, 16, 16) * ceil_div(c.Cout, 64);
-    const int enough = c.Cout % 64 ? 2 : 1; // blocks for each multiprocessor
+    const int enough = c.Cout % 64 ? 2 : 1; // so many tiles for each multiprocessor
     return tiles > enough * gpu.sms;
 }
 
 // Picks the tile of conv_halo, for 3x3, stride 1, bf16 on any GPU.
 template <bool BACKWARD> static void pick_conv_halo_bf16(const ConvCall& c) {
-    //             images, channels, K groups, blocks per multiprocessor
+    // HaloTile<type, images, channels, K groups, blocks per multiprocessor>
     using Last = HaloTile<bf16, 1, 16, 1, 4>;
     using Small48 = HaloTile<bf16, 2, 48, 2, 3>;
     using Small32 = HaloTile<bf16, 2, 32, 4, 2>;
@@ -16604,10 +16610,10 @@ template <bool BACKWARD> static void pick_conv_halo_bf16(const ConvCall& c) {
     const Way<ConvCall> ways[] = {
         // the network's last convolution has few channels
         {halo_is_last(c), conv_halo<Last, false, float>},
-        // images at most 8 pixels high or wide: a block has two of them, and K groups give it more warps
+        // images at most 8 pixels high or wide: a block has two images, and K groups give the block more warps
         {small_48, conv_halo<Small48, BACKWARD>},
         {small, conv_halo<Small32, BACKWARD>},
-        // there are enough of the largest tiles
+        // the largest tiles: there are enough of them to fill the GPU
         {large_48, conv_halo<Large48, BACKWARD>},
         {many, conv_halo<Large64, BACKWARD>},
         // few tiles: a block has fewer channels, and two K groups share a tile
@@ -16631,8 +16637,8 @@ template <bool BACKWARD> static void pick_conv_halo_fp32(const ConvCall& c) {
     decide(c, ways);
 }
 
-// Picks the tile of conv_gather, which computes all other convolutions on any GPU. A tile has 64 or 128 pixels x 64
-// channels or, in bf16 only, 128 pixels x 128 channels.
+// Picks the tile of conv_gather, which computes all convolutions that no other kernel can compute. A tile has 64 or 128
+// pixels x 64 channels or, in bf16 only, 128 pixels x 128 channels.
 template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c) {
     const int HW = c.H * c.W;
     const int tiles_of_128 = c.B * ceil_div(HW, 128); // tiles of 128 pixels
@@ -16640,7 +16646,7 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
     //                pixels / 64, channels, channels of a warp, stages
     using Pixels64 = GatherTile<T, 1, 64, 32, 3>;
     using Pixels128 = GatherTile<T, 2, 64, 32, 3>;
-    if constexpr (std::is_same_v<T, bf16>) { // tiles of 128 x 128 need the fewest bytes
+    if constexpr (std::is_same_v<T, bf16>) { // tiles of 128 x 128 read the fewest bytes
         using Wide = GatherTile<T, 2, 128, 64, 2>;
         const int blocks_of_128 = ceil_div(c.Cout, 128);
         // at most a fifth of the tiles' channels lie beyond the last channel
@@ -16652,17 +16658,17 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
     else conv_gather<Pixels64, BACKWARD>(c);
 }
 
-// Tiles of conv_tiles for 3x3: ConvTiles<taps, rows, slices of 64 channels, resident weights, ...>. With up to 128
-// input channels (FP8: 256) all weights stay in shared memory, and the two warpgroups take turns. With more input
-// channels the weights pass through a ring.
-template <bool BACKWARD> using HalfSlice = ConvTiles<9, 16, 1, true, BACKWARD, 2>; // 32 channels: half the products
+// Tiles of conv_tiles for 3x3: ConvTiles<taps, rows, slices of 64 output channels, whether weights are resident, ...>.
+// With up to 128 input channels (FP8: 256) all weights stay in shared memory (resident), and the two warpgroups take
+// turns. With more input channels the weights pass through a ring (streamed).
+template <bool BACKWARD> using HalfSlice = ConvTiles<9, 16, 1, true, BACKWARD, 2>; // Cin = 32: half the products
 template <bool BACKWARD, Element E = Element::BF16> using Resident16 = ConvTiles<9, 16, 1, true, BACKWARD, 4, E>;
 template <bool BACKWARD, Element E = Element::BF16> using Resident32 = ConvTiles<9, 32, 1, true, BACKWARD, 4, E>;
 template <bool BACKWARD, Element E = Element::BF16> using Streamed16 = ConvTiles<9, 16, 1, false, BACKWARD, 4, E>;
 template <bool BACKWARD, Element E = Element::BF16> using Streamed32 = ConvTiles<9, 32, 1, false, BACKWARD, 4, E>;
 
-// The time of a block of conv_small, in ns, as measured on an H200: of a whole block except its taps, and of one tap of
-// one slice. `alone`: there is no more than one block for each multiprocessor. `full`: there are more. Then all
+// The time of a block of conv_small, in ns, as measured on an H200. tap_: one tap of one slice. block_: everything
+// except the taps. _alone: there is at most one block for each multiprocessor. _full: there are more blocks. Then all
 // multiprocessors are busy all the time, and each block gets a smaller share of the L2 cache's bandwidth.
 struct SmallCosts {
     int block_alone, tap_alone;
@@ -16670,12 +16676,13 @@ struct SmallCosts {
 };
 
 // Picks the fastest kernel (conv_small or conv_tiles) and tile for 3x3 on images of up to 32 x 32. FP8: a product takes
-// as long as in bf16, and sums over twice as many channels. A last slice of up to 64 channels needs half the products.
+// as long as in bf16, and sums over twice as many channels. If the last slice has at most 64 channels, it needs half
+// the products.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(const ConvCall& p) {
     constexpr bool IS_FP8 = is_fp8(E);
     const int slices = ceil_div(p.Cin1, slice_channels(E));
     const int taps_of_64 = ceil_div(p.Cin1, 64) * 9;
-    const int taps = IS_FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // taps of all slices
+    const int taps = IS_FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // a block's taps, of all slices
     const bool is_32 = p.Cin1 == 32 && !IS_FP8;                     // half a slice
     Cheapest<void (*)(const ConvCall&)> way;
 
@@ -16691,7 +16698,7 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
         int block = alone ? cost.block_alone : cost.block_full;
         int tap = alone ? cost.tap_alone : cost.tap_full;
         if (half_slice) tap /= 2;
-        if (IS_FP8 && !alone) { // measured: FP8 has half as many taps, and each loads as many bytes
+        if (IS_FP8 && !alone) { // measured; FP8 has half as many taps, and each tap loads as many bytes
             block += 1500;
             tap += tap / 12;
         }
@@ -16700,9 +16707,9 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
     //          SmallTile: warpgroups, N, images, split, blocks per multiprocessor
     using Square = SmallTile<BACKWARD, 1, 64, 1, 1, 2, E>;          // a square of 8 x 8 pixels and 64 channels
     using SquareShared = SmallTile<BACKWARD, 1, 64, 1, 2, 2, E>;    // two blocks share a tile's taps
-    using TwoImagesShared = SmallTile<BACKWARD, 2, 64, 2, 2, 1, E>; // the same, and two images share weights
+    using TwoImagesShared = SmallTile<BACKWARD, 2, 64, 2, 2, 1, E>; // as SquareShared, and two images share weights
     using TwoImages = SmallTile<BACKWARD, 2, 64, 2, 1, 1, E>;       // two images share weights
-    using ManyChannels = SmallTile<BACKWARD, 1, 192, 1, 1, 1, E>;   // many channels share pixels
+    using ManyChannels = SmallTile<BACKWARD, 1, 192, 1, 1, 1, E>;   // 192 channels share pixels
     using TwoImages128 = SmallTile<BACKWARD, 2, 128, 2, 1, 1, E>;   // two images, and many channels
     using Wide32 = SmallTile<BACKWARD, 2, 32, 1, 1, 1, E>;          // tiles of 8 x 16 pixels
     using Wide192 = SmallTile<BACKWARD, 2, 192, 1, 1, 1, E>;
@@ -16719,8 +16726,9 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
     }
     if (p.H <= 8) return way.best(p);
 
-    // conv_tiles has persistent blocks. Its time, in ns, = once + (tiles of the busiest block / n) * each, where `each`
-    // is the time of n tiles. (Here a tile is 8 pixels across and 16 down, even if the kernel's own tiles are larger.)
+    // conv_tiles has persistent blocks. Its time, in ns, is once + (tiles of the busiest block / n) * each, where
+    // `each` is the time of n tiles. (Here a tile is 8 pixels across and 16 down, even if the kernel's own tiles are
+    // larger.)
     const int tiles = count_tiles(p, 1, 16, 8);
     auto consider_tiles = [&](auto tile, int once, int n, int64_t each) {
         const int runs_of_n = ceil_div(ceil_div(tiles, n), tile.runs(p.Cout));
@@ -16738,10 +16746,10 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
     way.best(p);
 }
 
-// Returns how many cycles conv_tiles takes with tile T for p, a 1x1 convolution, by measurements on an H200. Returns
-// INFINITY if a tile's results do not fit into shared memory.
+// Returns how many cycles conv_tiles takes with T (a ConvTiles) for p, a 1x1 convolution, by measurements on an H200.
+// Returns INFINITY if a tile's results do not fit into shared memory.
 template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int slices) {
-    constexpr int64_t L2_BYTES = 36; // the most that a multiprocessor reads from or writes to the L2 in a cycle
+    constexpr int64_t L2_BYTES = 36; // bytes that a multiprocessor can exchange with the L2 in a cycle
     const bool add = p.out.part1.add1 || p.out.part2.add1;
     const int weights = T::RESIDENT ? slices : T::STREAMED_WEIGHTS;
     const int stages = T::stages(weights);
@@ -16751,18 +16759,18 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
     // A unit is what a stage holds: a tile, or two tiles, one for each warpgroup.
     const int tiles = count_tiles(p, 1, T::ROWS, 8);
     const int units = ceil_div(tiles, T::UNIT);
-    const int64_t rounds = ceil_div(units, T::runs(p.Cout)); // units of the busiest block
+    const int64_t rounds = ceil_div(units, T::runs(p.Cout)); // how many units the busiest block has
 
     // The cycles of a unit's products. For each slice of input channels and each 64 output channels there are 4
     // products of k = 16. A product takes PIXELS / 2 cycles, and 6 more to start.
     const int64_t products = T::UNIT * T::OUT_SLICES * slices * 4 * (T::PIXELS / 2 + 6);
 
-    // The cycles of a unit's bytes: slices, streamed weights and addends are read, and results are written.
+    // The bytes of a unit: slices, streamed weights and addends are read, and results are written.
     const int64_t tile_bytes = T::UNIT * T::TILE_BYTES;
     const int64_t slice_bytes = tile_bytes + (T::RESIDENT ? 0 : T::WEIGHT_BYTES);
     const int64_t bytes = slices * slice_bytes + T::OUT_SLICES * tile_bytes * (add ? 2 : 1);
-    // If few stages remain beside a tile's results and the current slice, fewer bytes can be loaded at the same time. A
-    // load takes 1800 cycles.
+    // `ahead`: how many bytes can be loaded at the same time. This depends on how many stages remain if one tile's
+    // results and the slices in use take theirs. A load takes 1800 cycles.
     const int64_t ahead = std::max(1, stages - T::OUT_SLICES - 2) * tile_bytes;
     const int64_t bytes_per_cycle = T::RESIDENT ? std::min(L2_BYTES, ahead / 1800) : L2_BYTES;
     const int64_t longest = std::max(products, bytes / bytes_per_cycle);
@@ -16802,7 +16810,7 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
         using T = decltype(tile);
         way.consider(conv_tiles_1x1_cycles<T>(p, slices), conv_tiles<T>);
     };
-    //                 rows, slices of 64 channels, resident weights
+    // ConvTiles<taps, rows, slices of 64 output channels, whether weights are resident, ...>
     consider(ConvTiles<1, 16, 1, true, BACKWARD>());
     consider(ConvTiles<1, 16, 2, true, BACKWARD>());
     consider(ConvTiles<1, 16, 3, true, BACKWARD>());
@@ -16813,7 +16821,7 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
 }
 
 // Picks the tile of conv_tiles for 3x3 on images larger than 32 x 32. For a convolution with a skip connection it picks
-// the tile on images of any size.
+// the tile whatever the size of the images.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_3x3(const ConvCall& c) {
     const int slices = ceil_div(c.Cin1, slice_channels(E));
     const bool skip = c.out.skip.weight;               // only tiles with RESIDENT weights can compute it
@@ -16822,14 +16830,14 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_
     const bool fills_32_rows = c.H % 32 == 0 || c.H > 64;
 
     const Way<ConvCall> ways[] = {
-        // 32 input channels are half a slice: each tap needs two products instead of four
+        // 32 input channels are half a slice, so each tap needs two products instead of four
         {c.Cin1 == 32 && E == Element::BF16, conv_tiles<HalfSlice<BACKWARD>>},
         // one slice of weights leaves room for tiles of 32 rows
         {!skip && one_slice_and_32_rows, conv_tiles<Resident32<BACKWARD, E>>},
         // up to two slices of weights fit into shared memory beside the pixels
         {slices <= 2, conv_tiles<Resident16<BACKWARD, E>>},
-        // more weights pass through a ring; a tile of 32 rows uses them for more pixels, if few of its rows lie outside
-        // the image
+        // more weights pass through a ring; a tile of 32 rows uses each of them for more pixels, which pays if few of
+        // its rows lie outside the image
         {fills_32_rows, conv_tiles<Streamed32<BACKWARD, E>>},
         {true, conv_tiles<Streamed16<BACKWARD, E>>},
     };
@@ -16844,8 +16852,8 @@ static bool conv_is_small(const ConvCall& c) {
 }
 
 // Decides which kernel computes a convolution. A pick_ function, above, chooses the kernel's tile: in general the
-// largest tile with which every multiprocessor still has a block. The table shows which functions lead from the
-// network's list of layers to an instruction of the tensor cores. Each function calls the function below it:
+// largest tile with which every multiprocessor still has a block. The table shows how a layer of the network's list
+// leads to an instruction of the tensor cores. Each function calls the function below it:
 //
 //   forward_conv (section 5)     what a layer of kind CONV calls
 //   conv_forward                 fills a ConvCall. For upsampling, stride 2 or few channels it may first replace the
@@ -16870,8 +16878,9 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const bool halo = conv_is_halo(s);
     if (s.upsample && !halo) die("internal error: upsampled, a convolution must be 3x3 with stride 1");
 
-    // conv_is_wgmma: this is a Hopper GPU, and a convolution in bf16 of stride 1, without upsampling and with more than
-    // a few channels. Hopper's kernels always store all parts of the result, and add at most one addend to each part.
+    // conv_is_wgmma is true on a Hopper GPU, for convolutions in bf16 with stride 1, without upsampling, and with more
+    // than a few channels. Hopper's kernels always store all parts of the result, and add at most one addend to each
+    // part.
     const bool all_parts = o.part1.dx && (!o.Cout2 || (o.part2.dx && o.Cout1 % 64 == 0));
     const bool second_addends = o.part1.add2 || o.part2.add2;
     const bool wgmma = conv_is_wgmma(s) && all_parts && !second_addends;
@@ -16890,8 +16899,8 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     decide(c, ways);
 }
 
-// Decides the same for the two products in FP8: a forward pass (E = FP8), or an input gradient, which
-// conv_backward_input_fp8 has made a forward convolution of dout (E = FP8_GRADIENT). Such a convolution is 3x3, has one
+// Does for FP8 what conv_product does for other elements. The convolution is a forward pass (E = FP8), or an input
+// gradient, which conv_backward_input_fp8 has made a forward convolution of dout (E = FP8_GRADIENT). It is 3x3, has one
 // input and stride 1, and runs on Hopper.
 template <Element E> static void conv_product_fp8(const ConvCall& c) {
     const bool known = conv_is_wgmma(c.s) && conv_is_halo(c.s);
@@ -16946,9 +16955,9 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
     else conv_product<false>(call);
 }
 
-// Can a 3x3 convolution of shape s also compute the skip connection (1x1) that is added to its result? It can if shared
-// memory has room for all weights of the convolution and of the skip connection, and for one more stage of pixels than
-// a tile needs.
+// Can the kernel of a 3x3 convolution, of shape s, also compute the skip connection (1x1) that is added to the result?
+// It can if shared memory has room for all weights of the convolution and of the skip connection, and for one more
+// stage of pixels than a tile needs.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     if (!conv_is_wgmma(s) || !conv_is_wgmma(skip)) return false;
     if (s.kernel != 3 || skip.kernel != 1 || s.H < 16) return false;
@@ -16958,9 +16967,9 @@ static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     return weights <= 18 && Resident16<false>::stages(weights) > slices + skip_slices;
 }
 
-// The input gradient in FP8. wgmma accepts FP8 operands only if k is the inner dimension of both (K_MAJOR). So the
-// weights can't be transposed on their way to the tensor cores, and round_weights has turned them before. With turned
-// weights, (C1, 8 - tap, Cout), the input gradient is a forward convolution of dout.
+// Computes the input gradient in FP8. wgmma accepts FP8 operands only if k is the inner dimension of both operands
+// (K_MAJOR). So the weights can't be transposed on their way to the tensor cores. Instead, round_weights has turned
+// them before. With these turned weights, (C1, 8 - tap, Cout), the input gradient is a forward convolution of dout.
 static void conv_backward_input_fp8(Grad dx, const act* dout, const act* turned, ConvShape s, const float* factors) {
     if (s.C2 || dx.add1 || dx.add2) die("internal error: in FP8 an input gradient has one input and no addends");
     std::swap(s.C1, s.Cout);
@@ -16988,8 +16997,9 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         spread(workspace, dout, s.B, s.H, s.W, s.Cout);
         return conv_backward_input(dx1, Grad{}, workspace, weight, conv_without_detour(s));
     }
-    // unet_backward does not compute the gradient of a tensor without needs_grad (add_layer). So this ends the program
-    // only if somebody adds a layer with a backward pass before the first convolution.
+    // unet_backward computes the gradient of a tensor only if needs_grad is set (add_layer), which is not so for the
+    // images. So the next line ends the program only if somebody adds a layer with a backward pass before the first
+    // convolution.
     if (conv_is_first(s)) die("internal error: the gradient of the images, which nobody needs");
     if (conv_is_last(s)) {
         if (dx1.add2) die("a convolution to %d channels has one addend to its input's gradient at most", s.Cout);
@@ -16997,7 +17007,7 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         const ConvShape rows = few_shape(s);
         return conv_forward(dx1.dx, nullptr, p.rows, nullptr, p.weight_rows, nullptr, nullptr, 0, dx1.add1, rows);
     }
-    // Here the kernel's input is dout, and its output has the channels of both of the layer's inputs.
+    // The kernel's input is dout. The kernel's output has the channels of both inputs of the layer.
     ConvCall call{.s = s, .B = s.B, .H = s.H, .W = s.W};
     call.Cin1 = s.Cout;
     call.Cin2 = 0;
@@ -17018,21 +17028,21 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 //                             as a whole (plan_weights), gives out the workspace (put_partials), and launches:
 //       conv_weight_tma, conv_weight_halo or conv_weight_gather     once for each kind
 //       conv_weight_sum                                             once, for the partials of all kinds
-//     conv_weight_one         layers that are first replaced by other layers: few channels, stride 2, upsampling
+//     conv_weight_one         a layer that is first replaced by another one: few channels, stride 2, upsampling
 //
 // A plan is the number of ranges (splits) into which the pixels are divided and, for conv_weight_tma, the number of
 // warpgroups of a block. More ranges keep more multiprocessors busy, but each range writes partial sums, which a second
 // kernel has to add up.
 
-// What weight gradients cost, in cycles as measured on an H200 while all blocks are at work.
+// What a launch for weight gradients costs, in cycles as measured on an H200 while all blocks were at work.
 struct WeightCosts {
-    int slots;          // blocks that the GPU runs at once
+    int slots;          // how many blocks the GPU runs at once
     int tile;           // cycles of a block for one pixel tile
     int filter;         // how many blocks the taps of a filter are divided among
-    int beside;         // cycles of a block in addition to its tiles, if it writes partials
+    int beside;         // cycles of a block, in addition to its tiles, if it writes partials
     int beside_dweight; // the same, if it writes dweight itself
     int sums;           // cycles of the second kernel, conv_weight_sum, in addition to PARTIAL_CYCLES for each partial
-    int most_partials = MAX_WEIGHT_PARTIALS;
+    int most_partials = MAX_WEIGHT_PARTIALS; // how many partials a plan may have at most
 };
 constexpr int PARTIAL_CYCLES = 10;
 
@@ -17044,8 +17054,9 @@ static int weight_tile_cycles(const ConvWeight& p) {
     if (s.kernel == 1) return wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
     if (s.out_W() <= 8) return wide ? 1450 : 600;
     if (wide) return 2400;
-    // A block with one warpgroup reads x and dout for only one filter row. The fewer tiles of channels there are, the
-    // more time this takes. It takes even more if the tensors have more than 100 MB, since they do not stay in the L2.
+    // A block with one warpgroup reads x and dout for only one filter row. The more channels and the fewer tiles of
+    // weights there are, the more time this reading takes. It takes even more if the tensors have more than 100 MB,
+    // since they do not stay in the L2.
     const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8;
     return 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
 }
@@ -17057,7 +17068,7 @@ static WeightCosts weight_costs(const ConvWeight& p) {
         if (p.warpgroups == 3) return {gpu.sms, tile, filter, 9000, 12000, 4000};
         return {gpu.sms, tile, filter, 5000, 5000, 4000};
     }
-    // The costs of the portable kernels. Floats need three products where bf16 needs one, and take twice the time.
+    // The costs of the portable kernels. Floats need three products where bf16 needs one. They take twice the time.
     const int slow = act_parts();
     const int most = 4 * MAX_WEIGHT_PARTIALS;
     if (conv_is_halo(s)) return {gpu.sms, 2500 * slow, 1, 15000 * slow, 15000 * slow, 0, most};
@@ -17085,14 +17096,14 @@ static int64_t range_blocks(const ConvWeight& p) {
     return (int64_t)ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * weight_costs(p).filter;
 }
 
-// Finds the fastest plan for layers of one kind, which share a launch. It tries all numbers of pixel tiles for a range,
-// from the largest down, until there would be too many partials (most_partials). For conv_weight_tma it tries one and
-// three warpgroups.
+// Finds the fastest plan for layers of one kind, which share a launch. It tries all sizes of a range (numbers of pixel
+// tiles), from the largest down, until there would be too many partials (most_partials). For conv_weight_tma it tries
+// each size with one warpgroup and with three.
 static void plan_weights(std::span<ConvWeight> works) {
     Cheapest<std::pair<int, int>> cut; // warpgroups, pixel tiles of a range
     for (int warpgroups : {1, 3}) {
         int most_tiles = 1;  // pixel tiles of the largest layer
-        int tile_cycles = 0; // cycles of a pixel tile of the slowest layer
+        int tile_cycles = 0; // cycles of a block for a pixel tile of the slowest layer
         for (ConvWeight& p : works) {
             if (conv_is_wgmma(p.shape)) set_warpgroups(&p, warpgroups);
             most_tiles = std::max(most_tiles, p.pixel_tiles);
@@ -17108,14 +17119,14 @@ static void plan_weights(std::span<ConvWeight> works) {
                 if (splits > 1) partials += (int64_t)splits * p.tiles * p.taps;
             }
             if (partials > cost.most_partials) break;
-            // Time = rounds of blocks * (the time of a block's tiles + its other work) + the second kernel's time.
+            // Time = rounds of blocks * (a block's time for its tiles + for other work) + the second kernel's time.
             const int64_t rounds = (blocks + cost.slots - 1) / cost.slots; // of blocks
             const int64_t block_cycles = (int64_t)range * tile_cycles + (partials ? cost.beside : cost.beside_dweight);
             const int64_t second_kernel = partials ? cost.sums + PARTIAL_CYCLES * partials : 0;
             cut.consider(rounds * block_cycles + second_kernel, {warpgroups, range});
         }
     }
-    // Set the cheapest plan for all layers.
+    // All layers get the cheapest plan.
     const auto [warpgroups, range] = cut.best;
     for (ConvWeight& p : works) {
         if (conv_is_wgmma(p.shape)) set_warpgroups(&p, warpgroups);
@@ -17151,8 +17162,8 @@ static ConvWeight plan_weight(const ConvShape& s) {
     }
     p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
 
-    // In bf16 a block of conv_weight_gather computes 2 x 2 tiles of weights, if there are enough tiles and products (of
-    // 64 x 64 x 64) for this.
+    // In bf16 a block of conv_weight_gather computes 2 x 2 tiles of weights, if there are enough tiles of weights and
+    // enough products of 64 x 64 x 64 for this.
     if (!tma) {
         const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles;
         const bool many_tiles = p.co_tiles > 1 && p.channel_tiles > 1;
@@ -17164,8 +17175,8 @@ static ConvWeight plan_weight(const ConvShape& s) {
     return p;
 }
 
-// Sets where the partials of a work lie, and returns how many bytes they take. With a single range there are no
-// partials of weights.
+// Sets where the partials of a layer lie, and returns how many bytes they take. With a single range there are partials
+// only of the bias.
 static size_t put_partials(ConvWeight* p, char* memory) {
     const size_t partials = (size_t)p->splits * p->tiles * p->taps;
     const size_t bytes = p->splits > 1 ? partials * 1024 * sizeof(float4) : 0;
@@ -17183,8 +17194,8 @@ static size_t conv_workspace(ConvShape s) {
 }
 
 typedef std::vector<ConvWeight> WeightPlans;
-// Launches a kernel once for all works. work_of(p): the kernel's argument for a work. blocks_of(p): the number of the
-// work's blocks.
+// Launches a kernel once for all works. A work is the weight gradient of one layer. work_of(p) returns what the kernel
+// is told about work p, and blocks_of(p) the number of its blocks.
 template <class Work, int WORKS>
 static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const WeightPlans& works, Stream* stream,
                            dim3 threads, int bytes, auto work_of, auto blocks_of) {
@@ -17306,9 +17317,10 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Stream* stre
 }
 
 // Computes the weight gradient of a layer that is first replaced by another one (conv_weight_alone):
-//   few channels   It becomes a 1x1 convolution of rows. Afterwards the product is turned into the layer's gradient.
+//   few channels   The layer becomes a 1x1 convolution of rows (conv_few). conv_few_gradient then makes the layer's
+//                  gradient of the product.
 //   upsampling     x is first upsampled.
-//   stride 2       dout is first spread out, with zeros in between.
+//   stride 2       dout is first spread out: zeros are put between its pixels.
 static void conv_weight_one(WeightWork w, Stream* stream) {
     const ConvShape s = std::exchange(w.shape, conv_weight_shape(w.shape));
     char* const detour = stream->workspace + conv_workspace(w.shape); // after the workspace of the new convolution
@@ -17331,8 +17343,8 @@ static void conv_weight_one(WeightWork w, Stream* stream) {
     conv_weight_batch({w}, stream);
 }
 
-// Returns what fraction of a large enough launch this weight gradient fills. With 1 or more it needs no other layers in
-// its launch.
+// Returns what fraction of a large enough launch this weight gradient fills. If the result is 1 or more, no other
+// layers are needed in its launch.
 static double conv_weight_load(const ConvShape& s) {
     if (conv_weight_alone(s)) return 1;
     ConvWeight p = plan_weight(s);
@@ -17343,8 +17355,8 @@ static double conv_weight_load(const ConvShape& s) {
         if (s.kernel == 1) cost.tile = 160 + 180 * std::min(3, p.channel_tiles);
         else cost.tile = s.out_W() > 8 ? 830 : 430;
     }
-    // Blocks of the portable kernels take longer. So their launches must be larger: otherwise the last round of blocks,
-    // which does not fill the GPU, costs too much.
+    // A block of a portable kernel takes longer. So a launch of such a kernel must be larger. Otherwise the last round
+    // of blocks, which does not fill the GPU, costs too much.
     const double enough = WEIGHT_LAUNCH_CYCLES * (tma ? 1 : 6);
     const double cycles = (double)(range_blocks(p) * cost.tile) * p.pixel_tiles / cost.slots;
     return std::max(1.0 / WEIGHT_BATCH, cycles / enough);
