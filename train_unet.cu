@@ -16769,8 +16769,8 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
     const int64_t tile_bytes = T::UNIT * T::TILE_BYTES;
     const int64_t slice_bytes = tile_bytes + (T::RESIDENT ? 0 : T::WEIGHT_BYTES);
     const int64_t bytes = slices * slice_bytes + T::OUT_SLICES * tile_bytes * (add ? 2 : 1);
-    // `ahead`: how many bytes can be loaded at the same time. This depends on how many stages remain if one tile's
-    // results and the slices in use take theirs. A load takes 1800 cycles.
+    // ahead: how many bytes can be loaded at the same time. A tile's results and the slices that are read take some
+    // stages. Only the other stages can be loaded meanwhile. A load takes 1800 cycles.
     const int64_t ahead = std::max(1, stages - T::OUT_SLICES - 2) * tile_bytes;
     const int64_t bytes_per_cycle = T::RESIDENT ? std::min(L2_BYTES, ahead / 1800) : L2_BYTES;
     const int64_t longest = std::max(products, bytes / bytes_per_cycle);
@@ -17375,18 +17375,18 @@ static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* 
 //
 // There are three streams. The main stream has a high priority and runs nearly everything. The side stream has a low
 // priority: its kernels fill multiprocessors that the main stream leaves free. The copy stream copies the next batch to
-// the GPU while the current one is computed. CUDA events order the streams: a stream waits for an event of another
-// stream, and the host does not wait.
+// the GPU while the current batch is computed. CUDA events order the work of different streams: a stream waits for an
+// event of another stream, while the host goes on.
 
-// Returns the largest number of parts that a tensor's Stats can have. There is one part for each tile of a convolution,
-// and no tile is smaller than 8 x 8 pixels.
+// Returns the largest number of parts that a tensor's Stats can have for an image of H x W pixels. Each tile of a
+// convolution writes one part, and no tile has fewer than 8 x 8 pixels.
 static int max_stat_parts(int H, int W) { return ceil_div(H, 8) * ceil_div(W, 8); }
 
-// A kernel that does nothing. code_version asks the runtime for which architecture this kernel was compiled, which is
-// the same for all kernels of this binary.
+// A kernel that does nothing. code_version asks the runtime for which architecture this kernel was compiled. All
+// kernels of this binary were compiled for the same one.
 static __global__ void nothing_kernel() { await_previous_kernel(); }
 
-static cudaDeviceProp properties; // of the GPU of this process
+static cudaDeviceProp properties; // what CUDA tells about the GPU of this process
 static cudaStream_t side_queue;   // the side stream's queue
 
 // Returns how many GPUs the program can use. Without a driver this is 0.
@@ -17395,8 +17395,8 @@ static int count_gpus() {
     return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
 }
 
-// Returns the number of the GPU that this process uses. With one process this is `number`. If the process can't use
-// this GPU, ends the program with a message that tells the reason.
+// Returns the number of the GPU that this process uses. With one process this is `number` (--device). If the process
+// can't use this GPU, ends the program with a message that tells the reason.
 static int choose_device(int number) {
     int count = 0, driver = 0;
     const cudaError_t error = cudaGetDeviceCount(&count);
@@ -17410,7 +17410,7 @@ static int choose_device(int number) {
         die("this is the GPU build and there is no GPU that it can use (%s); make train_unet_cpu needs none",
             cudaGetErrorString(error));
     // If several processes run on a machine, each of them uses a different GPU.
-    if (world.size > 1 && count == 1) number = 0; // some launchers let each process see only its own GPU
+    if (world.size > 1 && count == 1) number = 0; // some launchers show each process only its own GPU
     else if (world.size > 1) number += world.local_rank;
     if (world.size > 1 && number >= count)
         die("process %d of this machine finds %d GPUs; start one for each", world.local_rank + 1, count);
@@ -17421,7 +17421,7 @@ static int choose_device(int number) {
 }
 
 // Returns the architecture of the code that GPU `number` runs: 80 if the code was compiled for compute capability 8.0,
-// and so on. If the driver translates the code for a newer GPU, this does not change the result.
+// and so on. On a newer GPU the driver may translate this code, but the result is still 80.
 static int code_version(int number) {
     cudaFuncAttributes code;
     const cudaError_t found = cudaFuncGetAttributes(&code, nothing_kernel);
@@ -17447,8 +17447,8 @@ static void start_device(const std::string& precision, int number) {
            .shared_per_block = (int)properties.sharedMemPerBlockOptin,
            .overlap = version >= 90,
            .clusters = version >= 90 && allowed.clusters,
-           // Code for 9.0 is always compiled for sm_90a, which has wgmma. The #error at the head of section 16 makes
-           // sure of that.
+           // Code for compute capability 9.0 is always compiled for sm_90a, which has wgmma. The #error at the head of
+           // section 16 makes sure of that.
            .wgmma = version == 90 && allowed.hopper};
     act_element = element_named(precision, Element::BF16);
     if (precision == "fp8" && !gpu.wgmma)
@@ -17497,11 +17497,11 @@ static void copy_to_host(void* host, const void* from, size_t bytes) {
     CUDA_CHECK(cudaStreamSynchronize(device.queue));
 }
 
-// Runs work() as a CUDA graph. The first call records the launches of work(), without running them. Every call,
-// including the first, then launches the whole recording at once. This saves time: a training step has hundreds of
-// launches, and each costs the host microseconds. The arguments of a launch (pointers, sizes) stay as they were
-// recorded. So everything that changes from step to step lies in device memory. If allowed.graphs is false, replay only
-// calls work().
+// Runs work() as a CUDA graph. The first call for a graph g calls work() and records its launches, without running
+// them. Every call, including the first, then launches the whole recording at once. This saves time: a training step
+// has hundreds of launches, and each launch costs the host microseconds. The arguments of a launch (pointers, sizes)
+// stay as they were recorded. So everything that changes from step to step lies in device memory. If allowed.graphs is
+// false, replay only calls work().
 template <class F> static void replay(Graph* g, F work) {
     if (!allowed.graphs) return work();
     if (!g->exec) {
@@ -17516,7 +17516,7 @@ template <class F> static void replay(Graph* g, F work) {
     CUDA_CHECK(cudaGraphLaunch((cudaGraphExec_t)g->exec, device.queue));
 }
 
-// Destroys a graph. It first waits, because a graph must not be destroyed while it runs.
+// Destroys a graph. First waits for the main stream, because a graph must not be destroyed while it runs.
 static void free_graph(Graph* g) {
     CUDA_CHECK(cudaStreamSynchronize(device.queue));
     if (g->exec) CUDA_CHECK(cudaGraphExecDestroy((cudaGraphExec_t)g->exec));
@@ -17529,8 +17529,8 @@ static void record(cudaEvent_t* moment, cudaStream_t queue) {
     if (!*moment) CUDA_CHECK(cudaEventCreateWithFlags(moment, cudaEventDisableTiming));
     CUDA_CHECK(cudaEventRecord(*moment, queue));
 }
-// All later work of the stream waits for the event `moment`. In the second form of the function, it waits for all work
-// that is in the stream `other` now.
+// Makes all later work of the stream wait for the event `moment`. The second form of the function makes it wait for all
+// work that is in the stream `other` now.
 static void follow(Stream* stream, cudaEvent_t moment) {
     CUDA_CHECK(cudaStreamWaitEvent(stream->queue, moment));
     stream->joined = true;
@@ -17542,8 +17542,9 @@ static void follow(Stream* stream, const Stream& other) {
 }
 
 // Calls work(side stream), which launches kernels on the side stream. These kernels begin after the main stream has
-// done all its work so far. Then wait_for_side(ticket) makes the main stream wait until they have ended.
-static std::map<int, cudaEvent_t> side_events; // for each ticket: the end of its work
+// done all its work so far. Later, wait_for_side(ticket) makes the main stream wait until these kernels have ended. The
+// caller chooses the ticket, a number.
+static std::map<int, cudaEvent_t> side_events; // for each ticket: the event that its kernels have ended
 template <class F> static void run_beside(int ticket, F work) {
     follow(&device.side, device);
     work(&device.side);
@@ -17551,9 +17552,10 @@ template <class F> static void run_beside(int ticket, F work) {
 }
 static void wait_for_side(int ticket) { follow(MAIN_STREAM, side_events[ticket]); }
 
-// How an Upload u is used, again and again: the host fills u->host. send copies u->host to u->device, in the copy
-// stream. The copy begins when the main stream has done all work before the latest call of release, because this work
-// still reads the old content of u->device. The main stream waits for the copy, reads u->device and releases it.
+// An Upload u is used again and again, in three steps. 1. The host fills u->host. 2. send copies u->host to u->device,
+// in the copy stream. Before the copy begins, the copy stream waits until the main stream has done all the work that
+// came before the latest call of release, because this work still reads the old content of u->device. 3. The main
+// stream waits for the copy and reads u->device. When the host has launched this work, it calls release.
 //
 //   host           fill        fill (waits until `sent`)
 //   copy stream        copy         copy (waits until `released`)
@@ -17574,17 +17576,17 @@ static void send(Upload* u) {
     CUDA_CHECK(cudaStreamWaitEvent(device.queue, (cudaEvent_t)u->sent));
 }
 
-// If the memory has fewer than `wanted` bytes, replaces it by larger memory. The old content is lost.
+// If *memory has fewer than `wanted` bytes, replaces it by an allocation of `wanted` bytes. The old content is lost.
 static void grow(char** memory, size_t* bytes, size_t wanted) {
     if (wanted <= *bytes) return;
     if (*memory) device_free(*memory);
     *bytes = wanted;
     *memory = device_alloc<char>(wanted);
 }
-// Allocates memory for all later operations: for each stream a workspace, which all operations of the stream share, and
-// memory for the sums of group norms.
+// Allocates memory that operations need: a workspace for the main stream, which all its operations share, and for
+// training also a workspace for the side stream, and memory for the sums of group norms.
 static void reserve(const Workspace& most, bool training) {
-    const size_t for_most_batches = (size_t)2 * MAX_WEIGHT_PARTIALS * 16384; // bytes of 2 MAX_WEIGHT_PARTIALS partials
+    const size_t for_most_batches = (size_t)2 * MAX_WEIGHT_PARTIALS * 16384; // a partial has 16384 bytes
     if (training) {
         grow(&device.norm_sums, &device.norm_sums_bytes, most.sums);
         grow(&device.side.workspace, &device.side.workspace_bytes, std::max(most.side, for_most_batches));
@@ -17615,7 +17617,8 @@ static const char* ranks_need() {
 }
 
 #ifdef USE_NCCL
-// The communicator is never destroyed: destroying it would wait for the graphs in which its calls were recorded.
+// NCCL's handle for the group of all ranks. It is never destroyed: this would wait for the graphs in which its calls
+// were recorded.
 static ncclComm_t communicator = nullptr;
 
 static void leave_devices() {} // nothing to do before a process ends
@@ -17635,7 +17638,7 @@ static std::string device_trouble() {
     return error == ncclSuccess || error == ncclInProgress ? "" : nccl_error(error);
 }
 
-// Ranks on one machine open memory for each other (CUDA's interprocess communication): then a process can write to
+// Ranks on one machine can open memory for each other (CUDA's interprocess communication). Then a process can write to
 // memory that another process has allocated on another GPU. The GPUs' copy engines do this while kernels run. (NCCL
 // copies with kernels of its own, which would take multiprocessors from the other kernels.) Kernels can also write
 // their results directly to the other GPUs. `opened` has one entry for each region of memory that the ranks have
@@ -17679,7 +17682,7 @@ static void* open_alloc(size_t bytes) {
         if (r == world.rank) continue;
         error = cudaIpcOpenMemHandle((void**)&at[r], handles[r], cudaIpcMemLazyEnablePeerAccess);
     }
-    cudaGetLastError(); // clears CUDA's last error, which this function handles
+    cudaGetLastError(); // clears CUDA's last error, because this function handles it
     world.direct = !any_rank("opening others' memory", error != cudaSuccess);
     if (world.direct) opened.push_back({bytes, at});
     else if (!opened.empty())
@@ -17706,13 +17709,13 @@ static void join_devices(bool direct) {
 // Each thread k > 0 works for one other rank: it writes the number of this meeting to that rank's memory, and waits
 // until that rank has written the same number (or a larger one) here. The first fence makes all earlier writes of this
 // rank visible to the other ranks before they see the number. After the second fence this rank sees the earlier writes
-// of the others. The numbers may overflow, because the code only compares their difference with 0.
+// of the others. The numbers may overflow: this does no harm, because only the sign of their difference matters.
 static __global__ void meet_kernel(const __grid_constant__ Everywhere<unsigned> meetings, int rank) {
     await_previous_kernel();
     volatile unsigned* const own = meetings.at[0];
     const unsigned turn = own[NEAR] + 1;
     const int k = threadIdx.x;
-    const int r = k <= rank ? k - 1 : k; // the rank of meetings.at[k]; meetings.at[0] is this rank's
+    const int r = k <= rank ? k - 1 : k; // whose array meetings.at[k] is; meetings.at[0] is this rank's array
     __syncwarp();
     if (k == 0) own[NEAR] = turn;
     if (k == 0 || k >= meetings.ranks) return;
@@ -17727,7 +17730,8 @@ static void meet() {
 }
 
 // All NCCL calls between begin_exchange and end_exchange become one launch. If there were direct copies, end_exchange
-// makes the main stream wait for them, and then all ranks meet. After that the copies of all ranks have arrived.
+// makes the main stream wait for them, and then for all other ranks (meet). After that the copies of all ranks have
+// arrived.
 static void begin_exchange() { nccl_check(ncclGroupStart()); }
 static void end_exchange() {
     nccl_check(ncclGroupEnd());
@@ -17737,12 +17741,12 @@ static void end_exchange() {
     meet();
 }
 
-// For each other rank r: copies part(r) to the memory that rank r has opened, to the place in it that is reserved for
-// this rank. The copies begin when the stream has done all its work so far.
+// For each other rank r: copies `bytes` bytes from part(r) to rank r's array `to`. In this array they go to the part
+// that is reserved for this rank. The copies begin when the stream has done all its work so far.
 template <class F> static void send_directly(void* to, size_t bytes, const Stream& stream, F part) {
     follow(&sender, stream);
     for (int k = 1; k < world.size; k++) {
-        // every rank begins with a different receiver, so that no link has several copies at once
+        // every rank begins with a different receiver, so that several ranks do not send to the same rank at once
         const int r = (world.rank + k) % world.size;
         char* const there = (char*)at_rank(to, r) + world.rank * bytes;
         CUDA_CHECK(cudaMemcpyAsync(there, part(r), bytes, cudaMemcpyDeviceToDevice, sender.queue));
@@ -17750,8 +17754,8 @@ template <class F> static void send_directly(void* to, size_t bytes, const Strea
     sending = true;
 }
 
-// The next two functions are the operations of the interface. They use direct copies if the receiving array (recvbuf or
-// all) is opened memory. Otherwise they use NCCL, which sends bytes.
+// The next two functions are operations of the interface. They use direct copies if the receiving array (recvbuf or
+// all) is memory that the ranks have opened. Otherwise they use NCCL.
 static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Stream* stream) {
     auto part = [&](int r) { return (const char*)sendbuf + r * bytes; };
     if (at_rank(recvbuf, 0)) return send_directly(recvbuf, bytes, *stream, part);
@@ -17760,7 +17764,7 @@ static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Stream*
         nccl_check(ncclSend(part(r), bytes, ncclInt8, r, communicator, stream->queue));
         nccl_check(ncclRecv((char*)recvbuf + r * bytes, bytes, ncclInt8, r, communicator, stream->queue));
     }
-    stream->joined = true; // NCCL may add more than a kernel to the stream
+    stream->joined = true; // NCCL may add more than a kernel to the stream, so the next kernel must not overlap it
 }
 
 static void all_gather(void* all, const void* own, size_t bytes, Stream* stream) {
@@ -17768,7 +17772,7 @@ static void all_gather(void* all, const void* own, size_t bytes, Stream* stream)
     nccl_check(ncclAllGather(own, all, bytes, ncclInt8, communicator, stream->queue));
     stream->joined = true;
 }
-#else // no rank can access another one's memory
+#else // no rank can access another rank's memory
 // The exchange is complete when a call of MPI returns, so the next three functions have nothing to do.
 static void begin_exchange() {}
 static void end_exchange() {}
@@ -17777,8 +17781,8 @@ static void* open_alloc(size_t bytes) { return device_alloc_bytes(bytes); }
 static void* at_rank(void*, int) { return nullptr; }
 static std::string device_trouble() { return ""; }
 #ifdef USE_MPI
-// Starts MPI. Only this thread calls MPI (MPI_THREAD_FUNNELED). MPI returns its errors (MPI_ERRORS_RETURN), and
-// mpi_check handles them.
+// Starts MPI. Only the thread that calls this function calls MPI later (MPI_THREAD_FUNNELED). MPI's functions return
+// their errors (MPI_ERRORS_RETURN), and mpi_check handles these.
 static void join_devices(bool) {
     if (world.size < 2) return;
     any_rank("the start of MPI", false); // if a rank has ended because of an error, this finds it and names the rank
@@ -17797,8 +17801,8 @@ static void leave_devices() {
     if (joined) MPI_Finalize();
 }
 
-// An error of MPI ends the run. Its reason may be that another rank has ended. Then the watch (host/ranks.h) tells the
-// user this reason, and ends the program, before this function does.
+// Ends the run if a call of MPI has failed. The reason may be that another rank has ended. Then the watch
+// (host/ranks.h) tells the user this reason, and ends the program, before this function does.
 static void mpi_check(int error) {
     if (error == MPI_SUCCESS) return;
     sleep(3); // if a rank has ended, the watch ends the program during this time
