@@ -15647,7 +15647,7 @@ template <class T> static void conv_small(const ConvCall& p) {
 // --- conv_weight_tma: weight gradients (sm_90a)
 // dweight[co, tap, ci] = sum over the output's pixels p of dout[p, co] * x[source(p, tap), ci]
 //
-// Used when: bf16, stride 1, many channels on both sides; 3x3 of one input, or 1x1.
+// Used when: bf16, stride 1, many input channels and many output channels; 3x3 of one input, or 1x1.
 // How: A = dout and B = x. The product sums over pixels (k). Both operands are read as they lie in memory, where a
 //   pixel is a row of 64 channels; wgmma transposes them. The columns of a warpgroup's result D[64 Cout][192] are
 //     3x3   the three taps of a filter row x 64 Cin. The three thirds of B, for the taps kw = 0, 1, 2, lie in the same
@@ -16192,7 +16192,8 @@ static void cast_params(act* copy, const float* params, size_t n) {
     }
 }
 
-// Factors that are the same for all parameters in an update. This is the t-th update (StepState::updates).
+// Factors that are the same for all parameters in an update. t in their formulas is the
+// number of updates, including this one (StepState::updates).
 struct AdamWFactors {
     float clip;      // factor of the gradient, as in torch's clip_grad_norm_
     float decay;     // 1 - lr weight_decay
@@ -16432,9 +16433,9 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
             const dim3 grid(w.chunks, a.C / w.slab, s.B);
             return launch_on(MAIN_STREAM, w.chunks, kernel, grid, w.threads, w.bytes(), to1, to2, dout, a, w);
         }
-        // Two passes: the first computes sums over chunks of the pixels, the second computes the gradient. All blocks
-        // of the second pass read the sums of all chunks, so the first pass has at most 64 chunks. With addends, the
-        // second pass divides the pixels into other chunks than the first pass.
+        // Two passes: the first computes sums over chunks of an image's pixels, the second computes the gradient. Each
+        // block of the second pass reads the sums of all chunks of its image. So the first pass has at most 64 chunks.
+        // With addends, the second pass divides the pixels into other chunks than the first pass.
         auto first_pass = norm_first_pass<T>(drop);
         auto second_pass = norm_second_pass<T, GRAD>(drop, addends);
         float2* const partial = (float2*)device.workspace;
@@ -16490,7 +16491,7 @@ template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
 // room for a.d channels.
 template <class T> static void attention(const AttentionCall& a) {
     const bool wgmma = act_has_wgmma() && a.T % 64 == 0;
-    constexpr int LARGEST = 32 * VEC<T>; // so many channels of a token have 512 bytes
+    constexpr int LARGEST = 32 * VEC<T>; // the most channels of a head for launch_attention: 512 bytes
     const Way<AttentionCall> ways[] = {
         {wgmma && a.d == 32, launch_attention_wgmma<32>}, // Hopper's kernels
         {wgmma && a.d == 64, launch_attention_wgmma<64>},
@@ -16604,7 +16605,7 @@ template <bool BACKWARD> static void pick_conv_halo_bf16(const ConvCall& c) {
     using Few48 = HaloTile<bf16, 1, 48, 2, 1>;
     const bool small = halo_is_small(c);
     const bool many = halo_fills_gpu(c);
-    // For some numbers of channels, tiles of 48 channels waste less work.
+    // Tiles of 48 channels are faster for some Cout, because fewer of their channels lie beyond the last channel.
     const bool small_48 = small && halo_is_faster<Small48, Small32>(c);
     const bool large_48 = many && halo_is_faster<Large48, Large64>(c);
     const Way<ConvCall> ways[] = {
@@ -16622,7 +16623,7 @@ template <bool BACKWARD> static void pick_conv_halo_bf16(const ConvCall& c) {
     };
     decide(c, ways);
 }
-// Picks the tile of conv_halo in fp32, for the same reasons as in bf16.
+// Picks the tile of conv_halo in fp32. It asks the same three questions as in bf16.
 template <bool BACKWARD> static void pick_conv_halo_fp32(const ConvCall& c) {
     using Last = HaloTile<float, 1, 16, 1, 2>;
     using Small = HaloTile<float, 2, 32, 2, 2>;
@@ -17120,7 +17121,7 @@ static void plan_weights(std::span<ConvWeight> works) {
             }
             if (partials > cost.most_partials) break;
             // Time = rounds of blocks * (a block's time for its tiles + for other work) + the second kernel's time.
-            const int64_t rounds = (blocks + cost.slots - 1) / cost.slots; // of blocks
+            const int64_t rounds = (blocks + cost.slots - 1) / cost.slots; // rounds of blocks
             const int64_t block_cycles = (int64_t)range * tile_cycles + (partials ? cost.beside : cost.beside_dweight);
             const int64_t second_kernel = partials ? cost.sums + PARTIAL_CYCLES * partials : 0;
             cut.consider(rounds * block_cycles + second_kernel, {warpgroups, range});
@@ -17317,8 +17318,8 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Stream* stre
 }
 
 // Computes the weight gradient of a layer that is first replaced by another one (conv_weight_alone):
-//   few channels   The layer becomes a 1x1 convolution of rows (conv_few). conv_few_gradient then makes the layer's
-//                  gradient of the product.
+//   few channels   The layer becomes a 1x1 convolution of rows (conv_few). conv_few_gradient then computes the
+//                  layer's gradient from the product.
 //   upsampling     x is first upsampled.
 //   stride 2       dout is first spread out: zeros are put between its pixels.
 static void conv_weight_one(WeightWork w, Stream* stream) {
@@ -17343,8 +17344,8 @@ static void conv_weight_one(WeightWork w, Stream* stream) {
     conv_weight_batch({w}, stream);
 }
 
-// Returns what fraction of a large enough launch this weight gradient fills. If the result is 1 or more, no other
-// layers are needed in its launch.
+// A launch for weight gradients should have a certain amount of work (WEIGHT_LAUNCH_CYCLES). Returns what fraction of
+// this amount the layer's weight gradient has. If it is 1 or more, the launch needs no other layers.
 static double conv_weight_load(const ConvShape& s) {
     if (conv_weight_alone(s)) return 1;
     ConvWeight p = plan_weight(s);
@@ -17378,8 +17379,8 @@ static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* 
 // the GPU while the current batch is computed. CUDA events order the work of different streams: a stream waits for an
 // event of another stream, while the host goes on.
 
-// Returns the largest number of parts that a tensor's Stats can have for an image of H x W pixels. Each tile of a
-// convolution writes one part, and no tile has fewer than 8 x 8 pixels.
+// Returns the largest number of parts that a tensor's Stats can have for an image of H x W pixels. A part belongs to a
+// convolution's tile, or to 8 rows of a tile. So it belongs to at least 8 x 8 pixels.
 static int max_stat_parts(int H, int W) { return ceil_div(H, 8) * ceil_div(W, 8); }
 
 // A kernel that does nothing. code_version asks the runtime for which architecture this kernel was compiled. All
@@ -17552,10 +17553,11 @@ template <class F> static void run_beside(int ticket, F work) {
 }
 static void wait_for_side(int ticket) { follow(MAIN_STREAM, side_events[ticket]); }
 
-// An Upload u is used again and again, in three steps. 1. The host fills u->host. 2. send copies u->host to u->device,
-// in the copy stream. Before the copy begins, the copy stream waits until the main stream has done all the work that
-// came before the latest call of release, because this work still reads the old content of u->device. 3. The main
-// stream waits for the copy and reads u->device. When the host has launched this work, it calls release.
+// An Upload u is used again and again, in three steps:
+//   1. The host fills u->host.
+//   2. send copies u->host to u->device, in the copy stream. The copy begins when the main stream has done all the work
+//      before the latest call of release, because this work still reads the old content of u->device.
+//   3. The main stream waits for the copy and reads u->device. When the host has launched this work, it calls release.
 //
 //   host           fill        fill (waits until `sent`)
 //   copy stream        copy         copy (waits until `released`)
@@ -17639,9 +17641,9 @@ static std::string device_trouble() {
 }
 
 // Ranks on one machine can open memory for each other (CUDA's interprocess communication). Then a process can write to
-// memory that another process has allocated on another GPU. The GPUs' copy engines do this while kernels run. (NCCL
-// copies with kernels of its own, which would take multiprocessors from the other kernels.) Kernels can also write
-// their results directly to the other GPUs. `opened` has one entry for each region of memory that the ranks have
+// memory that another process has allocated on another GPU. The GPUs' copy engines can copy to it while kernels run.
+// (NCCL copies with kernels of its own, which would take multiprocessors from the other kernels.) Kernels can also
+// write their results directly to the other GPUs. `opened` has one entry for each region of memory that the ranks have
 // opened.
 struct Opened {
     size_t bytes;
