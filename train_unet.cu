@@ -15714,25 +15714,27 @@ template <class T> static void conv_small(const ConvCall& p) {
 // --- conv_weight_tma: weight gradients (sm_90a)
 // dweight[co, tap, ci] = sum over the output's pixels p of dout[p, co] * x[source(p, tap), ci]
 //
-// Used when: bf16, stride 1, many channels on both sides; 3x3 of one input, or 1x1.
+// Used when: bf16, stride 1, many input channels and many output channels; 3x3 of one input, or 1x1.
 // How: A = dout and B = x. The product sums over pixels (k). Both operands are read as they lie in memory, where a
-//   pixel is a row of 64 channels; wgmma transposes them. A warpgroup's D[64 Cout][192] is
-//     3x3   three taps of a filter row x 64 Cin. The three thirds of B are the same halo, as the taps kw = 0, 1, 2 read
-//           it. Each third begins one pixel after the previous one, so the descriptor's "leading" distance is ONE PIXEL
+//   pixel is a row of 64 channels; wgmma transposes them. The columns of a warpgroup's result D[64 Cout][192] are
+//     3x3   the three taps of a filter row x 64 Cin. The three thirds of B, for the taps kw = 0, 1, 2, lie in the same
+//           halo. Each third begins one pixel after the third before it. So the descriptor's "leading" distance, from
+//           one third to the next, is ONE PIXEL
 //     1x1   up to 192 Cin. The three thirds of B are three slices of x
 //
 //     D of a 3x3's filter row:    | kw = 0: 64 Cin | kw = 1: 64 Cin | kw = 2: 64 Cin |
 //     D of a 1x1:                 | Cin 0 .. 63    | Cin 64 .. 127  | Cin 128 .. 191 |     x 64 Cout rows
 //
-//   A block has WARPGROUPS warpgroups and a range of pixel tiles:
-//     1     The block computes one of these products.
-//     3     The block computes up to three: for a 3x3 all three filter rows, for a 1x1 up to 192 Cout. It loads fewer
-//           bytes for each product (3x3: about a third, 1x1: half), which is good for large tensors. But each range has
-//           fewer blocks. So more ranges are needed to fill the GPU, and up to three times as many partials.
-//   One warp loads. In the blocks of filter row 0 and input tile 0, further warps sum dout over the pixels: this is the
-//   bias gradient. If there is only one range, TMA stores the sums in dweight. Otherwise the sums are partials, which
-//   conv_weight_sum adds up. One launch computes several layers, since a small layer alone would leave most of the GPU
-//   idle.
+//   A block works on a range of pixel tiles. It has 1 or 3 warpgroups that multiply (WARPGROUPS):
+//     1     The block computes one D.
+//     3     The block computes up to three D: for a 3x3 those of all three filter rows, for a 1x1 those of up to 192
+//           Cout. For each D it loads fewer bytes (3x3: about a third, 1x1: half), which is good for large tensors. But
+//           fewer blocks work on each range. So more ranges are needed to fill the GPU, and there are up to three times
+//           as many partials.
+//   One warp loads. Further warps sum dout over the pixels. These sums are the bias gradient. They are needed only
+//   once, so only the blocks of filter row 0 and input tile 0 compute them. If there is only one range, D is the
+//   gradient, and TMA stores it in dweight. Otherwise D is a partial, and conv_weight_sum adds up the partials. One
+//   launch computes several layers, since a small layer alone would leave most of the GPU idle.
 //
 //   Shared memory: | barriers | a ring of STAGES, each a pixel tile: X_PARTS slices of x, DOUT_PARTS slices of dout |
 // Costs: the time to read x and dout from the L2 (large tensors: from memory), or the time of the products, whichever
@@ -15745,8 +15747,8 @@ template <int KERNEL_, int WARPGROUPS_, int TILE_W_, int STAGES_> struct WeightT
     static constexpr int TILE_H = 8;
     static constexpr int TILE_W = TILE_W_;
     static constexpr int PIXELS = TILE_H * TILE_W;
-    static constexpr bool IS_3X3 = KERNEL == 3;              // a product computes the three taps of a filter row
-    static constexpr int ROWS = IS_3X3 ? 3 / WARPGROUPS : 1; // blocks that divide the filter rows among them
+    static constexpr bool IS_3X3 = KERNEL == 3;              // a warpgroup's D has the taps of one filter row
+    static constexpr int ROWS = IS_3X3 ? 3 / WARPGROUPS : 1; // how many blocks share the filter rows
     // The order of the warps: first the warps that multiply, then the warp that loads (LOADER), then the warps that sum
     // dout for the bias gradient.
     static constexpr int LOADER = 4 * WARPGROUPS;
@@ -15756,7 +15758,7 @@ template <int KERNEL_, int WARPGROUPS_, int TILE_W_, int STAGES_> struct WeightT
     // A stage: X_PARTS slices of x with their border, DOUT_PARTS slices of dout.
     static constexpr int BORDER = KERNEL / 2;
     static constexpr int PITCH = TILE_W + 2 * BORDER;                 // pixels of a row of x
-    static constexpr int HALO_H = TILE_H + BORDER * (WARPGROUPS - 1); // rows of x that 1 or 3 filter rows read
+    static constexpr int HALO_H = TILE_H + BORDER * (WARPGROUPS - 1); // rows of x that the block's filter rows read
     static constexpr int X_PARTS = IS_3X3 ? 1 : 3;
     static constexpr int DOUT_PARTS = IS_3X3 ? 1 : WARPGROUPS;
     static constexpr int X_LOADED = PITCH * HALO_H * SLICE_BYTES;
@@ -15779,10 +15781,10 @@ typedef WeightBatch<ConvWeightTma> TmaBatch;
 
 // A block's work: which products it computes, and for which range of pixel tiles.
 //
-//   block (its number in the layer) = split + splits * (row0 + ROWS * (input group + input_groups * output group))
+//   block = split + splits * (row0 + ROWS * (input group + input_groups * output group))
 template <class T> struct WeightBlock {
     const ConvWeightTma& maps;
-    const int block; // its number in the layer
+    const int block; // its number among the layer's blocks
     const ConvWeight& p = maps.p;
     int split = block % p.splits;           // number of its range of pixel tiles
     int row0 = block / p.splits % T::ROWS;  // its first filter row
@@ -15799,8 +15801,9 @@ template <class T> struct WeightBlock {
     bool sums_bias = row0 == 0 && ci_tile == 0;
     bool final = p.splits == 1; // the block's sums are the whole gradients, not partials
     INLINE explicit WeightBlock(const WorkBlock<ConvWeightTma>& own) : maps(own.work), block(own.block) {}
-    // Stores v, which is the sum of channel c of dout over the pixels of image n that lie in this block's range. (If
-    // bias_images is 1, all images are treated as image 0.)
+    // v is the sum of channel c of dout over the pixels of image n that lie in this block's range. (If bias_images is
+    // 1, all images are treated as image 0.) Stores v as a partial or, if the range has all pixels, as the embedding's
+    // gradient (demb), if that is needed.
     INLINE void put_image_sum(int n, int c, float v) const {
         if (c >= p.shape.Cout) return;
         if (!final) p.bias_partial[(size_t)(split + n) * p.shape.Cout + c] = v;
@@ -15808,7 +15811,8 @@ template <class T> struct WeightBlock {
     }
 };
 
-// Role: load. All other threads wait for the one thread that loads. So its loop has no divisions (TileWalk).
+// Role: load. All other threads wait for the one thread that loads. So its loop must be fast: it uses TileWalk, which
+// needs no divisions.
 template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, auto& stages) {
     const ConvWeightTma& maps = work.maps;
     TileWalk tile(work.p.tiles_h, work.p.tiles_w, work.first, 1, work.end);
@@ -15832,11 +15836,11 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
     }
 }
 
-// Adds up 64 channels of dout over the pixels of an image (sum), and over all images (total). WARPS warps share the 64
-// channels: each warp adds up CHUNKS chunks of 8 channels. A lane adds up one chunk of every (4 WARPS)-th pixel. The
-// pixels are distributed so that any 8 neighbouring lanes read from all banks. At the end of an image the lanes with
-// the same chunk add up their sums: pairs of lanes exchange halves of their channels (halve), until each lane has the
-// full sums of VALUES channels, which begin with channel c.
+// Adds up 64 channels of dout: `sum` over the pixels of the current image, `total` over all images of the block's
+// range. WARPS warps share the 64 channels: each warp adds up CHUNKS chunks of 8 channels. A lane adds up one chunk of
+// every (4 WARPS)-th pixel. The pixels are distributed so that any 8 neighbouring lanes read from all banks. At the end
+// of an image the lanes that have summed the same chunk add up their sums. For this, pairs of lanes exchange halves of
+// their channels (halve), until each lane has the full sums of VALUES channels. The first of these channels is c.
 template <class T> struct ChannelSums {
     static constexpr int WARPS = T::DOUT_PARTS > 1 ? 1 : T::BIAS_WARPS;
     static constexpr int CHUNKS = 8 / WARPS;
@@ -15886,7 +15890,7 @@ template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages
         left = image_tiles;
     }
     if (!work.final) return;
-    // Tells the warpgroups that this warp has read all tiles.
+    // Tells the warpgroups that this warp has read all tiles, so that they may overwrite the tiles (put_dweight).
     warps_arrive(2, 128 * work.busy_warpgroups + 32 * work.bias_warps);
     UNROLL_FOR (int k = 0; k < sums.VALUES; k++)
         if (sums.c + k < work.p.shape.Cout) work.p.dbias[sums.c + k] = sums.total[k];
@@ -15903,7 +15907,7 @@ template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work,
         const Operand x = Operand::rows(tile + x_at, T::PITCH, T::IS_3X3 ? 1 : T::X_BYTES / SLICE_BYTES);
         const Operand dout = Operand::rows(tile + dout_at, T::TILE_W);
         wgmma_fence();
-        UNROLL_FOR (int r = 0; r < T::TILE_H; r += 2) // k = 16: 8 pixels of a row and the 8 pixels below them
+        UNROLL_FOR (int r = 0; r < T::TILE_H; r += 2) // wgmma sums over 16 pixels: 8 in a row, and the 8 below
             UNROLL_FOR (int c = 0; c < T::TILE_W; c += 8) {
                 const uint64_t a = dout.at((r * T::TILE_W + c) * 8);
                 const uint64_t b = x.at((r * T::PITCH + c) * 8);
@@ -15916,8 +15920,8 @@ template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work,
     multiplied<0>(d);
 }
 
-// Writes the sums of the block's range to the partials (splits, tiles, taps, 1024 fragments), in the order of
-// weight_place.
+// Writes d, this thread's sums over the block's range, to the partials (splits, tiles, taps, 1024 float4), in the order
+// of weight_place.
 template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, int co_tile, const float* d) {
     const ConvWeight& p = work.p;
     const int warp = threadIdx.x / 32 % 4;
@@ -15925,14 +15929,15 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, 
     float4* const tiles = p.partial + (((size_t)work.split * p.tiles + tile) * p.taps + row * 3) * 1024;
     float4* const to = tiles + (warp / 2 * 8 + warp % 2 * 4) * 32 + threadIdx.x % 32;
     UNROLL_FOR (int f = 0; f < 24; f++)
-        if (T::IS_3X3 || f / 8 < work.parts) // each third of D (f / 8) is another tap or tile, 1024 fragments long
+        if (T::IS_3X3 || f / 8 < work.parts) // third f / 8 of D is a tap or a tile of Cin, which has 1024 float4
             store_whole(to + f / 8 * 1024 + f % 8 / 4 * 512 + f % 4 * 32, (const float4&)d[4 * f]);
 }
 
-// Stores all sums in dweight, by TMA. First the sums are written to shared memory, where the pixel tiles have been, as
-// boxes of 32 Cin with rows of 128 bytes. A 3x3 has a row for each (Cout, tap), and a 1x1 has a row for each Cout.
-// Fragment f of this thread lies in third f / 8 of D (a tap, or 64 Cin). It holds output channels co and co + 8 for two
-// input channels: f % 8 * 8 + lane % 4 * 2 and the next one.
+// Stores a warpgroup's sums in dweight, by TMA. First the sums are written to shared memory, over the pixel tiles,
+// which nobody reads any more. There they form boxes of 32 Cin with rows of 128 bytes. A box of a 3x3 has a row for
+// each (Cout, tap), and a box of a 1x1 has a row for each Cout. Fragment f of this thread lies in third f / 8 of D (a
+// tap, or 64 Cin). It holds output channels co and co + 8 for two input channels: f % 8 * 8 + lane % 4 * 2 and the next
+// one.
 template <class T> INLINE void put_dweight(const auto& work, int row, int co_tile, float* d, uint32_t boxes) {
     constexpr int BOX_BYTES = (T::IS_3X3 ? 3 : 1) * BYTES_OF_64_ROWS;
     const ConvWeight& p = work.p;
@@ -15953,7 +15958,7 @@ template <class T> INLINE void put_dweight(const auto& work, int row, int co_til
     if (threadIdx.x % 128) return;
     for (int box = 0; box < (T::IS_3X3 ? 2 : 2 * work.parts); box++) {
         const int slice = work.ci_tile + box / 2;
-        const int box_channel = box % 2 * SLICE_CHANNELS / 2; // its first one: a box has half of a slice's
+        const int box_channel = box % 2 * SLICE_CHANNELS / 2; // the box's first channel in its slice
         const int ci = x.row(slice) + box_channel;
         if (x.channel(slice) + box_channel >= (x.is_second(slice) ? p.shape.C2 : p.shape.C1)) continue;
         tma_store(&work.maps.dweight, boxes + box * BOX_BYTES, ci, row * 3, co_tile * SLICE_CHANNELS);
@@ -16003,37 +16008,38 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- FP8 in training: weights and gradients are rounded
-// Used when: round_weights at the beginning of each step. round_gradient before an input gradient, if the kernel that
-//   wrote dout did not write its FP8 form, too.
-// How: A block of round_weights_kernel rounds a tile of 64 output channels x 64 input channels of one tap. Without
-//   turned_alone it writes the tile directly in the order of the weights. For the other order the tile goes through
-//   shared memory. One launch rounds the weights of all layers.
+// Used when: round_weights runs at the beginning of each step. round_gradient runs before an input gradient, if the
+//   kernel that wrote dout did not also write dout in FP8.
+// How: A block of round_weights_kernel rounds a tile of 64 output channels x 64 input channels of one tap.
+//   Unless turned_alone, it writes the tile to `weights`, in the order of the bf16 weights. It also writes the tile to
+//   `turned`, where input and output channels have changed places. For this the tile goes through shared memory. One
+//   launch rounds the weights of up to MAX_ROUNDINGS layers.
 // Costs: memory traffic. For each weight, 2 bytes are read, and 2 are written (1 with turned_alone).
 
 constexpr int ROUNDING_TILE = 64;
-constexpr int MAX_ROUNDINGS = 96; // of a launch; adm64 has 69 such convolutions
-// The convolutions (works) whose weights one launch rounds. The list is passed as a parameter of the kernel, so it need
-// not be copied to the device's memory before. The tiles of all works are numbered one after the other. A block's
-// number is the number of its tile.
+constexpr int MAX_ROUNDINGS = 96; // how many layers one launch rounds at most; adm64 has 69 such layers
+// The convolutions whose weights one launch rounds; each of them is called a work. The list is a parameter of the
+// kernel, so it need not be copied to the device's memory before. The tiles of all works are numbered one after the
+// other. Block i rounds tile i.
 struct RoundingList {
     struct Work : WeightRounding {
-        int first_tile; // the number of its first tile
+        int first_tile; // the number of the work's first tile
         HD int tiles_in() const { return (Cin + ROUNDING_TILE - 1) / ROUNDING_TILE; }
         HD int tiles_out() const { return (Cout + ROUNDING_TILE - 1) / ROUNDING_TILE; }
         int tiles() const { return tiles_out() * 9 * tiles_in(); }
     } works[MAX_ROUNDINGS];
     int count = 0;
-    int tiles = 0; // of all works
+    int tiles = 0; // how many tiles all works have
 };
 
 // There is one block for each tile. list is a __grid_constant__, so it stays in constant memory.
-static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weights, uint8_t* turned, // flat
-                                                                   const bf16* copy,                  // flat
+static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weights, uint8_t* turned, // flat arrays
+                                                                   const bf16* copy,                  // a flat array
                                                                    const __grid_constant__ RoundingList list) {
     constexpr int TILE = ROUNDING_TILE;
     constexpr int PITCH = TILE + 8;
     __shared__ __align__(8) uint8_t tile[TILE][PITCH]; // (output channel, input channel)
-    // The work to which the tile belongs is found by halving.
+    // A binary search finds the work to which this block's tile belongs.
     int low = 0;
     for (int end = list.count; end - low > 1;) {
         const int middle = (low + end) / 2;
@@ -16048,8 +16054,8 @@ static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weig
     await_previous_kernel();
 
     // A thread rounds 8 neighbouring input channels of two output channels. All of these convolutions have multiples of
-    // 32 channels (conv_is_few). So 8 input channels, and below 16 output channels, lie all inside the weights or all
-    // outside.
+    // 32 channels (conv_is_few). So the 8 input channels lie all inside the weights or all outside. The same is true of
+    // the 16 output channels that a thread writes below.
     const int column = threadIdx.x % 8 * 8;
     UNROLL_FOR (int i = 0; i < 2; i++) {
         const int row = threadIdx.x / 8 + i * 32;
@@ -16086,14 +16092,14 @@ static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weig
 
 static void round_weights(uint8_t* weights, uint8_t* turned, const act* copy,
                           const std::vector<WeightRounding>& works) {
-    // act_has_wgmma is true only if activations are bf16. So copy holds bf16, as the kernel reads it.
+    // act_has_wgmma is true only if activations are bf16. So copy holds bf16, which the kernel expects.
     if (!act_has_wgmma()) die("internal error: FP8 is for Hopper");
     RoundingList list;
     for (const WeightRounding& w : works) {
         list.works[list.count] = {w, list.tiles};
         list.tiles += list.works[list.count].tiles();
         list.count++;
-        // The list is launched when it is full, and after the last work.
+        // The kernel is launched when the list is full, and after the last work.
         if (list.count < MAX_ROUNDINGS && &w != &works.back()) continue;
         launch(round_weights_kernel, list.tiles, 256, 0, weights, turned, copy, list);
         list = {};
@@ -16121,24 +16127,26 @@ static void round_gradient(Fp8Copy fp8, const act* dout, size_t n) {
 // Used when: at the end of every training step.
 // How: The gradient is summed in stretches of a fixed size (the comments above step_gradients give the reason). The GPU
 //   decides whether and how to update (judge_step), so that the host need not wait.
-// Costs: memory traffic: five arrays are read, and four arrays and the bf16 copy are written.
+// Costs: memory traffic. adamw_kernel reads sum, params, ema, m and v. It writes params, ema, m, v and the bf16 copy.
 
-// sum = [the old sum +] the gradients of all ranks, added in the order of the ranks. squares = |sum|^2 of each stretch.
-// There is one block for each stretch of this rank's slice. A block adds up one stretch, which has STRETCH floats. A
-// quad is 4 neighbouring floats. A thread adds up QUADS quads of the stretch, which are 1024 quads apart.
+// Adds up the gradients of all ranks, in the order of the ranks, and writes the result to `sum`. If `add` is true, the
+// old content of `sum` is the first term: the sum over the earlier microbatches of this step. squares: |sum|^2 of each
+// stretch, written to this rank and to all ranks whose memory this rank can write to. There is one block for each
+// stretch of this rank's slice. A stretch has STRETCH floats. A quad is 4 neighbouring floats. A thread adds up QUADS
+// quads of the stretch, which are 1024 quads apart.
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     sum_gradients_kernel(float* sum,                                         // a flat array
-                         const __grid_constant__ Everywhere<double> squares, // (all stretches), written at every rank
+                         const __grid_constant__ Everywhere<double> squares, // (all stretches)
                          RankGradients grads,
                          bool add,     // whether the old sum is added
-                         bool write) { // false: sum is the only array that is read, so it stays as it is
+                         bool write) { // false: the only term is `sum` itself, so it need not be written
     await_previous_kernel();
     constexpr int QUADS = STRETCH / 4 / 1024;
     const size_t n = grads.slice.n;
     const size_t at = grads.slice.flat(blockIdx.x * STRETCH); // the stretch's place in the flat arrays
     const size_t first = at / 4 + threadIdx.x;                // this thread's first quad
-    // How many quads the stretch has from this thread's first quad on. Only quads among the n floats are counted,
-    // because the arrays must not be read beyond those.
+    // How many quads the stretch has from this thread's first quad on. Quads beyond the n floats are not counted,
+    // because they must not be read.
     const int quads_left = (int)(min(at + STRETCH, n) / 4 - min(at, n) / 4) - (int)threadIdx.x;
     const int first_source = -(int)add; // source -1 is the old sum; source r >= 0 is rank r
     float4 g[QUADS];
@@ -16161,7 +16169,7 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
         total += (x * x + y * y) + (z * z + w * w);
     }
     total = block_sum(total);
-    if (threadIdx.x < squares.ranks) squares.at[threadIdx.x][at / STRETCH] = total; // to every rank
+    if (threadIdx.x < squares.ranks) squares.at[threadIdx.x][at / STRETCH] = total; // to one of the ranks
 }
 
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add) {
@@ -16251,7 +16259,8 @@ static void cast_params(act* copy, const float* params, size_t n) {
     }
 }
 
-// Factors that are the same for all parameters in an update. t: the number of updates, including this one.
+// Factors that are the same for all parameters in an update. t in their formulas is the
+// number of updates, including this one (StepState::updates).
 struct AdamWFactors {
     float clip;      // factor of the gradient, as in torch's clip_grad_norm_
     float decay;     // 1 - lr weight_decay
@@ -16315,7 +16324,8 @@ static __global__ void __launch_bounds__(256)
         ms[i] = m;
         vs[i] = v;
         // The new weights go to this rank and to all ranks whose memory this rank can write to. Those ranks read the
-        // first `plain` weights (all except the convolutions') in fp32. They read all other weights from the copy.
+        // first `plain` weights (all except the weights of convolutions) in fp32. They read all other weights from the
+        // copy.
         const uint2 rounded = from_floats<bf16>(p);
         for (int r = 0; r < u.params.ranks; r++) {
             if (r == 0 || 4 * k < u.plain) ((float4*)u.params.at[r])[k] = p;
@@ -16330,7 +16340,7 @@ static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice
     case Element::FP32: // the weights have no copy
     case Element::FP8:  // act_element is never FP8
     case Element::FP8_GRADIENT:
-    case Element::BF16: // the kernel writes the copy, in bf16 alone: another element needs a template parameter there
+    case Element::BF16: // adamw_kernel writes the copy as bf16. Another element would need a template parameter
         return launch(adamw_kernel, blocks, 256, 0, u, state, h, own);
     }
 }
@@ -16356,22 +16366,25 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_backward
 // Returns how long groupnorm_backward_whole_kernel takes with plan w, in microseconds. The formula was fitted to 2,700
-// measurements on an H200. On average, the plan that it finds cheapest takes 3 % more time than the fastest plan.
+// measurements on an H200. On average, the plan that is cheapest by the formula takes 3 % more time than the plan that
+// is really the fastest.
 //
 //   time = START + (number of waves of blocks) * hypot(latency, throughput)
 //
 // latency: the time that a block waits even if there are few blocks. It waits for loads, and for the rounds in which
 // sums are added and exchanged. throughput: the time that all blocks on one multiprocessor need together for their
-// bytes and instructions. Latency and throughput overlap in part, and hypot lies between their maximum and their sum.
-// tensors: how many tensors of the size of x are read or written.
+// bytes and instructions. Latency and throughput overlap in part, so together they take less time than their sum, and
+// more than the larger of both. hypot also lies between these limits. tensors: how many tensors of the size of x are
+// read or written.
 static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensors) {
+    // How many microseconds each of these takes:
     constexpr double START = 1.9;    // a launch, and the wait for the previous kernel
     constexpr double CLUSTER = 0.65; // blocks of a cluster wait for each other
-    constexpr double PART = 0.1;     // to add one more sum, of a warp or of another block
+    constexpr double PART = 0.1;     // one more sum, of a warp or of another block, is added
     constexpr double SLOT = 0.394;   // the latency of one more vector for each thread
     constexpr double SLOTS = 0.081;  // the instructions of one more vector for each of 1,024 threads
-    constexpr double PER_KB = 0.037; // each KB that a multiprocessor reads or writes
-    constexpr double WARPS = 0.34;   // what every 256 threads add to a block's time
+    constexpr double PER_KB = 0.037; // a multiprocessor reads or writes one KB
+    constexpr double WARPS = 0.34;   // a block has 256 more threads
     const int C = s.C1 + s.C2;
     const double elements = act_vec() / 8.0; // SLOT and SLOTS were fitted for vectors of 8 elements
 
@@ -16413,8 +16426,8 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     const int group_channels = C / s.groups;
     const int tensors = add ? 4 : 3;
 
-    // How many microseconds two passes take. moved: the kilobytes that the two passes read and write on each
-    // multiprocessor.
+    // How many microseconds the two passes take (groupnorm_sums_kernel and groupnorm_backward_kernel), by measurements.
+    // moved: the kilobytes that the two passes read and write on each multiprocessor.
     const double pieces = (double)s.B * s.HW * C / V; // how many pieces of 16 bytes one tensor has
     const double moved = (tensors + 2) * 16 / 1024.0 * pieces / gpu.sms;
     const double two_passes = std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved);
@@ -16430,7 +16443,7 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
         if (w.bytes() > gpu.shared_for(1, 256)) return;
         plan.consider(norm_whole_cost(s, w, tensors), w);
     };
-    const int least_log_columns = std::countr_zero(16u / V); // a warp has 16 neighbouring channels or more
+    const int least_log_columns = std::countr_zero(16u / V); // a warp works on at least 16 neighbouring channels
     const int most_chunks = gpu.clusters ? 8 : 1;
     const int largest_slab = std::min(C, MAX_WHOLE_THREADS);
     for (int slab = V; slab <= largest_slab; slab += V)
@@ -16442,8 +16455,9 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     return plan.best;
 }
 
-// Return kernels: the one that does everything, the first of two passes, and the second. Each has a version of its own
-// with dropout, and the second pass also one for addends. GRAD: what the gradients are written to.
+// These functions return the kernel that does everything, the first of two passes, and the second pass. Each kernel has
+// one version with dropout and one without. The second pass also has versions with and without addends. GRAD:
+// GradOf<T>, or Fp8GradOf<T> if gradients are also written in FP8.
 template <class T, class GRAD> static auto norm_whole_kernel(bool drop) {
     if (drop) return groupnorm_backward_whole_kernel<T, true, GRAD>;
     return groupnorm_backward_whole_kernel<T, false, GRAD>;
@@ -16470,8 +16484,8 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
     const bool drop = dropout.p > 0;
     const bool addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2;
 
-    // The gradients of weight and bias are sums over the images. Each image's part of them stays in memory until
-    // finish_gradients adds up the parts.
+    // The gradients of weight and bias are sums over the images. Each image's term stays in memory until
+    // finish_gradients adds up the terms. It is called here if there is no room for the terms of this group norm.
     const size_t bytes = norm_sums_bytes(s);
     if (norm_sums_count == MAX_NORM_SUMS || norm_sums_used + bytes > device.norm_sums_bytes) finish_gradients();
     float2* const sums = (float2*)(device.norm_sums + norm_sums_used);
@@ -16486,9 +16500,9 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
             const dim3 grid(w.chunks, a.C / w.slab, s.B);
             return launch_on(MAIN_STREAM, w.chunks, kernel, grid, w.threads, w.bytes(), to1, to2, dout, a, w);
         }
-        // Two passes: the first computes sums over chunks of the pixels, the second computes the gradient. All blocks
-        // of the second pass read the sums of all chunks, so the first pass has at most 64 chunks. With addends, the
-        // second pass divides the pixels into other chunks than the first pass.
+        // Two passes: the first computes sums over chunks of an image's pixels, the second computes the gradient. Each
+        // block of the second pass reads the sums of all chunks of its image. So the first pass has at most 64 chunks.
+        // With addends, the second pass divides the pixels into other chunks than the first pass.
         auto first_pass = norm_first_pass<T>(drop);
         auto second_pass = norm_second_pass<T, GRAD>(drop, addends);
         float2* const partial = (float2*)device.workspace;
@@ -16510,9 +16524,10 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention: forward and, where a has dout, backward
-// Launches Hopper's kernels, for bf16 heads of DIM = 32 or 64 channels, and a multiple of 64 tokens (T). Backward: a
-// head of 64 tokens is computed by one block. A head of 256 to 1,024 tokens, a multiple of 128, is computed by a
-// cluster whose blocks have 128 tokens each. For all other heads the portable kernel computes the backward pass.
+// Launches Hopper's kernels for bf16. Heads have DIM = 32 or 64 channels, and the number of tokens (T) is a multiple of
+// 64. Backward pass: a head of 64 tokens is computed by one block. A head of 256 to 1,024 tokens, if this is a multiple
+// of 128, is computed by a cluster, whose blocks have 128 tokens each. For all other heads the portable kernel computes
+// the backward pass.
 template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
     using Alone = AttentionBackward<DIM, 1>;
     using Cluster = AttentionBackward<DIM, 2>;
@@ -16521,7 +16536,8 @@ template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
     const bool fits_cluster = gpu.clusters && a.T % 128 == 0 && a.T >= 256 && a.T <= 1024;
     const bool alone = back && fits_block && attention_clusters<Alone>(a.T);
     const bool cluster = back && fits_cluster && attention_clusters<Cluster>(a.T);
-    // AttentionForward<channels of a head, warpgroups, keys of a chunk, chunks>; chunks = 0: they pass through a ring
+    // AttentionForward<channels of a head, warpgroups, keys of a chunk, chunks of a head>. If the last is 0, a head may
+    // have any number of chunks, which pass through a ring.
     using Forward64 = AttentionForward<DIM, 1, 64, 1>;
     using Forward256 = AttentionForward<DIM, 2, DIM, 256 / DIM>;
     using ForwardRing2 = AttentionForward<DIM, 2, 64, 0>;
@@ -16542,7 +16558,7 @@ template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
 // room for a.d channels.
 template <class T> static void attention(const AttentionCall& a) {
     const bool wgmma = act_has_wgmma() && a.T % 64 == 0;
-    constexpr int LARGEST = 32 * VEC<T>; // channels of a head whose row has 512 bytes
+    constexpr int LARGEST = 32 * VEC<T>; // the most channels of a head for launch_attention: 512 bytes
     const Way<AttentionCall> ways[] = {
         {wgmma && a.d == 32, launch_attention_wgmma<32>}, // Hopper's kernels
         {wgmma && a.d == 64, launch_attention_wgmma<64>},
@@ -16573,8 +16589,8 @@ static void attention_backward(act* dqkv,              // (B, T, 3C)
 // ---------------------------------------------------------------------------------------------------------------------
 // --- convolution: forward and input gradient
 // conv_forward and conv_backward_input, at the end of this part, call conv_product, which chooses a kernel. A table
-// above conv_product shows all roads from there to the instructions of the tensor cores. Functions whose names begin
-// with pick_ choose a tile for one of the kernels, by measured costs or by a table.
+// above conv_product shows which functions are called, from conv_product to the instructions of the tensor cores.
+// Functions whose names begin with pick_ choose a kernel's tile, by measured costs or by a table.
 static bool conv_is_halo(const ConvShape& s) { return s.kernel == 3 && s.stride == 1; }
 
 // Can Hopper's kernels compute this convolution? If so, conv_weight_tma always computes its weight gradient.
@@ -16582,12 +16598,12 @@ static bool conv_is_wgmma(const ConvShape& s) {
     return act_has_wgmma() && s.stride == 1 && !s.upsample && !conv_is_few(s);
 }
 
-// Hopper's kernels have neither stride 2 nor upsampling. So such a convolution takes a detour: it is replaced by a
-// convolution that has stride 1 and does not change the size. For upsampling, the upsampled input is first written to
-// the workspace. For stride 2, the gradient of the output is first written to the workspace, with zeros between its
-// pixels. (A forward pass of stride 2 has a detour of another kind, see conv_forward.) The detour moves more bytes, but
-// with wgmma it is two to four times as fast. With mma.sync only the gradient of an upsampled input takes the detour,
-// and this takes 17 to 33 % less time.
+// Hopper's kernels can compute neither stride 2 nor upsampling. So such a convolution takes a detour: it is replaced by
+// a convolution with stride 1, whose output has the size of its input. For upsampling, the upsampled input is first
+// written to the workspace. For the gradients of a convolution with stride 2, the gradient of its output is first
+// written to the workspace, with zeros between its pixels. (A forward pass of stride 2 has a detour of another kind,
+// see conv_forward.) The detour moves more bytes. But it can use wgmma, so it is two to four times as fast. With
+// mma.sync only the gradient of an upsampled input takes the detour, which saves 17 to 33 % of the time.
 static ConvShape conv_without_detour(ConvShape s) { // returns the convolution that replaces s
     s.H <<= s.upsample;
     s.W <<= s.upsample;
@@ -16608,8 +16624,8 @@ static size_t conv_detour_bytes(const ConvShape& s) {
     return (bytes + 255) / 256 * 256;
 }
 
-// Is this a layer whose weight gradient never shares a launch with those of other layers? Such a layer is first
-// replaced by another convolution, whose shape conv_weight_shape returns.
+// Does this layer's weight gradient never share a launch with the weight gradients of other layers? Such a layer is
+// first replaced by another convolution, whose shape conv_weight_shape returns.
 static bool conv_weight_alone(const ConvShape& s) { return conv_is_few(s) || conv_takes_detour(s); }
 static ConvShape conv_weight_shape(const ConvShape& s) {
     return conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
@@ -16622,7 +16638,7 @@ static int count_tiles(const ConvCall& c, int images, int rows, int columns) {
 }
 
 // Returns a measure of conv_halo's time with this tile: the number of rounds of blocks times a block's channels. In a
-// round all multiprocessors are full of blocks; the last round takes as long as the others even if it is nearly empty.
+// round as many blocks run as fit on the GPU at once. The last round may have fewer blocks, but takes as long.
 template <class Tile> static int halo_rounds(const ConvCall& c) {
     const int tiles = count_tiles(c, Tile::IMAGES, Tile::TILE_H, Tile::TILE_W);
     const int blocks = tiles * ceil_div(c.Cout, Tile::CHANNELS);
@@ -16640,13 +16656,13 @@ static bool halo_is_last(const ConvCall& c) { return c.s.out == Element::FP32 &&
 static bool halo_is_small(const ConvCall& c) { return c.H <= 8 || c.W <= 8; }
 static bool halo_fills_gpu(const ConvCall& c) {
     const int tiles = count_tiles(c, 1, 16, 16) * ceil_div(c.Cout, 64);
-    const int enough = c.Cout % 64 ? 2 : 1; // blocks for each multiprocessor
+    const int enough = c.Cout % 64 ? 2 : 1; // so many tiles for each multiprocessor
     return tiles > enough * gpu.sms;
 }
 
 // Picks the tile of conv_halo, for 3x3, stride 1, bf16 on any GPU.
 template <bool BACKWARD> static void pick_conv_halo_bf16(const ConvCall& c) {
-    //             images, channels, K groups, blocks per multiprocessor
+    // HaloTile<type, images, channels, K groups, blocks per multiprocessor>
     using Last = HaloTile<bf16, 1, 16, 1, 4>;
     using Small48 = HaloTile<bf16, 2, 48, 2, 3>;
     using Small32 = HaloTile<bf16, 2, 32, 4, 2>;
@@ -16656,16 +16672,16 @@ template <bool BACKWARD> static void pick_conv_halo_bf16(const ConvCall& c) {
     using Few48 = HaloTile<bf16, 1, 48, 2, 1>;
     const bool small = halo_is_small(c);
     const bool many = halo_fills_gpu(c);
-    // For some numbers of channels, tiles of 48 channels waste less work.
+    // Tiles of 48 channels are faster for some Cout, because fewer of their channels lie beyond the last channel.
     const bool small_48 = small && halo_is_faster<Small48, Small32>(c);
     const bool large_48 = many && halo_is_faster<Large48, Large64>(c);
     const Way<ConvCall> ways[] = {
         // the network's last convolution has few channels
         {halo_is_last(c), conv_halo<Last, false, float>},
-        // images at most 8 pixels high or wide: a block has two of them, and K groups give it more warps
+        // images at most 8 pixels high or wide: a block has two images, and K groups give the block more warps
         {small_48, conv_halo<Small48, BACKWARD>},
         {small, conv_halo<Small32, BACKWARD>},
-        // there are enough of the largest tiles
+        // the largest tiles: there are enough of them to fill the GPU
         {large_48, conv_halo<Large48, BACKWARD>},
         {many, conv_halo<Large64, BACKWARD>},
         // few tiles: a block has fewer channels, and two K groups share a tile
@@ -16674,7 +16690,7 @@ template <bool BACKWARD> static void pick_conv_halo_bf16(const ConvCall& c) {
     };
     decide(c, ways);
 }
-// Picks the tile of conv_halo in fp32, for the same reasons as in bf16.
+// Picks the tile of conv_halo in fp32. It asks the same three questions as in bf16.
 template <bool BACKWARD> static void pick_conv_halo_fp32(const ConvCall& c) {
     using Last = HaloTile<float, 1, 16, 1, 2>;
     using Small = HaloTile<float, 2, 32, 2, 2>;
@@ -16689,8 +16705,8 @@ template <bool BACKWARD> static void pick_conv_halo_fp32(const ConvCall& c) {
     decide(c, ways);
 }
 
-// Picks the tile of conv_gather, which computes all other convolutions on any GPU. A tile has 64 or 128 pixels x 64
-// channels or, in bf16 only, 128 pixels x 128 channels.
+// Picks the tile of conv_gather, which computes all convolutions that no other kernel can compute. A tile has 64 or 128
+// pixels x 64 channels or, in bf16 only, 128 pixels x 128 channels.
 template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c) {
     const int HW = c.H * c.W;
     const int tiles_of_128 = c.B * ceil_div(HW, 128); // tiles of 128 pixels
@@ -16698,7 +16714,7 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
     //                pixels / 64, channels, channels of a warp, stages
     using Pixels64 = GatherTile<T, 1, 64, 32, 3>;
     using Pixels128 = GatherTile<T, 2, 64, 32, 3>;
-    if constexpr (std::is_same_v<T, bf16>) { // tiles of 128 x 128 need the fewest bytes
+    if constexpr (std::is_same_v<T, bf16>) { // tiles of 128 x 128 read the fewest bytes
         using Wide = GatherTile<T, 2, 128, 64, 2>;
         const int blocks_of_128 = ceil_div(c.Cout, 128);
         // at most a fifth of the tiles' channels lie beyond the last channel
@@ -16710,17 +16726,17 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
     else conv_gather<Pixels64, BACKWARD>(c);
 }
 
-// Tiles of conv_tiles for 3x3: ConvTiles<taps, rows, slices of 64 channels, resident weights, ...>. With up to 128
-// input channels (FP8: 256) all weights stay in shared memory, and the two warpgroups take turns. With more input
-// channels the weights pass through a ring.
-template <bool BACKWARD> using HalfSlice = ConvTiles<9, 16, 1, true, BACKWARD, 2>; // 32 channels: half the products
+// Tiles of conv_tiles for 3x3: ConvTiles<taps, rows, slices of 64 output channels, whether weights are resident, ...>.
+// With up to 128 input channels (FP8: 256) all weights stay in shared memory (resident), and the two warpgroups take
+// turns. With more input channels the weights pass through a ring (streamed).
+template <bool BACKWARD> using HalfSlice = ConvTiles<9, 16, 1, true, BACKWARD, 2>; // Cin = 32: half the products
 template <bool BACKWARD, Element E = Element::BF16> using Resident16 = ConvTiles<9, 16, 1, true, BACKWARD, 4, E>;
 template <bool BACKWARD, Element E = Element::BF16> using Resident32 = ConvTiles<9, 32, 1, true, BACKWARD, 4, E>;
 template <bool BACKWARD, Element E = Element::BF16> using Streamed16 = ConvTiles<9, 16, 1, false, BACKWARD, 4, E>;
 template <bool BACKWARD, Element E = Element::BF16> using Streamed32 = ConvTiles<9, 32, 1, false, BACKWARD, 4, E>;
 
-// The time of a block of conv_small, in ns, as measured on an H200: of a whole block except its taps, and of one tap of
-// one slice. `alone`: there is no more than one block for each multiprocessor. `full`: there are more. Then all
+// The time of a block of conv_small, in ns, as measured on an H200. tap_: one tap of one slice. block_: everything
+// except the taps. _alone: there is at most one block for each multiprocessor. _full: there are more blocks. Then all
 // multiprocessors are busy all the time, and each block gets a smaller share of the L2 cache's bandwidth.
 struct SmallCosts {
     int block_alone, tap_alone;
@@ -16728,12 +16744,13 @@ struct SmallCosts {
 };
 
 // Picks the fastest kernel (conv_small or conv_tiles) and tile for 3x3 on images of up to 32 x 32. FP8: a product takes
-// as long as in bf16, and sums over twice as many channels. A last slice of up to 64 channels needs half the products.
+// as long as in bf16, and sums over twice as many channels. If the last slice has at most 64 channels, it needs half
+// the products.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(const ConvCall& p) {
     constexpr bool IS_FP8 = is_fp8(E);
     const int slices = ceil_div(p.Cin1, slice_channels(E));
     const int taps_of_64 = ceil_div(p.Cin1, 64) * 9;
-    const int taps = IS_FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // taps of all slices
+    const int taps = IS_FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // a block's taps, of all slices
     const bool is_32 = p.Cin1 == 32 && !IS_FP8;                     // half a slice
     Cheapest<void (*)(const ConvCall&)> way;
 
@@ -16749,7 +16766,7 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
         int block = alone ? cost.block_alone : cost.block_full;
         int tap = alone ? cost.tap_alone : cost.tap_full;
         if (half_slice) tap /= 2;
-        if (IS_FP8 && !alone) { // measured: FP8 has half as many taps, and each loads as many bytes
+        if (IS_FP8 && !alone) { // measured; FP8 has half as many taps, and each tap loads as many bytes
             block += 1500;
             tap += tap / 12;
         }
@@ -16758,9 +16775,9 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
     //          SmallTile: warpgroups, N, images, split, blocks per multiprocessor
     using Square = SmallTile<BACKWARD, 1, 64, 1, 1, 2, E>;          // a square of 8 x 8 pixels and 64 channels
     using SquareShared = SmallTile<BACKWARD, 1, 64, 1, 2, 2, E>;    // two blocks share a tile's taps
-    using TwoImagesShared = SmallTile<BACKWARD, 2, 64, 2, 2, 1, E>; // the same, and two images share weights
+    using TwoImagesShared = SmallTile<BACKWARD, 2, 64, 2, 2, 1, E>; // as SquareShared, and two images share weights
     using TwoImages = SmallTile<BACKWARD, 2, 64, 2, 1, 1, E>;       // two images share weights
-    using ManyChannels = SmallTile<BACKWARD, 1, 192, 1, 1, 1, E>;   // many channels share pixels
+    using ManyChannels = SmallTile<BACKWARD, 1, 192, 1, 1, 1, E>;   // 192 channels share pixels
     using TwoImages128 = SmallTile<BACKWARD, 2, 128, 2, 1, 1, E>;   // two images, and many channels
     using Wide32 = SmallTile<BACKWARD, 2, 32, 1, 1, 1, E>;          // tiles of 8 x 16 pixels
     using Wide192 = SmallTile<BACKWARD, 2, 192, 1, 1, 1, E>;
@@ -16777,8 +16794,9 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
     }
     if (p.H <= 8) return way.best(p);
 
-    // conv_tiles has persistent blocks. Its time, in ns, = once + (tiles of the busiest block / n) * each, where `each`
-    // is the time of n tiles. (Here a tile is 8 pixels across and 16 down, even if the kernel's own tiles are larger.)
+    // conv_tiles has persistent blocks. Its time, in ns, is once + (tiles of the busiest block / n) * each, where
+    // `each` is the time of n tiles. (Here a tile is 8 pixels across and 16 down, even if the kernel's own tiles are
+    // larger.)
     const int tiles = count_tiles(p, 1, 16, 8);
     auto consider_tiles = [&](auto tile, int once, int n, int64_t each) {
         const int runs_of_n = ceil_div(ceil_div(tiles, n), tile.runs(p.Cout));
@@ -16796,10 +16814,10 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
     way.best(p);
 }
 
-// Returns how many cycles conv_tiles takes with tile T for p, a 1x1 convolution, by measurements on an H200. Returns
-// INFINITY if a tile's results do not fit into shared memory.
+// Returns how many cycles conv_tiles takes with T (a ConvTiles) for p, a 1x1 convolution, by measurements on an H200.
+// Returns INFINITY if a tile's results do not fit into shared memory.
 template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int slices) {
-    constexpr int64_t L2_BYTES = 36; // the most that a multiprocessor reads from or writes to the L2 in a cycle
+    constexpr int64_t L2_BYTES = 36; // bytes that a multiprocessor can exchange with the L2 in a cycle
     const bool add = p.out.part1.add1 || p.out.part2.add1;
     const int weights = T::RESIDENT ? slices : T::STREAMED_WEIGHTS;
     const int stages = T::stages(weights);
@@ -16809,18 +16827,18 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
     // A unit is what a stage holds: a tile, or two tiles, one for each warpgroup.
     const int tiles = count_tiles(p, 1, T::ROWS, 8);
     const int units = ceil_div(tiles, T::UNIT);
-    const int64_t rounds = ceil_div(units, T::runs(p.Cout)); // units of the busiest block
+    const int64_t rounds = ceil_div(units, T::runs(p.Cout)); // how many units the busiest block has
 
     // The cycles of a unit's products. For each slice of input channels and each 64 output channels there are 4
     // products of k = 16. A product takes PIXELS / 2 cycles, and 6 more to start.
     const int64_t products = T::UNIT * T::OUT_SLICES * slices * 4 * (T::PIXELS / 2 + 6);
 
-    // The cycles of a unit's bytes: slices, streamed weights and addends are read, and results are written.
+    // The bytes of a unit: slices, streamed weights and addends are read, and results are written.
     const int64_t tile_bytes = T::UNIT * T::TILE_BYTES;
     const int64_t slice_bytes = tile_bytes + (T::RESIDENT ? 0 : T::WEIGHT_BYTES);
     const int64_t bytes = slices * slice_bytes + T::OUT_SLICES * tile_bytes * (add ? 2 : 1);
-    // If few stages remain beside a tile's results and the current slice, fewer bytes can be loaded at the same time. A
-    // load takes 1800 cycles.
+    // ahead: how many bytes can be loaded at the same time. A tile's results and the slices that are read take some
+    // stages. Only the other stages can be loaded meanwhile. A load takes 1800 cycles.
     const int64_t ahead = std::max(1, stages - T::OUT_SLICES - 2) * tile_bytes;
     const int64_t bytes_per_cycle = T::RESIDENT ? std::min(L2_BYTES, ahead / 1800) : L2_BYTES;
     const int64_t longest = std::max(products, bytes / bytes_per_cycle);
@@ -16860,7 +16878,7 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
         using T = decltype(tile);
         way.consider(conv_tiles_1x1_cycles<T>(p, slices), conv_tiles<T>);
     };
-    //                 rows, slices of 64 channels, resident weights
+    // ConvTiles<taps, rows, slices of 64 output channels, whether weights are resident, ...>
     consider(ConvTiles<1, 16, 1, true, BACKWARD>());
     consider(ConvTiles<1, 16, 2, true, BACKWARD>());
     consider(ConvTiles<1, 16, 3, true, BACKWARD>());
@@ -16871,7 +16889,7 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
 }
 
 // Picks the tile of conv_tiles for 3x3 on images larger than 32 x 32. For a convolution with a skip connection it picks
-// the tile on images of any size.
+// the tile whatever the size of the images.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_3x3(const ConvCall& c) {
     const int slices = ceil_div(c.Cin1, slice_channels(E));
     const bool skip = c.out.skip.weight;               // only tiles with RESIDENT weights can compute it
@@ -16880,14 +16898,14 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_
     const bool fills_32_rows = c.H % 32 == 0 || c.H > 64;
 
     const Way<ConvCall> ways[] = {
-        // 32 input channels are half a slice: each tap needs two products instead of four
+        // 32 input channels are half a slice, so each tap needs two products instead of four
         {c.Cin1 == 32 && E == Element::BF16, conv_tiles<HalfSlice<BACKWARD>>},
         // one slice of weights leaves room for tiles of 32 rows
         {!skip && one_slice_and_32_rows, conv_tiles<Resident32<BACKWARD, E>>},
         // up to two slices of weights fit into shared memory beside the pixels
         {slices <= 2, conv_tiles<Resident16<BACKWARD, E>>},
-        // more weights pass through a ring; a tile of 32 rows uses them for more pixels, if few of its rows lie outside
-        // the image
+        // more weights pass through a ring; a tile of 32 rows uses each of them for more pixels, which pays if few of
+        // its rows lie outside the image
         {fills_32_rows, conv_tiles<Streamed32<BACKWARD, E>>},
         {true, conv_tiles<Streamed16<BACKWARD, E>>},
     };
@@ -16902,8 +16920,8 @@ static bool conv_is_small(const ConvCall& c) {
 }
 
 // Decides which kernel computes a convolution. A pick_ function, above, chooses the kernel's tile: in general the
-// largest tile with which every multiprocessor still has a block. The table shows which functions lead from the
-// network's list of layers to an instruction of the tensor cores. Each function calls the function below it:
+// largest tile with which every multiprocessor still has a block. The table shows how a layer of the network's list
+// leads to an instruction of the tensor cores. Each function calls the function below it:
 //
 //   forward_conv (section 5)     what a layer of kind CONV calls
 //   conv_forward                 fills a ConvCall. For upsampling, stride 2 or few channels it may first replace the
@@ -16928,8 +16946,9 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const bool halo = conv_is_halo(s);
     if (s.upsample && !halo) die("internal error: upsampled, a convolution must be 3x3 with stride 1");
 
-    // conv_is_wgmma: this is a Hopper GPU, and a convolution in bf16 of stride 1, without upsampling and with more than
-    // a few channels. Hopper's kernels always store all parts of the result, and add at most one addend to each part.
+    // conv_is_wgmma is true on a Hopper GPU, for convolutions in bf16 with stride 1, without upsampling, and with more
+    // than a few channels. Hopper's kernels always store all parts of the result, and add at most one addend to each
+    // part.
     const bool all_parts = o.part1.dx && (!o.Cout2 || (o.part2.dx && o.Cout1 % 64 == 0));
     const bool second_addends = o.part1.add2 || o.part2.add2;
     const bool wgmma = conv_is_wgmma(s) && all_parts && !second_addends;
@@ -16948,8 +16967,8 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     decide(c, ways);
 }
 
-// Decides the same for the two products in FP8: a forward pass (E = FP8), or an input gradient, which
-// conv_backward_input_fp8 has made a forward convolution of dout (E = FP8_GRADIENT). Such a convolution is 3x3, has one
+// Does for FP8 what conv_product does for other elements. The convolution is a forward pass (E = FP8), or an input
+// gradient, which conv_backward_input_fp8 has made a forward convolution of dout (E = FP8_GRADIENT). It is 3x3, has one
 // input and stride 1, and runs on Hopper.
 template <Element E> static void conv_product_fp8(const ConvCall& c) {
     const bool known = conv_is_wgmma(c.s) && conv_is_halo(c.s);
@@ -17004,9 +17023,9 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
     else conv_product<false>(call);
 }
 
-// Can a 3x3 convolution of shape s also compute the skip connection (1x1) that is added to its result? It can if shared
-// memory has room for all weights of the convolution and of the skip connection, and for one more stage of pixels than
-// a tile needs.
+// Can the kernel of a 3x3 convolution, of shape s, also compute the skip connection (1x1) that is added to the result?
+// It can if shared memory has room for all weights of the convolution and of the skip connection, and for one more
+// stage of pixels than a tile needs.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     if (!conv_is_wgmma(s) || !conv_is_wgmma(skip)) return false;
     if (s.kernel != 3 || skip.kernel != 1 || s.H < 16) return false;
@@ -17016,9 +17035,9 @@ static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     return weights <= 18 && Resident16<false>::stages(weights) > slices + skip_slices;
 }
 
-// The input gradient in FP8. wgmma accepts FP8 operands only if k is the inner dimension of both (K_MAJOR). So the
-// weights can't be transposed on their way to the tensor cores, and round_weights has turned them before. With turned
-// weights, (C1, 8 - tap, Cout), the input gradient is a forward convolution of dout.
+// Computes the input gradient in FP8. wgmma accepts FP8 operands only if k is the inner dimension of both operands
+// (K_MAJOR). So the weights can't be transposed on their way to the tensor cores. Instead, round_weights has turned
+// them before. With these turned weights, (C1, 8 - tap, Cout), the input gradient is a forward convolution of dout.
 static void conv_backward_input_fp8(Grad dx, const act* dout, const act* turned, ConvShape s, const float* factors) {
     if (s.C2 || dx.add1 || dx.add2) die("internal error: in FP8 an input gradient has one input and no addends");
     std::swap(s.C1, s.Cout);
@@ -17046,8 +17065,9 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         spread(workspace, dout, s.B, s.H, s.W, s.Cout);
         return conv_backward_input(dx1, Grad{}, workspace, weight, conv_without_detour(s));
     }
-    // unet_backward does not compute the gradient of a tensor without needs_grad (add_layer). So this ends the program
-    // only if somebody adds a layer with a backward pass before the first convolution.
+    // unet_backward computes the gradient of a tensor only if needs_grad is set (add_layer), which is not so for the
+    // images. So the next line ends the program only if somebody adds a layer with a backward pass before the first
+    // convolution.
     if (conv_is_first(s)) die("internal error: the gradient of the images, which nobody needs");
     if (conv_is_last(s)) {
         if (dx1.add2) die("a convolution to %d channels has one addend to its input's gradient at most", s.Cout);
@@ -17055,7 +17075,7 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         const ConvShape rows = few_shape(s);
         return conv_forward(dx1.dx, nullptr, p.rows, nullptr, p.weight_rows, nullptr, nullptr, 0, dx1.add1, rows);
     }
-    // Here the kernel's input is dout, and its output has the channels of both of the layer's inputs.
+    // The kernel's input is dout. The kernel's output has the channels of both inputs of the layer.
     ConvCall call{.s = s, .B = s.B, .H = s.H, .W = s.W};
     call.Cin1 = s.Cout;
     call.Cin2 = 0;
@@ -17076,21 +17096,21 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 //                             as a whole (plan_weights), gives out the workspace (put_partials), and launches:
 //       conv_weight_tma, conv_weight_halo or conv_weight_gather     once for each kind
 //       conv_weight_sum                                             once, for the partials of all kinds
-//     conv_weight_one         layers that are first replaced by other layers: few channels, stride 2, upsampling
+//     conv_weight_one         a layer that is first replaced by another one: few channels, stride 2, upsampling
 //
 // A plan is the number of ranges (splits) into which the pixels are divided and, for conv_weight_tma, the number of
 // warpgroups of a block. More ranges keep more multiprocessors busy, but each range writes partial sums, which a second
 // kernel has to add up.
 
-// What weight gradients cost, in cycles as measured on an H200 while all blocks are at work.
+// What a launch for weight gradients costs, in cycles as measured on an H200 while all blocks were at work.
 struct WeightCosts {
-    int slots;          // blocks that the GPU runs at once
+    int slots;          // how many blocks the GPU runs at once
     int tile;           // cycles of a block for one pixel tile
     int filter;         // how many blocks the taps of a filter are divided among
-    int beside;         // cycles of a block in addition to its tiles, if it writes partials
+    int beside;         // cycles of a block, in addition to its tiles, if it writes partials
     int beside_dweight; // the same, if it writes dweight itself
     int sums;           // cycles of the second kernel, conv_weight_sum, in addition to PARTIAL_CYCLES for each partial
-    int most_partials = MAX_WEIGHT_PARTIALS;
+    int most_partials = MAX_WEIGHT_PARTIALS; // how many partials a plan may have at most
 };
 constexpr int PARTIAL_CYCLES = 10;
 
@@ -17102,8 +17122,9 @@ static int weight_tile_cycles(const ConvWeight& p) {
     if (s.kernel == 1) return wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
     if (s.out_W() <= 8) return wide ? 1450 : 600;
     if (wide) return 2400;
-    // A block with one warpgroup reads x and dout for only one filter row. The fewer tiles of channels there are, the
-    // more time this takes. It takes even more if the tensors have more than 100 MB, since they do not stay in the L2.
+    // A block with one warpgroup reads x and dout for only one filter row. The more channels and the fewer tiles of
+    // weights there are, the more time this reading takes. It takes even more if the tensors have more than 100 MB,
+    // since they do not stay in the L2.
     const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8;
     return 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
 }
@@ -17115,7 +17136,7 @@ static WeightCosts weight_costs(const ConvWeight& p) {
         if (p.warpgroups == 3) return {gpu.sms, tile, filter, 9000, 12000, 4000};
         return {gpu.sms, tile, filter, 5000, 5000, 4000};
     }
-    // The costs of the portable kernels. Floats need three products where bf16 needs one, and take twice the time.
+    // The costs of the portable kernels. Floats need three products where bf16 needs one. They take twice the time.
     const int slow = act_parts();
     const int most = 4 * MAX_WEIGHT_PARTIALS;
     if (conv_is_halo(s)) return {gpu.sms, 2500 * slow, 1, 15000 * slow, 15000 * slow, 0, most};
@@ -17143,14 +17164,14 @@ static int64_t range_blocks(const ConvWeight& p) {
     return (int64_t)ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * weight_costs(p).filter;
 }
 
-// Finds the fastest plan for layers of one kind, which share a launch. It tries all numbers of pixel tiles for a range,
-// from the largest down, until there would be too many partials (most_partials). For conv_weight_tma it tries one and
-// three warpgroups.
+// Finds the fastest plan for layers of one kind, which share a launch. It tries all sizes of a range (numbers of pixel
+// tiles), from the largest down, until there would be too many partials (most_partials). For conv_weight_tma it tries
+// each size with one warpgroup and with three.
 static void plan_weights(std::span<ConvWeight> works) {
     Cheapest<std::pair<int, int>> cut; // warpgroups, pixel tiles of a range
     for (int warpgroups : {1, 3}) {
         int most_tiles = 1;  // pixel tiles of the largest layer
-        int tile_cycles = 0; // cycles of a pixel tile of the slowest layer
+        int tile_cycles = 0; // cycles of a block for a pixel tile of the slowest layer
         for (ConvWeight& p : works) {
             if (conv_is_wgmma(p.shape)) set_warpgroups(&p, warpgroups);
             most_tiles = std::max(most_tiles, p.pixel_tiles);
@@ -17166,14 +17187,14 @@ static void plan_weights(std::span<ConvWeight> works) {
                 if (splits > 1) partials += (int64_t)splits * p.tiles * p.taps;
             }
             if (partials > cost.most_partials) break;
-            // Time = rounds of blocks * (the time of a block's tiles + its other work) + the second kernel's time.
-            const int64_t rounds = (blocks + cost.slots - 1) / cost.slots; // of blocks
+            // Time = rounds of blocks * (a block's time for its tiles + for other work) + the second kernel's time.
+            const int64_t rounds = (blocks + cost.slots - 1) / cost.slots; // rounds of blocks
             const int64_t block_cycles = (int64_t)range * tile_cycles + (partials ? cost.beside : cost.beside_dweight);
             const int64_t second_kernel = partials ? cost.sums + PARTIAL_CYCLES * partials : 0;
             cut.consider(rounds * block_cycles + second_kernel, {warpgroups, range});
         }
     }
-    // Set the cheapest plan for all layers.
+    // All layers get the cheapest plan.
     const auto [warpgroups, range] = cut.best;
     for (ConvWeight& p : works) {
         if (conv_is_wgmma(p.shape)) set_warpgroups(&p, warpgroups);
@@ -17209,8 +17230,8 @@ static ConvWeight plan_weight(const ConvShape& s) {
     }
     p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
 
-    // In bf16 a block of conv_weight_gather computes 2 x 2 tiles of weights, if there are enough tiles and products (of
-    // 64 x 64 x 64) for this.
+    // In bf16 a block of conv_weight_gather computes 2 x 2 tiles of weights, if there are enough tiles of weights and
+    // enough products of 64 x 64 x 64 for this.
     if (!tma) {
         const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles;
         const bool many_tiles = p.co_tiles > 1 && p.channel_tiles > 1;
@@ -17222,8 +17243,8 @@ static ConvWeight plan_weight(const ConvShape& s) {
     return p;
 }
 
-// Sets where the partials of a work lie, and returns how many bytes they take. With a single range there are no
-// partials of weights.
+// Sets where the partials of a layer lie, and returns how many bytes they take. With a single range there are partials
+// only of the bias.
 static size_t put_partials(ConvWeight* p, char* memory) {
     const size_t partials = (size_t)p->splits * p->tiles * p->taps;
     const size_t bytes = p->splits > 1 ? partials * 1024 * sizeof(float4) : 0;
@@ -17241,8 +17262,8 @@ static size_t conv_workspace(ConvShape s) {
 }
 
 typedef std::vector<ConvWeight> WeightPlans;
-// Launches a kernel once for all works. work_of(p): the kernel's argument for a work. blocks_of(p): the number of the
-// work's blocks.
+// Launches a kernel once for all works. A work is the weight gradient of one layer. work_of(p) returns what the kernel
+// is told about work p, and blocks_of(p) the number of its blocks.
 template <class Work, int WORKS>
 static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const WeightPlans& works, Stream* stream,
                            dim3 threads, int bytes, auto work_of, auto blocks_of) {
@@ -17364,9 +17385,10 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Stream* stre
 }
 
 // Computes the weight gradient of a layer that is first replaced by another one (conv_weight_alone):
-//   few channels   It becomes a 1x1 convolution of rows. Afterwards the product is turned into the layer's gradient.
+//   few channels   The layer becomes a 1x1 convolution of rows (conv_few). conv_few_gradient then computes the
+//                  layer's gradient from the product.
 //   upsampling     x is first upsampled.
-//   stride 2       dout is first spread out, with zeros in between.
+//   stride 2       dout is first spread out: zeros are put between its pixels.
 static void conv_weight_one(WeightWork w, Stream* stream) {
     const ConvShape s = std::exchange(w.shape, conv_weight_shape(w.shape));
     char* const detour = stream->workspace + conv_workspace(w.shape); // after the workspace of the new convolution
@@ -17389,8 +17411,8 @@ static void conv_weight_one(WeightWork w, Stream* stream) {
     conv_weight_batch({w}, stream);
 }
 
-// Returns what fraction of a large enough launch this weight gradient fills. With 1 or more it needs no other layers in
-// its launch.
+// A launch for weight gradients should have a certain amount of work (WEIGHT_LAUNCH_CYCLES). Returns what fraction of
+// this amount the layer's weight gradient has. If it is 1 or more, the launch needs no other layers.
 static double conv_weight_load(const ConvShape& s) {
     if (conv_weight_alone(s)) return 1;
     ConvWeight p = plan_weight(s);
@@ -17401,8 +17423,8 @@ static double conv_weight_load(const ConvShape& s) {
         if (s.kernel == 1) cost.tile = 160 + 180 * std::min(3, p.channel_tiles);
         else cost.tile = s.out_W() > 8 ? 830 : 430;
     }
-    // Blocks of the portable kernels take longer. So their launches must be larger: otherwise the last round of blocks,
-    // which does not fill the GPU, costs too much.
+    // A block of a portable kernel takes longer. So a launch of such a kernel must be larger. Otherwise the last round
+    // of blocks, which does not fill the GPU, costs too much.
     const double enough = WEIGHT_LAUNCH_CYCLES * (tma ? 1 : 6);
     const double cycles = (double)(range_blocks(p) * cost.tile) * p.pixel_tiles / cost.slots;
     return std::max(1.0 / WEIGHT_BATCH, cycles / enough);
@@ -17421,18 +17443,18 @@ static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* 
 //
 // There are three streams. The main stream has a high priority and runs nearly everything. The side stream has a low
 // priority: its kernels fill multiprocessors that the main stream leaves free. The copy stream copies the next batch to
-// the GPU while the current one is computed. CUDA events order the streams: a stream waits for an event of another
-// stream, and the host does not wait.
+// the GPU while the current batch is computed. CUDA events order the work of different streams: a stream waits for an
+// event of another stream, while the host goes on.
 
-// Returns the largest number of parts that a tensor's Stats can have. There is one part for each tile of a convolution,
-// and no tile is smaller than 8 x 8 pixels.
+// Returns the largest number of parts that a tensor's Stats can have for an image of H x W pixels. A part belongs to a
+// convolution's tile, or to 8 rows of a tile. So it belongs to at least 8 x 8 pixels.
 static int max_stat_parts(int H, int W) { return ceil_div(H, 8) * ceil_div(W, 8); }
 
-// A kernel that does nothing. code_version asks the runtime for which architecture this kernel was compiled, which is
-// the same for all kernels of this binary.
+// A kernel that does nothing. code_version asks the runtime for which architecture this kernel was compiled. All
+// kernels of this binary were compiled for the same one.
 static __global__ void nothing_kernel() { await_previous_kernel(); }
 
-static cudaDeviceProp properties; // of the GPU of this process
+static cudaDeviceProp properties; // what CUDA tells about the GPU of this process
 static cudaStream_t side_queue;   // the side stream's queue
 
 // Returns how many GPUs the program can use. Without a driver this is 0.
@@ -17441,8 +17463,8 @@ static int count_gpus() {
     return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
 }
 
-// Returns the number of the GPU that this process uses. With one process this is `number`. If the process can't use
-// this GPU, ends the program with a message that tells the reason.
+// Returns the number of the GPU that this process uses. With one process this is `number` (--device). If the process
+// can't use this GPU, ends the program with a message that tells the reason.
 static int choose_device(int number) {
     int count = 0, driver = 0;
     const cudaError_t error = cudaGetDeviceCount(&count);
@@ -17456,7 +17478,7 @@ static int choose_device(int number) {
         die("this is the GPU build and there is no GPU that it can use (%s); make train_unet_cpu needs none",
             cudaGetErrorString(error));
     // If several processes run on a machine, each of them uses a different GPU.
-    if (world.size > 1 && count == 1) number = 0; // some launchers let each process see only its own GPU
+    if (world.size > 1 && count == 1) number = 0; // some launchers show each process only its own GPU
     else if (world.size > 1) number += world.local_rank;
     if (world.size > 1 && number >= count)
         die("process %d of this machine finds %d GPUs; start one for each", world.local_rank + 1, count);
@@ -17467,7 +17489,7 @@ static int choose_device(int number) {
 }
 
 // Returns the architecture of the code that GPU `number` runs: 80 if the code was compiled for compute capability 8.0,
-// and so on. If the driver translates the code for a newer GPU, this does not change the result.
+// and so on. On a newer GPU the driver may translate this code, but the result is still 80.
 static int code_version(int number) {
     cudaFuncAttributes code;
     const cudaError_t found = cudaFuncGetAttributes(&code, nothing_kernel);
@@ -17493,8 +17515,8 @@ static void start_device(const std::string& precision, int number) {
            .shared_per_block = (int)properties.sharedMemPerBlockOptin,
            .overlap = version >= 90,
            .clusters = version >= 90 && allowed.clusters,
-           // Code for 9.0 is always compiled for sm_90a, which has wgmma. The #error at the head of section 16 makes
-           // sure of that.
+           // Code for compute capability 9.0 is always compiled for sm_90a, which has wgmma. The #error at the head of
+           // section 16 makes sure of that.
            .wgmma = version == 90 && allowed.hopper};
     act_element = element_named(precision, Element::BF16);
     if (precision == "fp8" && !gpu.wgmma)
@@ -17543,11 +17565,11 @@ static void copy_to_host(void* host, const void* from, size_t bytes) {
     CUDA_CHECK(cudaStreamSynchronize(device.queue));
 }
 
-// Runs work() as a CUDA graph. The first call records the launches of work(), without running them. Every call,
-// including the first, then launches the whole recording at once. This saves time: a training step has hundreds of
-// launches, and each costs the host microseconds. The arguments of a launch (pointers, sizes) stay as they were
-// recorded. So everything that changes from step to step lies in device memory. If allowed.graphs is false, replay only
-// calls work().
+// Runs work() as a CUDA graph. The first call for a graph g calls work() and records its launches, without running
+// them. Every call, including the first, then launches the whole recording at once. This saves time: a training step
+// has hundreds of launches, and each launch costs the host microseconds. The arguments of a launch (pointers, sizes)
+// stay as they were recorded. So everything that changes from step to step lies in device memory. If allowed.graphs is
+// false, replay only calls work().
 template <class F> static void replay(Graph* g, F work) {
     if (!allowed.graphs) return work();
     if (!g->exec) {
@@ -17562,7 +17584,7 @@ template <class F> static void replay(Graph* g, F work) {
     CUDA_CHECK(cudaGraphLaunch((cudaGraphExec_t)g->exec, device.queue));
 }
 
-// Destroys a graph. It first waits, because a graph must not be destroyed while it runs.
+// Destroys a graph. First waits for the main stream, because a graph must not be destroyed while it runs.
 static void free_graph(Graph* g) {
     CUDA_CHECK(cudaStreamSynchronize(device.queue));
     if (g->exec) CUDA_CHECK(cudaGraphExecDestroy((cudaGraphExec_t)g->exec));
@@ -17575,8 +17597,8 @@ static void record(cudaEvent_t* moment, cudaStream_t queue) {
     if (!*moment) CUDA_CHECK(cudaEventCreateWithFlags(moment, cudaEventDisableTiming));
     CUDA_CHECK(cudaEventRecord(*moment, queue));
 }
-// All later work of the stream waits for the event `moment`. In the second form of the function, it waits for all work
-// that is in the stream `other` now.
+// Makes all later work of the stream wait for the event `moment`. The second form of the function makes it wait for all
+// work that is in the stream `other` now.
 static void follow(Stream* stream, cudaEvent_t moment) {
     CUDA_CHECK(cudaStreamWaitEvent(stream->queue, moment));
     stream->joined = true;
@@ -17588,8 +17610,9 @@ static void follow(Stream* stream, const Stream& other) {
 }
 
 // Calls work(side stream), which launches kernels on the side stream. These kernels begin after the main stream has
-// done all its work so far. Then wait_for_side(ticket) makes the main stream wait until they have ended.
-static std::map<int, cudaEvent_t> side_events; // for each ticket: the end of its work
+// done all its work so far. Later, wait_for_side(ticket) makes the main stream wait until these kernels have ended. The
+// caller chooses the ticket, a number.
+static std::map<int, cudaEvent_t> side_events; // for each ticket: the event that its kernels have ended
 template <class F> static void run_beside(int ticket, F work) {
     follow(&device.side, device);
     work(&device.side);
@@ -17597,9 +17620,11 @@ template <class F> static void run_beside(int ticket, F work) {
 }
 static void wait_for_side(int ticket) { follow(MAIN_STREAM, side_events[ticket]); }
 
-// How an Upload u is used, again and again: the host fills u->host. send copies u->host to u->device, in the copy
-// stream. The copy begins when the main stream has done all work before the latest call of release, because this work
-// still reads the old content of u->device. The main stream waits for the copy, reads u->device and releases it.
+// An Upload u is used again and again, in three steps:
+//   1. The host fills u->host.
+//   2. send copies u->host to u->device, in the copy stream. The copy begins when the main stream has done all the work
+//      before the latest call of release, because this work still reads the old content of u->device.
+//   3. The main stream waits for the copy and reads u->device. When the host has launched this work, it calls release.
 //
 //   host           fill        fill (waits until `sent`)
 //   copy stream        copy         copy (waits until `released`)
@@ -17620,17 +17645,17 @@ static void send(Upload* u) {
     CUDA_CHECK(cudaStreamWaitEvent(device.queue, (cudaEvent_t)u->sent));
 }
 
-// If the memory has fewer than `wanted` bytes, replaces it by larger memory. The old content is lost.
+// If *memory has fewer than `wanted` bytes, replaces it by an allocation of `wanted` bytes. The old content is lost.
 static void grow(char** memory, size_t* bytes, size_t wanted) {
     if (wanted <= *bytes) return;
     if (*memory) device_free(*memory);
     *bytes = wanted;
     *memory = device_alloc<char>(wanted);
 }
-// Allocates memory for all later operations: for each stream a workspace, which all operations of the stream share, and
-// memory for the sums of group norms.
+// Allocates memory that operations need: a workspace for the main stream, which all its operations share, and for
+// training also a workspace for the side stream, and memory for the sums of group norms.
 static void reserve(const Workspace& most, bool training) {
-    const size_t for_most_batches = (size_t)2 * MAX_WEIGHT_PARTIALS * 16384; // bytes of 2 MAX_WEIGHT_PARTIALS partials
+    const size_t for_most_batches = (size_t)2 * MAX_WEIGHT_PARTIALS * 16384; // a partial has 16384 bytes
     if (training) {
         grow(&device.norm_sums, &device.norm_sums_bytes, most.sums);
         grow(&device.side.workspace, &device.side.workspace_bytes, std::max(most.side, for_most_batches));
@@ -17661,7 +17686,8 @@ static const char* ranks_need() {
 }
 
 #ifdef USE_NCCL
-// The communicator is never destroyed: destroying it would wait for the graphs in which its calls were recorded.
+// NCCL's handle for the group of all ranks. It is never destroyed: this would wait for the graphs in which its calls
+// were recorded.
 static ncclComm_t communicator = nullptr;
 
 static void leave_devices() {} // nothing to do before a process ends
@@ -17681,10 +17707,10 @@ static std::string device_trouble() {
     return error == ncclSuccess || error == ncclInProgress ? "" : nccl_error(error);
 }
 
-// Ranks on one machine open memory for each other (CUDA's interprocess communication): then a process can write to
-// memory that another process has allocated on another GPU. The GPUs' copy engines do this while kernels run. (NCCL
-// copies with kernels of its own, which would take multiprocessors from the other kernels.) Kernels can also write
-// their results directly to the other GPUs. `opened` has one entry for each region of memory that the ranks have
+// Ranks on one machine can open memory for each other (CUDA's interprocess communication). Then a process can write to
+// memory that another process has allocated on another GPU. The GPUs' copy engines can copy to it while kernels run.
+// (NCCL copies with kernels of its own, which would take multiprocessors from the other kernels.) Kernels can also
+// write their results directly to the other GPUs. `opened` has one entry for each region of memory that the ranks have
 // opened.
 struct Opened {
     size_t bytes;
@@ -17725,7 +17751,7 @@ static void* open_alloc(size_t bytes) {
         if (r == world.rank) continue;
         error = cudaIpcOpenMemHandle((void**)&at[r], handles[r], cudaIpcMemLazyEnablePeerAccess);
     }
-    cudaGetLastError(); // clears CUDA's last error, which this function handles
+    cudaGetLastError(); // clears CUDA's last error, because this function handles it
     world.direct = !any_rank("opening others' memory", error != cudaSuccess);
     if (world.direct) opened.push_back({bytes, at});
     else if (!opened.empty())
@@ -17752,13 +17778,13 @@ static void join_devices(bool direct) {
 // Each thread k > 0 works for one other rank: it writes the number of this meeting to that rank's memory, and waits
 // until that rank has written the same number (or a larger one) here. The first fence makes all earlier writes of this
 // rank visible to the other ranks before they see the number. After the second fence this rank sees the earlier writes
-// of the others. The numbers may overflow, because the code only compares their difference with 0.
+// of the others. The numbers may overflow: this does no harm, because only the sign of their difference matters.
 static __global__ void meet_kernel(const __grid_constant__ Everywhere<unsigned> meetings, int rank) {
     await_previous_kernel();
     volatile unsigned* const own = meetings.at[0];
     const unsigned turn = own[NEAR] + 1;
     const int k = threadIdx.x;
-    const int r = k <= rank ? k - 1 : k; // the rank of meetings.at[k]; meetings.at[0] is this rank's
+    const int r = k <= rank ? k - 1 : k; // whose array meetings.at[k] is; meetings.at[0] is this rank's array
     __syncwarp();
     if (k == 0) own[NEAR] = turn;
     if (k == 0 || k >= meetings.ranks) return;
@@ -17773,7 +17799,8 @@ static void meet() {
 }
 
 // All NCCL calls between begin_exchange and end_exchange become one launch. If there were direct copies, end_exchange
-// makes the main stream wait for them, and then all ranks meet. After that the copies of all ranks have arrived.
+// makes the main stream wait for them, and then for all other ranks (meet). After that the copies of all ranks have
+// arrived.
 static void begin_exchange() { nccl_check(ncclGroupStart()); }
 static void end_exchange() {
     nccl_check(ncclGroupEnd());
@@ -17783,12 +17810,12 @@ static void end_exchange() {
     meet();
 }
 
-// For each other rank r: copies part(r) to the memory that rank r has opened, to the place in it that is reserved for
-// this rank. The copies begin when the stream has done all its work so far.
+// For each other rank r: copies `bytes` bytes from part(r) to rank r's array `to`. In this array they go to the part
+// that is reserved for this rank. The copies begin when the stream has done all its work so far.
 template <class F> static void send_directly(void* to, size_t bytes, const Stream& stream, F part) {
     follow(&sender, stream);
     for (int k = 1; k < world.size; k++) {
-        // every rank begins with a different receiver, so that no link has several copies at once
+        // every rank begins with a different receiver, so that several ranks do not send to the same rank at once
         const int r = (world.rank + k) % world.size;
         char* const there = (char*)at_rank(to, r) + world.rank * bytes;
         CUDA_CHECK(cudaMemcpyAsync(there, part(r), bytes, cudaMemcpyDeviceToDevice, sender.queue));
@@ -17796,8 +17823,8 @@ template <class F> static void send_directly(void* to, size_t bytes, const Strea
     sending = true;
 }
 
-// The next two functions are the operations of the interface. They use direct copies if the receiving array (recvbuf or
-// all) is opened memory. Otherwise they use NCCL, which sends bytes.
+// The next two functions are operations of the interface. They use direct copies if the receiving array (recvbuf or
+// all) is memory that the ranks have opened. Otherwise they use NCCL.
 static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Stream* stream) {
     auto part = [&](int r) { return (const char*)sendbuf + r * bytes; };
     if (at_rank(recvbuf, 0)) return send_directly(recvbuf, bytes, *stream, part);
@@ -17806,7 +17833,7 @@ static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Stream*
         nccl_check(ncclSend(part(r), bytes, ncclInt8, r, communicator, stream->queue));
         nccl_check(ncclRecv((char*)recvbuf + r * bytes, bytes, ncclInt8, r, communicator, stream->queue));
     }
-    stream->joined = true; // NCCL may add more than a kernel to the stream
+    stream->joined = true; // NCCL may add more than a kernel to the stream, so the next kernel must not overlap it
 }
 
 static void all_gather(void* all, const void* own, size_t bytes, Stream* stream) {
@@ -17814,7 +17841,7 @@ static void all_gather(void* all, const void* own, size_t bytes, Stream* stream)
     nccl_check(ncclAllGather(own, all, bytes, ncclInt8, communicator, stream->queue));
     stream->joined = true;
 }
-#else // no rank can access another one's memory
+#else // no rank can access another rank's memory
 // The exchange is complete when a call of MPI returns, so the next three functions have nothing to do.
 static void begin_exchange() {}
 static void end_exchange() {}
@@ -17823,8 +17850,8 @@ static void* open_alloc(size_t bytes) { return device_alloc_bytes(bytes); }
 static void* at_rank(void*, int) { return nullptr; }
 static std::string device_trouble() { return ""; }
 #ifdef USE_MPI
-// Starts MPI. Only this thread calls MPI (MPI_THREAD_FUNNELED). MPI returns its errors (MPI_ERRORS_RETURN), and
-// mpi_check handles them.
+// Starts MPI. Only the thread that calls this function calls MPI later (MPI_THREAD_FUNNELED). MPI's functions return
+// their errors (MPI_ERRORS_RETURN), and mpi_check handles these.
 static void join_devices(bool) {
     if (world.size < 2) return;
     any_rank("the start of MPI", false); // if a rank has ended because of an error, this finds it and names the rank
@@ -17843,8 +17870,8 @@ static void leave_devices() {
     if (joined) MPI_Finalize();
 }
 
-// An error of MPI ends the run. Its reason may be that another rank has ended. Then the watch (host/ranks.h) tells the
-// user this reason, and ends the program, before this function does.
+// Ends the run if a call of MPI has failed. The reason may be that another rank has ended. Then the watch
+// (host/ranks.h) tells the user this reason, and ends the program, before this function does.
 static void mpi_check(int error) {
     if (error == MPI_SUCCESS) return;
     sleep(3); // if a rank has ended, the watch ends the program during this time
