@@ -70,36 +70,36 @@
 //  14796         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
 //  15268         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
 //  15714         conv_weight_tma: weight gradients (sm_90a)
-//  16005         FP8 in training: weights and gradients are rounded
-//  16117    21. The optimiser
-//  16120         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16354    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16357         groupnorm_backward
-//  16512         attention: forward and, where a has dout, backward
-//  16574         convolution: forward and input gradient
-//  17071         convolution: weight gradients
-//  17420    23. The GPU: memory, copies, repeated work
-//  17643    24. Between ranks: from device to device
+//  16010         FP8 in training: weights and gradients are rounded
+//  16123    21. The optimiser
+//  16126         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16364    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16367         groupnorm_backward
+//  16526         attention: forward and, where a has dout, backward
+//  16590         convolution: forward and input gradient
+//  17091         convolution: weight gradients
+//  17442    23. The GPU: memory, copies, repeated work
+//  17668    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 7924, run_program 7860, train 7239, run_step 7043, train_step 6040, load_batch 5165 (read_image 4747);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17551):
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17573):
 //     step_gradients 5934: draw_levels 9966 (the formulas: draw_level 3714), forward_and_loss 5847,
 //     q_sample_forward 10172, unet_forward 3258, forward_layer 3244 (a function of the layer's kind),
-//     loss_forward_backward 10286, unet_backward 3325, conv_backward_weights 17413 (weight gradients, on the side
+//     loss_forward_backward 10286, unet_backward 3325, conv_backward_weights 17435 (weight gradients, on the side
 //     stream), finish_gradients 11378 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16167;
-//     judge_step 16214 (the verdict: judge_batch 5635), update_slice 6005, adamw_update 16326 (adamw_kernel 16284),
-//     next_step 16220, record_step 16226; later collect_steps 6997
+//     all_to_all (in the last section); sum_gradients 16175;
+//     judge_step 16222 (the verdict: judge_batch 5635), update_slice 6005, adamw_update 16336 (adamw_kernel 16293),
+//     next_step 16228, record_step 16234; later collect_steps 6997
 //   pictures, from noise: sample_batch 4576, plan_route 4339, device_step 4384, euler_step 4135 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16925 draws all of its roads):
-//     forward_conv 2296; conv_forward 16961, with conv_product above it, which asks conv_is_wgmma 16581;
-//     on Hopper, large images: pick_conv_tiles_3x3 16875; conv_tiles 15253, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 16943 draws all of its roads):
+//     forward_conv 2296; conv_forward 16980, with conv_product above it, which asks conv_is_wgmma 16597;
+//     on Hopper, large images: pick_conv_tiles_3x3 16893; conv_tiles 15253, with conv_tiles_kernel above it;
 //     Accumulators 9310 (its function multiply); Wgmma 8903;
-//     on Hopper, small images: pick_conv_small 16732; conv_small 15700, with conv_small_kernel and multiply_small above
+//     on Hopper, small images: pick_conv_small 16749; conv_small 15700, with conv_small_kernel and multiply_small above
 //     it; Wgmma 8903;
-//     on any other GPU pick_conv_halo_bf16 16648; conv_halo 13646, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 16664; conv_halo 13646, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 8709
 //   why several GPUs compute the bits of one: step_gradients 5934
 //   a nonlinearity beside SiLU, behind the norms: Nonlinearity 388, Silu 7974, with_nonlinearity 7984 (a case);
@@ -115,7 +115,7 @@
 //     by which factor, and where. plan_fp8 2843 and plan_fp8_gradients 2861 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 2902 for samples, make_fp8_training 2942 for training; add_fp8_args 2069
 //     hands them to the layers. forward_conv 2296 and backward_conv 2307 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17022 makes an input gradient a forward convolution; conv_product_fp8 16954 picks the
+//     conv_backward_input_fp8 17041 makes an input gradient a forward convolution; conv_product_fp8 16973 picks the
 //     kernel, multiply_fp8 9341 and WgmmaFp8 8939 multiply; print_fp8 6943 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1332 (a flag's value), or of a function beside it whose name ends in
