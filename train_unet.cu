@@ -5164,8 +5164,8 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
 // 10. Model files: weights and checkpoints, initial weights
 // A model file consists of a header and then arrays in fp32. Each array holds one number for every parameter. The first
 // array is the weights. With HAS_EMA, an average of the weights follows. With HAS_TRAINING, AdamW's two moments and
-// further averages follow, and after all arrays the losses of --schedule_sampler. In each array the tensors are in the
-// order and the layout of PyTorch's state_dict (docs/FORMATS.md).
+// further averages follow. With --schedule_sampler loss-second-moment, the losses that it remembers come last. In each
+// array the tensors are in the order and the layout of PyTorch's state_dict (docs/FORMATS.md).
 //
 // The functions here: open_model checks a file, check_size compares it with a network, and read_array reads one of its
 // arrays; model_header makes the header of a new file; init_params draws the weights of a new run. Section 12 writes
@@ -5179,7 +5179,7 @@ constexpr int HAS_EMA = 1;
 constexpr int HAS_TRAINING = 2;
 
 // Slots of a header. The slots of flags are in common/flags.h. Some of those slots have a name here, too, because the
-// code below uses them. If something needs several slots, its name is that of the first slot.
+// code below uses them. If a value fills several slots, its name stands for the first of these slots.
 constexpr int SLOT_CONTENTS = 2;
 constexpr int SLOT_CRC = 3;    // the checksum of the whole file, computed with 0 in this slot
 constexpr int SLOT_PARAMS = 4; // 8 bytes: the number of parameters
@@ -5202,8 +5202,9 @@ constexpr int SLOT_P_STD = 53;
 constexpr int SLOT_PATCH_SIZE = 56;
 constexpr int SLOT_COND_DIM = 58;
 constexpr int SLOT_COND_CHANNELS = 60;
-constexpr int SLOT_COND = 62; // the number of a PictureKind; the next slot is picture_factor
-// The slots from here on are about a run. Except the first two, they are used only with HAS_TRAINING.
+constexpr int SLOT_COND = 62; // the number of a PictureKind; the next slot holds picture_factor
+// The slots from here on are about a run. The step and the seed are in every model file. The other slots are used only
+// with HAS_TRAINING.
 constexpr int SLOT_STEP = 64; // 8 bytes
 constexpr int SLOT_SEED = 66; // 8 bytes
 constexpr int SLOT_BATCH_SIZE = 68;
@@ -5216,7 +5217,7 @@ constexpr int SLOT_IMAGES = 84;     // 8 bytes: how many images the data file ha
 constexpr int SLOT_DATA_CRC = 86;   // the data file's header_crc
 constexpr int SLOT_UNUSED_TOO = 87; // one slot
 constexpr int SLOT_GUARD = 88;      // 40 bytes
-constexpr int SLOT_EMAS = 98;       // how many averages there are besides the first; the next slots are their rates
+constexpr int SLOT_EMAS = 98;       // how many averages there are besides the first; the next slots hold their rates
 constexpr int SLOT_SAMPLER = 106;   // schedule_sampler
 constexpr int SLOT_ECT = 107;       // with --objective ect: the first slot of its flags
 constexpr int SLOT_ECT_END = 113;   // the first slot after them
@@ -5225,7 +5226,7 @@ constexpr int SLOT_COND_END = 115;  // the first of the slots that are unused, u
 constexpr int SLOT_PATH = 128;      // 512 bytes: data_file, a 0, cond_file
 constexpr int MOST_LEVELS = 8;      // the most levels of a model, and the most attention_resolutions
 
-// Returns the objective whose number a header holds, or "" if the file is damaged.
+// Returns the word of the objective whose number a header holds, or "" if the file is damaged.
 static std::string objective_of(const Header& h) {
     const std::vector<std::string> words = choices(*find_flag("objective"));
     const size_t number = h.slot[SLOT_OBJECTIVE];
@@ -5295,7 +5296,10 @@ struct ModelFile : InputFile {
         return ours && (header.slot[SLOT_CONTENTS] & bits) == bits;
     }
 
-    // These three return how many averages the file holds, the rate of the k-th average, and the number of its array.
+    // These functions return:
+    //   emas        how many averages the file holds
+    //   ema_rate    the rate of the k-th average
+    //   ema_array   the number of the array that holds the k-th average
     int emas() const {
         if (has(HAS_EMA | HAS_TRAINING)) return 1 + header.slot[SLOT_EMAS];
         return has(HAS_EMA);
@@ -5303,7 +5307,8 @@ struct ModelFile : InputFile {
     float ema_rate(int k) const { return header.get<float>(k ? SLOT_EMAS + k : SLOT_EMA_RATE); }
     static int ema_array(int k) { return k ? 3 + k : 1; }
 
-    // Returns how many floats follow the arrays: the losses of --schedule_sampler.
+    // Returns how many floats follow the arrays. They are the losses that --schedule_sampler loss-second-moment
+    // remembers.
     size_t history() const {
         const bool keeps_losses = has(HAS_TRAINING) && header.slot[SLOT_SAMPLER];
         return keeps_losses ? (size_t)header.slot[SLOT_DIFFUSION] * (HISTORY + 1) : 0;
@@ -5334,7 +5339,7 @@ static void check_lists(const ModelFile& m) {
     const int* s = m.header.slot;
     check_field(m.path, "levels", s[SLOT_LEVELS], 1, MOST_LEVELS);
     check_field(m.path, "attention resolutions", s[SLOT_RESOLUTIONS], 0, MOST_LEVELS);
-    // A list with fewer numbers than slots uses only its first slots.
+    // If a list has fewer numbers than it has slots, it uses only its first slots. The other slots must be 0.
     const bool training = s[SLOT_CONTENTS] & HAS_TRAINING;
     auto unused = [&](int first, int end) {
         check_unused(m.header, first, end, m.path, ": use an earlier checkpoint");
@@ -5361,8 +5366,8 @@ static ModelFile open_model(const std::string& path) {
          text("is not a model file (it starts with %d, not %d); %s", magic, MODEL_MAGIC, hint));
     must(version == 1, path, text("is a model file of version %d and this program reads version 1", version));
 
-    // Check the numbers that the file's size depends on. The checksum comes later, so if one of these numbers is wrong,
-    // bytes of the file were damaged.
+    // Check the numbers that the file's size depends on. The checksum has not been compared yet. So a wrong number here
+    // means that bytes of the file were damaged.
     const int64_t n = m.header.get<int64_t>(SLOT_PARAMS);
     const int contents = s[SLOT_CONTENTS];
     const bool training = contents & HAS_TRAINING;
@@ -5380,13 +5385,15 @@ static ModelFile open_model(const std::string& path) {
     zeroed.slot[SLOT_CRC] = 0;
     const uint32_t crc = m.crc(crc32(0, zeroed.slot, 1024), 1024);
     must(crc == (uint32_t)s[SLOT_CRC], path, "its checksum is wrong, so it was damaged" + earlier);
-    // From here on, the file holds what was written. If a number is wrong, the program that wrote the file was wrong.
+    // The checksum was right, so the file holds what was written. If a number is wrong all the same, the program that
+    // wrote the file was wrong.
     check_lists(m);
     return m;
 }
 
-// Copies one parameter between our layout and PyTorch's. The layouts differ for two kinds of parameters: our layout is
-// (N, I, J, contiguous) and PyTorch's is (N, J, I, contiguous): so many floats lie side by side in both layouts.
+// Copies one parameter between our layout and PyTorch's. Our layout is (N, I, J, contiguous), and PyTorch's layout is
+// (N, J, I, contiguous). The last dimension, `contiguous`, is how many floats lie side by side in both layouts. The two
+// layouts differ only for these parameters:
 //   convolutions                   ours: (Cout, kh kw, Cin), theirs: (Cout, Cin, kh kw)
 //   qkv, in guided-diffusion's     ours: [q k v][head], theirs: [head][q k v]
 //   old order of attention
@@ -5434,12 +5441,12 @@ static void check_size(const ModelFile& m, const UNet& net) {
 static Slice slice_of(size_t n, int rank = 0, int ranks = 1) {
     int segments = 1;
     if (ranks > 1) segments = world.direct ? 16 : 8; // fewer with NCCL, which needs a call for each segment
-    const size_t row = STRETCH * segments * ranks;   // the floats of one stretch for every rank in every segment
-    const size_t stretches = (n + row - 1) / row;    // rounded up
+    const size_t row = STRETCH * segments * ranks;   // floats of an array in which each part is a single stretch
+    const size_t stretches = (n + row - 1) / row;    // of each part; rounded up
     return Slice{n, segments, (int)stretches, rank, ranks};
 }
 
-// Copies a rank's slice of a flat array into device memory.
+// Copies a rank's slice of a flat array from the host to the device. device: where the slice begins there.
 static void copy_slice(float* device, const std::vector<float>& flat, const Slice& own) {
     for (int s = 0; s < own.segments; s++) {
         const size_t first = own.at(s, own.rank);
@@ -5466,8 +5473,8 @@ static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k)
     return flat;
 }
 
-// Returns four initial values of a parameter: elements 4 n to 4 n + 3 in the order of PyTorch's layout, so that
-// train_unet.py can draw the same weights. bound: uniform values lie between -bound and bound.
+// Returns the initial values of four elements of a parameter: elements 4 n to 4 n + 3. They are counted in the order of
+// PyTorch's layout, so that train_unet.py can draw the same weights. bound: uniform values are from -bound to bound.
 static std::array<float, 4> initial_values(const UNet& net, size_t param, size_t n, float bound) {
     const Words words = philox((uint64_t)net.config.seed, (uint32_t)n, (uint32_t)param, 0, RANDOM_INIT);
     std::array<float, 4> v = {};
@@ -5492,7 +5499,7 @@ static std::array<float, 4> initial_values(const UNet& net, size_t param, size_t
 //                                 block, and of the network
 static std::vector<float> init_params(const UNet& net) {
     std::vector<float> flat(net.flat_size), value;
-    float bound = 0; // 1 / sqrt(fan_in) of the latest weight; it is also used for the bias that follows the weight
+    float bound = 0; // 1 / sqrt(fan_in) of the latest weight; the bias that follows this weight has the same bound
     for (size_t k = 0; k < net.params.size(); k++) {
         const Param& p = net.params[k];
         const double fan_in = (double)p.size / p.shape[0];
@@ -5527,8 +5534,9 @@ static std::vector<float> init_params(const UNet& net) {
 // --- the learning rate, the verdict on a step, averages of the weights
 // The functions of this part run on the device (a GPU, or the CPU), so that no step waits for the host.
 
-// Returns the factor by which --lr is multiplied at a step (counted from 0). During warmup_steps it rises to 1. After
-// that it stays 1, or it falls to 0 along a line or along half a cosine.
+// Returns the factor by which --lr is multiplied at a step. Steps are counted from 0. During the first warmup_steps
+// steps the factor rises to 1. After them it stays 1, or falls to 0 linearly, or falls to 0 like a half wave of a
+// cosine (--lr_schedule).
 HD static inline double lr_factor(const AdamW& h, int64_t step) {
     double warm = 1; // the factor of the warm-up
     if (h.warmup_steps > 0) warm = fmin(1.0, (double)(step + 1) / h.warmup_steps);
@@ -5569,7 +5577,9 @@ HD static inline bool healthy(Guard* g, double loss, double norm) {
     return true;
 }
 
-// The losses of samples, summed by quarter of the noise levels.
+// All noise levels are divided into four quarters, from the least noise (0) to the most (3). For each quarter, this
+// struct holds the sum of the losses of a step's samples whose level lies in the quarter, and the number of these
+// samples. The log shows the mean loss of each quarter.
 struct LossSums {
     double sum[4];
     int count[4];
@@ -5582,8 +5592,9 @@ HD static inline void add_loss(LossSums* s, double loss, int quarter) {
     }
 }
 
-// Completes the state of a step, whose grad_norm is already set. Sets the losses, the learning rate, the counters of
-// steps, and `ok`: whether the weights may be changed.
+// Judges a step. When it is called, state->grad_norm is already set. It sets the losses, the learning rate and the
+// counters of steps in *state, and updates the guard. It also sets `ok`, which is 1 if the step may change the weights.
+// B: the size of the batch.
 HD static inline void judge_batch(StepState* state, const LossSums& losses, AdamW h, int B) {
     state->loss = (losses.sum[0] + losses.sum[1] + losses.sum[2] + losses.sum[3]) / B;
     for (int q = 0; q < 4; q++) {
@@ -5604,8 +5615,8 @@ HD static inline float ema_step(float ema, float p, float rate, float step) {
     return rate > 1 ? ema + step * (p - ema) : rate * ema + step * p;
 }
 
-// Returns the share of the newest weights in the average. It is 1 - rate or, for a power function,
-// 1 - (1 - 1 / updates)^(rate + 1).
+// Returns the share of the newest weights in an average. If rate is up to 1, the share is 1 - rate. If rate is above 1,
+// the share is 1 - (1 - 1 / updates)^(rate + 1).
 HD static inline float power_step(float rate, int64_t updates) {
     return rate > 1 ? (float)-expm1((rate + 1.0) * log1p(-1.0 / updates)) : 1 - rate;
 }
@@ -5624,46 +5635,48 @@ struct Trainer {
     Slice own; // this rank's part of the flat arrays
 
     // Flat arrays. Each holds one number for each parameter.
-    // The weights in fp32. If there are several ranks and the copy is not params itself, only the first plain_size
-    // weights and this rank's slice are valid.
+    // The weights in fp32. With several ranks, only two parts of this array are kept up to date: the first plain_size
+    // weights, and this rank's slice. The network reads all other weights from `copy`. (If activations are fp32, no
+    // others are left: then plain_size is the number of all weights, and `copy` is this same array.)
     float* params;
     float* grads;         // the gradients of the current microbatch
     act *copy, *ema_copy; // copies of the weights and of their first average, which the network reads; see Weights
     Fp8Weights fp8;       // --precision fp8: copies of the weights that training steps read
     std::vector<WeightRounding> fp8_works; // the convolutions whose weights fp8 holds
     float* received; // the other ranks' gradients of this rank's slice (RankGradients); null: there is one rank
-    // A flat array with the sum of all gradients of the step, at the places of this rank's slice. With several ranks
-    // `sum` is the same array as `received`: the other ranks' gradients lie at the other ranks' places, where the sum
-    // has nothing. With one rank it is an array of its own or, if the batch is one microbatch, `grads`.
+    // A flat array. At the places of this rank's slice, it holds the sum of all gradients of the step. With several
+    // ranks `sum` and `received` are the same array: the gradients that are received lie at the places of the other
+    // ranks' slices. With one rank and one microbatch, `sum` and `grads` are the same array. With one rank and several
+    // microbatches, `sum` is a separate array.
     float* sum;
     // Each of these arrays is a slice: it holds this rank's part.
     float *m, *v;             // AdamW's moments
     std::vector<float*> emas; // the averages, one for each --ema_rate
 
-    double* squares;            // for each stretch of the step's gradient, in all ranks' slices: the sum of its squares
+    double* squares;            // the sum of the squares of each stretch of the step's gradient, for all ranks' slices
     StepState *state, *records; // the state after the newest step, and the states after the latest RECORDS steps
     Upload batch[2];            // this rank's images, labels, numbers and pictures of a batch: see load_batch
     Graph graph[2];             // graph[i]: a training step on batch[i]
-    float* target;              // (micro, H, W, C): what the network should answer
-    float* t;                   // (B): what the network is told
-    NoiseLevel* levels;         // (B)
-    int* quarters;              // (B): in which quarter each noise level lies
+    float* target;              // (micro, H, W, C): the answer that the network should give
+    float* t;                   // (B): what the network is told about the noise level of each sample
+    NoiseLevel* levels;         // (B): the noise level of each sample
+    int* quarters;              // (B): the quarter of all noise levels that each sample's level lies in
     double* loss;               // (B): the loss of each sample
     // --augment
-    Augmentation* augmentations; // (micro); null: images are not changed
-    float* canvas;               // (micro, C, fine_size(H), fine_size(W)), see augment_images
-    float* augmented;            // (micro, C, H, W)
+    Augmentation* augmentations; // (micro): how each image is changed; null: images are not changed
+    float* canvas;               // (micro, C, fine_size(H), fine_size(W)): working memory of augment_images
+    float* augmented;            // (micro, C, H, W): the changed images
     // --cond_channels
     float* cond;           // (micro, H, W, K): the pictures as the network reads them; null: there are none
-    float* augmented_cond; // (micro, K, H, W), with --augment
-    float* small;          // (micro, H / factor, W / factor, C), with --cond lowres
+    float* augmented_cond; // (micro, K, H, W): with --augment, the changed pictures
+    float* small;          // (micro, H / factor, W / factor, C): with --cond lowres, the images at low resolution
     // --objective ect
     NoiseLevel* teachers; // (micro): the teachers' levels; null: there is no tuning
     float* teacher_t;     // (micro): what the teacher is told
     int64_t* last_step;   // the run's last step. Validation uses that step's gap between student and teacher.
     // --schedule_sampler loss-second-moment
-    float* history;     // (T, HISTORY + 1), see remember_losses; null: --schedule_sampler uniform
-    double* rms_losses; // (T), see draw_weighted_level
+    float* history;     // (T, HISTORY + 1): the latest losses of each t, see remember_losses; null: it is uniform
+    double* rms_losses; // (T): the root mean square of these losses; -1: a t has fewer than HISTORY losses
 };
 constexpr int RECORDS = 128;
 
@@ -5694,11 +5707,11 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.objective = make_objective(c);
     tr.adamw = optimiser_settings(c);
     const int N = world.size;
-    const int samples = std::max(c.batch_size, N * tr.net.B); // enough for a step, and for validation on all ranks
+    const int samples = std::max(c.batch_size, N * tr.net.B); // the most in a step or a round of validation
     tr.own = slice_of(tr.net.flat_size, world.rank, N);
     const size_t whole = tr.own.whole(), stretches = whole / STRETCH;
     tr.grads = device_alloc<float>(whole);
-    // Ranks write to each other's params, squares, loss and copy. The first three are allocated together.
+    // Ranks write to each other's params, squares, loss, copy and received. The first three are allocated together.
     tr.params = (float*)open_alloc(whole * sizeof(float) + (stretches + samples) * sizeof(double));
     tr.squares = (double*)(tr.params + whole);
     tr.loss = tr.squares + stretches;
@@ -5712,7 +5725,8 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     while (tr.emas.size() < c.emas.size()) tr.emas.push_back(device_alloc<float>(tr.own.owned()));
     tr.m = device_alloc<float>(tr.own.owned());
     tr.v = device_alloc<float>(tr.own.owned());
-    // In fp32, make_copy makes no new array: ema_copy is then the array that whole_array returns for the average.
+    // If activations are fp32, make_copy makes no new array: then ema_copy is the array that whole_array returns for
+    // the average.
     tr.ema_copy = make_copy(N > 1 ? tr.grads : tr.emas[0], whole);
     tr.state = device_alloc<StepState>(1);
     tr.records = device_alloc<StepState>(RECORDS);
@@ -5759,8 +5773,8 @@ struct Pixels {
 };
 
 // --augment: changes B images, each of `channels` channels, and returns the result, which is written to `out`. The
-// changes depend only on the key, so an image and its picture are changed in the same way. told: where the numbers of
-// the first image's change are written. Without --augment, the images are returned as they are.
+// changes depend only on the key, so an image and its picture are changed in the same way. told: where the numbers that
+// describe the first image's change are written. Without --augment, the images are returned as they are.
 static Pixels augmented(Trainer* tr, float* out, Pixels images, float* told, int channels, int B, RandomKey key) {
     const Config& c = tr->net.config;
     if (!c.augment) return images;
@@ -5791,11 +5805,11 @@ static void show_pictures(Trainer* tr, Pixels images, Pixels pictures, int B, Ra
     }
 }
 
-// Computes the loss of samples first .. first + B - 1 of a step. images: their images; bytes: the size of a value.
-// Before the call, their levels have been drawn, and their labels and numbers have been set in net. Writes the losses
-// to tr->loss + first, and the gradient of the loss to output_gradient. In training, that is the gradient of the mean
-// over the step's whole batch. Validation uses other random draws, and neither dropout nor flips nor FP8. With
-// --objective ect, the teacher's answer is computed first, with the same draws.
+// Computes the loss of samples first .. first + B - 1 of a step. images: the images of these samples. bytes: the size
+// of a value of an image. Before the call, the samples' noise levels have been drawn, and their labels and numbers have
+// been set in net. Writes the losses to tr->loss + first, and the gradient of the loss to output_gradient(net). In
+// training, this is the gradient of the mean loss of the step's whole batch. Validation uses other random draws, and
+// neither dropout nor flips nor FP8. With --objective ect, the teacher's answer is computed first, with the same draws.
 static void forward_and_loss(Trainer* tr, const Objective& o, const void* images, int bytes, int first, int B,
                              RandomKey key, Dropout dropout, bool training) {
     const Config& c = tr->net.config;
@@ -5924,7 +5938,8 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         if (c.cond_channels) show_pictures(tr, shown, pictures, B, key, true);
         forward_and_loss(tr, tr->objective, shown.data, shown.bytes, first, B, key, dropout, true);
 
-        // Gradients are complete from the last layer to the first, so segments are sent from the last to the first.
+        // The backward pass goes from the last layer to the first, and completes gradients in this order. So the last
+        // segment is sent first. complete_from: from this place of the flat array on, all gradients are complete.
         int unsent = own.segments; // the segments from this one on have been sent to their owners
         const std::function<void(size_t, Stream*)> send_gradients = [&](size_t complete_from, Stream* stream) {
             while (unsent && own.at(unsent - 1, 0) >= complete_from) {
