@@ -6184,7 +6184,7 @@ void LogSummary::add(const std::string& row) {
     if (logged >= seconds && logged < BIG) seconds = logged;
     else if (ms > 0 && ms < BIG) seconds += ms / 1000;
 
-    // The run's own guard has judged the step by the same rule.
+    // The run's guard judged the step by the same rule. So `skipped` is true if the run skipped the step.
     const bool skipped = !healthy(&guard, loss, values[COLUMN_GRAD_NORM]);
     const LogPart part = part_of_row(values, seconds, skipped);
     // The share of the newest of n losses in the mean is 10 / (n + 9). Then the weight of the k-th loss is about
@@ -6209,7 +6209,7 @@ void LogSummary::add(const std::string& row) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what a run holds
 
-// What host/page.h needs, in addition to the other members of Run, to write index.html.
+// host/page.h writes index.html. Besides the other members of Run, it needs these values.
 struct Page {
     std::string about{}; // the model, the machine, the data
     int64_t started = 0; // when this process began to train, in seconds since 1970
@@ -6217,7 +6217,7 @@ struct Page {
     double due = 0;      // when the page is to be written again
 };
 
-// Times are in seconds, as now() gives them. Steps are counted from 1: step 7 has been done when the counter is 7.
+// Times are in seconds, as now() returns them. Steps are counted from 1: after step 7, state.step is 7.
 struct Run {
     // What is trained.
     Config config;
@@ -6232,7 +6232,7 @@ struct Run {
     int64_t issued = 0;     // the newest issued step
     StepState state{};      // the results of the newest logged step
     double val_loss = NAN;  // the validation loss after that step; NaN: it was not measured
-    int stop = 0;           // the signal that ends the run, as all ranks agreed; 0: none came
+    int stop = 0;           // the signal that ends the run; all ranks agreed on it; 0: no signal came
 
     // Checkpoints and snapshots of the averages. Updates are the steps that were not skipped.
     int64_t saved_step = 0;       // the step of the newest checkpoint; 0: there is none
@@ -6240,13 +6240,13 @@ struct Run {
     int64_t proven_step = -1;     // the step of the newest checkpoint after which a good step was seen
     int64_t snapshot_step = 0;    // the step of the newest snapshot
     int64_t snapshot_updates = 0; // how many updates had been done when that snapshot was written
-    double best_loss = INFINITY;  // the validation loss of best.bin, at rank 0; infinite: it is unknown
+    double best_loss = INFINITY;  // at rank 0: the loss of best.bin, the lowest so far; infinite: unknown
 
     // The log, the page and the line on the terminal.
     int log_file = -1;               // the descriptor of log.csv
     LogSummary summary{};            // the log, as the page shows it
     Page page{};                     // what else the page needs
-    bool status_line_open = false;   // the cursor is in a status line, which the next one replaces
+    bool status_line_open = false;   // the cursor stands in a status line, which the next status line replaces
     double status_shown = -INFINITY; // when the latest status line was printed
 
     // What waits for the disk. Each flag said_... remembers that a message was printed, so that it is printed only
@@ -6256,14 +6256,14 @@ struct Run {
     std::map<std::string, std::string> waiting_pictures{}; // the content of pictures to be written, by file name
     bool said_pictures_wait = false;                       // the user knows that pictures wait
     double pictures_tried = -INFINITY;                     // when pictures were last written or tried
-    double no_room_since = 0; // when a checkpoint first could not be written; 0: the latest one was written
-    int64_t retry_at = 0;     // the step after which a checkpoint is tried again
+    double no_room_since = 0; // when a model file first could not be written; 0: the latest model file was written
+    int64_t retry_at = 0;     // the first step after which a model file is tried again
     bool said_moved = false;  // the user was told that the folder has moved
     bool said_length = false; // print_step has judged how long the run will take
 
     // The clock.
     double seconds = 0;     // the time that this process has spent in steps
-    double steps_began = 0; // when the steps that are issued and not yet logged began
+    double steps_began = 0; // when the first of the steps began that are issued and not yet logged
     double began = 0;       // when the run would have begun if it had never paused
     double per_step = 0;    // the seconds that a step takes: a mean over recent steps; 0: not known yet
 };
@@ -6277,11 +6277,12 @@ static void end_line(Run* run) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the log and the status line
 
-// With --keep_best, this is a hard link to the checkpoint that has the lowest validation loss. So that checkpoint stays
-// when its file model_STEP.bin is removed as an old one.
+// With --keep_best, the file of this name is a hard link to the checkpoint that has the lowest validation loss. So the
+// content of this checkpoint stays when its file model_STEP.bin is removed as an old one.
 constexpr char BEST[] = "best.bin";
 
-// Returns the step of a resumed run's best.bin, or -1 if there is no such file, or the run is new.
+// Returns the step of the checkpoint in best.bin. Returns -1 without --keep_best, if there is no best.bin, or if the
+// run is new.
 static int64_t best_step(const Run& run) {
     const bool resumed = run.first_step > 0;
     if (!run.config.keep_best || !resumed || !run.folder.has(BEST)) return -1;
@@ -6296,8 +6297,8 @@ static int64_t best_step(const Run& run) {
 }
 
 // Opens log.csv at rank 0. A resumed run does the steps after its checkpoint again, so the rows of these steps are
-// removed. The rows that stay are added to the page's summary. The row of best.bin's step holds the validation loss of
-// best.bin.
+// removed. The rows that stay are added to the page's summary. The best validation loss so far (best_loss) is read from
+// the row of the step whose checkpoint is in best.bin.
 static void open_log(Run* run) {
     if (world.rank) return;
     const int64_t best = best_step(*run);
@@ -6320,7 +6321,7 @@ static void open_log(Run* run) {
     const std::string path = run->folder.name("log.csv");
     const std::string failure = try_write_file(run->folder, "log.csv", kept);
     must(failure.empty(), path, failure);
-    // Rows are appended. O_NOFOLLOW: a link that somebody put there meanwhile is not followed.
+    // Rows are appended. O_NOFOLLOW: if somebody has put a link in the place of log.csv meanwhile, it is not followed.
     run->log_file = openat(run->folder.descriptor, "log.csv", O_WRONLY | O_APPEND | O_CLOEXEC | O_NOFOLLOW);
     if (run->log_file < 0) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
     if (best >= 0 && std::isinf(run->best_loss))
@@ -6390,9 +6391,9 @@ static void write_or_wait(Run* run, const std::string& name, const std::string& 
     if (!run->said_pictures_wait) write_waiting(run);
 }
 
-// Adds the step in run->state to the log. ms: how long the step took. val: its validation loss, or NaN. seconds: the
-// length of the run when the step was done. Each of loss_q0 ... loss_q3 belongs to a quarter of the noise levels. If no
-// sample of the step fell into a quarter, its field stays empty.
+// Adds the step in run->state to the log. ms: how many milliseconds the step took. val: the validation loss after the
+// step, or NaN. seconds: the length of the run when the step was done. Each of the columns loss_q0 to loss_q3 is the
+// mean loss in one quarter of the noise levels. If a quarter contains no sample of the step, its field is empty.
 static void log_step(Run* run, double ms, double val, double seconds) {
     const StepState& s = run->state;
     // With nine digits, the same float can be read back. An empty field means that there is no value.
@@ -6409,7 +6410,7 @@ static void log_step(Run* run, double ms, double val, double seconds) {
 static std::string status_line(const Run& run, double val, double eta) {
     const Config& c = run.config;
     const StepState& s = run.state;
-    // Speeds, from the mean time of recent steps.
+    // These speeds are computed from the mean time of recent steps.
     const double ms = run.per_step * 1e3;
     const double images_per_s = c.batch_size / run.per_step;
     // A backward pass costs about two forward passes.
@@ -6425,7 +6426,8 @@ static std::string status_line(const Run& run, double val, double eta) {
 // Removes parts of a status line until the line fits into `columns` columns. 0: there is no terminal, so every line
 // fits.
 static std::string shorten_status(std::string line, size_t columns) {
-    // A part is found by a word in it. It ends at the next " | ". The least important part is removed first.
+    // A part is found by a word that it contains. The part ends at the next " | ". The least important part is removed
+    // first.
     for (const char* word : {"GFLOP", "norm", "lr", "images", " ms", "skipped", "val", "ETA"}) {
         if (!columns || line.size() < columns) break;
         const size_t found = line.find(word);
@@ -6467,9 +6469,9 @@ static void print_step(Run* run, double val) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- checkpoints, snapshots and grids
 
-// Is called after a good step. The run came to this step from the newest checkpoint, so that checkpoint is good, too.
-// Now the oldest checkpoints may be removed. --keep_checkpoints is the number of checkpoints that stay; 0: all of them
-// stay.
+// This function is called after a good step that follows the newest checkpoint. If the weights of this checkpoint were
+// broken, the step would not be good. So the checkpoint is good, and the oldest checkpoints may be removed.
+// --keep_checkpoints is the number of checkpoints that stay; 0: all of them stay.
 static void prove_checkpoint(Run* run) {
     const size_t keep = run->config.keep_checkpoints;
     auto found = run->folder.list(); // sorted by step: the oldest checkpoint comes first
@@ -6482,7 +6484,7 @@ static void prove_checkpoint(Run* run) {
     run->proven_step = run->saved_step;
 }
 
-// Ends a run whose weights are broken, and says which checkpoint the user can go on from.
+// Ends a run whose weights are broken, and prints which checkpoint the user can go on from.
 static void stop_run(Run* run, const std::string& why) {
     const Folder folder = world.rank ? open_folder(run->config.output_dir) : run->folder;
     const auto found = folder.list();
@@ -6507,12 +6509,12 @@ static std::string saved_so_far(const Run& run) {
 }
 
 // All ranks call this after rank 0 has tried to write a model file. If the file could not be written, the ranks agree
-// on the step after which rank 0 tries again. failure, error: these members of rank 0's AtomicFile; the other ranks
-// pass "" and 0. Result: whether the file was written.
+// on the step after which rank 0 tries again. Rank 0 passes the members `failure` and `error` of its AtomicFile. The
+// other ranks pass "" and 0. Returns whether the file was written.
 static bool is_written(Run* run, const std::string& name, const std::string& failure, int error) {
     if (!world.rank) check_folder(run);
-    // Print a message at the first failure, and at the first success after failures. End the run when the patience is
-    // over.
+    // Print a message at the first failure, and at the first success after failures. End the run if the failures have
+    // lasted for PATIENCE seconds.
     if (error && !run->no_room_since) {
         run->no_room_since = now();
         end_line(run);
@@ -6538,7 +6540,7 @@ static bool is_written(Run* run, const std::string& name, const std::string& fai
 
 // Writes a model file: the header, the arrays in the order of the format, and the history of losses. Each rank holds
 // a slice of each array. All ranks call this function, because they gather the slices together. Only rank 0 writes.
-// Result: whether the file was written.
+// Returns whether the file was written.
 static bool save_arrays(Run* run, const std::string& name, Header header, const std::vector<float*>& slices,
                         const std::vector<float>& history = {}) {
     const UNet& net = run->trainer.net;
@@ -6556,10 +6558,10 @@ static bool save_arrays(Run* run, const std::string& name, Header header, const 
     write(header.slot, 1024); // by definition the checksum is computed while its own slot is 0
 
     std::vector<float> flat(net.flat_size); // an array in our layout
-    std::vector<float> tensor;              // one parameter of it in PyTorch's layout
+    std::vector<float> tensor;              // one parameter of the array, in PyTorch's layout
     for (float* slice : slices) {
-        // All ranks have to call whole_array, or the others wait for rank 0 for ever. So rank 0 calls it even after
-        // writing the file has failed.
+        // whole_array returns only when all ranks have called it. So rank 0 calls it even after a failure to write the
+        // file. Otherwise the other ranks would wait for ever.
         const float* whole = whole_array(run->trainer, slice);
         if (file.error) continue;
         copy_to_host(flat.data(), whole, flat.size() * sizeof(float));
@@ -6579,9 +6581,9 @@ static bool save_arrays(Run* run, const std::string& name, Header header, const 
     return is_written(run, run->folder.name(name), file.failure, file.error);
 }
 
-// With --keep_best: makes best.bin a link to this checkpoint, which was just written, if its validation loss is the
-// lowest. If the run ended because data could not be read, the last step has no validation loss (NaN), and its
-// checkpoint is not compared.
+// With --keep_best: if the checkpoint that was just written has the lowest validation loss so far, makes best.bin a
+// link to this checkpoint. If the run ended because data could not be read, the last step has no validation loss (NaN).
+// Then best.bin stays as it is.
 static void keep_best(Run* run, const std::string& checkpoint) {
     const bool is_better = run->val_loss < run->best_loss; // false for NaN
     if (world.rank || !run->config.keep_best || !is_better) return;
@@ -6596,7 +6598,7 @@ static void keep_best(Run* run, const std::string& checkpoint) {
            failure.c_str(), checkpoint.c_str());
 }
 
-// Writes all that the run needs to go on from here with the same bits (docs/FORMATS.md).
+// Writes a checkpoint (docs/FORMATS.md). A run that is resumed from it computes the same bits as if it had not paused.
 static void save_checkpoint(Run* run) {
     const Config& c = run->config;
     const StepState& s = run->state;
@@ -6625,14 +6627,14 @@ static void save_checkpoint(Run* run) {
     // The step has seven digits, so that a list of files that is sorted by name is also sorted by step.
     const std::string name = text("model_%07ld.bin", s.step);
     if (!save_arrays(run, name, h, arrays, history)) return;
-    // The step is saved now. The next step shows whether the checkpoint is good (prove_checkpoint).
+    // The checkpoint is written. The next step shows whether its weights are good (prove_checkpoint).
     run->saved_step = s.step;
     run->saved_updates = s.updates;
     keep_best(run, name);
 }
 
-// Writes the two averages by power functions (POWER_EMAS) into a model file. Its header holds the number of updates in
-// the slot for the number of steps, because the averages depend on the number of updates.
+// Writes the two averages whose rates are in POWER_EMAS into a model file. The slot SLOT_STEP of this file holds the
+// number of updates instead of the number of steps, because the averages depend on the number of updates.
 static void save_snapshot(Run* run) {
     const Config& c = run->config;
     const Header h = model_header(c, HAS_EMA, run->state.updates);
@@ -6664,7 +6666,7 @@ static std::vector<float> beside_pictures(const Config& c, const Sampler& s, con
     const size_t row = (size_t)c.W * C;
     std::vector<float> shown;
     for (size_t at = 0; at < images.size(); at += row) {          // where a row of an image begins
-        const size_t first_pixel = at / C % (s.truth.size() / C); // for more images, the pictures repeat
+        const size_t first_pixel = at / C % (s.truth.size() / C); // if there are too few pictures, they repeat
         for (int w = 0; w < c.W; w++)
             for (int channel = 0; channel < C; channel++)
                 shown.push_back(s.pictures[(first_pixel + w) * K + (K >= C ? channel : 0)]);
@@ -6675,8 +6677,8 @@ static std::vector<float> beside_pictures(const Config& c, const Sampler& s, con
     return shown;
 }
 
-// Draws a grid of samples from the averaged weights. Every grid starts from the same noise, so that one sees how the
-// pictures get better.
+// Draws samples with the first average of the weights, and writes them as a grid. Every grid of a run starts from the
+// same noise, so that the user sees how the samples get better.
 static void save_grid(Run* run) {
     const Config& c = run->config;
     Trainer& tr = run->trainer;
@@ -6700,9 +6702,8 @@ static std::string describe(const UNet& net) {
                 net.num_params / 1e6, net.layers.size(), net.flops / 1e9);
 }
 
-// Says whether the folder holds a run, and whether this is a name for files of a run. Only the run itself may write
-// files of such names into its folder. The run would replace any other file of this name, or read it as a file of its
-// own.
+// Returns true if the folder holds a run, and `name` is a name that the run gives to its own files. Nobody else may
+// write a file of such a name into the folder of a run: the run would replace this file, or read it as one of its own.
 static bool is_name_of_run(const Folder& folder, const std::string& name) {
     const bool holds_run = folder.has("log.csv") || !folder.list().empty();
     if (!holds_run) return false;
@@ -6733,8 +6734,9 @@ static void report_bad_step(Run* run) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the start of a run: new, from a file's weights, or resumed
 
-// Gives a new run its weights: those of the --init file or, without one, random ones. If the file has an average of the
-// weights, the run starts from the average, unless --use_ema is False. All averages start from the same weights.
+// Sets the weights of a new run. With --init they are read from that file; otherwise they are random. If the file holds
+// an average of the weights, the run starts from the average, unless --use_ema is False. All averages of the run start
+// from the same weights.
 static void start_weights(Trainer* tr, const ModelFile& m) {
     const UNet& net = tr->net;
     const bool takes_average = m.has(HAS_EMA) && net.config.use_ema;
@@ -6744,10 +6746,11 @@ static void start_weights(Trainer* tr, const ModelFile& m) {
     for (float* ema : tr->emas) copy_slice(ema, flat, tr->own);
 }
 
-// Returns the number of the checkpoint's array from which the k-th average of a resumed run goes on. This array is the
-// average of the same rate. If the checkpoint holds no average of this rate, it is the checkpoint's k-th average. If
-// there is no k-th average either, it is the weights (array 0). An average by a power function (rate > 1) must be in
-// the checkpoint.
+// The k-th average of a resumed run goes on from an array of the checkpoint. Returns the number of this array. It is
+// the first of these arrays that the checkpoint holds:
+//   1. the average of the same rate. If the rate is above 1, the checkpoint must hold this average
+//   2. the checkpoint's k-th average
+//   3. the weights (array 0)
 static int array_for_average(const Config& c, const ModelFile& m, int k) {
     const float rate = c.emas[k];
     // The rates may have been given in another order than before.
@@ -6760,9 +6763,9 @@ static int array_for_average(const Config& c, const ModelFile& m, int k) {
 }
 
 // Reads the losses that --schedule_sampler loss-second-moment remembers. They lie at the end of a checkpoint. For every
-// t there are HISTORY + 1 numbers: up to HISTORY losses and, as the last number, how many losses there are.
+// t there are HISTORY + 1 numbers: HISTORY places for losses and, as the last number, how many places are filled.
 static void restore_history(const Trainer& tr, const ModelFile& m) {
-    std::vector<float> history(tr.history ? m.history() : 0); // empty if this run draws t in another way
+    std::vector<float> history(tr.history ? m.history() : 0); // empty if this run has --schedule_sampler uniform
     const size_t bytes = history.size() * sizeof(float);
     m.read(history.data(), bytes, m.size - bytes);
     for (size_t i = 0; i < history.size(); i++) {
@@ -6781,7 +6784,7 @@ static void restore(Run* run, const ModelFile& m) {
     Trainer& tr = run->trainer;
     run->state = m.state();
     const StepState& s = run->state;
-    // Every rank gets all weights, and its own slices of AdamW's moments and of the averages.
+    // Every rank reads all weights, but keeps only its own slices of AdamW's moments and of the averages.
     copy_slice(tr.params, read_array(m, tr.net, 0), slice_of(tr.net.flat_size));
     copy_slice(tr.m, read_array(m, tr.net, 2), tr.own);
     copy_slice(tr.v, read_array(m, tr.net, 3), tr.own);
@@ -6798,7 +6801,7 @@ static void restore(Run* run, const ModelFile& m) {
     run->snapshot_step = s.step;
     run->snapshot_updates = s.updates;
     copy_to_device(tr.state, &s, sizeof s);
-    // The weight of each t, with which t is drawn, is computed from the history.
+    // The probability of each t depends on rms_losses, which are computed from the history. B = 0 adds no new losses.
     if (tr.history) update_rms_losses(tr.rms_losses, tr.history, nullptr, nullptr, tr.state, c.diffusion_steps, 0);
     printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), s.step, c.max_steps, s.updates,
            c.seed);
@@ -6815,8 +6818,8 @@ static void restore(Run* run, const ModelFile& m) {
 // A folder holds one run. A new run needs a folder in which there is none. A resumed run needs its own folder, or an
 // empty one. resume: the path of the checkpoint; "": the run is new.
 static void check_output_dir(const Config& c, const Folder& output, const std::string& resume, int64_t resume_step) {
-    // If there is a best.bin but no other checkpoint, it is another run's, and --keep_best would replace it. This is
-    // allowed only if this run goes on from it.
+    // If the folder has a best.bin but no other checkpoint, best.bin belongs to another run. With --keep_best this run
+    // would replace it. That is allowed only if this run goes on from this best.bin.
     const auto found = output.list();
     const bool has_checkpoint = !found.empty();
     std::error_code error;
@@ -6827,7 +6830,7 @@ static void check_output_dir(const Config& c, const Folder& output, const std::s
     const bool holds_run = has_checkpoint || (output.has("log.csv") && c.resume_checkpoint != "auto");
     if (!holds_run) return;
 
-    // The folder holds a run. So this run must be a resumed one.
+    // The folder holds a run. So the program must resume this run; it must not start a new run here.
     const int64_t newest_step = has_checkpoint ? found.rbegin()->first : 0;
     const std::string newest = has_checkpoint ? output.name(found.rbegin()->second) : "";
     std::string what = "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again";
@@ -6872,7 +6875,7 @@ static void print_memory(const Config& c, const UNet& net) {
     const double array = net.flat_size * sizeof(float) / GIB; // all parameters in fp32
     const double slice = slice_of(net.flat_size, 0, world.size).owned() * sizeof(float) / GIB;
     // With bf16 there are copies of two arrays: of the weights, and of their first average. With FP8 there are two more
-    // of the weights, with a byte for each.
+    // copies of the weights, with one byte for each weight.
     double copies = weights_have_copy() ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
     if (c.precision == "fp8") copies += 2.0 * net.flat_size * bytes_of(Element::FP8) / GIB;
 
@@ -6905,21 +6908,21 @@ static std::string preset_in_force(const Config& c) {
     return kept;
 }
 
-// --precision fp8: says how much of the work is in FP8, and whether that pays. Rounding takes time, too, which small
-// convolutions do not save.
+// --precision fp8: prints how much of the work is done in FP8, and whether FP8 saves time. Rounding to FP8 takes time,
+// too. In small convolutions it takes almost as much time as FP8 saves.
 static void print_fp8(const Config& c, const UNet& net) {
     if (c.precision != "fp8") return;
     int convs = 0, gradients = 0;
-    double flops = 0; // of one image
+    double flops = 0; // operations in FP8, in a forward pass of one image
     for (const Layer& l : net.layers) {
         gradients += l.fp8_gradient;
         if (!l.fp8) continue;
         convs++;
         const Tensor& out = net.tensors[l.out];
-        flops += 2.0 * out.H * out.W * (double)net.params[l.weight].size; // as conv_flops
+        flops += 2.0 * out.H * out.W * (double)net.params[l.weight].size; // as in conv_flops
     }
-    const double gflops = flops * c.micro() / convs * 1e-9; // of one convolution, in a forward pass
-    constexpr double LITTLE = 10; // GFLOP; with 8, a step takes 4 % less time; with 15, 7 % (docs/GUIDE.md)
+    const double gflops = flops * c.micro() / convs * 1e-9; // a convolution's, in a forward pass of a microbatch
+    constexpr double LITTLE = 10; // GFLOP; with 8 GFLOP a step takes 4 % less time; with 15, 7 % (docs/GUIDE.md)
     const char* const advice =
         gflops < LITTLE
             ? "; that is so little that FP8 hardly saves time: it pays with more channels, or more images at a time"
@@ -6959,8 +6962,8 @@ static void print_start(const Config& c, const UNet& net, const Dataset& data) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the loop over the steps
 
-// Waits until all issued steps are done, and logs them. validate: the validation loss is measured after the last of
-// these steps. show: the status line of the last of these steps is printed.
+// Waits until all issued steps are done, and logs those that are not logged yet. validate: the validation loss is
+// measured after the last of these steps. show: the status line is printed for the last of these steps.
 static void collect_steps(Run* run, bool validate, bool show) {
     StepState records[RECORDS]; // the results of each step, which the device has stored (record_step)
     const int64_t logged = run->state.step;
@@ -6968,13 +6971,13 @@ static void collect_steps(Run* run, bool validate, bool show) {
     const double ended = now();
     const double elapsed = ended - run->steps_began;
     const double val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
-    // The loss is rounded as in log.csv, from which a resumed run reads it. So a resumed run makes the same decision
-    // about best.bin as a run without a pause.
+    // The validation loss is rounded as in log.csv, from which a resumed run reads it (open_log). So a resumed run
+    // makes the same decision about best.bin as a run without a pause.
     run->val_loss = atof(text("%.9g", val).c_str());
 
     const double count = (double)(run->issued - logged);
-    // The mean over recent steps: with each step, the weight of the steps before it falls by a tenth. The first three
-    // steps are slower, so the mean of later steps leaves them out.
+    // per_step is a mean over recent steps. Each new step has a weight of 0.1 in it, and the mean so far has a weight
+    // of 0.9. The first three steps are slower. So the mean begins anew while fewer than three steps were logged before.
     const double kept = logged < run->first_step + 3 ? 0 : std::pow(0.9, count);
     run->per_step = kept * run->per_step + (1 - kept) * elapsed / count;
     run->seconds += elapsed;
@@ -6984,7 +6987,7 @@ static void collect_steps(Run* run, bool validate, bool show) {
         run->state = records[step % RECORDS];
         const bool is_last = step + 1 == run->issued;
         const double steps_later = (double)(run->issued - 1 - step);
-        const double done = ended - elapsed * steps_later / count; // as if all steps took the same time
+        const double done = ended - elapsed * steps_later / count; // assumes that all steps took the same time
         log_step(run, elapsed * 1e3 / count, is_last ? val : NAN, done - run->began);
         if (!run->state.ok) report_bad_step(run);
         else if (run->proven_step != run->saved_step) prove_checkpoint(run);
@@ -6997,30 +7000,30 @@ static void collect_steps(Run* run, bool validate, bool show) {
     run->steps_began = now();
 }
 
-// Says whether a signal ends the run. Several ranks must stop after the same step, so they agree on it. That takes
-// time, and therefore they do it only every STEPS_AGREED steps.
+// Returns whether a signal ends the run. Several ranks must stop after the same step. So they exchange messages to
+// agree on this step. The messages take time, so they are sent only every STEPS_AGREED steps.
 static bool is_stopped(Run* run) {
     const bool ask = world.size == 1 || run->issued % STEPS_AGREED == 0;
     if (ask) run->stop = any_rank("the question whether to stop", stop_signal);
     return run->stop;
 }
 
-// Does one turn of the loop: issues a step, and does what is due after it. If nothing is due, the host does not wait
-// until the step is done.
+// Does one turn of the loop: issues a step, and then does all that is due, such as a checkpoint. If nothing is due, the
+// host does not wait until the step is done.
 static void run_step(Run* run) {
     const Config& c = run->config;
     if (!train_step(&run->trainer, run->issued)) return;
     run->issued++;
     const int64_t step = run->issued;
     const bool last = is_stopped(run) || step >= c.max_steps;
-    // If steps are slow, the status line is also printed before it would become older than ten seconds.
+    // If steps are slow, the status line is printed so often that it never becomes older than about ten seconds.
     const bool slow = now() - run->status_shown + 4 * run->per_step > 10;
-    // Says whether something is due that happens after every `interval` steps and after the last one. 0: it never
-    // happens.
+    // Returns whether something is due that happens after every `interval` steps, and after the last step. If interval
+    // is 0, it never happens.
     auto due = [&](int interval) { return interval && (step % interval == 0 || last); };
-    // Says the same about a file that is written every `interval` steps. If a step was skipped or the disk is full, a
-    // file can't be written when it is due. Then it is written as soon as possible. written: the step of the newest
-    // file of this kind.
+    // Returns whether a file is due that is written after every `interval` steps, and after the last step. After a
+    // skipped step, or on a full disk, the file can't be written. Then it stays due until it is written. written: the
+    // step of the newest file of this kind.
     auto file_due = [&](int interval, int64_t written) {
         const bool is_behind = interval && step / interval > written / interval;
         return interval && (last || (is_behind && step >= run->retry_at));
@@ -7030,7 +7033,7 @@ static void run_step(Run* run) {
     const bool show = slow || due(c.log_interval);
     const bool wants_val_loss = due(c.val_interval) || (c.keep_best && save);
     const bool validate = run->val.count && wants_val_loss;
-    const bool draw = due(c.sample_interval) && !last; // train draws the last grid, when all else is done
+    const bool draw = due(c.sample_interval) && !last; // finish_complete draws the last grid
     const bool records_full = step - run->state.step >= STEPS_AHEAD;
     if (!show && !save && !validate && !draw && !snapshot && !records_full) return;
 
@@ -7040,11 +7043,12 @@ static void run_step(Run* run) {
     if (snapshot) save_snapshot(run);
     if (draw) save_grid(run);
     if (save || draw) write_page(run, "running");
-    run->steps_began = now(); // the time that was spent on writing is not part of a step's time
+    run->steps_began = now(); // so the time that writing took is not part of a step's time
 }
 
-// Says whether one more step is needed before a stopped run can end. With --keep_best a checkpoint needs a validation
-// loss. If the signal came after the latest step was logged without a validation loss, the run does one more step.
+// Returns whether one more step is needed before a stopped run can end. With --keep_best, the last checkpoint needs a
+// validation loss. The validation loss is measured when a step is logged. So if all steps are logged already, and the
+// last of them has no validation loss, the run does one more step.
 static bool lacks_validation(const Run& run) {
     const Config& c = run.config;
     const bool all_logged = run.state.step == run.issued;
@@ -7052,8 +7056,8 @@ static bool lacks_validation(const Run& run) {
     return c.keep_best && run.stop && unsaved && std::isnan(run.val_loss) && run.issued < c.max_steps;
 }
 
-// Saves the results of the last steps. If the disk is full, this function waits for room, but not for long, and only
-// until a second signal comes.
+// Writes the last checkpoint and the last snapshot, if they do not exist yet. If the disk is full, this function tries
+// again for PATIENCE_AT_THE_END seconds, or until a second signal comes. Then it ends the program.
 static void save_at_the_end(Run* run) {
     const int64_t updates = run->state.updates;
     const bool takes_snapshots = run->config.ema_snapshots;
@@ -7107,7 +7111,7 @@ static Dataset open_validation_data(const Config& c, const Dataset& data) {
 }
 
 // Without --values, the images of a run's grids are conditioned on the numbers of the first images of d. d is the
-// validation data if there are any, because the run does not train on them; otherwise it is the training data.
+// validation data, because the run does not train on it. Without validation data, d is the training data.
 static void take_values_of_data(const Config& c, Sampler* s, const Dataset& d) {
     if (!s->value_rows.empty()) return;
     const int64_t rows = std::min<int64_t>(d.count, c.num_samples);
@@ -7125,7 +7129,7 @@ static void take_pictures_of_data(const Config& c, Sampler* s, const Dataset& d)
     else s->pictures = first_images(*d.cond, flag, c.cond_channels, c.num_samples);
 }
 
-// Prepares the output folder, at rank 0. From now on only this run may write there.
+// Rank 0 calls this to prepare the output folder. From now on only this run may write into this folder.
 static void take_folder(Run* run, const std::string& resume) {
     const Config& c = run->config;
     // The lock is held until the program ends, so that no other run writes here.
@@ -7133,13 +7137,13 @@ static void take_folder(Run* run, const std::string& resume) {
     const Folder& folder = run->folder;
     lock_folder(folder, true);
     must(folder.has_its_name(), c.output_dir, "was moved or replaced while the run began; start it again");
-    check_output_dir(c, folder, resume, run->first_step); // again, now that nobody else can change it
+    check_output_dir(c, folder, resume, run->first_step); // again, now that no other run can change it
     // Remove the files that a killed process left unfinished.
     folder.remove_leftovers({"model_", "samples_", "log.csv.", "index.html.", "ema_", "best.bin."});
     leave_later_snapshots(folder, run->first_step);
 }
 
-// From now on, a signal makes the run save what was trained, and end.
+// After this call, a signal of STOP_SIGNALS makes the run save what was trained, and end.
 static void listen_to_signals() {
     for (const auto& [number, name] : STOP_SIGNALS) {
         const auto before = signal(number, [](int s) { stop_signal = s; });
@@ -7153,7 +7157,7 @@ static std::string data_error(const Run& run) { return run.trainer.data.error + 
 
 // Ends a run that was stopped by a signal, or by data that cannot be read.
 static void finish_stopped(Run* run) {
-    // Data that can't be read is an error, and a signal is not an error. In both cases the message says what was saved.
+    // Data that can't be read is an error, and a signal is not an error. In both cases the message says what is saved.
     const int64_t step = run->state.step;
     const std::string saved = saved_so_far(*run);
     const std::string error = data_error(*run);
@@ -7179,15 +7183,16 @@ static void finish_complete(Run* run) {
     // only to find out whether the last checkpoint is good.
     const int keep = c.keep_checkpoints;
     const bool too_many = !world.rank && keep && (int)run->folder.list().size() > keep;
-    // Only rank 0 knows the files in the folder. But all ranks must do the step together, since they exchange
-    // gradients. So rank 0 tells the others whether the step is needed. What this step changes is not saved.
+    // Only rank 0 has opened the folder. But all ranks must do the step together, because they exchange gradients. So
+    // rank 0 tells the other ranks whether the step is needed. The weights after this step are not saved.
     if (!any_rank("the question whether a checkpoint is to spare", too_many)) return;
     if (!train_step(&run->trainer, run->issued)) return;
     copy_to_host(&run->state, run->trainer.records + run->issued % RECORDS, sizeof run->state);
     if (s.ok) prove_checkpoint(run);
 }
 
-// Writes what still waits for the disk. Nobody tries again after this, so an error ends the program.
+// Writes the rows and pictures that still wait for the disk. They are not tried again after this. So if any of them
+// can't be written, the program ends with an error.
 static void write_the_rest(Run* run) {
     write_log(run);
     write_waiting(run);
@@ -7199,13 +7204,13 @@ static void write_the_rest(Run* run) {
             run->folder.name(waiting.begin()->first).c_str(), waiting.size());
 }
 
-// Does a whole run. data: the training data. output: the folder, if it exists. resume: the path of the checkpoint to go
-// on from, or "". start: that checkpoint, or the file of --init.
-// Result: the program's exit code. After a signal it is 128 + the number of the signal, as in a shell. So in
-// "./train_unet && next" the next program does not go on with a model that is half trained.
+// Does a whole run. data: the training data. output: the folder of --output_dir, if it exists. resume: the path of the
+// checkpoint to go on from; "": the run is new. start: that checkpoint, or the file of --init.
+// Returns the program's exit code. After a signal the exit code is 128 + the number of the signal, as in a shell. So
+// the command "./train_unet && next" does not start `next` with a model that is half trained.
 static int train(const Config& c, const Dataset& data, Folder output, const std::string& resume,
                  const ModelFile& start) {
-    // Find what is wrong first, before the program asks for memory or writes a file.
+    // First find errors in the settings, before the program allocates memory or writes a file.
     if (!world.rank) check_output_dir(c, output, resume, start.state().step);
     const Dataset val = open_validation_data(c, data);
     if (start.size) check_size(start, build_unet(c));
@@ -7233,10 +7238,10 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
     run.steps_began = now();
     while (run.issued < c.max_steps && !is_stopped(&run) && data_error(run).empty()) run_step(&run);
     if (lacks_validation(run) && data_error(run).empty()) run_step(&run);
-    // When a signal has come, some steps may not be logged yet.
+    // Some steps may not be logged yet, for example after a signal.
     const bool validate = c.keep_best && data_error(run).empty();
     if (run.state.step < run.issued) collect_steps(&run, validate, validate);
-    // The end: files, the last line on the screen, and what still waits for the disk.
+    // At the end: write the last files, print the last line, and write the rows and pictures that wait for the disk.
     save_at_the_end(&run);
     end_line(&run);
     if (run.stop || !data_error(run).empty()) finish_stopped(&run);
@@ -7249,8 +7254,9 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
 // ---------------------------------------------------------------------------------------------------------------------
 // --- samples, without a run
 
-// Returns the number of the model file's array that --sample draws from: the average of the rate --ema_rate or, without
-// this flag, the first average. If the file has no average, or with --use_ema False, it is the weights (array 0).
+// Returns the number of the model file's array that --sample draws with. This array is the average whose rate is
+// --ema_rate or, without this flag, the first average. If the file has no average, or with --use_ema False, the array
+// is the weights (array 0).
 static int array_to_sample(const Config& c, const ModelFile& m) {
     if (!c.use_ema || !m.emas()) return 0;
     std::string rates; // the rates of the averages that do not match
@@ -7263,8 +7269,8 @@ static int array_to_sample(const Config& c, const ModelFile& m) {
     die("--ema_rate %s: %s holds averages of the rates%s", c.ema_rate.c_str(), m.path.c_str(), rates.c_str());
 }
 
-// Says whether a file must not be replaced by samples, because something would be lost: the file holds a model, or data
-// that are no samples.
+// Returns true if the file holds a model, or data that are no samples. The program must not replace such a file by
+// samples, because the model or the data would be lost.
 static bool holds_more_than_samples(const Folder& folder, const std::string& name) {
     // All model files and data files begin with a header of 1024 bytes. Its first slot tells the two kinds apart.
     const int file = openat(folder.descriptor, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
@@ -7281,8 +7287,8 @@ static bool holds_more_than_samples(const Folder& folder, const std::string& nam
     return is_model || (is_data && !are_samples);
 }
 
-// Opens the folder of --output. Drawing samples may take long. So what would make the writing fail is found before the
-// samples are drawn: a name that can't be written, or a file that must not be replaced.
+// Opens the folder of --output, and returns it. Drawing samples may take long. So this function checks, before they are
+// drawn, that the file can be written later, and that it replaces no file that must stay.
 static Folder open_output(const Config& c, const std::string& resume) {
     // Every message begins with the flag.
     auto refuse_unless = [&](bool ok, const std::string& why) {
@@ -7317,7 +7323,8 @@ static Folder open_output(const Config& c, const std::string& resume) {
         refuse_unless(!holds_more_than_samples(folder, name),
                       "holds a model or data; choose another name, or move it away");
     }
-    // The last check: can a file be made there? AtomicFile makes one under another name, and removes it again.
+    // The last check is whether a file can be made in the folder. AtomicFile makes a file under another name, and
+    // discard removes this file.
     AtomicFile probe(folder, name);
     refuse_unless(!probe.error, probe.failure);
     probe.discard();
@@ -7336,7 +7343,7 @@ static std::string samples_as_data_file(const std::vector<float>& images, int co
                 const float* const value = &images[pixel * C + channel];
                 data.append((const char*)value, sizeof(float));
             }
-    // The header, with a checksum of the images and one of itself. There are no classes.
+    // The header contains a checksum of the images, and a checksum of the header itself. There are no classes.
     const int data_crc = (int)crc32(0, data.data(), data.size());
     Header h;
     h.slot[SLOT_MAGIC] = DATA_MAGIC;
@@ -7347,16 +7354,17 @@ static std::string samples_as_data_file(const std::vector<float>& images, int co
     h.slot[DATA_SLOT_WIDTH] = c.W;
     h.slot[DATA_SLOT_BYTES] = sizeof(float);
     h.slot[DATA_SLOT_BODY_CRC] = data_crc;
-    h.slot[DATA_SLOT_HEADER_CRC] = (int)crc32(0, h.slot, 1024); // this slot is still 0 when the checksum is computed
+    h.slot[DATA_SLOT_HEADER_CRC] = (int)crc32(0, h.slot, 1024); // computed while this slot is 0
     return std::string((const char*)h.slot, 1024) + data;
 }
 
-// --sample N: draws N images from a model file and writes them into --output, which lies in folder: a PNG that shows
-// them in a grid, or a data file of float images.
+// --sample N: draws N images with the weights of a model file, and writes them into the file of --output. This file is
+// a PNG that shows the images in a grid, or a data file of float images. folder: the folder of this file.
 static void sample_and_stop(const Config& c, const Folder& folder, const ModelFile& model) {
     UNet net = build_unet(c);
     check_size(model, net);
-    // Ranks share the images. With guidance the network computes each image twice: with its class and without.
+    // Each rank draws a share of the images. With guidance the network computes each image twice: with its class,
+    // numbers and picture, and without them.
     const int share = (c.sample + world.size - 1) / world.size; // rounded up
     const int batch_images = std::min(share, c.batch_size);
     plan_memory(&net, batch_images * (c.guided() ? 2 : 1), false);
@@ -7380,7 +7388,7 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
         sampler.mask = device_alloc<float>(batch_values);
     }
 
-    // Only the lines up to `seconds` are timed. On a GPU with bf16 the network reads a copy of the weights.
+    // The time from `start` to `seconds` is printed below. On a GPU with bf16 the network reads a copy of the weights.
     const double start = now();
     act* copy = make_copy(params, net.flat_size);
     cast_params(copy, params, net.flat_size);
