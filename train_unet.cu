@@ -6977,7 +6977,7 @@ static void collect_steps(Run* run, bool validate, bool show) {
 
     const double count = (double)(run->issued - logged);
     // per_step is a mean over recent steps. Each new step has a weight of 0.1 in it, and the mean so far has a weight
-    // of 0.9. The first three steps are slower. So the mean begins anew while fewer than three steps were logged before.
+    // of 0.9. The first three steps are slower. So as long as fewer than three steps were logged, the mean begins anew.
     const double kept = logged < run->first_step + 3 ? 0 : std::pow(0.9, count);
     run->per_step = kept * run->per_step + (1 - kept) * elapsed / count;
     run->seconds += elapsed;
@@ -7419,18 +7419,18 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
 // has a value for it:
 //   1. the command line
 //   2. a model file (--init, --resume_checkpoint)
-//   3. the data file: size and channels of its images, and their classes if the preset does not name them
-//   4. the preset; without --preset, the one that fits the images
+//   3. the data file: size and channels of its images, and their number of classes if the preset does not set it
+//   4. the preset; without --preset, the preset that fits the size of the images
 //   5. the flag's default
-// A setting on the command line must agree with the model file, unless it is one that may change from run to run.
+// A setting on the command line must agree with the model file, unless this setting may change from run to run.
 //
 // In the order in which they run: run_program calls parse_command_line, and then complete_config, which reads presets
 // (apply_preset) and model files (take_model_file). With --sample, sample_and_stop follows. For a run, check_run,
 // take_data_shape and train follow.
 
 // Returns the settings of a model file of unet.cu. The file's header holds the shape of the network, but nothing about
-// the diffusion. We assume the diffusion that unet.cu itself trains with: 1000 steps and the linear schedule. Flags may
-// change this.
+// the diffusion. We assume the diffusion that unet.cu itself trains with: 1000 steps and the linear schedule. Flags of
+// the command line may change these two settings.
 static Config unet_cu_config(const ModelFile& model) {
     const int* s = model.header.slot;
     const int channels = s[2];
@@ -7460,8 +7460,8 @@ static Config unet_cu_config(const ModelFile& model) {
 
 // Sets a flag to the value in a model file. If the command line gives the flag, too, the two values must be the same.
 // But a flag that may change from run to run keeps the value of the command line. Slots after SLOT_STEP hold settings
-// of the run, such as the batch size. All of these may change. Slots before it hold settings of the model, of which
-// only those of FREE flags may change.
+// of the run, such as the batch size. All of these may change. Slots before SLOT_STEP hold settings of the model. Of
+// these, only the settings of FREE flags (common/flags.h) may change.
 static void take_from_file(Config* c, const std::string& path, const std::string& name, const std::string& value) {
     const Flag& f = *find_flag(name);
     const bool given = c->given(name);
@@ -7474,8 +7474,8 @@ static void take_from_file(Config* c, const std::string& path, const std::string
             path.c_str(), flag_value(*c, f).c_str());
 }
 
-// Says whether a flag's value is a text that parse_model reads. In a header, such a value is not one number in one
-// slot, but a list of numbers, or two numbers in two slots.
+// Returns whether a flag's value is a text that parse_model reads. A header does not hold such a value as one number in
+// one slot, but as a list of numbers, or as two numbers in two slots.
 static bool is_parsed(const std::string& name) {
     return name == "image_size" || name == "channel_mult" || name == "attention_resolutions" || name == "cond";
 }
@@ -7503,8 +7503,8 @@ static std::pair<std::string, std::string> kept_paths(const ModelFile& model) {
 }
 
 // Finds a data file whose path is kept in a checkpoint. The path may be relative to the folder in which the run was
-// started. That folder may be one of the folders above the checkpoint. So the file is also looked for in all of these
-// folders.
+// started. That folder may be one of the folders that contain the checkpoint. So the data file is looked for in the
+// current folder, and then in the checkpoint's folder and the folders above that.
 static std::string find_data(const ModelFile& model, const std::string& data_file) {
     std::filesystem::path found(data_file);
     std::filesystem::path folder = std::filesystem::absolute(model.path).parent_path();
@@ -7524,7 +7524,8 @@ static void take_run_of_file(Config* c, const ModelFile& model) {
         rates += text("%.9g", model.ema_rate(k));
     }
     if (!c->given("ema_rate")) take_from_file(c, model.path, "ema_rate", rates);
-    // Random draws depend on the seed and the step. So the run goes on with the same draws as if it had never paused.
+    // Random draws depend on the seed and the step. So with the same seed the resumed run makes the same draws as a run
+    // without a pause.
     const int64_t seed = model.header.get<int64_t>(SLOT_SEED);
     take_from_file(c, model.path, "seed", std::to_string(seed));
     const auto [data_file, cond_file] = kept_paths(model);
@@ -7570,9 +7571,9 @@ static std::string header_value(const Config& c, const Header& h, const Flag& f)
     return number < words.size() ? words[number] : std::to_string(h.slot[f.slot]);
 }
 
-// For each flag that the command line leaves open, takes the value in a model file. Compares the other flags with the
-// file. resume: the file is a checkpoint whose run goes on. Then the settings of the run are taken, too, not only those
-// of the model.
+// If the command line does not give a flag, sets the flag to the value in the model file. If the command line gives it,
+// compares the two values (take_from_file). resume: the file is a checkpoint whose run goes on. Then not only the
+// settings of the model are taken from the file, but also the settings of the run.
 static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     const std::string& path = model.path;
     const Header& h = model.header;
@@ -7590,7 +7591,7 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     for (const Flag& f : FLAGS) {
         const bool is_of_run = f.slot > SLOT_STEP;
         if (!f.slot || (is_of_run && !resume)) continue;
-        // Tuning has its own objective and noise levels, so it does not take them from the file.
+        // Tuning has its own objective and its own noise levels, so these flags are not taken from the file.
         const bool tuning_has_it = f.slot == SLOT_OBJECTIVE || f.slot == SLOT_P_MEAN || f.slot == SLOT_P_STD;
         if (is_tuned && tuning_has_it) continue;
         if (slot_is_used(h, f)) take_from_file(c, path, f.name, header_value(*c, h, f));
@@ -7599,8 +7600,8 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     if (resume) take_run_of_file(c, model);
 }
 
-// Sets the defaults of --objective ect and --sampler consistency: the values with which Geng et al. 2024 tune.
-// file_has_levels: a model file has set the noise levels (P_mean and P_std).
+// Sets the defaults for --objective ect and --sampler consistency. They are the values that Geng et al. 2024 use.
+// file_has_levels: a model file has already set the distribution of noise levels (P_mean and P_std).
 static void take_ect_defaults(Config* c, bool file_has_levels) {
     const bool ect = c->objective == "ect";
     if (ect && !c->given("sampler")) c->sampler = "consistency";
@@ -7615,7 +7616,7 @@ static void take_ect_defaults(Config* c, bool file_has_levels) {
 }
 
 // Takes the size, channels and classes of the images from the data file, if neither a flag nor a model file sets them.
-// Then checks that the data fits the model. where: "FILE: " if a model file sets them; otherwise "".
+// Then checks that the data fits the model. where: what messages begin with: "FILE: " with a model file, otherwise "".
 static void take_data_shape(Config* c, const Dataset& d, const std::string& where) {
     if (where.empty()) {
         if (!c->given("image_size")) c->image_size = size_text(d.H, d.W);
@@ -7630,7 +7631,7 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
     auto refuse_unless = [&](bool ok, const char* flag, const std::string& why) {
         if (!ok) refuse(where + wrong(c, flag, why));
     };
-    // If the images and the model differ in size, this is said first, because it explains most other errors.
+    // If the images and the model differ in size, this error is printed first, because it explains most other errors.
     const std::string error = check_model(c);
     const bool fits = d.H == c->H && d.W == c->W;
     if (!error.empty() && (fits || error.starts_with("--image_size"))) refuse(where + error);
@@ -7668,8 +7669,8 @@ static std::string resume_path(const Config& c, const Folder& output) {
         c.output_dir.c_str(), output.has("log.csv") ? ", once its log.csv is moved away" : "");
 }
 
-// Checks that the counters of a checkpoint agree, and that the run goes on with the data that it began with. If the
-// user gives --data_file, it may be other data.
+// Checks that the counters of a checkpoint agree with each other, and that the run goes on with the data that it was
+// trained on. If the user gives --data_file, the data may be different.
 static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) {
     const StepState s = m.state();
     const Guard& g = s.guard;
@@ -7703,12 +7704,14 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what ranks must have in common
 
-// Returns a checksum that tells two input files apart, in about a second. Our own files hold, in their first 1024
-// bytes, a checksum of their whole content, which is verified when they are read. So the first 1024 bytes of these
-// files would be enough. But files of unet.cu hold no checksum. Therefore up to 64 MiB of any file are read: the whole
-// file or, if it is larger, 256 excerpts of it at equal distances, the first at its beginning and the last at its
-// end. This notices other images or weights, and files that were cut short. It may miss only a difference in a few
-// images of a large file of unet.cu.
+// Returns a checksum by which two different input files can be told apart. It takes about a second.
+//
+// Our own files hold a checksum of their whole content in their first 1024 bytes. This checksum is verified when a file
+// is read. So the first 1024 bytes of these files would be enough. But files of unet.cu hold no checksum. Therefore up
+// to 64 MiB of any file are read: the whole file or, if it is larger, 256 excerpts at equal distances. The first
+// excerpt is at the file's beginning, and the last excerpt is at its end. So files with other images or weights, and
+// files that were cut short, have another checksum. Only if two large files of unet.cu differ in just a few images, the
+// checksums may be the same.
 static uint32_t sample_checksum(const InputFile& file) {
     constexpr size_t EXCERPTS = 256;
     constexpr size_t EXCERPT = 256 << 10; // bytes
@@ -7720,14 +7723,14 @@ static uint32_t sample_checksum(const InputFile& file) {
         file.read(excerpt.data(), EXCERPT, last_begin / (EXCERPTS - 1) * k);
         crc = crc32(crc, excerpt.data(), EXCERPT);
     }
-    // The distance between excerpts was rounded down, so the loop's last one may begin before last_begin. Therefore the
-    // excerpt at last_begin is read, too.
+    // The distance between excerpts was rounded down, so the last excerpt of the loop may begin before last_begin.
+    // Therefore the excerpt at last_begin is read, too.
     file.read(excerpt.data(), EXCERPT, last_begin);
     return crc32(crc, excerpt.data(), EXCERPT);
 }
 
-// Returns a line about an input file. It is the same at all ranks that read the same content. The path is not in the
-// line, because it may differ from machine to machine.
+// Returns a line of text about an input file. All ranks that read the same content get the same line. The line does not
+// contain the file's path, because the path may differ from machine to machine.
 static std::string describe_input(const std::string& name, const std::string& path) {
     if (path.empty()) return "no " + name + "\n";
     InputFile file;
@@ -7737,9 +7740,9 @@ static std::string describe_input(const std::string& name, const std::string& pa
     return text("a %s of %zu bytes and checksum %08x\n", name.c_str(), file.size, checksum);
 }
 
-// Ends the program, before anything is written, if ranks run different programs, or read different inputs or flags.
-// Such ranks would compute different things, or wait for each other for ever. Each rank describes its program, inputs
-// and flags in lines of text, which are compared.
+// Ends the program, before anything is written, if ranks run different programs, read different input files, or have
+// different flags. Such ranks would compute different things, or wait for each other for ever. Each rank describes its
+// program, inputs and flags in lines of text. Then the lines of all ranks are compared.
 static void compare_ranks(const Config& c, const std::string& weights) {
     if (world.size < 2) return;
     std::ifstream self("/proc/self/exe", std::ios::binary);
@@ -7754,8 +7757,9 @@ static void compare_ranks(const Config& c, const std::string& weights) {
     mine += describe_input("--start_from", c.start_from);
     mine += describe_input("--inpaint", c.inpaint);
     mine += describe_input("--mask", c.mask);
-    // Flags that name inputs are left out below, because the content of these files is in the lines above. --device,
-    // --output and --output_dir may differ: each machine has its own devices and folders, and only rank 0 writes.
+    // Flags that name input files are left out below, because the lines above describe the content of these files.
+    // --device, --output and --output_dir may differ: each machine has its own devices and folders, and only rank 0
+    // writes.
     mine += text("--values of checksum %08x\n", crc32(0, c.value_rows.data(), c.value_rows.size() * sizeof(float)));
     const std::set<std::string> inputs = {"init",    "data_file", "val_data_file", "cond_file", "val_cond_file",
                                           "inpaint", "mask",      "values",        "start_from"};
@@ -7774,8 +7778,8 @@ static void compare_ranks(const Config& c, const std::string& weights) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- main
 
-// Returns the preset that is used without --preset. It depends on the size of the images, if --data_file or --data_dir
-// is given.
+// Returns the preset that is used without --preset. If --data_file or --data_dir is given, the preset depends on the
+// size of the images.
 static const char* default_preset(const Config& c, const Dataset& data) {
     if (!c.data_dir.empty()) return PRESET_64; // prepare_data.py makes images of 64x64 out of a folder
     if (!data.size) return DEFAULT_PRESET;
@@ -7783,8 +7787,8 @@ static const char* default_preset(const Config& c, const Dataset& data) {
     return data.H == 32 ? PRESET_32 : PRESET_ELSE;
 }
 
-// --num_gpus: if several GPUs are to be used and no launcher has started a process for each of them, this process
-// starts them and waits until they have ended. value: a number, or all. patience: --rank_timeout.
+// --num_gpus: each GPU needs a process. If several GPUs are to be used and no launcher has started these processes, this
+// process starts them and waits until they have ended. value: a number, or "all". patience: --rank_timeout.
 static void take_num_gpus(const std::string& value, int patience, char** argv) {
     ranks.patience = patience;
     // For "all", number is 0.
@@ -7813,8 +7817,8 @@ static void check_contradictions(const Config& c) {
         die("--data_file and --data_dir: a run trains on one of them; leave the other out");
 }
 
-// Sets what the command line leaves open, except what take_data_shape takes from the data. Opens the data file if the
-// choice of a preset needs it. resume: the model file is a checkpoint whose run goes on.
+// Sets the flags that the command line leaves open, except those that take_data_shape takes from the data. Opens the
+// data file if the choice of a preset needs it. resume: the model file is a checkpoint whose run goes on.
 static void complete_config(Config* c, const ModelFile& model, bool resume, Dataset* data) {
     // Without --preset, the preset is chosen by the size of the images. A preset sets flags that the command line
     // leaves open. If a model file holds another value for such a flag, the model file's value is used.
@@ -7826,7 +7830,7 @@ static void complete_config(Config* c, const ModelFile& model, bool resume, Data
     if (model.size) take_model_file(c, model, resume);
     take_rescale_learned_sigmas(c, model.size);
     take_ect_defaults(c, model.size && is_ect(model.header));
-    // A preset may ask for more sampling steps than the diffusion has. Then sampling takes all steps of the diffusion.
+    // A preset may ask for more sampling steps than the diffusion has. Then sampling uses all steps of the diffusion.
     const bool too_many = atoi(c->timestep_respacing.c_str()) > c->diffusion_steps;
     if (too_many && !c->given("timestep_respacing")) c->timestep_respacing = "";
 }
@@ -7866,7 +7870,7 @@ static int run_program(int argc, char** argv) {
     if (resumes || !c.init.empty()) model = open_model(resumes ? resume : c.init);
     Dataset data;
     complete_config(&c, model, resumes, &data);
-    const std::string where = model.size ? model.path + ": " : ""; // in messages: which file the settings come from
+    const std::string where = model.size ? model.path + ": " : ""; // messages begin with the file that settings come from
     start_device(c.precision, c.device);
     const bool directly = meaning<bool>("exchange", c.exchange, {{"auto", true}, {"nccl", false}});
 
