@@ -5221,7 +5221,7 @@ constexpr int SLOT_EMAS = 98;       // how many averages there are besides the f
 constexpr int SLOT_SAMPLER = 106;   // schedule_sampler
 constexpr int SLOT_ECT = 107;       // with --objective ect: the first slot of its flags
 constexpr int SLOT_ECT_END = 113;   // the first slot after them
-constexpr int SLOT_COND_CRC = 113;  // with cond_channels: the header_crc of --cond_file; the next slot is cond_noise
+constexpr int SLOT_COND_CRC = 113;  // with cond_channels: the header_crc of --cond_file; the next slot holds cond_noise
 constexpr int SLOT_COND_END = 115;  // the first of the slots that are unused, up to SLOT_PATH
 constexpr int SLOT_PATH = 128;      // 512 bytes: data_file, a 0, cond_file
 constexpr int MOST_LEVELS = 8;      // the most levels of a model, and the most attention_resolutions
@@ -5273,7 +5273,8 @@ static Header model_header(const Config& config, int contents, int64_t step) {
     return h;
 }
 
-// Returns whether two values of a flag mean the same, such as 64 and 64x64; "1,2" and "1,2.0"; "8,16" and "16,8".
+// Returns whether two values of a flag mean the same. Examples: --image_size 64 and 64x64, --channel_mult 1,2 and
+// 1,2.0, --attention_resolutions 8,16 and 16,8.
 static bool same_value(const std::string& name, const std::string& a, const std::string& b) {
     auto parsed = [&](std::string list) {
         std::vector<float> v;
@@ -5419,7 +5420,7 @@ static void permute_param(const Config& c, const Param& p, float* to, const floa
             }
 }
 
-// Checks that the number of parameters in a model file is that of this network.
+// Ends the program unless a model file holds as many parameters as this network has.
 static void check_size(const ModelFile& m, const UNet& net) {
     const size_t n = net.num_params;
     const int* s = m.header.slot;
@@ -5491,7 +5492,7 @@ static std::array<float, 4> initial_values(const UNet& net, size_t param, size_t
     return v;
 }
 
-// Returns initial weights. Their distribution is that of guided-diffusion:
+// Returns initial weights. They are drawn from the same distributions as in guided-diffusion:
 //   convolutions, linear layers   weights and biases are uniform between -1 / sqrt(fan_in) and 1 / sqrt(fan_in)
 //   class embeddings              weights are standard normal
 //   norms                         weights are 1, biases are 0
@@ -5826,7 +5827,7 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
     // Adds noise to the images, as `levels` defines it, and computes the network's answer. teacher: the teacher's
     // answer, which is a part of the target; null: there is no teacher.
     auto forward = [&](float* t, const NoiseLevel* levels, const float* teacher) {
-        q_sample_forward(x, tr->target, levels, teacher, images, // the next line begins with the random draws
+        q_sample_forward(x, tr->target, levels, teacher, images, // the next three arguments choose the random draws
                          flips, noise_key, flip_key, B, c.in_channels, c.H, c.W, bytes);
         net->t = t;
         unet_forward(net, Weights{tr->params, tr->copy, training ? tr->fp8 : Fp8Weights{}}, dropout, B);
@@ -5922,7 +5923,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads;
         if (k > 0) {
             mark({"draw t, noise; q_sample"});
-            meet(); // all ranks have read `received`, so it may be overwritten
+            meet(); // waits until all ranks have read `received`: it will be overwritten
         }
         tr->net.labels = labels + k * B;
         tr->net.values = values + (size_t)k * B * c.num_values();
@@ -5940,7 +5941,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
 
         // The backward pass goes from the last layer to the first, and completes gradients in this order. So the last
         // segment is sent first. complete_from: from this place of the flat array on, all gradients are complete.
-        int unsent = own.segments; // the segments from this one on have been sent to their owners
+        int unsent = own.segments; // the number of segments that are not sent yet: the first ones
         const std::function<void(size_t, Stream*)> send_gradients = [&](size_t complete_from, Stream* stream) {
             while (unsent && own.at(unsent - 1, 0) >= complete_from) {
                 unsent--;
@@ -5985,7 +5986,7 @@ static void update_slice(Trainer* tr) {
     for (size_t k = 1; k < tr->emas.size(); k++) ema_update(tr->emas[k], tr->params, tr->state, c.emas[k], own);
     if (world.size == 1) return;
     mark({"weights to all ranks"});
-    if (world.direct) return meet(); // adamw_update has written them to all ranks
+    if (world.direct) return meet(); // adamw_update has written the new weights to all ranks
     begin_exchange();
     if (weights_have_copy()) gather(tr->copy, nullptr, STRETCH * act_bytes(), own, own.n);
     gather(tr->params, nullptr, STRETCH * sizeof(float), own, plain);
@@ -5993,7 +5994,7 @@ static void update_slice(Trainer* tr) {
 }
 
 // Returns a whole flat array, of which each rank holds a slice. The slices are gathered in tr.grads, where they stay
-// until the next step. Only the slices of the weights (params) are gathered in their own array.
+// until the next step. Only the weights are not gathered in tr.grads, but in tr.params itself.
 static float* whole_array(const Trainer& tr, float* array) {
     if (world.size == 1) return array;
     float* const flat = array == tr.params ? array : tr.grads;
@@ -6028,8 +6029,8 @@ static bool train_step(Trainer* tr, int64_t step) {
 }
 
 // Returns the mean loss of a data set's first images, or NaN if they can't be read. t and noise are the same in every
-// call, so that the losses of different calls can be compared. For the same reason, the gap between student and teacher
-// (--objective ect) is always that of the run's last step.
+// call, so that the losses of different calls can be compared. With --objective ect, the gap between student and
+// teacher changes from step to step. Here it is always the gap of the run's last step, for the same reason.
 static double validation_loss(Trainer* tr, Dataset* val) {
     const Config& c = tr->net.config;
     const int count = (int)std::min<int64_t>(val->count, 512);
@@ -6078,8 +6079,9 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 //   model_STEP.bin    a checkpoint, from which the run can be resumed, every --save_interval steps
 //   ema_STEP.bin      two averages of the weights, every --ema_snapshots steps
 //   best.bin          with --keep_best: the checkpoint that has the lowest validation loss
-// If there are several ranks, only rank 0 writes. A full disk does not end a run at once: what could not be written is
-// kept in memory and tried again.
+// If there are several ranks, only rank 0 writes. A full disk does not end a run at once. Rows of the log and pictures
+// that could not be written are kept in memory and tried again. Instead of a checkpoint that could not be written, a
+// checkpoint of a later step is written.
 //
 // In the order in which they run: train makes the run; start_weights or restore fills its arrays; then run_step is
 // called again and again. run_step calls train_step (section 11). When something is due, it also calls collect_steps,
@@ -6088,8 +6090,8 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 
 // A checkpoint that can't be written is tried again every RETRY_AFTER seconds, for PATIENCE seconds at most, while
 // training goes on. Ten minutes are enough for somebody who sees the message to make room. If nobody makes room, the
-// run ends; then ten minutes of training are lost, not a night. At the end of a run there is nothing left to train
-// during the wait, and somebody who has stopped a run may soon kill it. Therefore the wait is shorter there.
+// run ends. Then about ten minutes of training are lost, and not a whole night. At the end of a run the wait is
+// shorter, because nothing is trained during the wait, and somebody who has stopped a run may soon kill it.
 constexpr double PATIENCE = 600;
 constexpr double PATIENCE_AT_THE_END = 15;
 constexpr double RETRY_AFTER = 5;
@@ -6423,8 +6425,8 @@ static std::string status_line(const Run& run, double val, double eta) {
     return line;
 }
 
-// Removes parts of a status line until the line fits into `columns` columns. 0: there is no terminal, so every line
-// fits.
+// Removes parts of a status line until the line fits into `columns` columns. columns is 0 if there is no terminal. Then
+// the line stays whole.
 static std::string shorten_status(std::string line, size_t columns) {
     // A part is found by a word that it contains. The part ends at the next " | ". The least important part is removed
     // first.
@@ -6614,7 +6616,7 @@ static void save_checkpoint(Run* run) {
     if (tr.data.cond) h.set(SLOT_COND_CRC, tr.data.cond->header_crc);
     const std::string paths = c.data_file + '\0' + c.cond_file;
     memcpy(&h.slot[SLOT_PATH], paths.data(), paths.size());
-    // The rates of the averages. The first rate has a slot of its own.
+    // Store the rates of the averages: the first rate in SLOT_EMA_RATE, the other rates after SLOT_EMAS.
     h.set(SLOT_EMA_RATE, c.emas[0]);
     h.slot[SLOT_EMAS] = (int)c.emas.size() - 1;
     for (size_t k = 1; k < c.emas.size(); k++) h.set(SLOT_EMAS + (int)k, c.emas[k]);
@@ -6815,8 +6817,9 @@ static void restore(Run* run, const ModelFile& m) {
                B, before, s.step * B, s.step * before);
 }
 
-// A folder holds one run. A new run needs a folder in which there is none. A resumed run needs its own folder, or an
-// empty one. resume: the path of the checkpoint; "": the run is new.
+// Ends the program if this run must not write into the output folder. A folder may hold one run only. So a new run
+// needs a folder that holds no run. A resumed run needs its own folder, or a folder that holds no run. resume: the path
+// of the checkpoint that the run goes on from; "": the run is new.
 static void check_output_dir(const Config& c, const Folder& output, const std::string& resume, int64_t resume_step) {
     // If the folder has a best.bin but no other checkpoint, best.bin belongs to another run. With --keep_best this run
     // would replace it. That is allowed only if this run goes on from this best.bin.
@@ -6826,7 +6829,8 @@ static void check_output_dir(const Config& c, const Folder& output, const std::s
     const bool from_best = std::filesystem::equivalent(output.name(BEST), resume, error);
     must(!c.keep_best || has_checkpoint || from_best || !output.has(BEST), output.name(BEST),
          "is another run's; move it away, or choose another --output_dir");
-    // A log without a checkpoint was left by a run that was killed early. --resume_checkpoint auto begins anew there.
+    // A log without a checkpoint was left by a run that was killed early. Such a folder holds no run for
+    // --resume_checkpoint auto, which starts a new run there.
     const bool holds_run = has_checkpoint || (output.has("log.csv") && c.resume_checkpoint != "auto");
     if (!holds_run) return;
 
@@ -7787,8 +7791,8 @@ static const char* default_preset(const Config& c, const Dataset& data) {
     return data.H == 32 ? PRESET_32 : PRESET_ELSE;
 }
 
-// --num_gpus: each GPU needs a process. If several GPUs are to be used and no launcher has started these processes, this
-// process starts them and waits until they have ended. value: a number, or "all". patience: --rank_timeout.
+// --num_gpus: each GPU needs a process. If several GPUs are to be used and no launcher has started these processes,
+// this process starts them and waits until they have ended. value: a number, or "all". patience: --rank_timeout.
 static void take_num_gpus(const std::string& value, int patience, char** argv) {
     ranks.patience = patience;
     // For "all", number is 0.
@@ -7870,7 +7874,7 @@ static int run_program(int argc, char** argv) {
     if (resumes || !c.init.empty()) model = open_model(resumes ? resume : c.init);
     Dataset data;
     complete_config(&c, model, resumes, &data);
-    const std::string where = model.size ? model.path + ": " : ""; // messages begin with the file that settings come from
+    const std::string where = model.size ? model.path + ": " : ""; // messages begin with the file of the settings
     start_device(c.precision, c.device);
     const bool directly = meaning<bool>("exchange", c.exchange, {{"auto", true}, {"nccl", false}});
 
