@@ -5183,8 +5183,8 @@ constexpr int HAS_TRAINING = 2;
 constexpr int SLOT_CONTENTS = 2;
 constexpr int SLOT_CRC = 3;    // the checksum of the whole file, computed with 0 in this slot
 constexpr int SLOT_PARAMS = 4; // 8 bytes: the number of parameters
-constexpr int SLOT_HEIGHT = 6; // image_size
-constexpr int SLOT_WIDTH = 7;  //
+constexpr int SLOT_HEIGHT = 6; // the height of image_size
+constexpr int SLOT_WIDTH = 7;  // the width of image_size
 constexpr int SLOT_CLASS_COND = 14;
 constexpr int SLOT_NUM_CLASSES = 15;
 constexpr int SLOT_LEARN_SIGMA = 16;
@@ -5219,12 +5219,12 @@ constexpr int SLOT_UNUSED_TOO = 87; // one slot
 constexpr int SLOT_GUARD = 88;      // 40 bytes
 constexpr int SLOT_EMAS = 98;       // how many averages there are besides the first; the next slots hold their rates
 constexpr int SLOT_SAMPLER = 106;   // schedule_sampler
-constexpr int SLOT_ECT = 107;       // with --objective ect: the first slot of its flags
-constexpr int SLOT_ECT_END = 113;   // the first slot after them
+constexpr int SLOT_ECT = 107;       // with --objective ect: the first slot of this objective's flags
+constexpr int SLOT_ECT_END = 113;   // the first slot after these flags
 constexpr int SLOT_COND_CRC = 113;  // with cond_channels: the header_crc of --cond_file; the next slot holds cond_noise
 constexpr int SLOT_COND_END = 115;  // the first of the slots that are unused, up to SLOT_PATH
 constexpr int SLOT_PATH = 128;      // 512 bytes: data_file, a 0, cond_file
-constexpr int MOST_LEVELS = 8;      // the most levels of a model, and the most attention_resolutions
+constexpr int MOST_LEVELS = 8;      // the largest number of levels, and of attention_resolutions
 
 // Returns the word of the objective whose number a header holds, or "" if the file is damaged.
 static std::string objective_of(const Header& h) {
@@ -5235,7 +5235,7 @@ static std::string objective_of(const Header& h) {
 
 static bool is_ect(const Header& h) { return h.slot[SLOT_MAGIC] == MODEL_MAGIC && objective_of(h) == "ect"; }
 
-// Returns whether a flag is in use with this header's settings. If it is not in use, its slot is 0.
+// Returns whether a model with this header uses a flag. If it does not, the flag's slot is 0.
 static bool slot_is_used(const Header& h, const Flag& f) {
     const bool classes = h.slot[SLOT_CLASS_COND] == 1;
     if (f.slot == SLOT_NUM_CLASSES) return classes;
@@ -5624,7 +5624,7 @@ HD static inline float power_step(float rate, int64_t updates) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what a trainer holds
-// All that changes from step to step lies in device memory, so that a step can be recorded once and replayed. There is
+// All data that change from step to step lie in device memory. So a step can be recorded once and replayed. There is
 // memory for two batches: one batch is copied to the device while the model is trained on the other batch.
 // A slice is this rank's part of a flat array of all parameters. If there is one rank, the slice is the whole array. In
 // the shapes below, B is the batch size, and micro is the number of samples in a microbatch.
@@ -5637,8 +5637,8 @@ struct Trainer {
 
     // Flat arrays. Each holds one number for each parameter.
     // The weights in fp32. With several ranks, only two parts of this array are kept up to date: the first plain_size
-    // weights, and this rank's slice. The network reads all other weights from `copy`. (If activations are fp32, no
-    // others are left: then plain_size is the number of all weights, and `copy` is this same array.)
+    // weights, and this rank's slice. The network reads all weights after the first plain_size from `copy`. (If
+    // activations are fp32, there are no such weights, and `copy` is this same array.)
     float* params;
     float* grads;         // the gradients of the current microbatch
     act *copy, *ema_copy; // copies of the weights and of their first average, which the network reads; see Weights
@@ -5654,7 +5654,7 @@ struct Trainer {
     float *m, *v;             // AdamW's moments
     std::vector<float*> emas; // the averages, one for each --ema_rate
 
-    double* squares;            // the sum of the squares of each stretch of the step's gradient, for all ranks' slices
+    double* squares;            // for each stretch of a flat array: the sum of the squares of the step's gradient
     StepState *state, *records; // the state after the newest step, and the states after the latest RECORDS steps
     Upload batch[2];            // this rank's images, labels, numbers and pictures of a batch: see load_batch
     Graph graph[2];             // graph[i]: a training step on batch[i]
@@ -5676,7 +5676,7 @@ struct Trainer {
     float* teacher_t;     // (micro): what the teacher is told
     int64_t* last_step;   // the run's last step. Validation uses that step's gap between student and teacher.
     // --schedule_sampler loss-second-moment
-    float* history;     // (T, HISTORY + 1): the latest losses of each t, see remember_losses; null: it is uniform
+    float* history;     // (T, HISTORY + 1): the latest losses at each t (remember_losses); null: none are kept
     double* rms_losses; // (T): the root mean square of these losses; -1: a t has fewer than HISTORY losses
 };
 constexpr int RECORDS = 128;
@@ -6245,7 +6245,7 @@ struct Run {
     double best_loss = INFINITY;  // at rank 0: the loss of best.bin, the lowest so far; infinite: unknown
 
     // The log, the page and the line on the terminal.
-    int log_file = -1;               // the descriptor of log.csv
+    int log_file = -1;               // the file descriptor of log.csv
     LogSummary summary{};            // the log, as the page shows it
     Page page{};                     // what else the page needs
     bool status_line_open = false;   // the cursor stands in a status line, which the next status line replaces
@@ -6415,7 +6415,7 @@ static std::string status_line(const Run& run, double val, double eta) {
     // These speeds are computed from the mean time of recent steps.
     const double ms = run.per_step * 1e3;
     const double images_per_s = c.batch_size / run.per_step;
-    // A backward pass costs about two forward passes.
+    // A backward pass costs about as much as two forward passes, so a step costs about as much as three.
     const double gflop_per_s = 3 * run.trainer.net.flops * c.batch_size / run.per_step / 1e9;
     std::string line = text("step %ld/%ld | loss %.4f (mean %.4f)", s.step, c.max_steps, s.loss, run.summary.mean);
     line += text(" | lr %.2e | norm %.3f | %.1f ms", s.lr, s.grad_norm, ms);
@@ -6504,7 +6504,7 @@ static void stop_run(Run* run, const std::string& why) {
            "; a lower --lr or a --warmup_steps may help");
 }
 
-// Returns a text for the user: from which saved step a run can go on if this run ends now.
+// Returns a text that tells the user which saved step the run can go on from if it ends now.
 static std::string saved_so_far(const Run& run) {
     if (run.saved_step) return text("saved is step %ld; --resume_checkpoint latest goes on from there", run.saved_step);
     return run.state.updates ? "no checkpoint was written yet" : "no good step was there to save";
@@ -6587,7 +6587,7 @@ static bool save_arrays(Run* run, const std::string& name, Header header, const 
 // link to this checkpoint. If the run ended because data could not be read, the last step has no validation loss (NaN).
 // Then best.bin stays as it is.
 static void keep_best(Run* run, const std::string& checkpoint) {
-    const bool is_better = run->val_loss < run->best_loss; // false for NaN
+    const bool is_better = run->val_loss < run->best_loss; // false if val_loss is NaN
     if (world.rank || !run->config.keep_best || !is_better) return;
     // A link costs no room on the disk. If it can't be made, the run goes on.
     const std::string failure = try_link_file(run->folder, checkpoint, BEST);
@@ -6667,7 +6667,7 @@ static std::vector<float> beside_pictures(const Config& c, const Sampler& s, con
     const int C = c.in_channels;
     const size_t row = (size_t)c.W * C;
     std::vector<float> shown;
-    for (size_t at = 0; at < images.size(); at += row) {          // where a row of an image begins
+    for (size_t at = 0; at < images.size(); at += row) {          // at: where a row of an image begins
         const size_t first_pixel = at / C % (s.truth.size() / C); // if there are too few pictures, they repeat
         for (int w = 0; w < c.W; w++)
             for (int channel = 0; channel < C; channel++)
@@ -6697,7 +6697,8 @@ static void save_grid(Run* run) {
                   grid_png(shown, c.num_samples, c.H, parts * c.W, c.in_channels, captions, parts));
 }
 
-// Returns a line about a model: its size, and what it costs.
+// Returns a line about a model: the size of its images, its numbers of parameters and layers, and the work of a forward
+// pass for one image.
 static std::string describe(const UNet& net) {
     const Config& c = net.config;
     return text("model: %dx%dx%d, %.2f M parameters, %zu layers, %.3f GFLOP forward an image", c.H, c.W, c.in_channels,
@@ -6744,7 +6745,7 @@ static void start_weights(Trainer* tr, const ModelFile& m) {
     const bool takes_average = m.has(HAS_EMA) && net.config.use_ema;
     const int array = takes_average ? m.ema_array(0) : 0;
     const std::vector<float> flat = m.size ? read_array(m, net, array) : init_params(net);
-    copy_slice(tr->params, flat, slice_of(flat.size())); // every rank has all weights
+    copy_slice(tr->params, flat, slice_of(flat.size())); // every rank copies all weights
     for (float* ema : tr->emas) copy_slice(ema, flat, tr->own);
 }
 
@@ -7156,7 +7157,7 @@ static void listen_to_signals() {
     }
 }
 
-// Returns why an image could not be read, or "".
+// Returns why an image could not be read; "": all images could be read.
 static std::string data_error(const Run& run) { return run.trainer.data.error + run.val.error; }
 
 // Ends a run that was stopped by a signal, or by data that cannot be read.
@@ -7263,7 +7264,7 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
 // is the weights (array 0).
 static int array_to_sample(const Config& c, const ModelFile& m) {
     if (!c.use_ema || !m.emas()) return 0;
-    std::string rates; // the rates of the averages that do not match
+    std::string rates; // the averages' rates, for the message below
     for (int k = 0; k < m.emas(); k++) {
         // The rates are compared in fp32, as files hold them.
         const float rate = m.ema_rate(k);
@@ -7433,8 +7434,8 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
 // take_data_shape and train follow.
 
 // Returns the settings of a model file of unet.cu. The file's header holds the shape of the network, but nothing about
-// the diffusion. We assume the diffusion that unet.cu itself trains with: 1000 steps and the linear schedule. Flags of
-// the command line may change these two settings.
+// the diffusion. We assume the diffusion that unet.cu itself trains with: 1000 steps and the linear schedule. The flags
+// about the diffusion may be set on the command line.
 static Config unet_cu_config(const ModelFile& model) {
     const int* s = model.header.slot;
     const int channels = s[2];
