@@ -6108,7 +6108,7 @@ static_assert(std::ranges::count(LOG_COLUMNS, ',') == COLUMN_SECONDS, "a column 
 
 // Returns the values of a row of log.csv. A value that can't be read becomes 0, and a missing value becomes NaN.
 static LogValues parse_row(const std::string& row) {
-    std::istringstream fields(row); // with commas between them
+    std::istringstream fields(row); // the row's fields, with commas between them
     std::string field;
     LogValues values;
     for (double& value : values) {
@@ -6152,13 +6152,13 @@ struct LogSummary {
     std::vector<LogPart> parts;
     int64_t rows = 1;   // how many rows a part summarises; this number is doubled when parts are joined
     Guard guard{};      // judges the rows again, because a row does not say whether its step was skipped
-    double mean = 0;    // the mean loss of about the latest tenth of the steps, but of at most about 50 steps
+    double mean = 0;    // the mean loss over about the latest tenth of the steps, at most about 50 steps
     double seconds = 0; // the length of the run when the last row's step was done
     void add(const std::string& row);
 };
 
-// Returns the part of a log that consists of one row. seconds: the length of the run. skipped: the guard found the step
-// bad.
+// Returns a LogPart that summarises a single row. seconds: the length of the run when the row's step was done. skipped:
+// whether the guard found the step bad.
 static LogPart part_of_row(const LogValues& values, double seconds, bool skipped) {
     const int64_t step = (int64_t)values[COLUMN_STEP];
     LogPart part{step, step, skipped, INFINITY, -INFINITY, seconds, {}, {}};
@@ -6551,13 +6551,13 @@ static bool save_arrays(Run* run, const std::string& name, Header header, const 
         return is_written(run, name, "", 0);
     }
     AtomicFile file(run->folder, name); // the file appears under this name when it is complete (commit)
-    uint32_t crc = 0;                   // the checksum of all bytes until now
+    uint32_t crc = 0;                   // the checksum of all bytes that were written so far
     auto write = [&](const void* data, size_t n) {
         crc = crc32(crc, data, n);
         file.write(data, n);
     };
     header.set(SLOT_PARAMS, net.num_params);
-    write(header.slot, 1024); // by definition the checksum is computed while its own slot is 0
+    write(header.slot, 1024); // SLOT_CRC is still 0: the checksum is defined so
 
     std::vector<float> flat(net.flat_size); // an array in our layout
     std::vector<float> tensor;              // one parameter of the array, in PyTorch's layout
@@ -6685,7 +6685,7 @@ static void save_grid(Run* run) {
     const Config& c = run->config;
     Trainer& tr = run->trainer;
     end_line(run);
-    // Every rank needs all weights, in the type that the network reads.
+    // Every rank needs the whole average, in the type that the network reads.
     const float* ema = whole_array(tr, tr.emas[0]);
     cast_params(tr.ema_copy, ema, tr.net.flat_size);
     const auto images = sample_images(&tr.net, Weights{ema, tr.ema_copy}, &run->sampler, c.num_samples);
@@ -6756,7 +6756,7 @@ static void start_weights(Trainer* tr, const ModelFile& m) {
 //   3. the weights (array 0)
 static int array_for_average(const Config& c, const ModelFile& m, int k) {
     const float rate = c.emas[k];
-    // The rates may have been given in another order than before.
+    // In the resumed run, --ema_rate may list the rates in another order than before.
     for (int i = 0; i < m.emas(); i++)
         if (m.ema_rate(i) == rate) return m.ema_array(i);
     const bool averages_whole_run = rate > 1; // a power function; see POWER_EMAS
