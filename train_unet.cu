@@ -5212,8 +5212,8 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
 // 10. Model files: weights and checkpoints, initial weights
 // A model file consists of a header and then arrays in fp32. Each array holds one number for every parameter. The first
 // array is the weights. With HAS_EMA, an average of the weights follows. With HAS_TRAINING, AdamW's two moments and
-// further averages follow, and after all arrays the losses of --schedule_sampler. In each array the tensors are in the
-// order and the layout of PyTorch's state_dict (docs/FORMATS.md).
+// further averages follow. With --schedule_sampler loss-second-moment, the losses that it remembers come last. In each
+// array the tensors are in the order and the layout of PyTorch's state_dict (docs/FORMATS.md).
 //
 // The functions here: open_model checks a file, check_size compares it with a network, and read_array reads one of its
 // arrays; model_header makes the header of a new file; init_params draws the weights of a new run. Section 12 writes
@@ -5227,12 +5227,12 @@ constexpr int HAS_EMA = 1;
 constexpr int HAS_TRAINING = 2;
 
 // Slots of a header. The slots of flags are in common/flags.h. Some of those slots have a name here, too, because the
-// code below uses them. If something needs several slots, its name is that of the first slot.
+// code below uses them. If a value fills several slots, its name stands for the first of these slots.
 constexpr int SLOT_CONTENTS = 2;
 constexpr int SLOT_CRC = 3;    // the checksum of the whole file, computed with 0 in this slot
 constexpr int SLOT_PARAMS = 4; // 8 bytes: the number of parameters
-constexpr int SLOT_HEIGHT = 6; // image_size
-constexpr int SLOT_WIDTH = 7;  //
+constexpr int SLOT_HEIGHT = 6; // the height of image_size
+constexpr int SLOT_WIDTH = 7;  // the width of image_size
 constexpr int SLOT_CLASS_COND = 14;
 constexpr int SLOT_NUM_CLASSES = 15;
 constexpr int SLOT_LEARN_SIGMA = 16;
@@ -5250,8 +5250,9 @@ constexpr int SLOT_P_STD = 53;
 constexpr int SLOT_PATCH_SIZE = 56;
 constexpr int SLOT_COND_DIM = 58;
 constexpr int SLOT_COND_CHANNELS = 60;
-constexpr int SLOT_COND = 62; // the number of a PictureKind; the next slot is picture_factor
-// The slots from here on are about a run. Except the first two, they are used only with HAS_TRAINING.
+constexpr int SLOT_COND = 62; // the number of a PictureKind; the next slot holds picture_factor
+// The slots from here on are about a run. The step and the seed are in every model file. The other slots are used only
+// with HAS_TRAINING.
 constexpr int SLOT_STEP = 64; // 8 bytes
 constexpr int SLOT_SEED = 66; // 8 bytes
 constexpr int SLOT_BATCH_SIZE = 68;
@@ -5264,16 +5265,16 @@ constexpr int SLOT_IMAGES = 84;     // 8 bytes: how many images the data file ha
 constexpr int SLOT_DATA_CRC = 86;   // the data file's header_crc
 constexpr int SLOT_UNUSED_TOO = 87; // one slot
 constexpr int SLOT_GUARD = 88;      // 40 bytes
-constexpr int SLOT_EMAS = 98;       // how many averages there are besides the first; the next slots are their rates
+constexpr int SLOT_EMAS = 98;       // how many averages there are besides the first; the next slots hold their rates
 constexpr int SLOT_SAMPLER = 106;   // schedule_sampler
-constexpr int SLOT_ECT = 107;       // with --objective ect: the first slot of its flags
-constexpr int SLOT_ECT_END = 113;   // the first slot after them
-constexpr int SLOT_COND_CRC = 113;  // with cond_channels: the header_crc of --cond_file; the next slot is cond_noise
+constexpr int SLOT_ECT = 107;       // with --objective ect: the first slot of this objective's flags
+constexpr int SLOT_ECT_END = 113;   // the first slot after these flags
+constexpr int SLOT_COND_CRC = 113;  // with cond_channels: the header_crc of --cond_file; the next slot holds cond_noise
 constexpr int SLOT_COND_END = 115;  // the first of the slots that are unused, up to SLOT_PATH
 constexpr int SLOT_PATH = 128;      // 512 bytes: data_file, a 0, cond_file
-constexpr int MOST_LEVELS = 8;      // the most levels of a model, and the most attention_resolutions
+constexpr int MOST_LEVELS = 8;      // the largest number of levels, and of attention_resolutions
 
-// Returns the objective whose number a header holds, or "" if the file is damaged.
+// Returns the word of the objective whose number a header holds, or "" if the file is damaged.
 static std::string objective_of(const Header& h) {
     const std::vector<std::string> words = choices(*find_flag("objective"));
     const size_t number = h.slot[SLOT_OBJECTIVE];
@@ -5282,7 +5283,7 @@ static std::string objective_of(const Header& h) {
 
 static bool is_ect(const Header& h) { return h.slot[SLOT_MAGIC] == MODEL_MAGIC && objective_of(h) == "ect"; }
 
-// Returns whether a flag is in use with this header's settings. If it is not in use, its slot is 0.
+// Returns whether a model with this header uses a flag. If it does not, the flag's slot is 0.
 static bool slot_is_used(const Header& h, const Flag& f) {
     const bool classes = h.slot[SLOT_CLASS_COND] == 1;
     if (f.slot == SLOT_NUM_CLASSES) return classes;
@@ -5320,7 +5321,8 @@ static Header model_header(const Config& config, int contents, int64_t step) {
     return h;
 }
 
-// Returns whether two values of a flag mean the same, such as 64 and 64x64; "1,2" and "1,2.0"; "8,16" and "16,8".
+// Returns whether two values of a flag mean the same. Examples: --image_size 64 and 64x64, --channel_mult 1,2 and
+// 1,2.0, --attention_resolutions 8,16 and 16,8.
 static bool same_value(const std::string& name, const std::string& a, const std::string& b) {
     auto parsed = [&](std::string list) {
         std::vector<float> v;
@@ -5343,7 +5345,10 @@ struct ModelFile : InputFile {
         return ours && (header.slot[SLOT_CONTENTS] & bits) == bits;
     }
 
-    // These three return how many averages the file holds, the rate of the k-th average, and the number of its array.
+    // These functions return:
+    //   emas        how many averages the file holds
+    //   ema_rate    the rate of the k-th average
+    //   ema_array   the number of the array that holds the k-th average
     int emas() const {
         if (has(HAS_EMA | HAS_TRAINING)) return 1 + header.slot[SLOT_EMAS];
         return has(HAS_EMA);
@@ -5351,7 +5356,8 @@ struct ModelFile : InputFile {
     float ema_rate(int k) const { return header.get<float>(k ? SLOT_EMAS + k : SLOT_EMA_RATE); }
     static int ema_array(int k) { return k ? 3 + k : 1; }
 
-    // Returns how many floats follow the arrays: the losses of --schedule_sampler.
+    // Returns how many floats follow the arrays. They are the losses that --schedule_sampler loss-second-moment
+    // remembers.
     size_t history() const {
         const bool keeps_losses = has(HAS_TRAINING) && header.slot[SLOT_SAMPLER];
         return keeps_losses ? (size_t)header.slot[SLOT_DIFFUSION] * (HISTORY + 1) : 0;
@@ -5382,7 +5388,7 @@ static void check_lists(const ModelFile& m) {
     const int* s = m.header.slot;
     check_field(m.path, "levels", s[SLOT_LEVELS], 1, MOST_LEVELS);
     check_field(m.path, "attention resolutions", s[SLOT_RESOLUTIONS], 0, MOST_LEVELS);
-    // A list with fewer numbers than slots uses only its first slots.
+    // If a list has fewer numbers than it has slots, it uses only its first slots. The other slots must be 0.
     const bool training = s[SLOT_CONTENTS] & HAS_TRAINING;
     auto unused = [&](int first, int end) {
         check_unused(m.header, first, end, m.path, ": use an earlier checkpoint");
@@ -5409,8 +5415,8 @@ static ModelFile open_model(const std::string& path) {
          text("is not a model file (it starts with %d, not %d); %s", magic, MODEL_MAGIC, hint));
     must(version == 1, path, text("is a model file of version %d and this program reads version 1", version));
 
-    // Check the numbers that the file's size depends on. The checksum comes later, so if one of these numbers is wrong,
-    // bytes of the file were damaged.
+    // Check the numbers that the file's size depends on. The checksum has not been compared yet. So a wrong number here
+    // means that bytes of the file were damaged.
     const int64_t n = m.header.get<int64_t>(SLOT_PARAMS);
     const int contents = s[SLOT_CONTENTS];
     const bool training = contents & HAS_TRAINING;
@@ -5428,13 +5434,15 @@ static ModelFile open_model(const std::string& path) {
     zeroed.slot[SLOT_CRC] = 0;
     const uint32_t crc = m.crc(crc32(0, zeroed.slot, 1024), 1024);
     must(crc == (uint32_t)s[SLOT_CRC], path, "its checksum is wrong, so it was damaged" + earlier);
-    // From here on, the file holds what was written. If a number is wrong, the program that wrote the file was wrong.
+    // The checksum was right, so the file holds what was written. If a number is wrong all the same, the program that
+    // wrote the file was wrong.
     check_lists(m);
     return m;
 }
 
-// Copies one parameter between our layout and PyTorch's. The layouts differ for two kinds of parameters: our layout is
-// (N, I, J, contiguous) and PyTorch's is (N, J, I, contiguous): so many floats lie side by side in both layouts.
+// Copies one parameter between our layout and PyTorch's. Our layout is (N, I, J, contiguous), and PyTorch's layout is
+// (N, J, I, contiguous). The last dimension, `contiguous`, is how many floats lie side by side in both layouts. The two
+// layouts differ only for these parameters:
 //   convolutions                   ours: (Cout, kh kw, Cin), theirs: (Cout, Cin, kh kw)
 //   qkv, in guided-diffusion's     ours: [q k v][head], theirs: [head][q k v]
 //   old order of attention
@@ -5460,7 +5468,7 @@ static void permute_param(const Config& c, const Param& p, float* to, const floa
             }
 }
 
-// Checks that the number of parameters in a model file is that of this network.
+// Ends the program unless a model file holds as many parameters as this network has.
 static void check_size(const ModelFile& m, const UNet& net) {
     const size_t n = net.num_params;
     const int* s = m.header.slot;
@@ -5482,12 +5490,12 @@ static void check_size(const ModelFile& m, const UNet& net) {
 static Slice slice_of(size_t n, int rank = 0, int ranks = 1) {
     int segments = 1;
     if (ranks > 1) segments = world.direct ? 16 : 8; // fewer with NCCL, which needs a call for each segment
-    const size_t row = STRETCH * segments * ranks;   // the floats of one stretch for every rank in every segment
-    const size_t stretches = (n + row - 1) / row;    // rounded up
+    const size_t row = STRETCH * segments * ranks;   // floats of an array in which each part is a single stretch
+    const size_t stretches = (n + row - 1) / row;    // of each part; rounded up
     return Slice{n, segments, (int)stretches, rank, ranks};
 }
 
-// Copies a rank's slice of a flat array into device memory.
+// Copies a rank's slice of a flat array from the host to the device. device: where the slice begins there.
 static void copy_slice(float* device, const std::vector<float>& flat, const Slice& own) {
     for (int s = 0; s < own.segments; s++) {
         const size_t first = own.at(s, own.rank);
@@ -5514,8 +5522,8 @@ static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k)
     return flat;
 }
 
-// Returns four initial values of a parameter: elements 4 n to 4 n + 3 in the order of PyTorch's layout, so that
-// train_unet.py can draw the same weights. bound: uniform values lie between -bound and bound.
+// Returns the initial values of four elements of a parameter: elements 4 n to 4 n + 3. They are counted in the order of
+// PyTorch's layout, so that train_unet.py can draw the same weights. bound: uniform values are from -bound to bound.
 static std::array<float, 4> initial_values(const UNet& net, size_t param, size_t n, float bound) {
     const Words words = philox((uint64_t)net.config.seed, (uint32_t)n, (uint32_t)param, 0, RANDOM_INIT);
     std::array<float, 4> v = {};
@@ -5532,7 +5540,7 @@ static std::array<float, 4> initial_values(const UNet& net, size_t param, size_t
     return v;
 }
 
-// Returns initial weights. Their distribution is that of guided-diffusion:
+// Returns initial weights. They are drawn from the same distributions as in guided-diffusion:
 //   convolutions, linear layers   weights and biases are uniform between -1 / sqrt(fan_in) and 1 / sqrt(fan_in)
 //   class embeddings              weights are standard normal
 //   norms                         weights are 1, biases are 0
@@ -5540,7 +5548,7 @@ static std::array<float, 4> initial_values(const UNet& net, size_t param, size_t
 //                                 block, and of the network
 static std::vector<float> init_params(const UNet& net) {
     std::vector<float> flat(net.flat_size), value;
-    float bound = 0; // 1 / sqrt(fan_in) of the latest weight; it is also used for the bias that follows the weight
+    float bound = 0; // 1 / sqrt(fan_in) of the latest weight; the bias that follows this weight has the same bound
     for (size_t k = 0; k < net.params.size(); k++) {
         const Param& p = net.params[k];
         const double fan_in = (double)p.size / p.shape[0];
@@ -5575,8 +5583,9 @@ static std::vector<float> init_params(const UNet& net) {
 // --- the learning rate, the verdict on a step, averages of the weights
 // The functions of this part run on the device (a GPU, or the CPU), so that no step waits for the host.
 
-// Returns the factor by which --lr is multiplied at a step (counted from 0). During warmup_steps it rises to 1. After
-// that it stays 1, or it falls to 0 along a line or along half a cosine.
+// Returns the factor by which --lr is multiplied at a step. Steps are counted from 0. During the first warmup_steps
+// steps the factor rises to 1. After them it stays 1, or falls to 0 linearly, or falls to 0 like a half wave of a
+// cosine (--lr_schedule).
 HD static inline double lr_factor(const AdamW& h, int64_t step) {
     double warm = 1; // the factor of the warm-up
     if (h.warmup_steps > 0) warm = fmin(1.0, (double)(step + 1) / h.warmup_steps);
@@ -5617,7 +5626,9 @@ HD static inline bool healthy(Guard* g, double loss, double norm) {
     return true;
 }
 
-// The losses of samples, summed by quarter of the noise levels.
+// All noise levels are divided into four quarters, from the least noise (0) to the most (3). For each quarter, this
+// struct holds the sum of the losses of a step's samples whose level lies in the quarter, and the number of these
+// samples. The log shows the mean loss of each quarter.
 struct LossSums {
     double sum[4];
     int count[4];
@@ -5630,8 +5641,9 @@ HD static inline void add_loss(LossSums* s, double loss, int quarter) {
     }
 }
 
-// Completes the state of a step, whose grad_norm is already set. Sets the losses, the learning rate, the counters of
-// steps, and `ok`: whether the weights may be changed.
+// Judges a step. When it is called, state->grad_norm is already set. It sets the losses, the learning rate and the
+// counters of steps in *state, and updates the guard. It also sets `ok`, which is 1 if the step may change the weights.
+// B: the size of the batch.
 HD static inline void judge_batch(StepState* state, const LossSums& losses, AdamW h, int B) {
     state->loss = (losses.sum[0] + losses.sum[1] + losses.sum[2] + losses.sum[3]) / B;
     for (int q = 0; q < 4; q++) {
@@ -5652,15 +5664,15 @@ HD static inline float ema_step(float ema, float p, float rate, float step) {
     return rate > 1 ? ema + step * (p - ema) : rate * ema + step * p;
 }
 
-// Returns the share of the newest weights in the average. It is 1 - rate or, for a power function,
-// 1 - (1 - 1 / updates)^(rate + 1).
+// Returns the share of the newest weights in an average. If rate is up to 1, the share is 1 - rate. If rate is above 1,
+// the share is 1 - (1 - 1 / updates)^(rate + 1).
 HD static inline float power_step(float rate, int64_t updates) {
     return rate > 1 ? (float)-expm1((rate + 1.0) * log1p(-1.0 / updates)) : 1 - rate;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what a trainer holds
-// All that changes from step to step lies in device memory, so that a step can be recorded once and replayed. There is
+// All data that change from step to step lie in device memory. So a step can be recorded once and replayed. There is
 // memory for two batches: one batch is copied to the device while the model is trained on the other batch.
 // A slice is this rank's part of a flat array of all parameters. If there is one rank, the slice is the whole array. In
 // the shapes below, B is the batch size, and micro is the number of samples in a microbatch.
@@ -5672,46 +5684,48 @@ struct Trainer {
     Slice own; // this rank's part of the flat arrays
 
     // Flat arrays. Each holds one number for each parameter.
-    // The weights in fp32. If there are several ranks and the copy is not params itself, only the first plain_size
-    // weights and this rank's slice are valid.
+    // The weights in fp32. With several ranks, only two parts of this array are kept up to date: the first plain_size
+    // weights, and this rank's slice. The network reads all weights after the first plain_size from `copy`. (If
+    // activations are fp32, there are no such weights, and `copy` is this same array.)
     float* params;
     float* grads;         // the gradients of the current microbatch
     act *copy, *ema_copy; // copies of the weights and of their first average, which the network reads; see Weights
     Fp8Weights fp8;       // --precision fp8: copies of the weights that training steps read
     std::vector<WeightRounding> fp8_works; // the convolutions whose weights fp8 holds
     float* received; // the other ranks' gradients of this rank's slice (RankGradients); null: there is one rank
-    // A flat array with the sum of all gradients of the step, at the places of this rank's slice. With several ranks
-    // `sum` is the same array as `received`: the other ranks' gradients lie at the other ranks' places, where the sum
-    // has nothing. With one rank it is an array of its own or, if the batch is one microbatch, `grads`.
+    // A flat array. At the places of this rank's slice, it holds the sum of all gradients of the step. With several
+    // ranks `sum` and `received` are the same array: the gradients that are received lie at the places of the other
+    // ranks' slices. With one rank and one microbatch, `sum` and `grads` are the same array. With one rank and several
+    // microbatches, `sum` is a separate array.
     float* sum;
     // Each of these arrays is a slice: it holds this rank's part.
     float *m, *v;             // AdamW's moments
     std::vector<float*> emas; // the averages, one for each --ema_rate
 
-    double* squares;            // for each stretch of the step's gradient, in all ranks' slices: the sum of its squares
+    double* squares;            // for each stretch of a flat array: the sum of the squares of the step's gradient
     StepState *state, *records; // the state after the newest step, and the states after the latest RECORDS steps
     Upload batch[2];            // this rank's images, labels, numbers and pictures of a batch: see load_batch
     Graph graph[2];             // graph[i]: a training step on batch[i]
-    float* target;              // (micro, H, W, C): what the network should answer
-    float* t;                   // (B): what the network is told
-    NoiseLevel* levels;         // (B)
-    int* quarters;              // (B): in which quarter each noise level lies
+    float* target;              // (micro, H, W, C): the answer that the network should give
+    float* t;                   // (B): what the network is told about the noise level of each sample
+    NoiseLevel* levels;         // (B): the noise level of each sample
+    int* quarters;              // (B): the quarter of all noise levels that each sample's level lies in
     double* loss;               // (B): the loss of each sample
     // --augment
-    Augmentation* augmentations; // (micro); null: images are not changed
-    float* canvas;               // (micro, C, fine_size(H), fine_size(W)), see augment_images
-    float* augmented;            // (micro, C, H, W)
+    Augmentation* augmentations; // (micro): how each image is changed; null: images are not changed
+    float* canvas;               // (micro, C, fine_size(H), fine_size(W)): working memory of augment_images
+    float* augmented;            // (micro, C, H, W): the changed images
     // --cond_channels
     float* cond;           // (micro, H, W, K): the pictures as the network reads them; null: there are none
-    float* augmented_cond; // (micro, K, H, W), with --augment
-    float* small;          // (micro, H / factor, W / factor, C), with --cond lowres
+    float* augmented_cond; // (micro, K, H, W): with --augment, the changed pictures
+    float* small;          // (micro, H / factor, W / factor, C): with --cond lowres, the images at low resolution
     // --objective ect
     NoiseLevel* teachers; // (micro): the teachers' levels; null: there is no tuning
     float* teacher_t;     // (micro): what the teacher is told
     int64_t* last_step;   // the run's last step. Validation uses that step's gap between student and teacher.
     // --schedule_sampler loss-second-moment
-    float* history;     // (T, HISTORY + 1), see remember_losses; null: --schedule_sampler uniform
-    double* rms_losses; // (T), see draw_weighted_level
+    float* history;     // (T, HISTORY + 1): the latest losses at each t (remember_losses); null: none are kept
+    double* rms_losses; // (T): the root mean square of these losses; -1: a t has fewer than HISTORY losses
 };
 constexpr int RECORDS = 128;
 
@@ -5742,11 +5756,11 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.objective = make_objective(c);
     tr.adamw = optimiser_settings(c);
     const int N = world.size;
-    const int samples = std::max(c.batch_size, N * tr.net.B); // enough for a step, and for validation on all ranks
+    const int samples = std::max(c.batch_size, N * tr.net.B); // the most in a step or a round of validation
     tr.own = slice_of(tr.net.flat_size, world.rank, N);
     const size_t whole = tr.own.whole(), stretches = whole / STRETCH;
     tr.grads = device_alloc<float>(whole);
-    // Ranks write to each other's params, squares, loss and copy. The first three are allocated together.
+    // Ranks write to each other's params, squares, loss, copy and received. The first three are allocated together.
     tr.params = (float*)open_alloc(whole * sizeof(float) + (stretches + samples) * sizeof(double));
     tr.squares = (double*)(tr.params + whole);
     tr.loss = tr.squares + stretches;
@@ -5760,7 +5774,8 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     while (tr.emas.size() < c.emas.size()) tr.emas.push_back(device_alloc<float>(tr.own.owned()));
     tr.m = device_alloc<float>(tr.own.owned());
     tr.v = device_alloc<float>(tr.own.owned());
-    // In fp32, make_copy makes no new array: ema_copy is then the array that whole_array returns for the average.
+    // If activations are fp32, make_copy makes no new array: then ema_copy is the array that whole_array returns for
+    // the average.
     tr.ema_copy = make_copy(N > 1 ? tr.grads : tr.emas[0], whole);
     tr.state = device_alloc<StepState>(1);
     tr.records = device_alloc<StepState>(RECORDS);
@@ -5807,8 +5822,8 @@ struct Pixels {
 };
 
 // --augment: changes B images, each of `channels` channels, and returns the result, which is written to `out`. The
-// changes depend only on the key, so an image and its picture are changed in the same way. told: where the numbers of
-// the first image's change are written. Without --augment, the images are returned as they are.
+// changes depend only on the key, so an image and its picture are changed in the same way. told: where the numbers that
+// describe the first image's change are written. Without --augment, the images are returned as they are.
 static Pixels augmented(Trainer* tr, float* out, Pixels images, float* told, int channels, int B, RandomKey key) {
     const Config& c = tr->net.config;
     if (!c.augment) return images;
@@ -5839,11 +5854,11 @@ static void show_pictures(Trainer* tr, Pixels images, Pixels pictures, int B, Ra
     }
 }
 
-// Computes the loss of samples first .. first + B - 1 of a step. images: their images; bytes: the size of a value.
-// Before the call, their levels have been drawn, and their labels and numbers have been set in net. Writes the losses
-// to tr->loss + first, and the gradient of the loss to output_gradient. In training, that is the gradient of the mean
-// over the step's whole batch. Validation uses other random draws, and neither dropout nor flips nor FP8. With
-// --objective ect, the teacher's answer is computed first, with the same draws.
+// Computes the loss of samples first .. first + B - 1 of a step. images: the images of these samples. bytes: the size
+// of a value of an image. Before the call, the samples' noise levels have been drawn, and their labels and numbers have
+// been set in net. Writes the losses to tr->loss + first, and the gradient of the loss to output_gradient(net). In
+// training, this is the gradient of the mean loss of the step's whole batch. Validation uses other random draws, and
+// neither dropout nor flips nor FP8. With --objective ect, the teacher's answer is computed first, with the same draws.
 static void forward_and_loss(Trainer* tr, const Objective& o, const void* images, int bytes, int first, int B,
                              RandomKey key, Dropout dropout, bool training) {
     const Config& c = tr->net.config;
@@ -5860,7 +5875,7 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
     // Adds noise to the images, as `levels` defines it, and computes the network's answer. teacher: the teacher's
     // answer, which is a part of the target; null: there is no teacher.
     auto forward = [&](float* t, const NoiseLevel* levels, const float* teacher) {
-        q_sample_forward(x, tr->target, levels, teacher, images, // the next line begins with the random draws
+        q_sample_forward(x, tr->target, levels, teacher, images, // the next three arguments choose the random draws
                          flips, noise_key, flip_key, B, c.in_channels, c.H, c.W, bytes);
         net->t = t;
         unet_forward(net, Weights{tr->params, tr->copy, training ? tr->fp8 : Fp8Weights{}}, dropout, B);
@@ -5956,7 +5971,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads;
         if (k > 0) {
             mark({"draw t, noise; q_sample"});
-            meet(); // all ranks have read `received`, so it may be overwritten
+            meet(); // waits until all ranks have read `received`: it will be overwritten
         }
         tr->net.labels = labels + k * B;
         tr->net.values = values + (size_t)k * B * c.num_values();
@@ -5972,8 +5987,9 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         if (c.cond_channels) show_pictures(tr, shown, pictures, B, key, true);
         forward_and_loss(tr, tr->objective, shown.data, shown.bytes, first, B, key, dropout, true);
 
-        // Gradients are complete from the last layer to the first, so segments are sent from the last to the first.
-        int unsent = own.segments; // the segments from this one on have been sent to their owners
+        // The backward pass goes from the last layer to the first, and completes gradients in this order. So the last
+        // segment is sent first. complete_from: from this place of the flat array on, all gradients are complete.
+        int unsent = own.segments; // the number of segments that are not sent yet: the first ones
         const std::function<void(size_t, Stream*)> send_gradients = [&](size_t complete_from, Stream* stream) {
             while (unsent && own.at(unsent - 1, 0) >= complete_from) {
                 unsent--;
@@ -6018,7 +6034,7 @@ static void update_slice(Trainer* tr) {
     for (size_t k = 1; k < tr->emas.size(); k++) ema_update(tr->emas[k], tr->params, tr->state, c.emas[k], own);
     if (world.size == 1) return;
     mark({"weights to all ranks"});
-    if (world.direct) return meet(); // adamw_update has written them to all ranks
+    if (world.direct) return meet(); // adamw_update has written the new weights to all ranks
     begin_exchange();
     if (weights_have_copy()) gather(tr->copy, nullptr, STRETCH * act_bytes(), own, own.n);
     gather(tr->params, nullptr, STRETCH * sizeof(float), own, plain);
@@ -6026,7 +6042,7 @@ static void update_slice(Trainer* tr) {
 }
 
 // Returns a whole flat array, of which each rank holds a slice. The slices are gathered in tr.grads, where they stay
-// until the next step. Only the slices of the weights (params) are gathered in their own array.
+// until the next step. Only the weights are not gathered in tr.grads, but in tr.params itself.
 static float* whole_array(const Trainer& tr, float* array) {
     if (world.size == 1) return array;
     float* const flat = array == tr.params ? array : tr.grads;
@@ -6061,8 +6077,8 @@ static bool train_step(Trainer* tr, int64_t step) {
 }
 
 // Returns the mean loss of a data set's first images, or NaN if they can't be read. t and noise are the same in every
-// call, so that the losses of different calls can be compared. For the same reason, the gap between student and teacher
-// (--objective ect) is always that of the run's last step.
+// call, so that the losses of different calls can be compared. With --objective ect, the gap between student and
+// teacher changes from step to step. Here it is always the gap of the run's last step, for the same reason.
 static double validation_loss(Trainer* tr, Dataset* val) {
     const Config& c = tr->net.config;
     const int count = (int)std::min<int64_t>(val->count, 512);
@@ -6111,8 +6127,9 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 //   model_STEP.bin    a checkpoint, from which the run can be resumed, every --save_interval steps
 //   ema_STEP.bin      two averages of the weights, every --ema_snapshots steps
 //   best.bin          with --keep_best: the checkpoint that has the lowest validation loss
-// If there are several ranks, only rank 0 writes. A full disk does not end a run at once: what could not be written is
-// kept in memory and tried again.
+// If there are several ranks, only rank 0 writes. A full disk does not end a run at once. Rows of the log and pictures
+// that could not be written are kept in memory and tried again. Instead of a checkpoint that could not be written, a
+// checkpoint of a later step is written.
 //
 // In the order in which they run: train makes the run; start_weights or restore fills its arrays; then run_step is
 // called again and again. run_step calls train_step (section 11). When something is due, it also calls collect_steps,
@@ -6121,8 +6138,8 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 
 // A checkpoint that can't be written is tried again every RETRY_AFTER seconds, for PATIENCE seconds at most, while
 // training goes on. Ten minutes are enough for somebody who sees the message to make room. If nobody makes room, the
-// run ends; then ten minutes of training are lost, not a night. At the end of a run there is nothing left to train
-// during the wait, and somebody who has stopped a run may soon kill it. Therefore the wait is shorter there.
+// run ends. Then about ten minutes of training are lost, and not a whole night. At the end of a run the wait is
+// shorter, because nothing is trained during the wait, and somebody who has stopped a run may soon kill it.
 constexpr double PATIENCE = 600;
 constexpr double PATIENCE_AT_THE_END = 15;
 constexpr double RETRY_AFTER = 5;
@@ -6139,7 +6156,7 @@ static_assert(std::ranges::count(LOG_COLUMNS, ',') == COLUMN_SECONDS, "a column 
 
 // Returns the values of a row of log.csv. A value that can't be read becomes 0, and a missing value becomes NaN.
 static LogValues parse_row(const std::string& row) {
-    std::istringstream fields(row); // with commas between them
+    std::istringstream fields(row); // the row's fields, with commas between them
     std::string field;
     LogValues values;
     for (double& value : values) {
@@ -6183,13 +6200,13 @@ struct LogSummary {
     std::vector<LogPart> parts;
     int64_t rows = 1;   // how many rows a part summarises; this number is doubled when parts are joined
     Guard guard{};      // judges the rows again, because a row does not say whether its step was skipped
-    double mean = 0;    // the mean loss of about the latest tenth of the steps, but of at most about 50 steps
+    double mean = 0;    // the mean loss over about the latest tenth of the steps, at most about 50 steps
     double seconds = 0; // the length of the run when the last row's step was done
     void add(const std::string& row);
 };
 
-// Returns the part of a log that consists of one row. seconds: the length of the run. skipped: the guard found the step
-// bad.
+// Returns a LogPart that summarises a single row. seconds: the length of the run when the row's step was done. skipped:
+// whether the guard found the step bad.
 static LogPart part_of_row(const LogValues& values, double seconds, bool skipped) {
     const int64_t step = (int64_t)values[COLUMN_STEP];
     LogPart part{step, step, skipped, INFINITY, -INFINITY, seconds, {}, {}};
@@ -6217,7 +6234,7 @@ void LogSummary::add(const std::string& row) {
     if (logged >= seconds && logged < BIG) seconds = logged;
     else if (ms > 0 && ms < BIG) seconds += ms / 1000;
 
-    // The run's own guard has judged the step by the same rule.
+    // The run's guard judged the step by the same rule. So `skipped` is true if the run skipped the step.
     const bool skipped = !healthy(&guard, loss, values[COLUMN_GRAD_NORM]);
     const LogPart part = part_of_row(values, seconds, skipped);
     // The share of the newest of n losses in the mean is 10 / (n + 9). Then the weight of the k-th loss is about
@@ -6242,7 +6259,7 @@ void LogSummary::add(const std::string& row) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what a run holds
 
-// What host/page.h needs, in addition to the other members of Run, to write index.html.
+// host/page.h writes index.html. Besides the other members of Run, it needs these values.
 struct Page {
     std::string about{}; // the model, the machine, the data
     int64_t started = 0; // when this process began to train, in seconds since 1970
@@ -6250,7 +6267,7 @@ struct Page {
     double due = 0;      // when the page is to be written again
 };
 
-// Times are in seconds, as now() gives them. Steps are counted from 1: step 7 has been done when the counter is 7.
+// Times are in seconds, as now() returns them. Steps are counted from 1: after step 7, state.step is 7.
 struct Run {
     // What is trained.
     Config config;
@@ -6265,7 +6282,7 @@ struct Run {
     int64_t issued = 0;     // the newest issued step
     StepState state{};      // the results of the newest logged step
     double val_loss = NAN;  // the validation loss after that step; NaN: it was not measured
-    int stop = 0;           // the signal that ends the run, as all ranks agreed; 0: none came
+    int stop = 0;           // the signal that ends the run; all ranks agreed on it; 0: no signal came
 
     // Checkpoints and snapshots of the averages. Updates are the steps that were not skipped.
     int64_t saved_step = 0;       // the step of the newest checkpoint; 0: there is none
@@ -6273,13 +6290,13 @@ struct Run {
     int64_t proven_step = -1;     // the step of the newest checkpoint after which a good step was seen
     int64_t snapshot_step = 0;    // the step of the newest snapshot
     int64_t snapshot_updates = 0; // how many updates had been done when that snapshot was written
-    double best_loss = INFINITY;  // the validation loss of best.bin, at rank 0; infinite: it is unknown
+    double best_loss = INFINITY;  // at rank 0: the loss of best.bin, the lowest so far; infinite: unknown
 
     // The log, the page and the line on the terminal.
-    int log_file = -1;               // the descriptor of log.csv
+    int log_file = -1;               // the file descriptor of log.csv
     LogSummary summary{};            // the log, as the page shows it
     Page page{};                     // what else the page needs
-    bool status_line_open = false;   // the cursor is in a status line, which the next one replaces
+    bool status_line_open = false;   // the cursor stands in a status line, which the next status line replaces
     double status_shown = -INFINITY; // when the latest status line was printed
 
     // What waits for the disk. Each flag said_... remembers that a message was printed, so that it is printed only
@@ -6289,14 +6306,14 @@ struct Run {
     std::map<std::string, std::string> waiting_pictures{}; // the content of pictures to be written, by file name
     bool said_pictures_wait = false;                       // the user knows that pictures wait
     double pictures_tried = -INFINITY;                     // when pictures were last written or tried
-    double no_room_since = 0; // when a checkpoint first could not be written; 0: the latest one was written
-    int64_t retry_at = 0;     // the step after which a checkpoint is tried again
+    double no_room_since = 0; // when a model file first could not be written; 0: the latest model file was written
+    int64_t retry_at = 0;     // the first step after which a model file is tried again
     bool said_moved = false;  // the user was told that the folder has moved
     bool said_length = false; // print_step has judged how long the run will take
 
     // The clock.
     double seconds = 0;     // the time that this process has spent in steps
-    double steps_began = 0; // when the steps that are issued and not yet logged began
+    double steps_began = 0; // when the first of the steps began that are issued and not yet logged
     double began = 0;       // when the run would have begun if it had never paused
     double per_step = 0;    // the seconds that a step takes: a mean over recent steps; 0: not known yet
 };
@@ -6310,11 +6327,12 @@ static void end_line(Run* run) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the log and the status line
 
-// With --keep_best, this is a hard link to the checkpoint that has the lowest validation loss. So that checkpoint stays
-// when its file model_STEP.bin is removed as an old one.
+// With --keep_best, the file of this name is a hard link to the checkpoint that has the lowest validation loss. So the
+// content of this checkpoint stays when its file model_STEP.bin is removed as an old one.
 constexpr char BEST[] = "best.bin";
 
-// Returns the step of a resumed run's best.bin, or -1 if there is no such file, or the run is new.
+// Returns the step of the checkpoint in best.bin. Returns -1 without --keep_best, if there is no best.bin, or if the
+// run is new.
 static int64_t best_step(const Run& run) {
     const bool resumed = run.first_step > 0;
     if (!run.config.keep_best || !resumed || !run.folder.has(BEST)) return -1;
@@ -6329,8 +6347,8 @@ static int64_t best_step(const Run& run) {
 }
 
 // Opens log.csv at rank 0. A resumed run does the steps after its checkpoint again, so the rows of these steps are
-// removed. The rows that stay are added to the page's summary. The row of best.bin's step holds the validation loss of
-// best.bin.
+// removed. The rows that stay are added to the page's summary. The best validation loss so far (best_loss) is read from
+// the row of the step whose checkpoint is in best.bin.
 static void open_log(Run* run) {
     if (world.rank) return;
     const int64_t best = best_step(*run);
@@ -6353,7 +6371,7 @@ static void open_log(Run* run) {
     const std::string path = run->folder.name("log.csv");
     const std::string failure = try_write_file(run->folder, "log.csv", kept);
     must(failure.empty(), path, failure);
-    // Rows are appended. O_NOFOLLOW: a link that somebody put there meanwhile is not followed.
+    // Rows are appended. O_NOFOLLOW: if somebody has put a link in the place of log.csv meanwhile, it is not followed.
     run->log_file = openat(run->folder.descriptor, "log.csv", O_WRONLY | O_APPEND | O_CLOEXEC | O_NOFOLLOW);
     if (run->log_file < 0) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
     if (best >= 0 && std::isinf(run->best_loss))
@@ -6423,9 +6441,9 @@ static void write_or_wait(Run* run, const std::string& name, const std::string& 
     if (!run->said_pictures_wait) write_waiting(run);
 }
 
-// Adds the step in run->state to the log. ms: how long the step took. val: its validation loss, or NaN. seconds: the
-// length of the run when the step was done. Each of loss_q0 ... loss_q3 belongs to a quarter of the noise levels. If no
-// sample of the step fell into a quarter, its field stays empty.
+// Adds the step in run->state to the log. ms: how many milliseconds the step took. val: the validation loss after the
+// step, or NaN. seconds: the length of the run when the step was done. Each of the columns loss_q0 to loss_q3 is the
+// mean loss in one quarter of the noise levels. If a quarter contains no sample of the step, its field is empty.
 static void log_step(Run* run, double ms, double val, double seconds) {
     const StepState& s = run->state;
     // With nine digits, the same float can be read back. An empty field means that there is no value.
@@ -6442,10 +6460,10 @@ static void log_step(Run* run, double ms, double val, double seconds) {
 static std::string status_line(const Run& run, double val, double eta) {
     const Config& c = run.config;
     const StepState& s = run.state;
-    // Speeds, from the mean time of recent steps.
+    // These speeds are computed from the mean time of recent steps.
     const double ms = run.per_step * 1e3;
     const double images_per_s = c.batch_size / run.per_step;
-    // A backward pass costs about two forward passes.
+    // A backward pass costs about as much as two forward passes, so a step costs about as much as three.
     const double gflop_per_s = 3 * run.trainer.net.flops * c.batch_size / run.per_step / 1e9;
     std::string line = text("step %ld/%ld | loss %.4f (mean %.4f)", s.step, c.max_steps, s.loss, run.summary.mean);
     line += text(" | lr %.2e | norm %.3f | %.1f ms", s.lr, s.grad_norm, ms);
@@ -6455,10 +6473,11 @@ static std::string status_line(const Run& run, double val, double eta) {
     return line;
 }
 
-// Removes parts of a status line until the line fits into `columns` columns. 0: there is no terminal, so every line
-// fits.
+// Removes parts of a status line until the line fits into `columns` columns. columns is 0 if there is no terminal. Then
+// the line stays whole.
 static std::string shorten_status(std::string line, size_t columns) {
-    // A part is found by a word in it. It ends at the next " | ". The least important part is removed first.
+    // A part is found by a word that it contains. The part ends at the next " | ". The least important part is removed
+    // first.
     for (const char* word : {"GFLOP", "norm", "lr", "images", " ms", "skipped", "val", "ETA"}) {
         if (!columns || line.size() < columns) break;
         const size_t found = line.find(word);
@@ -6500,9 +6519,9 @@ static void print_step(Run* run, double val) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- checkpoints, snapshots and grids
 
-// Is called after a good step. The run came to this step from the newest checkpoint, so that checkpoint is good, too.
-// Now the oldest checkpoints may be removed. --keep_checkpoints is the number of checkpoints that stay; 0: all of them
-// stay.
+// This function is called after a good step that follows the newest checkpoint. If the weights of this checkpoint were
+// broken, the step would not be good. So the checkpoint is good, and the oldest checkpoints may be removed.
+// --keep_checkpoints is the number of checkpoints that stay; 0: all of them stay.
 static void prove_checkpoint(Run* run) {
     const size_t keep = run->config.keep_checkpoints;
     auto found = run->folder.list(); // sorted by step: the oldest checkpoint comes first
@@ -6515,7 +6534,7 @@ static void prove_checkpoint(Run* run) {
     run->proven_step = run->saved_step;
 }
 
-// Ends a run whose weights are broken, and says which checkpoint the user can go on from.
+// Ends a run whose weights are broken, and prints which checkpoint the user can go on from.
 static void stop_run(Run* run, const std::string& why) {
     const Folder folder = world.rank ? open_folder(run->config.output_dir) : run->folder;
     const auto found = folder.list();
@@ -6533,19 +6552,19 @@ static void stop_run(Run* run, const std::string& why) {
            "; a lower --lr or a --warmup_steps may help");
 }
 
-// Returns a text for the user: from which saved step a run can go on if this run ends now.
+// Returns a text that tells the user which saved step the run can go on from if it ends now.
 static std::string saved_so_far(const Run& run) {
     if (run.saved_step) return text("saved is step %ld; --resume_checkpoint latest goes on from there", run.saved_step);
     return run.state.updates ? "no checkpoint was written yet" : "no good step was there to save";
 }
 
 // All ranks call this after rank 0 has tried to write a model file. If the file could not be written, the ranks agree
-// on the step after which rank 0 tries again. failure, error: these members of rank 0's AtomicFile; the other ranks
-// pass "" and 0. Result: whether the file was written.
+// on the step after which rank 0 tries again. Rank 0 passes the members `failure` and `error` of its AtomicFile. The
+// other ranks pass "" and 0. Returns whether the file was written.
 static bool is_written(Run* run, const std::string& name, const std::string& failure, int error) {
     if (!world.rank) check_folder(run);
-    // Print a message at the first failure, and at the first success after failures. End the run when the patience is
-    // over.
+    // Print a message at the first failure, and at the first success after failures. End the run if the failures have
+    // lasted for PATIENCE seconds.
     if (error && !run->no_room_since) {
         run->no_room_since = now();
         end_line(run);
@@ -6571,7 +6590,7 @@ static bool is_written(Run* run, const std::string& name, const std::string& fai
 
 // Writes a model file: the header, the arrays in the order of the format, and the history of losses. Each rank holds
 // a slice of each array. All ranks call this function, because they gather the slices together. Only rank 0 writes.
-// Result: whether the file was written.
+// Returns whether the file was written.
 static bool save_arrays(Run* run, const std::string& name, Header header, const std::vector<float*>& slices,
                         const std::vector<float>& history = {}) {
     const UNet& net = run->trainer.net;
@@ -6580,19 +6599,19 @@ static bool save_arrays(Run* run, const std::string& name, Header header, const 
         return is_written(run, name, "", 0);
     }
     AtomicFile file(run->folder, name); // the file appears under this name when it is complete (commit)
-    uint32_t crc = 0;                   // the checksum of all bytes until now
+    uint32_t crc = 0;                   // the checksum of all bytes that were written so far
     auto write = [&](const void* data, size_t n) {
         crc = crc32(crc, data, n);
         file.write(data, n);
     };
     header.set(SLOT_PARAMS, net.num_params);
-    write(header.slot, 1024); // by definition the checksum is computed while its own slot is 0
+    write(header.slot, 1024); // SLOT_CRC is still 0: the checksum is defined so
 
     std::vector<float> flat(net.flat_size); // an array in our layout
-    std::vector<float> tensor;              // one parameter of it in PyTorch's layout
+    std::vector<float> tensor;              // one parameter of the array, in PyTorch's layout
     for (float* slice : slices) {
-        // All ranks have to call whole_array, or the others wait for rank 0 for ever. So rank 0 calls it even after
-        // writing the file has failed.
+        // whole_array returns only when all ranks have called it. So rank 0 calls it even after a failure to write the
+        // file. Otherwise the other ranks would wait for ever.
         const float* whole = whole_array(run->trainer, slice);
         if (file.error) continue;
         copy_to_host(flat.data(), whole, flat.size() * sizeof(float));
@@ -6612,11 +6631,11 @@ static bool save_arrays(Run* run, const std::string& name, Header header, const 
     return is_written(run, run->folder.name(name), file.failure, file.error);
 }
 
-// With --keep_best: makes best.bin a link to this checkpoint, which was just written, if its validation loss is the
-// lowest. If the run ended because data could not be read, the last step has no validation loss (NaN), and its
-// checkpoint is not compared.
+// With --keep_best: if the checkpoint that was just written has the lowest validation loss so far, makes best.bin a
+// link to this checkpoint. If the run ended because data could not be read, the last step has no validation loss (NaN).
+// Then best.bin stays as it is.
 static void keep_best(Run* run, const std::string& checkpoint) {
-    const bool is_better = run->val_loss < run->best_loss; // false for NaN
+    const bool is_better = run->val_loss < run->best_loss; // false if val_loss is NaN
     if (world.rank || !run->config.keep_best || !is_better) return;
     // A link costs no room on the disk. If it can't be made, the run goes on.
     const std::string failure = try_link_file(run->folder, checkpoint, BEST);
@@ -6629,7 +6648,7 @@ static void keep_best(Run* run, const std::string& checkpoint) {
            failure.c_str(), checkpoint.c_str());
 }
 
-// Writes all that the run needs to go on from here with the same bits (docs/FORMATS.md).
+// Writes a checkpoint (docs/FORMATS.md). A run that is resumed from it computes the same bits as if it had not paused.
 static void save_checkpoint(Run* run) {
     const Config& c = run->config;
     const StepState& s = run->state;
@@ -6645,7 +6664,7 @@ static void save_checkpoint(Run* run) {
     if (tr.data.cond) h.set(SLOT_COND_CRC, tr.data.cond->header_crc);
     const std::string paths = c.data_file + '\0' + c.cond_file;
     memcpy(&h.slot[SLOT_PATH], paths.data(), paths.size());
-    // The rates of the averages. The first rate has a slot of its own.
+    // Store the rates of the averages: the first rate in SLOT_EMA_RATE, the other rates after SLOT_EMAS.
     h.set(SLOT_EMA_RATE, c.emas[0]);
     h.slot[SLOT_EMAS] = (int)c.emas.size() - 1;
     for (size_t k = 1; k < c.emas.size(); k++) h.set(SLOT_EMAS + (int)k, c.emas[k]);
@@ -6658,14 +6677,14 @@ static void save_checkpoint(Run* run) {
     // The step has seven digits, so that a list of files that is sorted by name is also sorted by step.
     const std::string name = text("model_%07ld.bin", s.step);
     if (!save_arrays(run, name, h, arrays, history)) return;
-    // The step is saved now. The next step shows whether the checkpoint is good (prove_checkpoint).
+    // The checkpoint is written. The next step shows whether its weights are good (prove_checkpoint).
     run->saved_step = s.step;
     run->saved_updates = s.updates;
     keep_best(run, name);
 }
 
-// Writes the two averages by power functions (POWER_EMAS) into a model file. Its header holds the number of updates in
-// the slot for the number of steps, because the averages depend on the number of updates.
+// Writes the two averages whose rates are in POWER_EMAS into a model file. The slot SLOT_STEP of this file holds the
+// number of updates instead of the number of steps, because the averages depend on the number of updates.
 static void save_snapshot(Run* run) {
     const Config& c = run->config;
     const Header h = model_header(c, HAS_EMA, run->state.updates);
@@ -6696,8 +6715,8 @@ static std::vector<float> beside_pictures(const Config& c, const Sampler& s, con
     const int C = c.in_channels;
     const size_t row = (size_t)c.W * C;
     std::vector<float> shown;
-    for (size_t at = 0; at < images.size(); at += row) {          // where a row of an image begins
-        const size_t first_pixel = at / C % (s.truth.size() / C); // for more images, the pictures repeat
+    for (size_t at = 0; at < images.size(); at += row) {          // at: where a row of an image begins
+        const size_t first_pixel = at / C % (s.truth.size() / C); // if there are too few pictures, they repeat
         for (int w = 0; w < c.W; w++)
             for (int channel = 0; channel < C; channel++)
                 shown.push_back(s.pictures[(first_pixel + w) * K + (K >= C ? channel : 0)]);
@@ -6708,13 +6727,13 @@ static std::vector<float> beside_pictures(const Config& c, const Sampler& s, con
     return shown;
 }
 
-// Draws a grid of samples from the averaged weights. Every grid starts from the same noise, so that one sees how the
-// pictures get better.
+// Draws samples with the first average of the weights, and writes them as a grid. Every grid of a run starts from the
+// same noise, so that the user sees how the samples get better.
 static void save_grid(Run* run) {
     const Config& c = run->config;
     Trainer& tr = run->trainer;
     end_line(run);
-    // Every rank needs all weights, in the type that the network reads.
+    // Every rank needs the whole average, in the type that the network reads.
     const float* ema = whole_array(tr, tr.emas[0]);
     cast_params(tr.ema_copy, ema, tr.net.flat_size);
     const auto images = sample_images(&tr.net, Weights{ema, tr.ema_copy}, &run->sampler, c.num_samples);
@@ -6726,16 +6745,16 @@ static void save_grid(Run* run) {
                   grid_png(shown, c.num_samples, c.H, parts * c.W, c.in_channels, captions, parts));
 }
 
-// Returns a line about a model: its size, and what it costs.
+// Returns a line about a model: the size of its images, its numbers of parameters and layers, and the work of a forward
+// pass for one image.
 static std::string describe(const UNet& net) {
     const Config& c = net.config;
     return text("model: %dx%dx%d, %.2f M parameters, %zu layers, %.3f GFLOP forward an image", c.H, c.W, c.in_channels,
                 net.num_params / 1e6, net.layers.size(), net.flops / 1e9);
 }
 
-// Says whether the folder holds a run, and whether this is a name for files of a run. Only the run itself may write
-// files of such names into its folder. The run would replace any other file of this name, or read it as a file of its
-// own.
+// Returns true if the folder holds a run, and `name` is a name that the run gives to its own files. Nobody else may
+// write a file of such a name into the folder of a run: the run would replace this file, or read it as one of its own.
 static bool is_name_of_run(const Folder& folder, const std::string& name) {
     const bool holds_run = folder.has("log.csv") || !folder.list().empty();
     if (!holds_run) return false;
@@ -6766,24 +6785,26 @@ static void report_bad_step(Run* run) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the start of a run: new, from a file's weights, or resumed
 
-// Gives a new run its weights: those of the --init file or, without one, random ones. If the file has an average of the
-// weights, the run starts from the average, unless --use_ema is False. All averages start from the same weights.
+// Sets the weights of a new run. With --init they are read from that file; otherwise they are random. If the file holds
+// an average of the weights, the run starts from the average, unless --use_ema is False. All averages of the run start
+// from the same weights.
 static void start_weights(Trainer* tr, const ModelFile& m) {
     const UNet& net = tr->net;
     const bool takes_average = m.has(HAS_EMA) && net.config.use_ema;
     const int array = takes_average ? m.ema_array(0) : 0;
     const std::vector<float> flat = m.size ? read_array(m, net, array) : init_params(net);
-    copy_slice(tr->params, flat, slice_of(flat.size())); // every rank has all weights
+    copy_slice(tr->params, flat, slice_of(flat.size())); // every rank copies all weights
     for (float* ema : tr->emas) copy_slice(ema, flat, tr->own);
 }
 
-// Returns the number of the checkpoint's array from which the k-th average of a resumed run goes on. This array is the
-// average of the same rate. If the checkpoint holds no average of this rate, it is the checkpoint's k-th average. If
-// there is no k-th average either, it is the weights (array 0). An average by a power function (rate > 1) must be in
-// the checkpoint.
+// The k-th average of a resumed run goes on from an array of the checkpoint. Returns the number of this array. It is
+// the first of these arrays that the checkpoint holds:
+//   1. the average of the same rate. If the rate is above 1, the checkpoint must hold this average
+//   2. the checkpoint's k-th average
+//   3. the weights (array 0)
 static int array_for_average(const Config& c, const ModelFile& m, int k) {
     const float rate = c.emas[k];
-    // The rates may have been given in another order than before.
+    // In the resumed run, --ema_rate may list the rates in another order than before.
     for (int i = 0; i < m.emas(); i++)
         if (m.ema_rate(i) == rate) return m.ema_array(i);
     const bool averages_whole_run = rate > 1; // a power function; see POWER_EMAS
@@ -6793,9 +6814,9 @@ static int array_for_average(const Config& c, const ModelFile& m, int k) {
 }
 
 // Reads the losses that --schedule_sampler loss-second-moment remembers. They lie at the end of a checkpoint. For every
-// t there are HISTORY + 1 numbers: up to HISTORY losses and, as the last number, how many losses there are.
+// t there are HISTORY + 1 numbers: HISTORY places for losses and, as the last number, how many places are filled.
 static void restore_history(const Trainer& tr, const ModelFile& m) {
-    std::vector<float> history(tr.history ? m.history() : 0); // empty if this run draws t in another way
+    std::vector<float> history(tr.history ? m.history() : 0); // empty if this run has --schedule_sampler uniform
     const size_t bytes = history.size() * sizeof(float);
     m.read(history.data(), bytes, m.size - bytes);
     for (size_t i = 0; i < history.size(); i++) {
@@ -6814,7 +6835,7 @@ static void restore(Run* run, const ModelFile& m) {
     Trainer& tr = run->trainer;
     run->state = m.state();
     const StepState& s = run->state;
-    // Every rank gets all weights, and its own slices of AdamW's moments and of the averages.
+    // Every rank reads all weights, but keeps only its own slices of AdamW's moments and of the averages.
     copy_slice(tr.params, read_array(m, tr.net, 0), slice_of(tr.net.flat_size));
     copy_slice(tr.m, read_array(m, tr.net, 2), tr.own);
     copy_slice(tr.v, read_array(m, tr.net, 3), tr.own);
@@ -6831,7 +6852,7 @@ static void restore(Run* run, const ModelFile& m) {
     run->snapshot_step = s.step;
     run->snapshot_updates = s.updates;
     copy_to_device(tr.state, &s, sizeof s);
-    // The weight of each t, with which t is drawn, is computed from the history.
+    // The probability of each t depends on rms_losses, which are computed from the history. B = 0 adds no new losses.
     if (tr.history) update_rms_losses(tr.rms_losses, tr.history, nullptr, nullptr, tr.state, c.diffusion_steps, 0);
     printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), s.step, c.max_steps, s.updates,
            c.seed);
@@ -6845,22 +6866,24 @@ static void restore(Run* run, const ModelFile& m) {
                B, before, s.step * B, s.step * before);
 }
 
-// A folder holds one run. A new run needs a folder in which there is none. A resumed run needs its own folder, or an
-// empty one. resume: the path of the checkpoint; "": the run is new.
+// Ends the program if this run must not write into the output folder. A folder may hold one run only. So a new run
+// needs a folder that holds no run. A resumed run needs its own folder, or a folder that holds no run. resume: the path
+// of the checkpoint that the run goes on from; "": the run is new.
 static void check_output_dir(const Config& c, const Folder& output, const std::string& resume, int64_t resume_step) {
-    // If there is a best.bin but no other checkpoint, it is another run's, and --keep_best would replace it. This is
-    // allowed only if this run goes on from it.
+    // If the folder has a best.bin but no other checkpoint, best.bin belongs to another run. With --keep_best this run
+    // would replace it. That is allowed only if this run goes on from this best.bin.
     const auto found = output.list();
     const bool has_checkpoint = !found.empty();
     std::error_code error;
     const bool from_best = std::filesystem::equivalent(output.name(BEST), resume, error);
     must(!c.keep_best || has_checkpoint || from_best || !output.has(BEST), output.name(BEST),
          "is another run's; move it away, or choose another --output_dir");
-    // A log without a checkpoint was left by a run that was killed early. --resume_checkpoint auto begins anew there.
+    // A log without a checkpoint was left by a run that was killed early. Such a folder holds no run for
+    // --resume_checkpoint auto, which starts a new run there.
     const bool holds_run = has_checkpoint || (output.has("log.csv") && c.resume_checkpoint != "auto");
     if (!holds_run) return;
 
-    // The folder holds a run. So this run must be a resumed one.
+    // The folder holds a run. So the program must resume this run; it must not start a new run here.
     const int64_t newest_step = has_checkpoint ? found.rbegin()->first : 0;
     const std::string newest = has_checkpoint ? output.name(found.rbegin()->second) : "";
     std::string what = "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again";
@@ -6905,7 +6928,7 @@ static void print_memory(const Config& c, const UNet& net) {
     const double array = net.flat_size * sizeof(float) / GIB; // all parameters in fp32
     const double slice = slice_of(net.flat_size, 0, world.size).owned() * sizeof(float) / GIB;
     // With bf16 there are copies of two arrays: of the weights, and of their first average. With FP8 there are two more
-    // of the weights, with a byte for each.
+    // copies of the weights, with one byte for each weight.
     double copies = weights_have_copy() ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
     if (c.precision == "fp8") copies += 2.0 * net.flat_size * bytes_of(Element::FP8) / GIB;
 
@@ -6938,21 +6961,21 @@ static std::string preset_in_force(const Config& c) {
     return kept;
 }
 
-// --precision fp8: says how much of the work is in FP8, and whether that pays. Rounding takes time, too, which small
-// convolutions do not save.
+// --precision fp8: prints how much of the work is done in FP8, and whether FP8 saves time. Rounding to FP8 takes time,
+// too. In small convolutions it takes almost as much time as FP8 saves.
 static void print_fp8(const Config& c, const UNet& net) {
     if (c.precision != "fp8") return;
     int convs = 0, gradients = 0;
-    double flops = 0; // of one image
+    double flops = 0; // operations in FP8, in a forward pass of one image
     for (const Layer& l : net.layers) {
         gradients += l.fp8_gradient;
         if (!l.fp8) continue;
         convs++;
         const Tensor& out = net.tensors[l.out];
-        flops += 2.0 * out.H * out.W * (double)net.params[l.weight].size; // as conv_flops
+        flops += 2.0 * out.H * out.W * (double)net.params[l.weight].size; // as in conv_flops
     }
-    const double gflops = flops * c.micro() / convs * 1e-9; // of one convolution, in a forward pass
-    constexpr double LITTLE = 10; // GFLOP; with 8, a step takes 4 % less time; with 15, 7 % (docs/GUIDE.md)
+    const double gflops = flops * c.micro() / convs * 1e-9; // a convolution's, in a forward pass of a microbatch
+    constexpr double LITTLE = 10; // GFLOP; with 8 GFLOP a step takes 4 % less time; with 15, 7 % (docs/GUIDE.md)
     const char* const advice =
         gflops < LITTLE
             ? "; that is so little that FP8 hardly saves time: it pays with more channels, or more images at a time"
@@ -6992,8 +7015,8 @@ static void print_start(const Config& c, const UNet& net, const Dataset& data) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the loop over the steps
 
-// Waits until all issued steps are done, and logs them. validate: the validation loss is measured after the last of
-// these steps. show: the status line of the last of these steps is printed.
+// Waits until all issued steps are done, and logs those that are not logged yet. validate: the validation loss is
+// measured after the last of these steps. show: the status line is printed for the last of these steps.
 static void collect_steps(Run* run, bool validate, bool show) {
     StepState records[RECORDS]; // the results of each step, which the device has stored (record_step)
     const int64_t logged = run->state.step;
@@ -7001,13 +7024,13 @@ static void collect_steps(Run* run, bool validate, bool show) {
     const double ended = now();
     const double elapsed = ended - run->steps_began;
     const double val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
-    // The loss is rounded as in log.csv, from which a resumed run reads it. So a resumed run makes the same decision
-    // about best.bin as a run without a pause.
+    // The validation loss is rounded as in log.csv, from which a resumed run reads it (open_log). So a resumed run
+    // makes the same decision about best.bin as a run without a pause.
     run->val_loss = atof(text("%.9g", val).c_str());
 
     const double count = (double)(run->issued - logged);
-    // The mean over recent steps: with each step, the weight of the steps before it falls by a tenth. The first three
-    // steps are slower, so the mean of later steps leaves them out.
+    // per_step is a mean over recent steps. Each new step has a weight of 0.1 in it, and the mean so far has a weight
+    // of 0.9. The first three steps are slower. So as long as fewer than three steps were logged, the mean begins anew.
     const double kept = logged < run->first_step + 3 ? 0 : std::pow(0.9, count);
     run->per_step = kept * run->per_step + (1 - kept) * elapsed / count;
     run->seconds += elapsed;
@@ -7017,7 +7040,7 @@ static void collect_steps(Run* run, bool validate, bool show) {
         run->state = records[step % RECORDS];
         const bool is_last = step + 1 == run->issued;
         const double steps_later = (double)(run->issued - 1 - step);
-        const double done = ended - elapsed * steps_later / count; // as if all steps took the same time
+        const double done = ended - elapsed * steps_later / count; // assumes that all steps took the same time
         log_step(run, elapsed * 1e3 / count, is_last ? val : NAN, done - run->began);
         if (!run->state.ok) report_bad_step(run);
         else if (run->proven_step != run->saved_step) prove_checkpoint(run);
@@ -7030,30 +7053,30 @@ static void collect_steps(Run* run, bool validate, bool show) {
     run->steps_began = now();
 }
 
-// Says whether a signal ends the run. Several ranks must stop after the same step, so they agree on it. That takes
-// time, and therefore they do it only every STEPS_AGREED steps.
+// Returns whether a signal ends the run. Several ranks must stop after the same step. So they exchange messages to
+// agree on this step. The messages take time, so they are sent only every STEPS_AGREED steps.
 static bool is_stopped(Run* run) {
     const bool ask = world.size == 1 || run->issued % STEPS_AGREED == 0;
     if (ask) run->stop = any_rank("the question whether to stop", stop_signal);
     return run->stop;
 }
 
-// Does one turn of the loop: issues a step, and does what is due after it. If nothing is due, the host does not wait
-// until the step is done.
+// Does one turn of the loop: issues a step, and then does all that is due, such as a checkpoint. If nothing is due, the
+// host does not wait until the step is done.
 static void run_step(Run* run) {
     const Config& c = run->config;
     if (!train_step(&run->trainer, run->issued)) return;
     run->issued++;
     const int64_t step = run->issued;
     const bool last = is_stopped(run) || step >= c.max_steps;
-    // If steps are slow, the status line is also printed before it would become older than ten seconds.
+    // If steps are slow, the status line is printed so often that it never becomes older than about ten seconds.
     const bool slow = now() - run->status_shown + 4 * run->per_step > 10;
-    // Says whether something is due that happens after every `interval` steps and after the last one. 0: it never
-    // happens.
+    // Returns whether something is due that happens after every `interval` steps, and after the last step. If interval
+    // is 0, it never happens.
     auto due = [&](int interval) { return interval && (step % interval == 0 || last); };
-    // Says the same about a file that is written every `interval` steps. If a step was skipped or the disk is full, a
-    // file can't be written when it is due. Then it is written as soon as possible. written: the step of the newest
-    // file of this kind.
+    // Returns whether a file is due that is written after every `interval` steps, and after the last step. After a
+    // skipped step, or on a full disk, the file can't be written. Then it stays due until it is written. written: the
+    // step of the newest file of this kind.
     auto file_due = [&](int interval, int64_t written) {
         const bool is_behind = interval && step / interval > written / interval;
         return interval && (last || (is_behind && step >= run->retry_at));
@@ -7063,7 +7086,7 @@ static void run_step(Run* run) {
     const bool show = slow || due(c.log_interval);
     const bool wants_val_loss = due(c.val_interval) || (c.keep_best && save);
     const bool validate = run->val.count && wants_val_loss;
-    const bool draw = due(c.sample_interval) && !last; // train draws the last grid, when all else is done
+    const bool draw = due(c.sample_interval) && !last; // finish_complete draws the last grid
     const bool records_full = step - run->state.step >= STEPS_AHEAD;
     if (!show && !save && !validate && !draw && !snapshot && !records_full) return;
 
@@ -7073,11 +7096,12 @@ static void run_step(Run* run) {
     if (snapshot) save_snapshot(run);
     if (draw) save_grid(run);
     if (save || draw) write_page(run, "running");
-    run->steps_began = now(); // the time that was spent on writing is not part of a step's time
+    run->steps_began = now(); // so the time that writing took is not part of a step's time
 }
 
-// Says whether one more step is needed before a stopped run can end. With --keep_best a checkpoint needs a validation
-// loss. If the signal came after the latest step was logged without a validation loss, the run does one more step.
+// Returns whether one more step is needed before a stopped run can end. With --keep_best, the last checkpoint needs a
+// validation loss. The validation loss is measured when a step is logged. So if all steps are logged already, and the
+// last of them has no validation loss, the run does one more step.
 static bool lacks_validation(const Run& run) {
     const Config& c = run.config;
     const bool all_logged = run.state.step == run.issued;
@@ -7085,8 +7109,8 @@ static bool lacks_validation(const Run& run) {
     return c.keep_best && run.stop && unsaved && std::isnan(run.val_loss) && run.issued < c.max_steps;
 }
 
-// Saves the results of the last steps. If the disk is full, this function waits for room, but not for long, and only
-// until a second signal comes.
+// Writes the last checkpoint and the last snapshot, if they do not exist yet. If the disk is full, this function tries
+// again for PATIENCE_AT_THE_END seconds, or until a second signal comes. Then it ends the program.
 static void save_at_the_end(Run* run) {
     const int64_t updates = run->state.updates;
     const bool takes_snapshots = run->config.ema_snapshots;
@@ -7140,7 +7164,7 @@ static Dataset open_validation_data(const Config& c, const Dataset& data) {
 }
 
 // Without --values, the images of a run's grids are conditioned on the numbers of the first images of d. d is the
-// validation data if there are any, because the run does not train on them; otherwise it is the training data.
+// validation data, because the run does not train on it. Without validation data, d is the training data.
 static void take_values_of_data(const Config& c, Sampler* s, const Dataset& d) {
     if (!s->value_rows.empty()) return;
     const int64_t rows = std::min<int64_t>(d.count, c.num_samples);
@@ -7158,7 +7182,7 @@ static void take_pictures_of_data(const Config& c, Sampler* s, const Dataset& d)
     else s->pictures = first_images(*d.cond, flag, c.cond_channels, c.num_samples);
 }
 
-// Prepares the output folder, at rank 0. From now on only this run may write there.
+// Rank 0 calls this to prepare the output folder. From now on only this run may write into this folder.
 static void take_folder(Run* run, const std::string& resume) {
     const Config& c = run->config;
     // The lock is held until the program ends, so that no other run writes here.
@@ -7166,13 +7190,13 @@ static void take_folder(Run* run, const std::string& resume) {
     const Folder& folder = run->folder;
     lock_folder(folder, true);
     must(folder.has_its_name(), c.output_dir, "was moved or replaced while the run began; start it again");
-    check_output_dir(c, folder, resume, run->first_step); // again, now that nobody else can change it
+    check_output_dir(c, folder, resume, run->first_step); // again, now that no other run can change it
     // Remove the files that a killed process left unfinished.
     folder.remove_leftovers({"model_", "samples_", "log.csv.", "index.html.", "ema_", "best.bin."});
     leave_later_snapshots(folder, run->first_step);
 }
 
-// From now on, a signal makes the run save what was trained, and end.
+// After this call, a signal of STOP_SIGNALS makes the run save what was trained, and end.
 static void listen_to_signals() {
     for (const auto& [number, name] : STOP_SIGNALS) {
         const auto before = signal(number, [](int s) { stop_signal = s; });
@@ -7181,12 +7205,12 @@ static void listen_to_signals() {
     }
 }
 
-// Returns why an image could not be read, or "".
+// Returns why an image could not be read; "": all images could be read.
 static std::string data_error(const Run& run) { return run.trainer.data.error + run.val.error; }
 
 // Ends a run that was stopped by a signal, or by data that cannot be read.
 static void finish_stopped(Run* run) {
-    // Data that can't be read is an error, and a signal is not an error. In both cases the message says what was saved.
+    // Data that can't be read is an error, and a signal is not an error. In both cases the message says what is saved.
     const int64_t step = run->state.step;
     const std::string saved = saved_so_far(*run);
     const std::string error = data_error(*run);
@@ -7212,15 +7236,16 @@ static void finish_complete(Run* run) {
     // only to find out whether the last checkpoint is good.
     const int keep = c.keep_checkpoints;
     const bool too_many = !world.rank && keep && (int)run->folder.list().size() > keep;
-    // Only rank 0 knows the files in the folder. But all ranks must do the step together, since they exchange
-    // gradients. So rank 0 tells the others whether the step is needed. What this step changes is not saved.
+    // Only rank 0 has opened the folder. But all ranks must do the step together, because they exchange gradients. So
+    // rank 0 tells the other ranks whether the step is needed. The weights after this step are not saved.
     if (!any_rank("the question whether a checkpoint is to spare", too_many)) return;
     if (!train_step(&run->trainer, run->issued)) return;
     copy_to_host(&run->state, run->trainer.records + run->issued % RECORDS, sizeof run->state);
     if (s.ok) prove_checkpoint(run);
 }
 
-// Writes what still waits for the disk. Nobody tries again after this, so an error ends the program.
+// Writes the rows and pictures that still wait for the disk. They are not tried again after this. So if any of them
+// can't be written, the program ends with an error.
 static void write_the_rest(Run* run) {
     write_log(run);
     write_waiting(run);
@@ -7232,13 +7257,13 @@ static void write_the_rest(Run* run) {
             run->folder.name(waiting.begin()->first).c_str(), waiting.size());
 }
 
-// Does a whole run. data: the training data. output: the folder, if it exists. resume: the path of the checkpoint to go
-// on from, or "". start: that checkpoint, or the file of --init.
-// Result: the program's exit code. After a signal it is 128 + the number of the signal, as in a shell. So in
-// "./train_unet && next" the next program does not go on with a model that is half trained.
+// Does a whole run. data: the training data. output: the folder of --output_dir, if it exists. resume: the path of the
+// checkpoint to go on from; "": the run is new. start: that checkpoint, or the file of --init.
+// Returns the program's exit code. After a signal the exit code is 128 + the number of the signal, as in a shell. So
+// the command "./train_unet && next" does not start `next` with a model that is half trained.
 static int train(const Config& c, const Dataset& data, Folder output, const std::string& resume,
                  const ModelFile& start) {
-    // Find what is wrong first, before the program asks for memory or writes a file.
+    // First find errors in the settings, before the program allocates memory or writes a file.
     if (!world.rank) check_output_dir(c, output, resume, start.state().step);
     const Dataset val = open_validation_data(c, data);
     if (start.size) check_size(start, build_unet(c));
@@ -7266,10 +7291,10 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
     run.steps_began = now();
     while (run.issued < c.max_steps && !is_stopped(&run) && data_error(run).empty()) run_step(&run);
     if (lacks_validation(run) && data_error(run).empty()) run_step(&run);
-    // When a signal has come, some steps may not be logged yet.
+    // Some steps may not be logged yet, for example after a signal.
     const bool validate = c.keep_best && data_error(run).empty();
     if (run.state.step < run.issued) collect_steps(&run, validate, validate);
-    // The end: files, the last line on the screen, and what still waits for the disk.
+    // At the end: write the last files, print the last line, and write the rows and pictures that wait for the disk.
     save_at_the_end(&run);
     end_line(&run);
     if (run.stop || !data_error(run).empty()) finish_stopped(&run);
@@ -7282,11 +7307,12 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
 // ---------------------------------------------------------------------------------------------------------------------
 // --- samples, without a run
 
-// Returns the number of the model file's array that --sample draws from: the average of the rate --ema_rate or, without
-// this flag, the first average. If the file has no average, or with --use_ema False, it is the weights (array 0).
+// Returns the number of the model file's array that --sample draws with. This array is the average whose rate is
+// --ema_rate or, without this flag, the first average. If the file has no average, or with --use_ema False, the array
+// is the weights (array 0).
 static int array_to_sample(const Config& c, const ModelFile& m) {
     if (!c.use_ema || !m.emas()) return 0;
-    std::string rates; // the rates of the averages that do not match
+    std::string rates; // the averages' rates, for the message below
     for (int k = 0; k < m.emas(); k++) {
         // The rates are compared in fp32, as files hold them.
         const float rate = m.ema_rate(k);
@@ -7296,8 +7322,8 @@ static int array_to_sample(const Config& c, const ModelFile& m) {
     die("--ema_rate %s: %s holds averages of the rates%s", c.ema_rate.c_str(), m.path.c_str(), rates.c_str());
 }
 
-// Says whether a file must not be replaced by samples, because something would be lost: the file holds a model, or data
-// that are no samples.
+// Returns true if the file holds a model, or data that are no samples. The program must not replace such a file by
+// samples, because the model or the data would be lost.
 static bool holds_more_than_samples(const Folder& folder, const std::string& name) {
     // All model files and data files begin with a header of 1024 bytes. Its first slot tells the two kinds apart.
     const int file = openat(folder.descriptor, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
@@ -7314,8 +7340,8 @@ static bool holds_more_than_samples(const Folder& folder, const std::string& nam
     return is_model || (is_data && !are_samples);
 }
 
-// Opens the folder of --output. Drawing samples may take long. So what would make the writing fail is found before the
-// samples are drawn: a name that can't be written, or a file that must not be replaced.
+// Opens the folder of --output, and returns it. Drawing samples may take long. So this function checks, before they are
+// drawn, that the file can be written later, and that it replaces no file that must stay.
 static Folder open_output(const Config& c, const std::string& resume) {
     // Every message begins with the flag.
     auto refuse_unless = [&](bool ok, const std::string& why) {
@@ -7350,7 +7376,8 @@ static Folder open_output(const Config& c, const std::string& resume) {
         refuse_unless(!holds_more_than_samples(folder, name),
                       "holds a model or data; choose another name, or move it away");
     }
-    // The last check: can a file be made there? AtomicFile makes one under another name, and removes it again.
+    // The last check is whether a file can be made in the folder. AtomicFile makes a file under another name, and
+    // discard removes this file.
     AtomicFile probe(folder, name);
     refuse_unless(!probe.error, probe.failure);
     probe.discard();
@@ -7369,7 +7396,7 @@ static std::string samples_as_data_file(const std::vector<float>& images, int co
                 const float* const value = &images[pixel * C + channel];
                 data.append((const char*)value, sizeof(float));
             }
-    // The header, with a checksum of the images and one of itself. There are no classes.
+    // The header contains a checksum of the images, and a checksum of the header itself. There are no classes.
     const int data_crc = (int)crc32(0, data.data(), data.size());
     Header h;
     h.slot[SLOT_MAGIC] = DATA_MAGIC;
@@ -7380,16 +7407,17 @@ static std::string samples_as_data_file(const std::vector<float>& images, int co
     h.slot[DATA_SLOT_WIDTH] = c.W;
     h.slot[DATA_SLOT_BYTES] = sizeof(float);
     h.slot[DATA_SLOT_BODY_CRC] = data_crc;
-    h.slot[DATA_SLOT_HEADER_CRC] = (int)crc32(0, h.slot, 1024); // this slot is still 0 when the checksum is computed
+    h.slot[DATA_SLOT_HEADER_CRC] = (int)crc32(0, h.slot, 1024); // computed while this slot is 0
     return std::string((const char*)h.slot, 1024) + data;
 }
 
-// --sample N: draws N images from a model file and writes them into --output, which lies in folder: a PNG that shows
-// them in a grid, or a data file of float images.
+// --sample N: draws N images with the weights of a model file, and writes them into the file of --output. This file is
+// a PNG that shows the images in a grid, or a data file of float images. folder: the folder of this file.
 static void sample_and_stop(const Config& c, const Folder& folder, const ModelFile& model) {
     UNet net = build_unet(c);
     check_size(model, net);
-    // Ranks share the images. With guidance the network computes each image twice: with its class and without.
+    // Each rank draws a share of the images. With guidance the network computes each image twice: with its class,
+    // numbers and picture, and without them.
     const int share = (c.sample + world.size - 1) / world.size; // rounded up
     const int batch_images = std::min(share, c.batch_size);
     plan_memory(&net, batch_images * (c.guided() ? 2 : 1), false);
@@ -7413,7 +7441,7 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
         sampler.mask = device_alloc<float>(batch_values);
     }
 
-    // Only the lines up to `seconds` are timed. On a GPU with bf16 the network reads a copy of the weights.
+    // The time from `start` to `seconds` is printed below. On a GPU with bf16 the network reads a copy of the weights.
     const double start = now();
     act* copy = make_copy(params, net.flat_size);
     cast_params(copy, params, net.flat_size);
@@ -7444,18 +7472,18 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
 // has a value for it:
 //   1. the command line
 //   2. a model file (--init, --resume_checkpoint)
-//   3. the data file: size and channels of its images, and their classes if the preset does not name them
-//   4. the preset; without --preset, the one that fits the images
+//   3. the data file: size and channels of its images, and their number of classes if the preset does not set it
+//   4. the preset; without --preset, the preset that fits the size of the images
 //   5. the flag's default
-// A setting on the command line must agree with the model file, unless it is one that may change from run to run.
+// A setting on the command line must agree with the model file, unless this setting may change from run to run.
 //
 // In the order in which they run: run_program calls parse_command_line, and then complete_config, which reads presets
 // (apply_preset) and model files (take_model_file). With --sample, sample_and_stop follows. For a run, check_run,
 // take_data_shape and train follow.
 
 // Returns the settings of a model file of unet.cu. The file's header holds the shape of the network, but nothing about
-// the diffusion. We assume the diffusion that unet.cu itself trains with: 1000 steps and the linear schedule. Flags may
-// change this.
+// the diffusion. We assume the diffusion that unet.cu itself trains with: 1000 steps and the linear schedule. The flags
+// about the diffusion may be set on the command line.
 static Config unet_cu_config(const ModelFile& model) {
     const int* s = model.header.slot;
     const int channels = s[2];
@@ -7485,8 +7513,8 @@ static Config unet_cu_config(const ModelFile& model) {
 
 // Sets a flag to the value in a model file. If the command line gives the flag, too, the two values must be the same.
 // But a flag that may change from run to run keeps the value of the command line. Slots after SLOT_STEP hold settings
-// of the run, such as the batch size. All of these may change. Slots before it hold settings of the model, of which
-// only those of FREE flags may change.
+// of the run, such as the batch size. All of these may change. Slots before SLOT_STEP hold settings of the model. Of
+// these, only the settings of FREE flags (common/flags.h) may change.
 static void take_from_file(Config* c, const std::string& path, const std::string& name, const std::string& value) {
     const Flag& f = *find_flag(name);
     const bool given = c->given(name);
@@ -7499,8 +7527,8 @@ static void take_from_file(Config* c, const std::string& path, const std::string
             path.c_str(), flag_value(*c, f).c_str());
 }
 
-// Says whether a flag's value is a text that parse_model reads. In a header, such a value is not one number in one
-// slot, but a list of numbers, or two numbers in two slots.
+// Returns whether a flag's value is a text that parse_model reads. A header does not hold such a value as one number in
+// one slot, but as a list of numbers, or as two numbers in two slots.
 static bool is_parsed(const std::string& name) {
     return name == "image_size" || name == "channel_mult" || name == "attention_resolutions" || name == "cond";
 }
@@ -7528,8 +7556,8 @@ static std::pair<std::string, std::string> kept_paths(const ModelFile& model) {
 }
 
 // Finds a data file whose path is kept in a checkpoint. The path may be relative to the folder in which the run was
-// started. That folder may be one of the folders above the checkpoint. So the file is also looked for in all of these
-// folders.
+// started. That folder may be one of the folders that contain the checkpoint. So the data file is looked for in the
+// current folder, and then in the checkpoint's folder and the folders above that.
 static std::string find_data(const ModelFile& model, const std::string& data_file) {
     std::filesystem::path found(data_file);
     std::filesystem::path folder = std::filesystem::absolute(model.path).parent_path();
@@ -7549,7 +7577,8 @@ static void take_run_of_file(Config* c, const ModelFile& model) {
         rates += text("%.9g", model.ema_rate(k));
     }
     if (!c->given("ema_rate")) take_from_file(c, model.path, "ema_rate", rates);
-    // Random draws depend on the seed and the step. So the run goes on with the same draws as if it had never paused.
+    // Random draws depend on the seed and the step. So with the same seed the resumed run makes the same draws as a run
+    // without a pause.
     const int64_t seed = model.header.get<int64_t>(SLOT_SEED);
     take_from_file(c, model.path, "seed", std::to_string(seed));
     const auto [data_file, cond_file] = kept_paths(model);
@@ -7595,9 +7624,9 @@ static std::string header_value(const Config& c, const Header& h, const Flag& f)
     return number < words.size() ? words[number] : std::to_string(h.slot[f.slot]);
 }
 
-// For each flag that the command line leaves open, takes the value in a model file. Compares the other flags with the
-// file. resume: the file is a checkpoint whose run goes on. Then the settings of the run are taken, too, not only those
-// of the model.
+// If the command line does not give a flag, sets the flag to the value in the model file. If the command line gives it,
+// compares the two values (take_from_file). resume: the file is a checkpoint whose run goes on. Then not only the
+// settings of the model are taken from the file, but also the settings of the run.
 static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     const std::string& path = model.path;
     const Header& h = model.header;
@@ -7615,7 +7644,7 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     for (const Flag& f : FLAGS) {
         const bool is_of_run = f.slot > SLOT_STEP;
         if (!f.slot || (is_of_run && !resume)) continue;
-        // Tuning has its own objective and noise levels, so it does not take them from the file.
+        // Tuning has its own objective and its own noise levels, so these flags are not taken from the file.
         const bool tuning_has_it = f.slot == SLOT_OBJECTIVE || f.slot == SLOT_P_MEAN || f.slot == SLOT_P_STD;
         if (is_tuned && tuning_has_it) continue;
         if (slot_is_used(h, f)) take_from_file(c, path, f.name, header_value(*c, h, f));
@@ -7624,8 +7653,8 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     if (resume) take_run_of_file(c, model);
 }
 
-// Sets the defaults of --objective ect and --sampler consistency: the values with which Geng et al. 2024 tune.
-// file_has_levels: a model file has set the noise levels (P_mean and P_std).
+// Sets the defaults for --objective ect and --sampler consistency. They are the values that Geng et al. 2024 use.
+// file_has_levels: a model file has already set the distribution of noise levels (P_mean and P_std).
 static void take_ect_defaults(Config* c, bool file_has_levels) {
     const bool ect = c->objective == "ect";
     if (ect && !c->given("sampler")) c->sampler = "consistency";
@@ -7640,7 +7669,7 @@ static void take_ect_defaults(Config* c, bool file_has_levels) {
 }
 
 // Takes the size, channels and classes of the images from the data file, if neither a flag nor a model file sets them.
-// Then checks that the data fits the model. where: "FILE: " if a model file sets them; otherwise "".
+// Then checks that the data fits the model. where: what messages begin with: "FILE: " with a model file, otherwise "".
 static void take_data_shape(Config* c, const Dataset& d, const std::string& where) {
     if (where.empty()) {
         if (!c->given("image_size")) c->image_size = size_text(d.H, d.W);
@@ -7655,7 +7684,7 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
     auto refuse_unless = [&](bool ok, const char* flag, const std::string& why) {
         if (!ok) refuse(where + wrong(c, flag, why));
     };
-    // If the images and the model differ in size, this is said first, because it explains most other errors.
+    // If the images and the model differ in size, this error is printed first, because it explains most other errors.
     const std::string error = check_model(c);
     const bool fits = d.H == c->H && d.W == c->W;
     if (!error.empty() && (fits || error.starts_with("--image_size"))) refuse(where + error);
@@ -7693,8 +7722,8 @@ static std::string resume_path(const Config& c, const Folder& output) {
         c.output_dir.c_str(), output.has("log.csv") ? ", once its log.csv is moved away" : "");
 }
 
-// Checks that the counters of a checkpoint agree, and that the run goes on with the data that it began with. If the
-// user gives --data_file, it may be other data.
+// Checks that the counters of a checkpoint agree with each other, and that the run goes on with the data that it was
+// trained on. If the user gives --data_file, the data may be different.
 static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) {
     const StepState s = m.state();
     const Guard& g = s.guard;
@@ -7728,12 +7757,14 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what ranks must have in common
 
-// Returns a checksum that tells two input files apart, in about a second. Our own files hold, in their first 1024
-// bytes, a checksum of their whole content, which is verified when they are read. So the first 1024 bytes of these
-// files would be enough. But files of unet.cu hold no checksum. Therefore up to 64 MiB of any file are read: the whole
-// file or, if it is larger, 256 excerpts of it at equal distances, the first at its beginning and the last at its
-// end. This notices other images or weights, and files that were cut short. It may miss only a difference in a few
-// images of a large file of unet.cu.
+// Returns a checksum by which two different input files can be told apart. It takes about a second.
+//
+// Our own files hold a checksum of their whole content in their first 1024 bytes. This checksum is verified when a file
+// is read. So the first 1024 bytes of these files would be enough. But files of unet.cu hold no checksum. Therefore up
+// to 64 MiB of any file are read: the whole file or, if it is larger, 256 excerpts at equal distances. The first
+// excerpt is at the file's beginning, and the last excerpt is at its end. So files with other images or weights, and
+// files that were cut short, have another checksum. Only if two large files of unet.cu differ in just a few images, the
+// checksums may be the same.
 static uint32_t sample_checksum(const InputFile& file) {
     constexpr size_t EXCERPTS = 256;
     constexpr size_t EXCERPT = 256 << 10; // bytes
@@ -7745,14 +7776,14 @@ static uint32_t sample_checksum(const InputFile& file) {
         file.read(excerpt.data(), EXCERPT, last_begin / (EXCERPTS - 1) * k);
         crc = crc32(crc, excerpt.data(), EXCERPT);
     }
-    // The distance between excerpts was rounded down, so the loop's last one may begin before last_begin. Therefore the
-    // excerpt at last_begin is read, too.
+    // The distance between excerpts was rounded down, so the last excerpt of the loop may begin before last_begin.
+    // Therefore the excerpt at last_begin is read, too.
     file.read(excerpt.data(), EXCERPT, last_begin);
     return crc32(crc, excerpt.data(), EXCERPT);
 }
 
-// Returns a line about an input file. It is the same at all ranks that read the same content. The path is not in the
-// line, because it may differ from machine to machine.
+// Returns a line of text about an input file. All ranks that read the same content get the same line. The line does not
+// contain the file's path, because the path may differ from machine to machine.
 static std::string describe_input(const std::string& name, const std::string& path) {
     if (path.empty()) return "no " + name + "\n";
     InputFile file;
@@ -7762,9 +7793,9 @@ static std::string describe_input(const std::string& name, const std::string& pa
     return text("a %s of %zu bytes and checksum %08x\n", name.c_str(), file.size, checksum);
 }
 
-// Ends the program, before anything is written, if ranks run different programs, or read different inputs or flags.
-// Such ranks would compute different things, or wait for each other for ever. Each rank describes its program, inputs
-// and flags in lines of text, which are compared.
+// Ends the program, before anything is written, if ranks run different programs, read different input files, or have
+// different flags. Such ranks would compute different things, or wait for each other for ever. Each rank describes its
+// program, inputs and flags in lines of text. Then the lines of all ranks are compared.
 static void compare_ranks(const Config& c, const std::string& weights) {
     if (world.size < 2) return;
     std::ifstream self("/proc/self/exe", std::ios::binary);
@@ -7779,8 +7810,9 @@ static void compare_ranks(const Config& c, const std::string& weights) {
     mine += describe_input("--start_from", c.start_from);
     mine += describe_input("--inpaint", c.inpaint);
     mine += describe_input("--mask", c.mask);
-    // Flags that name inputs are left out below, because the content of these files is in the lines above. --device,
-    // --output and --output_dir may differ: each machine has its own devices and folders, and only rank 0 writes.
+    // Flags that name input files are left out below, because the lines above describe the content of these files.
+    // --device, --output and --output_dir may differ: each machine has its own devices and folders, and only rank 0
+    // writes.
     mine += text("--values of checksum %08x\n", crc32(0, c.value_rows.data(), c.value_rows.size() * sizeof(float)));
     const std::set<std::string> inputs = {"init",    "data_file", "val_data_file", "cond_file", "val_cond_file",
                                           "inpaint", "mask",      "values",        "start_from"};
@@ -7799,8 +7831,8 @@ static void compare_ranks(const Config& c, const std::string& weights) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- main
 
-// Returns the preset that is used without --preset. It depends on the size of the images, if --data_file or --data_dir
-// is given.
+// Returns the preset that is used without --preset. If --data_file or --data_dir is given, the preset depends on the
+// size of the images.
 static const char* default_preset(const Config& c, const Dataset& data) {
     if (!c.data_dir.empty()) return PRESET_64; // prepare_data.py makes images of 64x64 out of a folder
     if (!data.size) return DEFAULT_PRESET;
@@ -7808,8 +7840,8 @@ static const char* default_preset(const Config& c, const Dataset& data) {
     return data.H == 32 ? PRESET_32 : PRESET_ELSE;
 }
 
-// --num_gpus: if several GPUs are to be used and no launcher has started a process for each of them, this process
-// starts them and waits until they have ended. value: a number, or all. patience: --rank_timeout.
+// --num_gpus: each GPU needs a process. If several GPUs are to be used and no launcher has started these processes,
+// this process starts them and waits until they have ended. value: a number, or "all". patience: --rank_timeout.
 static void take_num_gpus(const std::string& value, int patience, char** argv) {
     ranks.patience = patience;
     // For "all", number is 0.
@@ -7838,8 +7870,8 @@ static void check_contradictions(const Config& c) {
         die("--data_file and --data_dir: a run trains on one of them; leave the other out");
 }
 
-// Sets what the command line leaves open, except what take_data_shape takes from the data. Opens the data file if the
-// choice of a preset needs it. resume: the model file is a checkpoint whose run goes on.
+// Sets the flags that the command line leaves open, except those that take_data_shape takes from the data. Opens the
+// data file if the choice of a preset needs it. resume: the model file is a checkpoint whose run goes on.
 static void complete_config(Config* c, const ModelFile& model, bool resume, Dataset* data) {
     // Without --preset, the preset is chosen by the size of the images. A preset sets flags that the command line
     // leaves open. If a model file holds another value for such a flag, the model file's value is used.
@@ -7851,7 +7883,7 @@ static void complete_config(Config* c, const ModelFile& model, bool resume, Data
     if (model.size) take_model_file(c, model, resume);
     take_rescale_learned_sigmas(c, model.size);
     take_ect_defaults(c, model.size && is_ect(model.header));
-    // A preset may ask for more sampling steps than the diffusion has. Then sampling takes all steps of the diffusion.
+    // A preset may ask for more sampling steps than the diffusion has. Then sampling uses all steps of the diffusion.
     const bool too_many = atoi(c->timestep_respacing.c_str()) > c->diffusion_steps;
     if (too_many && !c->given("timestep_respacing")) c->timestep_respacing = "";
 }
@@ -7891,7 +7923,7 @@ static int run_program(int argc, char** argv) {
     if (resumes || !c.init.empty()) model = open_model(resumes ? resume : c.init);
     Dataset data;
     complete_config(&c, model, resumes, &data);
-    const std::string where = model.size ? model.path + ": " : ""; // in messages: which file the settings come from
+    const std::string where = model.size ? model.path + ": " : ""; // messages begin with the file of the settings
     start_device(c.precision, c.device);
     const bool directly = meaning<bool>("exchange", c.exchange, {{"auto", true}, {"nccl", false}});
 
