@@ -19,91 +19,91 @@
 //   4105         samplers
 //   4661     9. Data: .bin files that may be larger than memory, the order of their images
 //   5212    10. Model files: weights and checkpoints, initial weights
-//   5560    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5575         the learning rate, the verdict on a step, averages of the weights
-//   5662         what a trainer holds
-//   5801         a step
-//   6106    12. A run: log, guard, checkpoints, resume, samples
-//   6131         the log in memory, as the page shows it
-//   6243         what a run holds
-//   6311         the log and the status line
-//   6501         checkpoints, snapshots and grids
-//   6767         the start of a run: new, from a file's weights, or resumed
-//   6993         the loop over the steps
-//   7109         a run from its first to its last line
-//   7283         samples, without a run
-//   7442    13. main: the command line, then a run or samples
-//   7729         what ranks must have in common
-//   7800         main
-//   7928  Part II. The device
-//   7931    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8011    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8081    16. The GPU: what all kernels share
-//   8146         Launches, which may overlap
-//   8190         Decisions: what kernels are chosen with
-//   8239         Single instructions: shared memory, mbarriers, clusters
-//   8324         Activations: pieces of 16 bytes
-//   8644         each_kernel: a thread for an element
-//   8658         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8821         Swizzle: how rows lie in shared memory
-//   8839         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9090         building blocks of Hopper's kernels (sm_90a)
-//   9389    17. Small operations: resampling, embeddings, diffusion
-//   9392         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9593         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9950         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10482    18. Group norm
-//  10485         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11043         groupnorm_backward_whole: an image's slab in shared memory
-//  11431    19. Attention
-//  11537         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12086         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12226         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12910    20. Convolution
-//  12952         ConvOut: results, 4 channels of a pixel at a time
-//  13190         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13253         conv_halo: 3x3, stride 1, any GPU
-//  13659         conv_gather: any kernel size and stride, any GPU
-//  13922         conv_few: the first and the last layer
-//  14094         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14674         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14796         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15268         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15714         conv_weight_tma: weight gradients (sm_90a)
-//  16010         FP8 in training: weights and gradients are rounded
-//  16123    21. The optimiser
-//  16126         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16364    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16367         groupnorm_backward
-//  16526         attention: forward and, where a has dout, backward
-//  16590         convolution: forward and input gradient
-//  17091         convolution: weight gradients
-//  17442    23. The GPU: memory, copies, repeated work
-//  17668    24. Between ranks: from device to device
+//   5568    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5583         the learning rate, the verdict on a step, averages of the weights
+//   5674         what a trainer holds
+//   5816         a step
+//   6122    12. A run: log, guard, checkpoints, resume, samples
+//   6148         the log in memory, as the page shows it
+//   6260         what a run holds
+//   6328         the log and the status line
+//   6520         checkpoints, snapshots and grids
+//   6786         the start of a run: new, from a file's weights, or resumed
+//   7016         the loop over the steps
+//   7133         a run from its first to its last line
+//   7308         samples, without a run
+//   7470    13. main: the command line, then a run or samples
+//   7758         what ranks must have in common
+//   7832         main
+//   7960  Part II. The device
+//   7963    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8043    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8113    16. The GPU: what all kernels share
+//   8178         Launches, which may overlap
+//   8222         Decisions: what kernels are chosen with
+//   8271         Single instructions: shared memory, mbarriers, clusters
+//   8356         Activations: pieces of 16 bytes
+//   8676         each_kernel: a thread for an element
+//   8690         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8853         Swizzle: how rows lie in shared memory
+//   8871         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9122         building blocks of Hopper's kernels (sm_90a)
+//   9421    17. Small operations: resampling, embeddings, diffusion
+//   9424         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9625         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9982         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10514    18. Group norm
+//  10517         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11075         groupnorm_backward_whole: an image's slab in shared memory
+//  11463    19. Attention
+//  11569         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12118         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12258         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12942    20. Convolution
+//  12984         ConvOut: results, 4 channels of a pixel at a time
+//  13222         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13285         conv_halo: 3x3, stride 1, any GPU
+//  13691         conv_gather: any kernel size and stride, any GPU
+//  13954         conv_few: the first and the last layer
+//  14126         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14706         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14828         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15300         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15746         conv_weight_tma: weight gradients (sm_90a)
+//  16042         FP8 in training: weights and gradients are rounded
+//  16155    21. The optimiser
+//  16158         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16396    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16399         groupnorm_backward
+//  16558         attention: forward and, where a has dout, backward
+//  16622         convolution: forward and input gradient
+//  17123         convolution: weight gradients
+//  17474    23. The GPU: memory, copies, repeated work
+//  17700    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7924, run_program 7860, train 7239, run_step 7043, train_step 6040, load_batch 5165 (read_image 4747);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17573):
-//     step_gradients 5934: draw_levels 9966 (the formulas: draw_level 3714), forward_and_loss 5847,
-//     q_sample_forward 10172, unet_forward 3258, forward_layer 3244 (a function of the layer's kind),
-//     loss_forward_backward 10286, unet_backward 3325, conv_backward_weights 17435 (weight gradients, on the side
-//     stream), finish_gradients 11378 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16175;
-//     judge_step 16222 (the verdict: judge_batch 5635), update_slice 6005, adamw_update 16336 (adamw_kernel 16293),
-//     next_step 16228, record_step 16234; later collect_steps 6997
+//     main 7956, run_program 7892, train 7264, run_step 7066, train_step 6056, load_batch 5165 (read_image 4747);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17605):
+//     step_gradients 5949: draw_levels 9998 (the formulas: draw_level 3714), forward_and_loss 5862,
+//     q_sample_forward 10204, unet_forward 3258, forward_layer 3244 (a function of the layer's kind),
+//     loss_forward_backward 10318, unet_backward 3325, conv_backward_weights 17467 (weight gradients, on the side
+//     stream), finish_gradients 11410 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16207;
+//     judge_step 16254 (the verdict: judge_batch 5647), update_slice 6021, adamw_update 16368 (adamw_kernel 16325),
+//     next_step 16260, record_step 16266; later collect_steps 7020
 //   pictures, from noise: sample_batch 4576, plan_route 4339, device_step 4384, euler_step 4135 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16943 draws all of its roads):
-//     forward_conv 2296; conv_forward 16980, with conv_product above it, which asks conv_is_wgmma 16597;
-//     on Hopper, large images: pick_conv_tiles_3x3 16893; conv_tiles 15253, with conv_tiles_kernel above it;
-//     Accumulators 9310 (its function multiply); Wgmma 8903;
-//     on Hopper, small images: pick_conv_small 16749; conv_small 15700, with conv_small_kernel and multiply_small above
-//     it; Wgmma 8903;
-//     on any other GPU pick_conv_halo_bf16 16664; conv_halo 13646, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8709
-//   why several GPUs compute the bits of one: step_gradients 5934
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 388, Silu 7974, with_nonlinearity 7984 (a case);
-//     BEHIND_NORMS, in front of add_norm 2523, chooses it. The embedding has SiLU as a layer: silu_forward 9870
+//   a convolution, to the tensor cores (a table above conv_product 16975 draws all of its roads):
+//     forward_conv 2296; conv_forward 17012, with conv_product above it, which asks conv_is_wgmma 16629;
+//     on Hopper, large images: pick_conv_tiles_3x3 16925; conv_tiles 15285, with conv_tiles_kernel above it;
+//     Accumulators 9342 (its function multiply); Wgmma 8935;
+//     on Hopper, small images: pick_conv_small 16781; conv_small 15732, with conv_small_kernel and multiply_small above
+//     it; Wgmma 8935;
+//     on any other GPU pick_conv_halo_bf16 16696; conv_halo 13678, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8741
+//   why several GPUs compute the bits of one: step_gradients 5949
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 388, Silu 8006, with_nonlinearity 8016 (a case);
+//     BEHIND_NORMS, in front of add_norm 2523, chooses it. The embedding has SiLU as a layer: silu_forward 9902
 //   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3573
 //   an objective, as edm and flow are: its row in common/flags.h, Frame 503, and beside each other edm_question 3415,
 //     ask 3450, frame_of 3460, sigma_draws 3466, has_steps_of_t 3472; the head of their section lists the changes
@@ -115,17 +115,17 @@
 //     by which factor, and where. plan_fp8 2843 and plan_fp8_gradients 2861 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 2902 for samples, make_fp8_training 2942 for training; add_fp8_args 2069
 //     hands them to the layers. forward_conv 2296 and backward_conv 2307 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17041 makes an input gradient a forward convolution; conv_product_fp8 16973 picks the
-//     kernel, multiply_fp8 9341 and WgmmaFp8 8939 multiply; print_fp8 6943 says whether it pays
+//     conv_backward_input_fp8 17073 makes an input gradient a forward convolution; conv_product_fp8 17005 picks the
+//     kernel, multiply_fp8 9373 and WgmmaFp8 8971 multiply; print_fp8 6966 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1332 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5373 and check_unused (host/files.h): look at their
+//     _unless. For a damaged header they stand in check_field 5379 and check_unused (host/files.h): look at their
 //     callers.
 //     unknown_word 1246 prints the message for a word of a flag that some place does not know. Such a place calls it
 //     itself or through meaning 1252.
-//     Two functions print a message while the run goes on: report_bad_step 6755 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6545 that a file could not be written yet.
-//     stop_run 6519 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     Two functions print a message while the run goes on: report_bad_step 6774 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6564 that a file could not be written yet.
+//     stop_run 6538 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
