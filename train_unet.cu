@@ -7889,10 +7889,10 @@ template <class T> struct ElementOf;
 template <class T> constexpr bool IS_MISSING = false; // for a static_assert where each type needs code of its own
 template <> struct ElementOf<float> {
     static constexpr Element ELEMENT = Element::FP32;
-    static constexpr bool FAST_EXP = false; // Is the hardware's approximation of e^x exact enough for such tensors?
+    static constexpr bool FAST_EXP = false; // whether the hardware's approximate e^x is exact enough for this type
     static constexpr int PARTS = 2;         // into how many fp16 numbers one number is split for the tensor cores
     static constexpr uint32_t TWO_ONES = 0x3C003C00; // two ones in the type that the tensor cores multiply: fp16
-    static constexpr int FEW_PARTS = 1;              // how many numbers of this type add up to a float in conv_few
+    static constexpr int FEW_PARTS = 1;              // conv_few stores a float as a sum of so many numbers of this type
 };
 #ifdef __CUDACC__
 typedef __nv_bfloat16 bf16;
@@ -7909,9 +7909,9 @@ template <> struct ElementOf<bf16> {
 // df(u) returns its derivative at the same z, which it is given as u = Z_FACTOR<T> z. Then add a value to enum
 // Nonlinearity, and its case to with_nonlinearity. A df that needs z itself begins with z = u / Z_FACTOR<T>.
 //
-// The group norms of both builds call f and df, and contain no formula of a nonlinearity themselves. The embedding's
-// SiLU is another thing: a kind of layer (SILU), with kernels of its own. A model file does not say with which
-// nonlinearity it was trained.
+// The group norms of both builds call f and df, and contain no formula of a nonlinearity themselves. In the embedding,
+// SiLU is a layer (its kind is SILU), so with_nonlinearity does not choose it. A model file does not record which
+// nonlinearity the model was trained with.
 //
 // Why df is given u: the sigmoid is computed fastest from u. For bf16, u = -z log2(e), since the hardware computes 2^u,
 // which is then e^-z. For fp32, u is z. The factor costs nothing: a norm's z is x * scale + shift, and the norm
@@ -7919,7 +7919,7 @@ template <> struct ElementOf<bf16> {
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 template <class T> constexpr float Z_FACTOR = ElementOf<T>::FAST_EXP ? -LOG2E : 1;
 
-// Returns sigmoid(z) = 1 / (1 + e^-z), as exact as tensors of type T need it. u = Z_FACTOR<T> z
+// Returns sigmoid(z) = 1 / (1 + e^-z), as exactly as tensors of type T need it. The argument u is Z_FACTOR<T> z.
 template <class T> INLINE float sigmoid(float u);
 
 // SiLU, with s = sigmoid(z):   f(z) = z s,   f'(z) = s + z s (1 - s)
@@ -7947,8 +7947,8 @@ struct NoWork {
 };
 template void with_nonlinearity<float>(Nonlinearity, NoWork);
 
-// PyTorch's F.pixel_unshuffle turns pixels (B, H, W, C) into patches (B, H / p, W / p, C p p). Returns where element i
-// of the pixels lies in the patches.
+// PyTorch's F.pixel_unshuffle turns pixels (B, H, W, C) into patches of p x p pixels: (B, H / p, W / p, C p p). This
+// function is given the index i of an element in the pixels. It returns the index of the same element in the patches.
 HD static inline size_t place_in_patches(size_t i, int H, int W, int C, int p) {
     const int c = i % C;
     const int w = i / C % W;
@@ -7964,9 +7964,9 @@ HD static inline size_t place_in_patches(size_t i, int H, int W, int C, int p) {
 
 #include "dev/reference.h"
 
-// These are the functions of the interface that are no operations. Many of them do nothing: the device's memory is the
-// host's, work is done when a function returns, and operations allocate the memory that they need (so they need no
-// workspace).
+// These are the functions of the interface that are no operations. Many of them do nothing, for three reasons. The
+// device's memory is the host's memory. A function returns only when its work is done. Operations allocate the memory
+// that they need themselves, so they need no workspace.
 // conv_takes_skip: on a CPU no convolution computes its skip connection itself.
 static bool conv_takes_skip(const ConvShape&, const ConvShape&) { return false; }
 static size_t conv_workspace(ConvShape) { return 0; }
@@ -7992,7 +7992,7 @@ static void* device_alloc_bytes(size_t bytes) {
     return p;
 }
 
-static size_t device_available() { return SIZE_MAX; } // whether there is enough is found out when memory is requested
+static size_t device_available() { return SIZE_MAX; } // not known; device_alloc_bytes fails if it is too little
 [[maybe_unused]] static void device_free(void* p) { free(p); }
 static void copy_to_device(void* device, const void* host, size_t bytes) { memcpy(device, host, bytes); }
 static void copy_to_host(void* host, const void* device, size_t bytes) { memcpy(host, device, bytes); }
@@ -8032,42 +8032,43 @@ static void release(Upload*) {}
 // =====================================================================================================================
 // 16. The GPU: what all kernels share
 //
-// From top to bottom: the GPU and its streams, launches, decisions; then what kernels are built of: single PTX
-// instructions, activations in registers, sums over threads, tensor cores (mma.sync on any GPU; TMA and wgmma on
-// Hopper).
+// This section first contains the GPU and its streams, launches and decisions. Then it contains what kernels are built
+// of: single PTX instructions, activations in registers, sums over threads, and tensor cores (mma.sync on any GPU; TMA
+// and wgmma on Hopper).
 
 // Loops over registers must be unrolled: an array is in registers only if every index is known to the compiler.
 #define UNROLL_FOR _Pragma("unroll") for
 #define UNROLL_4_FOR _Pragma("unroll 4") for
 #define UNROLL_8_FOR _Pragma("unroll 8") for
-#define NO_UNROLL_FOR _Pragma("unroll 1") for // for loops that the compiler would unroll, so that registers would spill
+#define NO_UNROLL_FOR _Pragma("unroll 1") for // for loops that would need too many registers if they were unrolled
 
 #if __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "code for compute capability 9.0 is compiled for sm_90a, which has wgmma: -gencode arch=compute_90a,code=sm_90a"
 #endif
 
-// The properties of a GPU on which the choice of a kernel may depend. To give a new kind of GPU tiles of its own, add a
-// member that tells this kind from the others.
+// The properties of a GPU on which the choice of a kernel may depend. If a new kind of GPU shall have tiles of its own,
+// add a member that distinguishes this kind from the other kinds.
 struct Gpu {
     int sms;                             // multiprocessors
-    int shared_per_sm, shared_per_block; // bytes of shared memory: of a multiprocessor, and the most for one block
+    int shared_per_sm, shared_per_block; // bytes of shared memory of a multiprocessor, and the limit of one block
     bool overlap;                        // this binary has code of sm_90 or later for this GPU, so launches may overlap
     bool clusters;                       // the binary has such code, and clusters of blocks are allowed
     bool wgmma;                          // the code is for sm_90a, and its wgmma and TMA are allowed
 
-    // shared_for: the bytes of dynamic shared memory that each block can have if `blocks` of them have to fit on a
-    // multiprocessor. blocks_of: how many blocks of `bytes` each fit. In addition, every block needs 1 KB for the
-    // system, and `statics` bytes for the __shared__ variables that its kernel declares.
+    // shared_for returns how many bytes of dynamic shared memory each block can have if a multiprocessor has to run
+    // `blocks` blocks. blocks_of returns how many blocks it can run if each has `bytes` bytes of dynamic shared memory.
+    // In addition, every block needs 1 KB, which CUDA reserves, and `statics` bytes for the __shared__ variables that
+    // its kernel declares.
     constexpr int shared_for(int blocks, int statics = 0) const {
         return std::min(shared_per_sm / blocks - 1024, shared_per_block) - statics;
     }
     constexpr int blocks_of(int bytes, int statics = 0) const { return shared_per_sm / (bytes + statics + 1024); }
 };
-// The tiles of kernels are made for these GPUs. Kernels without wgmma run on any GPU. So their tiles must fit into the
-// shared memory of an RTX 30, which has the least.
+// The sizes of the kernels' tiles are chosen for these two GPUs. Kernels without wgmma run on any GPU. So their tiles
+// must fit into the shared memory of an RTX 30, because no other GPU has less.
 constexpr Gpu RTX_30{82, 100 * 1024, 99 * 1024, false, false, false};
 constexpr Gpu H200{132, 228 * 1024, 227 * 1024, true, true, true};
-static Gpu gpu; // the GPU of this process; tests put other GPUs here
+static Gpu gpu; // the GPU of this process; tests replace it by other GPUs
 
 // A Stream is a CUDA stream (queue) and its workspace. Kernels of a stream run one after the other, so each operation
 // may overwrite the whole workspace. What an operation leaves in the workspace is lost when the next operation runs.
@@ -8075,13 +8076,14 @@ struct Stream {
     cudaStream_t queue = nullptr;
     char* workspace = nullptr;
     size_t workspace_bytes = 0;
-    bool joined = false; // the next kernel is launched without overlap; for example, it waits for another stream, too
+    bool joined = false; // whether the next launch must not overlap, for example since it waits for another stream
 };
 
-// The device itself is the main stream. It also holds a side stream, whose kernels run at the same time (run_beside).
+// A Device is the main stream. It also holds a side stream, whose kernels run at the same time as those of the main
+// stream (run_beside).
 struct Device : Stream {
     Stream side;
-    cudaStream_t copy_stream = nullptr; // nothing that runs on it needs a workspace
+    cudaStream_t copy_stream = nullptr; // copies from the host (send), which need no workspace
     char* norm_sums = nullptr;          // sums that group norms' backward passes leave for finish_gradients
     size_t norm_sums_bytes = 0;
 };
@@ -8103,8 +8105,9 @@ Stream* const MAIN_STREAM = &device;
 //   kernel B        |-- prepares --|waits |---- blocks run ----|
 //                                         ^ await_previous_kernel returns
 //
-// B's blocks start as soon as all blocks of A have called await_previous_kernel and there is room. So every kernel that
-// is launched like this calls await_previous_kernel before it reads or writes anything that another kernel writes.
+// B's blocks start as soon as all blocks of A have called await_previous_kernel and a multiprocessor has room for them.
+// So every kernel that is launched by launch_on calls await_previous_kernel before it reads or writes anything that
+// another kernel writes. (launch_behind is for kernels that do not call it.)
 // Before this call, B may compute addresses, read its parameters, and read what kernels before A wrote, because those
 // kernels have ended.
 // cluster: how many neighbouring blocks can access each other's shared memory (1: no cluster).
@@ -8132,7 +8135,8 @@ static void launch_on(Stream* stream, int cluster, void (*kernel)(Parameters...)
 // arguments ...).
 template <class... Rest> static void launch(Rest... rest) { launch_on(MAIN_STREAM, 1, rest...); }
 
-// Launches a kernel that does not call await_previous_kernel. It starts when everything before it has ended.
+// Launches a kernel that does not call await_previous_kernel. The kernel starts when all work before it in the main
+// stream has ended.
 template <class... Rest> static void launch_behind(Rest... rest) {
     device.joined = true;
     launch(rest...);
@@ -8189,8 +8193,9 @@ constexpr bool CLUSTERS = ARCH >= 900;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Single instructions: shared memory, mbarriers, clusters
-// PTX ISA, "Instruction Set". Addresses of shared memory are 32 bits wide here (shared_address). INLINE functions are
-// not static, so that the compiler does not warn about those that a build does not use.
+// The instructions are described in PTX ISA, "Instruction Set". Addresses of shared memory are 32 bits wide here
+// (shared_address). INLINE functions are not static, because the compiler would warn about each static function that a
+// build does not use.
 
 // PTX(...) is an instruction without results. Because of volatile and "memory", the compiler moves no other memory
 // access and no barrier past this instruction.
@@ -8204,7 +8209,7 @@ INLINE void await_previous_kernel() {
 }
 
 INLINE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-// Loads of 4, 8 and 16 bytes. They are volatile, so that the compiler does not move them past a barrier.
+// These functions load 4, 8 and 16 bytes. The asm is volatile, so that the compiler does not move it past a barrier.
 INLINE float load_float(uint32_t address) {
     float v;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
@@ -8232,7 +8237,7 @@ INLINE void store_shared(uint32_t to, uint4 v) {
 INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
     PTX("mbarrier.init.shared::cta.b64 [%0], %1;", "r"(barrier), "r"(arrivals));
 }
-INLINE void mbarrier_expect(uint32_t barrier, int bytes) { // arrives, and announces that bytes will be written
+INLINE void mbarrier_expect(uint32_t barrier, int bytes) { // arrives, and announces that so many bytes will come
     PTX("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;", "r"(barrier), "r"(bytes));
 }
 INLINE void mbarrier_arrive(uint32_t barrier) { PTX("mbarrier.arrive.shared::cta.b64 _, [%0];", "r"(barrier)); }
@@ -8240,13 +8245,13 @@ INLINE void mbarrier_wait(uint32_t barrier, uint32_t parity) { // waits until th
     PTX("{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }",
         "r"(barrier), "r"(parity));
 }
-// Is called after mbarrier_init: makes the barriers visible to TMA and to other blocks of the cluster.
+// Must be called after mbarrier_init. It makes the barriers visible to TMA and to the other blocks of the cluster.
 INLINE void mbarriers_ready() { PTX("fence.mbarrier_init.release.cluster;"); }
 
 // --- clusters of blocks (PTX ISA, "barrier.cluster", "mapa", "st.async"): a barrier for all threads of a cluster, and
 // accesses to the shared memory of its other blocks
-// The barrier has two halves, and a block can do something else between them. cluster_arrive makes only the initial
-// state of mbarriers visible to the other blocks, and no other writes.
+// The barrier has two halves, cluster_arrive and cluster_wait. A block can do something else between the two.
+// cluster_arrive makes only the initial state of mbarriers visible to the other blocks, and no other writes.
 INLINE void cluster_arrive() { PTX("fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;"); }
 INLINE void cluster_wait() { PTX("barrier.cluster.wait.acquire.aligned;"); }
 // cluster_sync is the whole barrier. Everything that was written before it is visible to all threads of the cluster.
