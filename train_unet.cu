@@ -8106,8 +8106,8 @@ Stream* const MAIN_STREAM = &device;
 //                                         ^ await_previous_kernel returns
 //
 // B's blocks start as soon as all blocks of A have called await_previous_kernel and a multiprocessor has room for them.
-// So every kernel that is launched by launch_on calls await_previous_kernel before it reads or writes anything that
-// another kernel writes. (launch_behind is for kernels that do not call it.)
+// So every kernel that is launched with overlap calls await_previous_kernel before it reads or writes anything that
+// another kernel writes. (A kernel that does not call it is launched without overlap: see launch_behind.)
 // Before this call, B may compute addresses, read its parameters, and read what kernels before A wrote, because those
 // kernels have ended.
 // cluster: how many neighbouring blocks can access each other's shared memory (1: no cluster).
@@ -8409,8 +8409,8 @@ INLINE void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a
 INLINE void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
 template <class T> INLINE float4 load4(const T* p) { return to_floats<T>(*(const Four<T>*)p); }
 
-// Writes 8 or 16 bytes by one instruction. An ordinary store may be split by the compiler. Then half of every 32-byte
-// sector that is written to memory is wasted.
+// Writes 8 or 16 bytes by one instruction. The compiler may split an ordinary store into smaller ones. Then half of
+// every 32-byte sector that is written to memory is wasted.
 INLINE void store_whole(void* p, uint4 v) {
     PTX("st.global.v4.b32 [%0], {%1,%2,%3,%4};", "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
@@ -8429,7 +8429,7 @@ template <class T> INLINE float4 store4(T* p, float4 v) {
 // Converts a Grad to a GradOf<T>. Kernels need this, because they must know the type of the gradient's elements.
 template <class T> static GradOf<T> typed(const Grad& g) { return {(T*)g.dx, (const T*)g.add1, (const T*)g.add2}; }
 
-// dx[i ...] = v + the addends, for the VEC<T> elements of a piece
+// Stores v + the addends as the piece of dx that begins at element i.
 template <class T> INLINE void store_gradient(const GradOf<T>& g, size_t i, float (&v)[VEC<T>]) {
     UNROLL_FOR (int k = 0; k < 2; k++) {
         const T* add = k ? g.add2 : g.add1;
@@ -8438,8 +8438,8 @@ template <class T> INLINE void store_gradient(const GradOf<T>& g, size_t i, floa
     *(uint4*)(g.dx + i) = pack<T>(v);
 }
 
-// A gradient that is also written in FP8 (e5m2), unless fp8.bytes is null. The FP8 numbers are made from the values as
-// T stores them, so it does not matter which kernel makes them.
+// Where a kernel writes a gradient: in type T and, unless fp8.bytes is null, also in FP8 (e5m2). The FP8 numbers are
+// made from the values as T stores them, so it does not matter which kernel makes them.
 template <class T> struct Fp8GradOf : GradOf<T> { Fp8Copy fp8; };
 template <class T> INLINE void store_gradient_fp8(const Fp8GradOf<T>& g, size_t i, float (&v)[VEC<T>], float factor) {
     if (!g.fp8.bytes) return;
@@ -8459,8 +8459,8 @@ INLINE float reciprocal_fast(float x) {
 }
 
 // Returns 1 / (1 + e^-z). u is Z_FACTOR<T> z (see Silu). For bf16, e^-z = 2^u is one instruction. The rounding of u
-// causes a relative error of about 1e-6 at |z| = 10, far below bf16's 4e-3. For fp32, u is z, and e^-z is computed by
-// the library's expf, which is more exact.
+// causes a relative error of about 1e-6 at |z| = 10. bf16's own rounding error, 4e-3, is far larger. For fp32, u is z,
+// and e^-z is computed by the library's expf, which is more exact.
 template <class T> INLINE float sigmoid(float u) {
     const float e_to_minus_z = ElementOf<T>::FAST_EXP ? exp2_fast(u) : expf(-u);
     return reciprocal_fast(1.0f + e_to_minus_z);
@@ -8468,8 +8468,8 @@ template <class T> INLINE float sigmoid(float u) {
 
 HD static constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Says where a tile begins: image n, row h, column w. An image is cut into tiles_h x tiles_w tiles of rows x columns
-// pixels. If images are small, a tile covers the same place in each of `images` images.
+// The first pixel of a tile: image n, row h, column w. An image is cut into tiles_h x tiles_w tiles of rows x columns
+// pixels. If images are small, a tile consists of the same pixels of several images: `images` is the number of them.
 struct Origin {
     int n, h, w;
 };
@@ -8501,8 +8501,8 @@ INLINE void copy_async_row_if(bool wanted, uint32_t to, const void* from, bool v
         "@wanted cp.async.cg.shared.global.L2::128B [%1], [%2], 16, %3;}",
         "r"((int)wanted), "r"(to), "l"(from), "r"(valid ? 16 : 0));
 }
-// Copies 8 channels: one piece of bf16, or two pieces of floats. In the second piece's address bit 4 is toggled,
-// because rows are swizzled (see Swizzle).
+// Copies 8 channels: one piece of bf16, or two pieces of floats. Rows are swizzled (see Swizzle), so the address of the
+// second piece is that of the first piece with bit 4 toggled.
 template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* from, bool valid, bool wanted = true) {
     static_assert(VEC<T> <= 8, "8 channels must fill at least one piece");
     UNROLL_FOR (int j = 0; j < 8 / VEC<T>; j++) {
@@ -8510,8 +8510,8 @@ template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* f
         copy_async_row_if(wanted, piece, from + j * VEC<T>, valid);
     }
 }
-// Returns the address of a pixel of C channels. Written like this, the computation is one instruction: it multiplies
-// two 32-bit numbers, and adds the product to a 64-bit address.
+// Returns the address of pixel number `pixel` in x, whose pixels have C channels. Written like this, the computation is
+// one instruction: it multiplies two 32-bit numbers, and adds the product to a 64-bit address.
 template <class T> INLINE const T* pixel_of(const T* x, uint32_t pixel, int C) {
     const uint32_t pixel_bytes = C * (int)sizeof(T);
     return (const T*)((const char*)x + (size_t)pixel * pixel_bytes);
@@ -8534,10 +8534,10 @@ INLINE void copy_async_16(void* to, const void* from, uint64_t policy) {
 
 // --- sums over threads, all in a fixed order, so that results are the same in every run
 
-// Returns the sum over those lanes of a warp whose numbers differ only in the bits BITS. The sum is returned in each of
-// these lanes. For example, lane_sum<1, 2> adds lanes 4i, 4i + 1, 4i + 2, 4i + 3. BITS are used in the order in which
-// they are given. `lanes` is a mask of all lanes that call the function. lane_max returns the largest value instead of
-// the sum. (The fold over `, ...` repeats the statement for each of BITS.)
+// Returns the sum over those lanes of a warp whose numbers (0 to 31) differ only in the bits BITS. Each of these lanes
+// receives the sum. For example, lane_sum<1, 2> adds the values of lanes 4i, 4i + 1, 4i + 2, 4i + 3. BITS are used in
+// the order in which they are given. `lanes` is a mask of all lanes that call the function. lane_max returns the
+// largest value instead of the sum. (The fold over `, ...` repeats the statement for each of BITS.)
 template <int... BITS, class T> INLINE T lane_sum(T v, unsigned lanes = 0xFFFFFFFFu) {
     ((v += __shfl_xor_sync(lanes, v, BITS)), ...);
     return v;
@@ -8576,7 +8576,7 @@ template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
 // THREADS, V and columns are powers of 2. shared has room for 2 V (THREADS + columns) floats.
 template <int THREADS, int V, class F>
 INLINE void fold_columns(float* shared, int columns, const float (&first)[V], const float (&second)[V], F result) {
-    const int pitch = THREADS + columns; // padded, so that different k lie in different banks
+    const int pitch = THREADS + columns; // from one k to the next; padded, so that different k lie in different banks
     UNROLL_FOR (int i = 0; i < V; i++) {
         shared[2 * i * pitch + threadIdx.x] = first[i];
         shared[(2 * i + 1) * pitch + threadIdx.x] = second[i];
@@ -8671,12 +8671,14 @@ template <class T> INLINE uint32_t pack_pair(float low, float high) {
     static_assert(ElementOf<T>::ELEMENT == Element::BF16, "another type needs its conversion here");
     return pack_bf16(low, high);
 }
+// The power of two by which numbers are multiplied before they are split.
 struct PartScale {
-    uint32_t exponent; // the exponent of the largest magnitude, as a float stores it
+    uint32_t exponent; // the exponent of the largest magnitude, as a float stores it; at least 15
     INLINE explicit PartScale(uint32_t top) : exponent(max(top >> 23, 15)) {}      // top: the largest magnitude's bits
     INLINE float apply() const { return __uint_as_float((268 - exponent) << 23); } // brings top to 2^14 ... 2^15
     INLINE float undo() const { return __uint_as_float((exponent - 14) << 23); }   // 1 / apply()
 };
+// Splits v and w. `high` receives the high parts of both, and `low` receives the low parts.
 INLINE void take_apart_pair(float v, float w, float scale, uint32_t& high, uint32_t& low) {
     const __half2 h = __floats2half2_rn(v * scale, w * scale);
     const __half2 l = __floats2half2_rn(v * scale - __low2float(h), w * scale - __high2float(h));
@@ -8745,10 +8747,10 @@ template <int WARPS, class Places> INLINE float take_apart_places(uint32_t (&top
     return scale.undo();
 }
 
-// d[m * a_step + n * b_step] += a[m] * b[n] for NA x NB tiles of a result, over 16 columns k. scale: for floats, the
-// factor that undoes the scales of both operands.
+// d[m * a_step + n * b_step] += a[m] * b[n] for NA x NB tiles of a result. Each product sums over 16 values of k.
+// scale: for floats, the factor that undoes the scales of both operands.
 // For floats, each product is the sum of three products of fp16 parts: high * high, high * low and low * high. Tensor
-// cores truncate when they add. So tensor cores add up only these three products over 16 columns. The fp32 units, which
+// cores truncate when they add. So they add up only these three products over 16 values of k. The fp32 units, which
 // round, add this sum to d. Each of the three products has to wait for the product before it. So up to four tiles take
 // turns, which hides the latency.
 template <class T, int NA, int NB>
@@ -8788,7 +8790,7 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
 // With 4 chunks to a row (64 bytes), two rows share the 128 bytes, and the key is r / 2 % 4. With 2 chunks to a row it
 // is r / 4 % 2. With an odd number of chunks no key is needed: the rows begin at different banks anyway.
 template <int CHUNKS> INLINE int swizzle_key(int row) {
-    constexpr int BITS = std::min(3, std::countr_zero((unsigned)CHUNKS)); // how often 2 divides CHUNKS
+    constexpr int BITS = std::min(3, std::countr_zero((unsigned)CHUNKS)); // how often 2 divides CHUNKS, at most 3
     return (row >> (3 - BITS)) & ((1 << BITS) - 1);
 }
 
@@ -8836,7 +8838,8 @@ INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id
 //   d[4 j] = D(r, c)       d[4 j + 1] = D(r, c + 1)        d[4 j + 2] = D(r + 8, c)     d[4 j + 3] = D(r + 8, c + 1)
 //
 // So a thread holds elements of two rows, r and r + 8, and of two columns in each group of 8 columns.
-// K_MAJOR: the operand's rows in memory run along k; MN_MAJOR: along m or n. ADD = 0: D = A * B, without +=.
+// K_MAJOR: the operand's rows in memory run along k. MN_MAJOR: they run along m (the rows of D) or n (its columns).
+// ADD = 0: D = A * B, without +=.
 // The order of calls:   wgmma_fence, add, add, ..., wgmma_commit   (a group, which now runs),   multiplied<PENDING>(d)
 enum { K_MAJOR = 0, MN_MAJOR = 1 };
 template <int N> struct Wgmma;
@@ -8888,9 +8891,9 @@ WGMMA(192, D96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_96)
 WGMMA(256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_96, SIXTEEN(96), SIXTEEN(112))
 
 // WgmmaFp8 does the same in FP8: D (64, N) += A (64, 32) * B (32, N). A and B are in shared memory and K_MAJOR; in FP8,
-// wgmma does not accept MN_MAJOR operands. One of the two may hold gradients (e5m2): conv_tiles has the pixels as B
-// (e4m3.e5m2), conv_small as A (e5m2.e4m3). In all FP8 products the tensor cores keep only 14 bits of a sum, which is
-// enough here (docs/LEARNT.md).
+// wgmma does not accept MN_MAJOR operands. For an input gradient, one operand holds weights (e4m3) and the other one
+// gradients (e5m2). The gradients are B in conv_tiles (e4m3.e5m2), and A in conv_small (e5m2.e4m3). In all FP8 products
+// the tensor cores keep only 14 bits of a sum, which is enough here (docs/LEARNT.md).
 template <int N, Element A, Element B> struct WgmmaFp8;
 #define WGMMA_FP8_OF(N, A_ELEMENT, B_ELEMENT, TYPES, D, A, B, ...)                                                  \
     template <> struct WgmmaFp8<N, Element::A_ELEMENT, Element::B_ELEMENT> {                                        \
@@ -8922,8 +8925,8 @@ template <int N> INLINE void accumulators_ready(float (&acc)[N]) {
         asm volatile("" : "+f"(acc[i])::"memory");
     }
 }
-// Waits for all groups except the latest PENDING. Afterwards the program may read the sums d, which earlier groups
-// computed.
+// Waits until all groups of products except the latest PENDING are done. Afterwards the program may read the sums d
+// that these groups have computed.
 template <int PENDING, class... Sums> INLINE void multiplied(Sums&... d) {
     wgmma_wait<PENDING>();
     (accumulators_ready(d), ...);
@@ -8938,18 +8941,18 @@ constexpr int slice_channels(Element e) { return SLICE_BYTES / (int)bytes_of(e);
 constexpr int SWIZZLE_BYTES = 8 * SLICE_BYTES; // the swizzle's period; a tile must begin at a multiple of this
 static_assert(SLICE_BYTES == 128, "the widest row that TMA and wgmma swizzle");
 constexpr int BYTES_OF_64_ROWS =
-    SLICE_CHANNELS * SLICE_BYTES; // such as one tap's weights of a slice of output channels
+    SLICE_CHANNELS * SLICE_BYTES; // such as the weights of one tap, for a slice of output channels
 constexpr int whole_swizzles(int bytes) { return (bytes + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES; }
 
-// An operand in shared memory, in the form of wgmma's descriptors (PTX ISA, "Matrix descriptor"). It consists of rows
-// of 128 bytes, 64 bf16 each, swizzled in groups of 8 rows (1 KB, at a multiple of 1 KB). The descriptor holds
-// addresses and distances in units of 16 bytes:
+// An operand in shared memory, in the form of wgmma's descriptors (PTX ISA, "Matrix descriptor"). The operand
+// consists of rows of 128 bytes, which are 64 bf16. The rows are swizzled in groups of 8. Such a group is 1 KB, and
+// begins at a multiple of 1 KB. The descriptor holds addresses and distances in units of 16 bytes:
 //   low     start address | "leading" distance << 16
 //   high    "stride" distance | 1 << 30 (swizzle of 128 bytes)
-//   K_MAJOR    a row holds 64 values of k, for one m or n. stride: from a group of 8 rows to the next group. The next
-//              16 values of k begin 32 bytes further on.
-//   MN_MAJOR   a row holds 64 values of m or n, for one k. stride: from a group of 8 rows to the next group; leading:
-//              from 64 values of m or n to the next 64.
+//   K_MAJOR    a row holds 64 values of k, for one m or n. The "stride" distance leads from a group of 8 rows to the
+//              next group. The next 16 values of k begin 32 bytes further on.
+//   MN_MAJOR   a row holds 64 values of m or n, for one k. The "stride" distance leads from a group of 8 rows to the
+//              next group. The "leading" distance leads from 64 values of m or n to the next 64.
 // The arguments `pitch` (the "stride" distance) and `leading` of rows() are not in units of 16 bytes, but in rows of
 // 128 bytes.
 struct Operand {
@@ -8986,8 +8989,8 @@ INLINE uint32_t kilobyte_aligned(const void* shared) {
 // them.
 INLINE uint32_t uniform(uint32_t v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
 
-// The driver's function that makes tensor maps. It is looked up at run time, so that the program need not be linked
-// with -lcuda.
+// The type of the driver's function that makes tensor maps, and a search for this function. The search happens at run
+// time, so that the program need not be linked with -lcuda.
 typedef decltype(&cuTensorMapEncodeTiled) EncodeTensorMap;
 static EncodeTensorMap find_encode_tensor_map() {
     void* f = nullptr;
@@ -9019,7 +9022,8 @@ static CUtensorMapSwizzle tma_swizzle(size_t row_bytes) {
 
 // Describes a dense tensor to TMA. dims: the sizes of the tensor, the innermost dimension first. box: the sizes of a
 // box, which TMA moves at once. Dimensions that are left out are 1. The rows of a box are 128 or 64 bytes wide. In
-// shared memory they are swizzled, in a way that depends on this width. Without a tensor (p is null) the map is empty.
+// shared memory the rows are swizzled, in a way that depends on this width. If p is null, there is no tensor, and the
+// function returns an empty map.
 static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int (&box)[4],
                               Element element = Element::BF16) {
     static const EncodeTensorMap encode = find_encode_tensor_map();
