@@ -9049,11 +9049,11 @@ static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- building blocks of Hopper's kernels (sm_90a)
-// Such a kernel's threads have a few roles, each of which is a loop over tiles: one thread loads, one to three
-// warpgroups multiply and finish their tiles, other warps store results or add up statistics. Roles exchange data
+// Such a kernel's threads have a few roles, each of which is a loop over tiles. One thread loads. One to three
+// warpgroups multiply and finish their tiles. Other warps store results or add up statistics. Roles exchange data
 // through rings of stages in shared memory (Pipeline). The structs below hold only integers (addresses in shared
-// memory, counters), and all their functions are inlined. So the compiler keeps them in registers; if some code took
-// their address, they would lie in local memory.
+// memory, counters), and all their functions are inlined. So the compiler keeps the structs in registers. If some code
+// took the address of such a struct, the struct would lie in local memory.
 
 // Returns how many bytes of dynamic shared memory each block can have if a multiprocessor runs `blocks` of them. Static
 // variables take at most 128 bytes.
@@ -9062,8 +9062,8 @@ constexpr int hopper_shared(int blocks) { return H200.shared_for(blocks, 128); }
 // to 1 KB is lost because the tiles begin at a whole kilobyte.
 constexpr int shared_beside(int barriers) { return barriers * 8 + SWIZZLE_BYTES; }
 
-// Divides a block's dynamic shared memory: first the room for `barriers` mbarriers, then tiles. Tiles are whole
-// kilobytes and begin at whole kilobytes, because of their swizzle. The members are the addresses of the next free
+// Divides a block's dynamic shared memory: first the room for `barriers` mbarriers, then tiles. Because of the swizzle,
+// the size of a tile is a multiple of 1 KB, and so is its address. The members are the addresses of the next free
 // barrier and of the next free tile.
 struct SharedMemory {
     uint32_t barriers_at, tiles_at;
@@ -9074,7 +9074,7 @@ struct SharedMemory {
     }
 };
 
-// A ring of stages in shared memory: some threads fill them, others read them.
+// A ring of stages in shared memory: some threads fill the stages, and other threads read them.
 //
 //        acquire, tma_load                        arrived, read, release
 //   the thread that loads  --->  stage 0  --->  readers
@@ -9090,9 +9090,10 @@ struct SharedMemory {
 // Invariant: all roles use the stages in the same order, and a stage is filled again only after it has been released
 // `readers` times. Each role has its own copy of the struct, with its own place in the ring; only the stages and their
 // barriers are shared.
-//   readers = 0     a stage is filled once and stays (kept), or the caller knows that the next stage is free (next)
+//   readers = 0     no stage has an empty barrier: either each stage is filled only once (kept), or the caller knows
+//                   that the next stage is free (next)
 //   writers > 1     several warps fill a stage with ordinary stores: acquire, store, warp_stored
-//   BYTES = 0       the stages lie elsewhere; the ring only tells when they are full
+//   BYTES = 0       the ring has barriers, but no memory: the data lies elsewhere
 //
 // Two rules. Each of them was violated once, which was a bug. dev/test/test_pipelines.py models the roles of every
 // kernel.
@@ -9100,7 +9101,7 @@ struct SharedMemory {
 // 1. If two warpgroups take turns with a ring, each waits at a full barrier of its own (OWNERS = 2). A waiting thread
 //    cannot distinguish phase 1 from phase 3, because it only sees the parity. So it must wait for every phase of its
 //    barrier. If both used the same barrier, phases would end while the stage belongs to the other warpgroup. Then a
-//    warpgroup would take the other's tile for its own:
+//    warpgroup would read the other warpgroup's tile in place of its own:
 //
 //      stage 0 is filled for   warpgroup 0   warpgroup 1   warpgroup 0   when warpgroup 0's second wait (parity 1) ends
 //      one barrier: phase      0             1             2             at warpgroup 1's tile: wrong
@@ -9111,7 +9112,7 @@ struct SharedMemory {
 //    that the thread has not yet loaded that product's other operand into the second ring. Then the thread waits for
 //    itself, for ever. So it loads both operands in the order in which the products need them.
 struct Stage {
-    uint32_t address, full; // where the tile is written, and the barrier that is told when the tile has arrived
+    uint32_t address, full; // the addresses of the stage's memory and of its full barrier
 };
 // All threads of a warp call this when they have filled a stage, or their part of it.
 INLINE void warp_stored(uint32_t full) {
@@ -9122,7 +9123,7 @@ INLINE void warp_stored(uint32_t full) {
 template <int BYTES, int OWNERS = 1> struct Pipeline {
     static_assert(BYTES % SWIZZLE_BYTES == 0, "a tile must begin at a whole kilobyte");
     uint32_t stages_at, full_at, empty_at; // addresses of stage 0 and its barriers; a stage has OWNERS full barriers
-    int size, readers, writers;            // how many stages there are, how many arrivals free one, how many fill one
+    int size, readers, writers;            // number of stages; numbers of arrivals that free and that fill a stage
     int place = 0;                         // the next stage: the loading role fills it, a reader waits for it
     int done = 0;                          // the stage that this reader releases next
     uint32_t phase = 0;  // parity to wait for at `place`'s full barrier. At its empty barrier it is phase ^ 1. In the
@@ -9131,7 +9132,7 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
     uint32_t phases = 0; // OWNERS = 2: the parities of this warpgroup's own full barriers, a bit for each stage
 
     INLINE Pipeline(SharedMemory& shared, int n, int readers, int writers = 1) : readers(readers), writers(writers) {
-        auto take = [](uint32_t& next, int n, int bytes) { // takes n times `bytes` bytes, returns their address
+        auto take = [](uint32_t& next, int n, int bytes) { // takes n * bytes bytes, and returns their address
             next += n * bytes;
             return next - n * bytes;
         };
@@ -9187,27 +9188,27 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         const int i = hand_over();
         if (speaks) free(i);
     }
-    // Used in place of release: returns the number of the stage, which another role frees later.
+    // Is called in place of release if another role frees the stage later. Returns the number of the stage.
     INLINE int hand_over() {
         const int i = done;
         if (++done == size) done = 0;
         return i;
     }
     INLINE void free(int i) const { mbarrier_arrive(empty(i)); }
-    // Skips n stages that belong to the other warpgroup.
+    // Moves on by n stages without waiting, for example past stages that belong to the other warpgroup.
     INLINE void pass_over(int n) {
         for (place += n; place >= size; place -= size) phase ^= 1;
         done = place;
     }
 };
-// The ring through which results leave a kernel. It has barriers, but no memory of its own. A warpgroup has read pixels
-// in stages of another ring, and writes its results into these stages. It does not release such a stage itself.
-// Instead, it calls warp_stored with the full barrier of the same stage number in Results. The storing warp waits at
-// this barrier, stores the results, and frees the stage in the ring of pixels.
+// The ring through which results leave a kernel. It has barriers, but no memory. A warpgroup writes its results over
+// the pixels that it has read, into stages of the ring of pixels. It does not release such a stage itself. Instead, it
+// calls warp_stored with the full barrier that has the same stage number in Results. The storing warp waits at this
+// barrier, stores the results, and frees the stage in the ring of pixels.
 typedef Pipeline<0, 2> Results;
 
-// init_barriers and ready both initialise the barriers of several pipelines. init_barriers is called by one thread.
-// ready is called by all threads of the block, which may use the barriers after that.
+// init_barriers and ready both initialise the barriers of several pipelines. One thread calls init_barriers. All
+// threads of the block call ready, and may use the barriers after that.
 template <class... Pipelines> INLINE void init_barriers(const Pipelines&... pipelines) {
     (pipelines.init(), ..., mbarriers_ready());
 }
@@ -9216,11 +9217,11 @@ template <class... Pipelines> INLINE void ready(const Pipelines&... pipelines) {
     __syncthreads();
 }
 
-// Walks over the tiles first, first + step, first + 2 step, ..., which are less than end. n is the tile's image, h and
-// w are its row and column among the image's tiles. next() needs only additions: divisions would be most of the loading
-// thread's work.
+// Walks over the tiles with the numbers first, first + step, first + 2 step, ... below end. n is the tile's image.
+// h and w are the tile's row and column among the tiles of this image. next() needs only additions, because divisions
+// would be most of the loading thread's work.
 struct TileWalk : Origin {
-    Origin d; // the length of a step: images, rows and columns of tiles
+    Origin d; // how far a step leads: in images, and in rows and columns of tiles
     int tiles_h, tiles_w, left;
     INLINE TileWalk(int tiles_h, int tiles_w, int first, int step, int end) : tiles_h(tiles_h), tiles_w(tiles_w) {
         (Origin&)* this = tile_origin(first, tiles_h, tiles_w, 1, 1);
@@ -9244,7 +9245,8 @@ struct TileWalk : Origin {
     }
 };
 
-// Says where chunk `chunk` (16 bytes) of row `row` lies in a box of CHANNELS bf16, as TMA swizzles it. TMA XORs some
+// Returns where chunk `chunk` (16 bytes) of row `row` lies in a box, in bytes from its beginning. A row of the box has
+// CHANNELS bf16. TMA has swizzled it: TMA XORs some
 // bits of an element's address with higher bits of the same address: bits 4-6 with bits 7-9 (rows of 128 bytes), or
 // bits 4-5 with bits 7-8 (rows of 64 bytes).
 template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
@@ -9253,13 +9255,13 @@ template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
 }
 
 // The pixels of a tile in shared memory: one slice (128 bytes) of each pixel, in rows of PITCH pixels. They include the
-// border that a 3x3 filter reads (section 20 draws a halo and its taps). The nine taps read the same memory: their
-// operands only begin at different addresses. With PITCH = 8 there is one tap (1x1).
+// border that a 3x3 filter reads (section 20 draws a halo and its taps). The nine taps read the same memory. Only
+// the addresses at which their operands begin are different. With PITCH = 8 there is only one tap (1x1).
 template <int PITCH> struct Halo {
     Operand tap0;
     INLINE explicit Halo(uint32_t address) : tap0(Operand::rows(address, PITCH)) {}
-    // Tap (kh, kw) = (tap / 3, tap % 3) begins kh * PITCH + kw pixels after tap 0, which is kh * (PITCH - 3) + tap. A
-    // pixel is 8 units of 16 bytes. tap * 11 >> 5 is tap / 3 for tap < 9.
+    // Tap (kh, kw) = (tap / 3, tap % 3) begins kh * PITCH + kw = kh * (PITCH - 3) + tap pixels after tap 0. A pixel has
+    // 128 bytes, which are 8 units of 16 bytes. For tap < 9, tap * 11 >> 5 is tap / 3 rounded down.
     INLINE Operand shifted(int tap) const {
         const int pixels = PITCH == 8 ? 0 : (tap * 11 >> 5) * (PITCH - 3) + tap;
         return {tap0.low + pixels * 8, tap0.high};
@@ -9285,12 +9287,12 @@ template <int OUT_SLICES, int N> struct Accumulators {
                 d[b][k] = 0;
             }
     }
-    // Starts STEPS products over 16 input channels each, as one group. weights: the address of the weights; they are 64
-    // rows of 128 bytes for each slice of output channels. TRANSPOSED: a row of the weights belongs to an input channel
-    // of the product, not to an output channel. This is so for the input gradient.
+    // Starts STEPS products as one group. Each product sums over 16 input channels. weights: the address of the
+    // weights, which are 64 rows of 128 bytes for each slice of output channels. TRANSPOSED: a row of the weights
+    // belongs to an input channel of the product, not to an output channel. This is so for the input gradient.
     template <int STEPS, bool TRANSPOSED> INLINE void multiply(uint32_t weights, Operand pixels) {
         constexpr int A_MAJOR = TRANSPOSED ? MN_MAJOR : K_MAJOR;
-        constexpr int A_STEP = TRANSPOSED ? 128 : 2; // from 16 k to the next 16, in units of 16 bytes
+        constexpr int A_STEP = TRANSPOSED ? 128 : 2; // from 16 values of k to the next 16, in units of 16 bytes
         const Operand a = Operand::rows(weights, 8);
         wgmma_fence();
         UNROLL_FOR (int k = 0; k < STEPS; k++)
@@ -9298,7 +9300,8 @@ template <int OUT_SLICES, int N> struct Accumulators {
                 Wgmma<N>::template add<A_MAJOR, K_MAJOR>(d[b], a.at(k * A_STEP + b * 512), pixels.at(k * 2));
         wgmma_commit();
     }
-    // Does the same as multiply in FP8. Here each product sums over 32 input channels, not 16. PIXELS: their element.
+    // Does the same as multiply in FP8. Here each product sums over 32 input channels, not 16. PIXELS: the
+    // element type of the pixels.
     template <int STEPS, Element PIXELS> INLINE void multiply_fp8(uint32_t weights, Operand pixels) {
         using Product = WgmmaFp8<N, Element::FP8, PIXELS>;
         const Operand a = Operand::rows(weights, 8);
@@ -9331,8 +9334,8 @@ template <int OUT_SLICES, int N> struct Accumulators {
 //   warpgroup 1    | wait     | multiply     | pass, finish    | ...
 //
 // Warpgroup w waits at named barrier 4 + w. The wait ends when the other warpgroup calls pass. Invariant: each
-// warpgroup waits once and passes once for each of its tiles, and the two get tiles in turns. So neither waits for a
-// warpgroup that has no tile left.
+// warpgroup waits once and passes once for each of its tiles, and the two warpgroups compute tiles in turns. So no
+// warpgroup waits for one that has no tile left.
 template <bool TAKE_TURNS> struct Turn {
     int warpgroup;
     INLINE explicit Turn(int warpgroup) : warpgroup(warpgroup) {
@@ -9352,8 +9355,8 @@ template <bool TAKE_TURNS> struct Turn {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
 // Used when: a tensor changes its size without a convolution, or only the even pixels of a convolution are kept (PICK).
-// How: a block loops over pixels of an image for a few pieces of channels. It sums what it writes, if statistics of it
-//   are wanted.
+// How: a block loops over pixels of an image for a few pieces of channels. If statistics of the result are wanted, the
+//   block also sums what it writes.
 // Costs: memory traffic, every element once.
 //
 // Statistics (Stats) are two numbers of each image and channel: the sums, over all pixels, of x and of x^2. The group
@@ -9363,18 +9366,18 @@ template <bool TAKE_TURNS> struct Turn {
 // columns: a convolution with stride 2 gives the same values as one with stride 1 followed by PICK.
 enum Resampling { POOL, REPEAT, PICK };
 
-// Returns where pixel k = 0 ... 3 of a 2x2 square begins, in elements from its first pixel. W: pixels of a row
+// Returns where pixel k (0 to 3) of a 2x2 square begins, in elements from the square's first pixel. W: pixels of a row
 INLINE size_t in_square(int k, int W, int C) { return ((size_t)(k / 2) * W + k % 2) * C; }
 
-// sum += the four pixels of the square that begins at x
+// Adds the four pixels of the 2x2 square that begins at x to sum.
 template <class T> INLINE void add_square(float (&sum)[VEC<T>], const T* x, int W, int C) {
     UNROLL_FOR (int k = 0; k < 4; k++) {
         add_piece<T>(sum, load16(x + in_square(k, W, C)));
     }
 }
 
-// The grid is (blocks that share the pixels, slabs of channels, images). A block has a slab of `columns` pieces of
-// channels. Its threads form THREADS / columns rows. Neighbouring rows work on neighbouring pixels. A thread's next
+// The grid is (blocks that share the pixels, slabs of channels, images). A block works on a slab of `columns` pieces
+// of channels. Its threads form THREADS / columns rows. Neighbouring rows work on neighbouring pixels. A thread's next
 // pixel is THREADS / columns pixels further on:
 //
 //                  columns
@@ -9392,12 +9395,12 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // 
     static_assert(R == POOL || R == REPEAT || R == PICK, "another one needs its sizes and places here");
     constexpr int V = VEC<T>;
     constexpr int THREADS = 512;
-    constexpr int COPIES = R == REPEAT ? 4 : 1; // how often a pixel is written
+    constexpr int COPIES = R == REPEAT ? 4 : 1; // how often each pixel is written
     __shared__ float sums[2 * V * (THREADS + 8)];
     const int b = blockIdx.z;
     const int c = (blockIdx.y * columns + threadIdx.x % columns) * V; // this thread's first channel
     const int rows = THREADS / columns;
-    const int odd = R == PICK; // half of an odd size: PICK rounds it up, POOL down
+    const int odd = R == PICK; // is added before sizes are halved: PICK rounds up, POOL down
     const int small_H = R == REPEAT ? H : (H + odd) / 2;
     const int small_W = R == REPEAT ? W : (W + odd) / 2;
     const int large_W = R == REPEAT ? 2 * W : W;
@@ -9482,10 +9485,11 @@ static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H,
     with_act([&]<class T>(T) { launch_resample<T, REPEAT>(out, stats, x, B, H, W, C); });
 }
 
-// The gradient of POOL or REPEAT. grid (B H): a block computes one row of an image. Each thread computes one piece of a
-// pixel at a time.
-// POOL: dx is a quarter of the pooled pixel's gradient. In an odd last row or column, which was not pooled, dx is 0.
-// REPEAT: dx is the sum of the four copies' gradients.
+// Computes the gradient of POOL or REPEAT. grid (B H): a block computes one row of an image. Each thread computes one
+// piece of a pixel at a time.
+//   POOL      dx is a quarter of the pooled pixel's gradient. In an odd last row or column, which was not pooled, dx
+//             is 0.
+//   REPEAT    dx is the sum of the four copies' gradients
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(256)
     resample_backward_kernel(GradOf<T> dx,  // (B, H, W, C)
