@@ -9201,10 +9201,10 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         done = place;
     }
 };
-// The ring through which results leave a kernel. It has barriers, but no memory. A warpgroup writes its results over
-// the pixels that it has read, into stages of the ring of pixels. It does not release such a stage itself. Instead, it
-// calls warp_stored with the full barrier that has the same stage number in Results. The storing warp waits at this
-// barrier, stores the results, and frees the stage in the ring of pixels.
+// The ring through which results leave a kernel. It has barriers, but no memory. A warpgroup writes its results into
+// stages of the ring of pixels, when it no longer needs what lies there. It does not release such a stage itself.
+// Instead, it calls warp_stored with the full barrier that has the same stage number in Results. The storing warp waits
+// at this barrier, stores the results, and frees the stage in the ring of pixels.
 typedef Pipeline<0, 2> Results;
 
 // init_barriers and ready both initialise the barriers of several pipelines. One thread calls init_barriers. All
@@ -9574,7 +9574,7 @@ constexpr int LINEAR_ROWS = 32;
 // out (B, Cout) = x (B, Cin) weight^T + bias. grid (Cout / OUTPUTS, B / 32): a block computes OUTPUTS outputs of 32
 // images.
 //   lane    works on one image
-//   warp    multiplies every eighth quad of inputs. (A quad is 4 neighbouring inputs.)
+//   warp    multiplies every eighth quad of each row. (A quad is 4 neighbouring inputs.)
 // Shared memory holds 64 quads of the block's weights, and the same quads of its images' inputs.
 //   1. All threads copy 64 quads of each row to shared memory.
 //   2. Each warp multiplies its share of the quads: acc += x w. Steps 1 and 2 are repeated while inputs are left.
@@ -9658,13 +9658,13 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
 // warp's two stages in shared memory. For each output, a lane reads the weights of its two inputs once. It also reads
 // the dout of 32 images. All lanes read the same dout at the same time. Each dout is multiplied four times: by two
 // values (for dweight) and by two weights (for dx).
-// The 4 warps of a block work on the same inputs and on different outputs. At the end they add up their dx. Blocks of
-// different splits also work on different outputs. They store their dx as parts (splits, B, Cin), which a second kernel
-// adds up.
+// The 4 warps of a block work on the same inputs and on different outputs. At the end they add up their dx. The
+// outputs are also divided into splits, and blocks of different splits work on different outputs. They store their dx
+// as parts (splits, B, Cin), which a second kernel adds up.
 constexpr int LINEAR_OUTS = 8;
 constexpr int LINEAR_WARPS = 4;
-// What a warp reads for 8 outputs. `before` is the dweight summed over the images before these 32, or zeros if there
-// are none.
+// What a warp reads for 8 outputs, 64 inputs and 32 images. `before` is the dweight summed over the images before these
+// 32. It is zero for the first 32 images.
 struct LinearStage {
     float weight[LINEAR_OUTS][64];
     float before[LINEAR_OUTS][64];
@@ -9672,7 +9672,7 @@ struct LinearStage {
 };
 struct LinearShared { // a block's shared memory
     LinearStage stages[LINEAR_WARPS][2];
-    float2 sums[LINEAR_WARPS][LINEAR_ROWS][32]; // each warp's share of dx
+    float2 sums[LINEAR_WARPS][LINEAR_ROWS][32]; // the part of dx that each warp has summed over its outputs
 };
 struct LinearBackward {
     float *dweight, *dbias;
@@ -9680,7 +9680,7 @@ struct LinearBackward {
     const float *dout, *x, *weight;
     int B, Cin, Cout;
     int tiles;  // how many tiles of 64 inputs there are
-    int splits; // into how many parts the outputs are divided; different blocks work on different parts
+    int splits; // into how many splits the outputs are divided; different blocks work on different splits
 };
 
 // Starts to copy into a stage what belongs to outputs o0 ... o0 + 7 and images b0 ... b0 + 31. For every second output,
@@ -9709,7 +9709,8 @@ INLINE void load_linear_stage(LinearStage& to, const LinearBackward& p, int o0, 
     copies_committed();
 }
 
-// grid (tiles * splits): a block has one tile of 64 inputs and one split of the outputs. For 32 images at a time:
+// grid (tiles * splits): a block works on one tile of 64 inputs and on one split of the outputs. For 32 images at a
+// time:
 //   1. Each lane loads its inputs x.
 //   2. For 8 outputs at a time, each warp adds what these images contribute to dbias, dweight and dx.
 //   3. The block adds up the dx of its warps.
@@ -9737,7 +9738,8 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
             x[b] = inside && b < rows ? *(const float2*)from : float2{};
             dx[b] = float2{};
         }
-        // There are two stages. While the warp reads one stage, the next eight outputs are copied to the other one.
+        // There are two stages. While the warp reads one stage, the other stage is filled with what belongs to the
+        // warp's next eight outputs: their weights, their earlier dweight and their dout.
         int place = 0; // the stage that is read
         for (int o0 = first; o0 < p.Cout; o0 += stride, place ^= 1) {
             copies_arrived<0>();
@@ -9753,8 +9755,8 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
                 float* const bias = p.dbias + o0 + bias_output;
                 if (bias_row == 0 && o0 + bias_output < p.Cout) *bias = b0 ? *bias + sum : sum;
             }
-            // Each turn of this loop completes one output's dweight over these images, and adds the output's share to
-            // dx.
+            // Each turn of this loop adds to dweight and dx what one output and these images contribute, and stores the
+            // output's dweight.
             float* to = p.dweight + (size_t)o0 * p.Cin + i;
             const int outs = inside ? min(LINEAR_OUTS, p.Cout - o0) : 0;
             NO_UNROLL_FOR (int o = 0; o < LINEAR_OUTS; o++, to += p.Cin) {
@@ -9796,7 +9798,8 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
 
 static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout,
                            Stream* stream = MAIN_STREAM) {
-    // How many outputs a block computes. With more outputs x is read less often; with fewer there are more blocks.
+    // How many outputs a block computes. With more outputs, x is read less often. With fewer outputs, there are more
+    // blocks.
     const int outputs = Cout <= 1024 ? 8 : 16;
     const dim3 grid(ceil_div(Cout, outputs), ceil_div(B, LINEAR_ROWS));
     auto kernel = outputs == 8 ? linear_forward_kernel<8> : linear_forward_kernel<16>;
@@ -9914,14 +9917,14 @@ static void values_embedding_backward(GradOf<float> dx, float* dweight, const fl
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
 // Used when: once in a training step or in a step of a sampler.
-// How: a thread has four values, for which one quartet of Philox gives the random numbers; losses are summed in
-//   double, in a fixed order. "Diffusion" in Part I and dev/reference.h have the formulas.
-// Costs: memory traffic. Images are small beside activations.
+// How: each thread works on four values, and draws their random numbers as one quartet of Philox. Losses are summed in
+//   double, in a fixed order. The formulas are in "Diffusion" (Part I) and in dev/reference.h.
+// Costs: memory traffic. It is small, because images are much smaller than activations.
 
-// Philox makes random words in quartets. This returns the four words of this quartet for sample b. They depend only on
-// the key, which includes the step, and on these two numbers. sample0 + b is the sample's number in the step's whole
-// batch; outside of training, it is the image's number. So a draw does not depend on the rank or the microbatch that
-// the sample belongs to.
+// Philox makes random words in quartets. This function returns the four words of the quartet with number `quartet`, for
+// sample b. The words depend only on the key, which includes the step, and on `quartet` and b. key.sample0 + b is the
+// sample's number in the step's whole batch; outside of training, it is the image's number. So a draw does not depend
+// on the rank or the microbatch that the sample belongs to.
 INLINE Words random_words(const RandomKey& key, uint32_t quartet, int b) {
     return philox(key.seed, quartet, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
 }
@@ -9937,8 +9940,8 @@ static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, cons
     });
 }
 
-// Its key leads to the random words that draw_levels has used for the same samples. So the sigma that is drawn here is
-// the student's, and the teacher's smaller sigma is computed from it.
+// draw_teachers is called with the same key as draw_levels, so it uses the same random words for the same samples. So
+// the sigma that is drawn here is the student's, and the teacher's smaller sigma is computed from it.
 static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key) {
     each(B, [=] __device__(size_t b) {
         const NoiseLevel l = draw_teacher(o, random_words(key, 0, (int)b));
@@ -9984,9 +9987,9 @@ static void augment_images(float* out, Augmentation* drawn, float* canvas, float
     });
 }
 
-// Used with --schedule_sampler loss-second-moment. Each thread works on one t. It looks through the batch for samples
-// with this t. So only one thread writes the row of a t, and it stores the losses in the order of the batch. Every rank
-// holds the losses of the whole batch, so all ranks compute the same rows.
+// Used with --schedule_sampler loss-second-moment. Each thread works on one t, and looks through the batch for samples
+// with this t. So only one thread writes the row of a t, and this thread stores the losses in the order of the batch.
+// Every rank holds the losses of the whole batch, so all ranks compute the same rows.
 static void update_rms_losses(double* rms_losses, float* history, const NoiseLevel* levels, const double* loss,
                               const StepState* state, int T, int B) {
     each(T, [=] __device__(size_t t) {
@@ -9997,9 +10000,9 @@ static void update_rms_losses(double* rms_losses, float* history, const NoiseLev
 }
 
 // each_quad calls f(b, e) for elements e ... e + 3 of image b; an image has n elements. Each thread works on four
-// elements, because one quartet of Philox gives four random words. An image begins with a new quad, so its last quad
-// may have fewer than four elements. f has to check this. The quad's number, e / 4, also serves as the number of its
-// quartet.
+// elements, because one quartet of Philox gives four random words. Each image begins with a new quad, so its last
+// quad may have fewer than four elements. f has to check this. The number of a quad in its image is e / 4. It is also
+// the number of the quad's quartet.
 template <class F> struct Quads {
     F f;
     int n;
@@ -10028,8 +10031,8 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
     });
 }
 
-// picture_is_mirrored returns whether the image of sample b is mirrored, and so also its picture. picture_is_left_out
-// returns whether the picture of sample b is left out.
+// picture_is_mirrored returns whether the picture of sample b is mirrored, which it is if the sample's image is
+// mirrored. picture_is_left_out returns whether the picture of sample b is left out.
 INLINE bool picture_is_mirrored(const PictureDraws& draws, int b) {
     return draws.random_flip && (random_words(of_purpose(draws.key, RANDOM_FLIP), 0, b).w[0] & 1);
 }
@@ -10039,8 +10042,8 @@ INLINE bool picture_is_left_out(const PictureDraws& draws, int b) {
     return threshold > 0 && random_words(key, 0, b).w[0] < threshold;
 }
 
-// The functions from here to mask_images make a batch's pictures, which are the network's condition. Each thread writes
-// one element of the result. In mask_images a thread writes all channels of a pixel.
+// The functions from here to mask_images make the pictures of a batch, which the network reads as its condition. Each
+// thread writes one element of the result. Only in mask_images, a thread writes all channels of a pixel.
 static void take_pictures(float* cond, const void* pictures, PictureDraws draws, int B, int K, int H, int W,
                           int bytes) {
     // Element i of the result is channel k of a pixel: (B, H, W, K). The data file's pictures are (B, K, H, W).
@@ -10055,8 +10058,8 @@ static void take_pictures(float* cond, const void* pictures, PictureDraws draws,
     });
 }
 
-// small is (B, H / factor, W / factor, C). The noise of element e is normal e % 4 of quartet e / 4. So four
-// neighbouring threads compute the same quartet.
+// small is (B, H / factor, W / factor, C). The four normal numbers of quartet e / 4 are the noise of four
+// neighbouring elements. Element e uses number e % 4 of them. So four neighbouring threads compute the same quartet.
 static void shrink_images(float* small, const void* images, int factor, PictureDraws draws, int B, int C, int H, int W,
                           int bytes) {
     const int small_w = W / factor;
@@ -10093,8 +10096,9 @@ static void enlarge_pictures(float* cond, const float* small, int factor, Pictur
     });
 }
 
-// cond is (B, HW). Images have three channels: parse_cond refuses others. `from` is the pixel of the image that is
-// shown at p: in the same row and, if the image is mirrored, counted from the right edge.
+// cond is (B, HW). Images have three channels: parse_cond refuses others. `from` is the pixel of the image that pixel p
+// of the picture shows. It is p itself or, if the image is mirrored, the pixel of the same row whose distance from the
+// right edge is p's distance from the left edge.
 static void grey_images(float* cond, const void* images, PictureDraws draws, int B, int H, int W, int bytes) {
     const int HW = H * W;
     each((size_t)B * HW, [=] __device__(size_t i) {
@@ -10106,9 +10110,9 @@ static void grey_images(float* cond, const void* images, PictureDraws draws, int
     });
 }
 
-// cond is (B, HW, C + 1): the image without its holes, and then the mask. All threads of a sample draw the same holes,
-// which are places in the image as the network sees it. So they are not mirrored. A picture that is left out is 0 in
-// all channels. Its mask is then neither 1 (a hole) nor -1 (known).
+// cond is (B, HW, C + 1): the image without its holes, and then the mask. All threads of a sample draw the same holes.
+// The holes are placed in the image as the network sees it, which may be mirrored already. So the holes themselves are
+// not mirrored. A picture that is left out is 0 in all channels. Its mask is then neither 1 (a hole) nor -1 (known).
 static void mask_images(float* cond, const void* images, PictureDraws draws, int B, int C, int H, int W, int bytes) {
     const int HW = H * W;
     const RandomKey key = of_purpose(draws.key, RANDOM_MASK);
@@ -10132,8 +10136,9 @@ static void mask_images(float* cond, const void* images, PictureDraws draws, int
 }
 
 // x_t = signal x_0 + sigma z,   target = target_x0 x_0 + target_noise z [+ target_teacher teacher]
-// A thread computes four consecutive elements of the (B, H, W, C) arrays. In images, which is (B, C, H, W), these four
-// are not consecutive. bytes: the size of an element of images (1: uint8_t).
+// A thread computes four consecutive elements of x_t and target, which are (B, H, W, C). In `images`, which is
+// (B, C, H, W), these four elements are not consecutive. bytes: the size of an element of `images` (1: uint8_t, 4:
+// float).
 static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const float* teacher,
                              const void* images, bool random_flip, RandomKey noise_key, RandomKey flip_key, int B,
                              int C, int H, int W, int bytes) {
@@ -10200,11 +10205,11 @@ INLINE double block_sum(double v) {
     return warp_sum(threadIdx.x < 32 ? sums[threadIdx.x] : 0);
 }
 
-// The loss of an image, and its gradient. With d = out - target, for each element:
+// Computes the loss of an image, and its gradient. Let d = out - target, element by element. Then:
 //   loss = mean over elements of mse d^2 + bound * (the term of the variational bound; only with BOUND)
 //   dout = factor * (the derivative of loss by out)
-// factor is the sample's share of the batch. If Cout > C, the second half of out's channels is the predicted variance,
-// which only the bound uses.
+// In training, factor is 1 / (the batch size). If Cout > C, the second half of out's channels is the predicted
+// variance, which only the bound uses.
 // grid (LOSS_PARTS, B): LOSS_PARTS blocks share an image, and each writes its part of the loss.
 template <bool BOUND>
 static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
@@ -10231,8 +10236,8 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
         BoundTerm term{};
         if (BOUND) { // the bound's term needs the predicted variance and the true x0
             const float v = Cout > C ? out[at_variance] : 0.0f;
-            // The target is the answer that means the true x0. So the formula that turns an answer into an x0 returns
-            // the true x0.
+            // The formula that computes x0 from an answer returns the true x0 if the answer equals the target. So here
+            // it is given the target.
             const float x0 = l.x0_x * x[first_target + i] + l.x0_out * wanted;
             term = bound_term(l, d, v, x0);
         }
@@ -10264,8 +10269,8 @@ static void loss_forward_backward(double* loss, float* dout, const float* out, c
 }
 
 // The loss of consistency tuning is a function of an image's squared distance |x0_out (out - target)|^2. So its
-// gradient is slope (out - target). The slope is one number for the image, and depends on the whole distance
-// (tuning_loss). So there are three launches. This kernel computes the distances, the second launch computes the
+// gradient is slope * (out - target). The slope is one number for each image, and depends on the distance of the whole
+// image (tuning_loss). So there are three launches. This kernel computes the distances, the second launch computes the
 // slopes, and the third launch computes the gradients.
 // grid (LOSS_PARTS, B). sums (B, LOSS_PARTS): each block's part of an image's distance
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
@@ -10300,8 +10305,8 @@ static void tuning_loss_forward_backward(double* loss, float* dout, const float*
     });
 }
 
-// t (B) = the time that the network is told in step *k. Since k lies on the device, a captured graph works for every
-// step.
+// Sets all B numbers t to the time that the network is told in step *k. k points to device memory, so a recorded graph
+// can be repeated for every step.
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B) {
     each(B, [=] __device__(size_t b) {
         const SamplerStep& s = steps[*k];
@@ -10379,7 +10384,8 @@ INLINE float limited(float x0, float limit) {
 }
 
 // A sampler's step, in place. If thresholds are wanted, they are computed first. Each thread computes four elements.
-// The formulas have the step's coefficients (SamplerStep), the sampler's memory m, and z, which is standard normal:
+// The formulas contain the step's coefficients (SamplerStep), the sampler's memory m, and z, which is a standard normal
+// number. x0 is limited only if denoising.limit is true:
 //
 //   x0 = limited(x0_x x + x0_out answer)
 //   x' = next_x x + next_x0 x0 + next_m m + sigma z
@@ -10393,7 +10399,7 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
     if (denoising.rank >= 0) launch_behind(sampler_threshold_kernel, B, 1024, 0, view, steps, denoising, key.step);
     each_quad(B, n, [=, d = denoising] __device__(int b, int e) {
         const SamplerStep s = steps[*key.step];
-        // Dynamic thresholding (Imagen, Saharia et al. 2022) limits x0 less where the image has larger values.
+        // Dynamic thresholding (Imagen, Saharia et al. 2022): an image with larger |x0| has a larger limit.
         const float limit = d.rank < 0 ? 1.0f : fmaxf(d.threshold[b], 1.0f);
         float z[4] = {};
         if (s.sigma > 0) normals(z, random_words(key, e / 4, b));
@@ -10418,10 +10424,11 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
     });
 }
 
-// Inpainting. Where the mask is not above 0, the image is known. At those places x is replaced by the known image plus
-// the noise that belongs to this step:
+// Inpainting. Where the mask is not above 0, the image is known. At those places x is replaced by the known image,
+// mixed with as much noise as x has after this step:
 //   x = known_x image + known_sigma z
-// Then noise is added to all of x, so that the next step can harmonise both parts (RePaint, Lugmayr et al. 2022):
+// Then noise is added to all of x, so that the next step can make the known and the new part fit together (RePaint,
+// Lugmayr et al. 2022):
 //   x' = back_x x + back_sigma z'
 // A mask has one value for each element of the image: read_images repeats its only channel C times.
 static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key,
