@@ -7905,9 +7905,9 @@ template <> struct ElementOf<bf16> {
 };
 #endif
 
-// To add a nonlinearity, write a struct like Silu below, with two functions: f(z) returns the function's value, and
-// df(u) returns its derivative at the same z, which it is given as u = Z_FACTOR<T> z. Then add a value to enum
-// Nonlinearity, and its case to with_nonlinearity. A df that needs z itself begins with z = u / Z_FACTOR<T>.
+// To add a nonlinearity, write a struct like Silu below, with two functions. f(z) returns the value at z. df(u) returns
+// the derivative at z, but its argument is u = Z_FACTOR<T> z. (If df needs z itself, it begins with
+// z = u / Z_FACTOR<T>.) Then add a value to enum Nonlinearity, and its case to with_nonlinearity.
 //
 // The group norms of both builds call f and df, and contain no formula of a nonlinearity themselves. In the embedding,
 // SiLU is a layer (its kind is SILU), so with_nonlinearity does not choose it. A model file does not record which
@@ -7965,8 +7965,8 @@ HD static inline size_t place_in_patches(size_t i, int H, int W, int C, int p) {
 #include "dev/reference.h"
 
 // These are the functions of the interface that are no operations. Many of them do nothing, for three reasons. The
-// device's memory is the host's memory. A function returns only when its work is done. Operations allocate the memory
-// that they need themselves, so they need no workspace.
+// device's memory is the host's memory. A function returns only when its work is done. Operations themselves allocate
+// the memory that they need, so they need no workspace.
 // conv_takes_skip: on a CPU no convolution computes its skip connection itself.
 static bool conv_takes_skip(const ConvShape&, const ConvShape&) { return false; }
 static size_t conv_workspace(ConvShape) { return 0; }
@@ -8168,11 +8168,11 @@ template <class F> static auto with_act(F f) {
     ALL_CASES_RETURN
 }
 
-// Hopper's kernels (those that multiply by wgmma) are written for bf16. conv_tiles and conv_small are also written for
-// FP8.
+// Returns whether Hopper's kernels, which multiply by wgmma, can be used for the activations. These kernels are written
+// for bf16. (conv_tiles and conv_small are also written for FP8.)
 static bool act_has_wgmma() { return gpu.wgmma && act_element == Element::BF16; }
 
-// Holds the candidate with the least measured cost. If several candidates have this cost, it is the first of them.
+// best is the candidate with the least measured cost. If several candidates have this cost, it is the first of them.
 template <class T> struct Cheapest {
     T best = {};
     double cost = INFINITY;
@@ -8189,6 +8189,7 @@ constexpr int ARCH = __CUDA_ARCH__; // what this code is compiled for: 900 is co
 #else
 constexpr int ARCH = 0; // the host
 #endif
+// Whether this code can use clusters, and launches that overlap.
 constexpr bool CLUSTERS = ARCH >= 900;
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8365,7 +8366,7 @@ template <Element TO = Element::FP8> INLINE uint32_t pack_fp8(float a, float b, 
 template <Element TO = Element::FP8> INLINE uint2 pack_fp8(const float (&v)[8]) {
     return make_uint2(pack_fp8<TO>(v[0], v[1], v[2], v[3]), pack_fp8<TO>(v[4], v[5], v[6], v[7]));
 }
-// Multiplies 8 floats by a factor, and converts them.
+// Multiplies 8 floats by a factor, and converts the products to FP8.
 template <Element TO = Element::FP8> INLINE uint2 scaled_to_fp8(const float (&v)[8], float factor) {
     float scaled[8];
     UNROLL_FOR (int i = 0; i < 8; i++) scaled[i] = v[i] * factor;
@@ -8569,11 +8570,11 @@ template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
 //   row 0    [   thread 0        thread 1   ]      a thread brings first[V] and second[V], in fp32
 //   row 1    [   thread 2        thread 3   ]
 //   ...
-//   result(k, column, sum) is called once for every column, channel i of the V channels, and array:
+//   result(k, column, sum) is called once for every column, channel i of the V channels, and array (first, second):
 //     k      2 i for first, 2 i + 1 for second
 //     sum    the sum over the column's threads, in double
 //
-// THREADS, V and columns are powers of 2. shared has room for 2 V (THREADS + columns) floats.
+// THREADS, V and columns are powers of 2. `shared` is an array of at least 2 V (THREADS + columns) floats.
 template <int THREADS, int V, class F>
 INLINE void fold_columns(float* shared, int columns, const float (&first)[V], const float (&second)[V], F result) {
     const int pitch = THREADS + columns; // from one k to the next; padded, so that different k lie in different banks
@@ -8707,14 +8708,14 @@ template <class T, int N, int R> INLINE float take_apart_fragments(uint32_t (&x)
     return scale.undo();
 }
 
-// Convolutions split floats while they lie in shared memory, because each number is used in several fragments. A place
-// holds 8 floats: one piece at an address, and one piece at this address with bit 4 toggled. After the split, the first
-// piece holds the 8 high parts, in the layout of 8 bf16. The second piece holds the 8 low parts. Each thread splits the
-// floats that it has copied itself, so no barrier is needed between copy and split. places(f) calls f(address) for all
-// of a thread's places.
-// There are two steps, with a __syncthreads between them. In find_top each warp writes its largest magnitude into
-// `tops`. take_apart_places finds the largest magnitude of all warps, scales by a factor that depends on it, splits,
-// and returns the factor that undoes the scale.
+// Convolutions split floats in shared memory, not in registers, because each number is used in several fragments. A
+// place holds 8 floats: one piece at an address, and one piece at this address with bit 4 toggled. After the split, the
+// first piece holds the 8 high parts, in the layout of 8 bf16. The second piece holds the 8 low parts. Each thread
+// splits the floats that it has copied itself, so no barrier is needed between copy and split. places(f) calls
+// f(address) for all of a thread's places.
+// There are two steps, with a __syncthreads between them. In find_top each warp writes the largest magnitude of its
+// floats into `tops`. take_apart_places finds the largest magnitude of all warps, and scales the floats by a factor
+// that depends on this magnitude. Then it splits the floats, and returns the factor that undoes the scale.
 INLINE void load_place(float (&v)[8], uint32_t at) {
     UNROLL_FOR (int i = 0; i < 2; i++) {
         unpack<float>((float(&)[4])v[4 * i], load_shared(at ^ (i * 16)));
@@ -8800,7 +8801,7 @@ template <int CHUNKS> INLINE int swizzle_key(int row) {
 // TMA, the tensor memory accelerator (PTX ISA, "cp.async.bulk.tensor"), moves a box of a tensor between global and
 // shared memory. One thread starts the move, and the hardware computes all addresses. A tensor map (made by tensor_map)
 // describes the tensor and the size of the box. a, b, c, d are the coordinates of the box's first element; a belongs to
-// the innermost dimension. For an activation, they are its channel, column, row and image. Where a box lies outside of
+// the innermost dimension. For an activation, a to d are channel, column, row and image. Where a box lies outside of
 // the tensor, tma_load reads zeros, and tma_store writes nothing. A load reports its bytes to an mbarrier when they
 // have arrived. Before, mbarrier_expect must tell this mbarrier how many bytes will come.
 INLINE void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b, int c, int d = 0) {
@@ -8838,7 +8839,7 @@ INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id
 //   d[4 j] = D(r, c)       d[4 j + 1] = D(r, c + 1)        d[4 j + 2] = D(r + 8, c)     d[4 j + 3] = D(r + 8, c + 1)
 //
 // So a thread holds elements of two rows, r and r + 8, and of two columns in each group of 8 columns.
-// K_MAJOR: the operand's rows in memory run along k. MN_MAJOR: they run along m (the rows of D) or n (its columns).
+// K_MAJOR: the operand's rows in memory run along k. MN_MAJOR: they run along m (D's rows) or n (D's columns).
 // ADD = 0: D = A * B, without +=.
 // The order of calls:   wgmma_fence, add, add, ..., wgmma_commit   (a group, which now runs),   multiplied<PENDING>(d)
 enum { K_MAJOR = 0, MN_MAJOR = 1 };
@@ -9051,15 +9052,15 @@ static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int
 // --- building blocks of Hopper's kernels (sm_90a)
 // Such a kernel's threads have a few roles, each of which is a loop over tiles. One thread loads. One to three
 // warpgroups multiply and finish their tiles. Other warps store results or add up statistics. Roles exchange data
-// through rings of stages in shared memory (Pipeline). The structs below hold only integers (addresses in shared
-// memory, counters), and all their functions are inlined. So the compiler keeps the structs in registers. If some code
-// took the address of such a struct, the struct would lie in local memory.
+// through rings of stages in shared memory (Pipeline). The structs below hold only numbers (addresses in shared
+// memory, counters, sums), and all their functions are inlined. So the compiler keeps the structs in registers. If some
+// code took the address of such a struct, the struct would lie in local memory.
 
 // Returns how many bytes of dynamic shared memory each block can have if a multiprocessor runs `blocks` of them. Static
 // variables take at most 128 bytes.
 constexpr int hopper_shared(int blocks) { return H200.shared_for(blocks, 128); }
-// Returns how many bytes of shared memory a kernel needs in addition to its tiles. They are for its mbarriers, and up
-// to 1 KB is lost because the tiles begin at a whole kilobyte.
+// Returns how many bytes of shared memory a kernel needs in addition to its tiles: 8 for each mbarrier, and 1 KB for the
+// gap before the tiles, which begin at a multiple of 1 KB.
 constexpr int shared_beside(int barriers) { return barriers * 8 + SWIZZLE_BYTES; }
 
 // Divides a block's dynamic shared memory: first the room for `barriers` mbarriers, then tiles. Because of the swizzle,
@@ -9095,8 +9096,8 @@ struct SharedMemory {
 //   writers > 1     several warps fill a stage with ordinary stores: acquire, store, warp_stored
 //   BYTES = 0       the ring has barriers, but no memory: the data lies elsewhere
 //
-// Two rules. Each of them was violated once, which was a bug. dev/test/test_pipelines.py models the roles of every
-// kernel.
+// The roles must follow two rules. Each rule was violated once, which caused a bug. dev/test/test_pipelines.py models
+// the roles of every kernel.
 //
 // 1. If two warpgroups take turns with a ring, each waits at a full barrier of its own (OWNERS = 2). A waiting thread
 //    cannot distinguish phase 1 from phase 3, because it only sees the parity. So it must wait for every phase of its
@@ -9246,17 +9247,16 @@ struct TileWalk : Origin {
 };
 
 // Returns where chunk `chunk` (16 bytes) of row `row` lies in a box, in bytes from its beginning. A row of the box has
-// CHANNELS bf16. TMA has swizzled it: TMA XORs some
-// bits of an element's address with higher bits of the same address: bits 4-6 with bits 7-9 (rows of 128 bytes), or
-// bits 4-5 with bits 7-8 (rows of 64 bytes).
+// CHANNELS bf16. TMA swizzles the rows: it XORs some bits of an element's address with higher bits of the same address.
+// In rows of 128 bytes these are bits 4-6 with bits 7-9, in rows of 64 bytes bits 4-5 with bits 7-8.
 template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
     if (CHANNELS == SLICE_CHANNELS) return row * SLICE_BYTES + ((chunk ^ (row & 7)) << 4);
     return row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
 }
 
-// The pixels of a tile in shared memory: one slice (128 bytes) of each pixel, in rows of PITCH pixels. They include the
-// border that a 3x3 filter reads (section 20 draws a halo and its taps). The nine taps read the same memory. Only
-// the addresses at which their operands begin are different. With PITCH = 8 there is only one tap (1x1).
+// The pixels of a tile in shared memory: one slice (128 bytes) of each pixel, in rows of PITCH pixels. The pixels
+// include the border that a 3x3 filter reads (section 20 draws a halo and its taps). The nine taps read the same
+// memory. Only the addresses at which their operands begin are different. With PITCH = 8 there is only one tap (1x1).
 template <int PITCH> struct Halo {
     Operand tap0;
     INLINE explicit Halo(uint32_t address) : tap0(Operand::rows(address, PITCH)) {}
@@ -9272,8 +9272,8 @@ template <int PITCH> struct Halo {
 // Invariant: nobody reads d between multiply and wait.
 template <int OUT_SLICES, int N> struct Accumulators {
     float d[OUT_SLICES][N / 2];
-    // The sums begin with the bias. A thread holds the sums of two channels of each slice b. d[b][k] belongs to channel
-    // k >> 1 & 1 of these two.
+    // The sums begin with the bias. A thread holds the sums of two channels of each slice b. d[b][k] belongs to the
+    // first of these channels if k >> 1 & 1 is 0, and to the second one if it is 1.
     INLINE explicit Accumulators(const float (&bias)[OUT_SLICES][2]) {
         UNROLL_FOR (int b = 0; b < OUT_SLICES; b++)
             UNROLL_FOR (int k = 0; k < N / 2; k++) {
@@ -9357,7 +9357,7 @@ template <bool TAKE_TURNS> struct Turn {
 // Used when: a tensor changes its size without a convolution, or only the even pixels of a convolution are kept (PICK).
 // How: a block loops over pixels of an image for a few pieces of channels. If statistics of the result are wanted, the
 //   block also sums what it writes.
-// Costs: memory traffic, every element once.
+// Costs: memory traffic. Every element is read or written once.
 //
 // Statistics (Stats) are two numbers of each image and channel: the sums, over all pixels, of x and of x^2. The group
 // norm that reads the tensor computes mean and variance from them, and so needs no pass of its own over x.
@@ -9668,7 +9668,7 @@ constexpr int LINEAR_WARPS = 4;
 struct LinearStage {
     float weight[LINEAR_OUTS][64];
     float before[LINEAR_OUTS][64];
-    float dout[LINEAR_OUTS][LINEAR_ROWS + 4];
+    float dout[LINEAR_OUTS][LINEAR_ROWS + 4]; // padded, so that a warp copies to 32 different banks
 };
 struct LinearShared { // a block's shared memory
     LinearStage stages[LINEAR_WARPS][2];
@@ -9813,7 +9813,7 @@ static int linear_splits(int Cin, int Cout) {
     const int all_warps_busy = ceil_div(Cout, LINEAR_WARPS * LINEAR_OUTS);
     return std::max(1, std::min(two_blocks_an_sm, all_warps_busy));
 }
-static size_t linear_backward_workspace(int B, int Cin, int Cout) { // room for the parts of dx
+static size_t linear_backward_workspace(int B, int Cin, int Cout) { // bytes of the parts of dx
     return (size_t)linear_splits(Cin, Cout) * B * Cin * sizeof(float);
 }
 
@@ -9917,8 +9917,9 @@ static void values_embedding_backward(GradOf<float> dx, float* dweight, const fl
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
 // Used when: once in a training step or in a step of a sampler.
-// How: each thread works on four values, and draws their random numbers as one quartet of Philox. Losses are summed in
-//   double, in a fixed order. The formulas are in "Diffusion" (Part I) and in dev/reference.h.
+// How: in q_sample and in a sampler's step, each thread works on four values, because one quartet of Philox gives four
+//   random numbers. Losses are summed in double, in a fixed order. The formulas are in "Diffusion" (Part I) and in
+//   dev/reference.h.
 // Costs: memory traffic. It is small, because images are much smaller than activations.
 
 // Philox makes random words in quartets. This function returns the four words of the quartet with number `quartet`, for
@@ -10427,9 +10428,9 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
 // Inpainting. Where the mask is not above 0, the image is known. At those places x is replaced by the known image,
 // mixed with as much noise as x has after this step:
 //   x = known_x image + known_sigma z
-// Then noise is added to all of x, so that the next step can make the known and the new part fit together (RePaint,
-// Lugmayr et al. 2022):
-//   x' = back_x x + back_sigma z'
+// If the sampler then goes back to an earlier step, noise is added to all of x. So the steps that are made again can
+// make the known and the new part fit together (RePaint, Lugmayr et al. 2022):
+//   x' = back_x x + back_sigma z'     (if it does not go back, back_x is 1 and back_sigma is 0)
 // A mask has one value for each element of the image: read_images repeats its only channel C times.
 static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key,
                        bool guided, int B, int n) {
