@@ -9059,8 +9059,8 @@ static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int
 // Returns how many bytes of dynamic shared memory each block can have if a multiprocessor runs `blocks` of them. Static
 // variables take at most 128 bytes.
 constexpr int hopper_shared(int blocks) { return H200.shared_for(blocks, 128); }
-// Returns how many bytes of shared memory a kernel needs in addition to its tiles: 8 for each mbarrier, and 1 KB for the
-// gap before the tiles, which begin at a multiple of 1 KB.
+// Returns how many bytes of shared memory a kernel needs in addition to its tiles. They are 8 for each mbarrier, and
+// 1 KB for the gap before the tiles, which begin at a multiple of 1 KB.
 constexpr int shared_beside(int barriers) { return barriers * 8 + SWIZZLE_BYTES; }
 
 // Divides a block's dynamic shared memory: first the room for `barriers` mbarriers, then tiles. Because of the swizzle,
