@@ -9384,9 +9384,9 @@ template <class T> INLINE void add_square(float (&sum)[VEC<T>], const T* x, int 
 //   pixel 0       [ thread 0     1     2     3 ]
 //   pixel 1       [        4     5     6     7 ]      then all go on to the next THREADS / columns pixels
 //
-// A "pixel" p belongs to the smaller image, which is x for REPEAT and out otherwise. In the larger image, p is a square
-// of 2x2. With stats, one block reads all pixels of its slab and computes their sums. Each thread sums its pixels in
-// fp32, and the threads' sums are added up in double. Shared memory is used only for these sums, at the end.
+// A "pixel" p belongs to the smaller image, which is x for REPEAT, and `out` for POOL and PICK. In the larger image, p
+// is a square of 2x2. With stats, one block reads all pixels of its slab and computes their sums. Each thread sums its
+// pixels in fp32, and the threads' sums are added up in double. Shared memory is used only for these sums, at the end.
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // (B, new H, new W, C)
                                                               double* stats, // (B, C, 2), or null
@@ -9658,9 +9658,9 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
 // warp's two stages in shared memory. For each output, a lane reads the weights of its two inputs once. It also reads
 // the dout of 32 images. All lanes read the same dout at the same time. Each dout is multiplied four times: by two
 // values (for dweight) and by two weights (for dx).
-// The 4 warps of a block work on the same inputs and on different outputs. At the end they add up their dx. The
-// outputs are also divided into splits, and blocks of different splits work on different outputs. They store their dx
-// as parts (splits, B, Cin), which a second kernel adds up.
+// The 4 warps of a block work on the same inputs and on different outputs. At the end the block adds up the dx of its
+// warps. The outputs are also divided into splits, and blocks of different splits work on different outputs. The dx of
+// a split is stored as one of the `parts` (splits, B, Cin). A second kernel adds up the parts.
 constexpr int LINEAR_OUTS = 8;
 constexpr int LINEAR_WARPS = 4;
 // What a warp reads for 8 outputs, 64 inputs and 32 images. `before` is the dweight summed over the images before these
@@ -9941,8 +9941,8 @@ static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, cons
     });
 }
 
-// draw_teachers is called with the same key as draw_levels, so it uses the same random words for the same samples. So
-// the sigma that is drawn here is the student's, and the teacher's smaller sigma is computed from it.
+// draw_teachers uses the same random words as draw_levels for each sample. So it draws the student's sigma again. Then
+// it computes the teacher's smaller sigma from the student's.
 static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key) {
     each(B, [=] __device__(size_t b) {
         const NoiseLevel l = draw_teacher(o, random_words(key, 0, (int)b));
