@@ -7969,10 +7969,10 @@ template <class T> struct ElementOf;
 template <class T> constexpr bool IS_MISSING = false; // for a static_assert where each type needs code of its own
 template <> struct ElementOf<float> {
     static constexpr Element ELEMENT = Element::FP32;
-    static constexpr bool FAST_EXP = false; // Is the hardware's approximation of e^x exact enough for such tensors?
+    static constexpr bool FAST_EXP = false; // whether the hardware's approximate e^x is exact enough for this type
     static constexpr int PARTS = 2;         // into how many fp16 numbers one number is split for the tensor cores
     static constexpr uint32_t TWO_ONES = 0x3C003C00; // two ones in the type that the tensor cores multiply: fp16
-    static constexpr int FEW_PARTS = 1;              // how many numbers of this type add up to a float in conv_few
+    static constexpr int FEW_PARTS = 1;              // conv_few stores a float as a sum of so many numbers of this type
 };
 #ifdef __CUDACC__
 typedef __nv_bfloat16 bf16;
@@ -7985,13 +7985,13 @@ template <> struct ElementOf<bf16> {
 };
 #endif
 
-// To add a nonlinearity, write a struct like Silu below, with two functions: f(z) returns the function's value, and
-// df(u) returns its derivative at the same z, which it is given as u = Z_FACTOR<T> z. Then add a value to enum
-// Nonlinearity, and its case to with_nonlinearity. A df that needs z itself begins with z = u / Z_FACTOR<T>.
+// To add a nonlinearity, write a struct like Silu below, with two functions. f(z) returns the value at z. df(u) returns
+// the derivative at z, but its argument is u = Z_FACTOR<T> z. (If df needs z itself, it begins with
+// z = u / Z_FACTOR<T>.) Then add a value to enum Nonlinearity, and its case to with_nonlinearity.
 //
-// The group norms of both builds call f and df, and contain no formula of a nonlinearity themselves. The embedding's
-// SiLU is another thing: a kind of layer (SILU), with kernels of its own. A model file does not say with which
-// nonlinearity it was trained.
+// The group norms of both builds call f and df, and contain no formula of a nonlinearity themselves. In the embedding,
+// SiLU is a layer (its kind is SILU), so with_nonlinearity does not choose it. A model file does not record which
+// nonlinearity the model was trained with.
 //
 // Why df is given u: the sigmoid is computed fastest from u. For bf16, u = -z log2(e), since the hardware computes 2^u,
 // which is then e^-z. For fp32, u is z. The factor costs nothing: a norm's z is x * scale + shift, and the norm
@@ -7999,7 +7999,7 @@ template <> struct ElementOf<bf16> {
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 template <class T> constexpr float Z_FACTOR = ElementOf<T>::FAST_EXP ? -LOG2E : 1;
 
-// Returns sigmoid(z) = 1 / (1 + e^-z), as exact as tensors of type T need it. u = Z_FACTOR<T> z
+// Returns sigmoid(z) = 1 / (1 + e^-z), as exactly as tensors of type T need it. The argument u is Z_FACTOR<T> z.
 template <class T> INLINE float sigmoid(float u);
 
 // SiLU, with s = sigmoid(z):   f(z) = z s,   f'(z) = s + z s (1 - s)
@@ -8027,8 +8027,8 @@ struct NoWork {
 };
 template void with_nonlinearity<float>(Nonlinearity, NoWork);
 
-// PyTorch's F.pixel_unshuffle turns pixels (B, H, W, C) into patches (B, H / p, W / p, C p p). Returns where element i
-// of the pixels lies in the patches.
+// PyTorch's F.pixel_unshuffle turns pixels (B, H, W, C) into patches of p x p pixels: (B, H / p, W / p, C p p). This
+// function is given the index i of an element in the pixels. It returns the index of the same element in the patches.
 HD static inline size_t place_in_patches(size_t i, int H, int W, int C, int p) {
     const int c = i % C;
     const int w = i / C % W;
@@ -8044,9 +8044,9 @@ HD static inline size_t place_in_patches(size_t i, int H, int W, int C, int p) {
 
 #include "dev/reference.h"
 
-// These are the functions of the interface that are no operations. Many of them do nothing: the device's memory is the
-// host's, work is done when a function returns, and operations allocate the memory that they need (so they need no
-// workspace).
+// These are the functions of the interface that are no operations. Many of them do nothing, for three reasons. The
+// device's memory is the host's memory. A function returns only when its work is done. Operations themselves allocate
+// the memory that they need, so they need no workspace.
 // conv_takes_skip: on a CPU no convolution computes its skip connection itself.
 static bool conv_takes_skip(const ConvShape&, const ConvShape&) { return false; }
 static size_t conv_workspace(ConvShape) { return 0; }
@@ -8072,7 +8072,7 @@ static void* device_alloc_bytes(size_t bytes) {
     return p;
 }
 
-static size_t device_available() { return SIZE_MAX; } // whether there is enough is found out when memory is requested
+static size_t device_available() { return SIZE_MAX; } // not known; device_alloc_bytes fails if it is too little
 [[maybe_unused]] static void device_free(void* p) { free(p); }
 static void copy_to_device(void* device, const void* host, size_t bytes) { memcpy(device, host, bytes); }
 static void copy_to_host(void* host, const void* device, size_t bytes) { memcpy(host, device, bytes); }
@@ -8112,42 +8112,43 @@ static void release(Upload*) {}
 // =====================================================================================================================
 // 16. The GPU: what all kernels share
 //
-// From top to bottom: the GPU and its streams, launches, decisions; then what kernels are built of: single PTX
-// instructions, activations in registers, sums over threads, tensor cores (mma.sync on any GPU; TMA and wgmma on
-// Hopper).
+// This section first contains the GPU and its streams, launches and decisions. Then it contains what kernels are built
+// of: single PTX instructions, activations in registers, sums over threads, and tensor cores (mma.sync on any GPU; TMA
+// and wgmma on Hopper).
 
 // Loops over registers must be unrolled: an array is in registers only if every index is known to the compiler.
 #define UNROLL_FOR _Pragma("unroll") for
 #define UNROLL_4_FOR _Pragma("unroll 4") for
 #define UNROLL_8_FOR _Pragma("unroll 8") for
-#define NO_UNROLL_FOR _Pragma("unroll 1") for // for loops that the compiler would unroll, so that registers would spill
+#define NO_UNROLL_FOR _Pragma("unroll 1") for // for loops that would need too many registers if they were unrolled
 
 #if __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "code for compute capability 9.0 is compiled for sm_90a, which has wgmma: -gencode arch=compute_90a,code=sm_90a"
 #endif
 
-// The properties of a GPU on which the choice of a kernel may depend. To give a new kind of GPU tiles of its own, add a
-// member that tells this kind from the others.
+// The properties of a GPU on which the choice of a kernel may depend. If a new kind of GPU shall have tiles of its own,
+// add a member that distinguishes this kind from the other kinds.
 struct Gpu {
     int sms;                             // multiprocessors
-    int shared_per_sm, shared_per_block; // bytes of shared memory: of a multiprocessor, and the most for one block
+    int shared_per_sm, shared_per_block; // bytes of shared memory of a multiprocessor, and the limit of one block
     bool overlap;                        // this binary has code of sm_90 or later for this GPU, so launches may overlap
     bool clusters;                       // the binary has such code, and clusters of blocks are allowed
     bool wgmma;                          // the code is for sm_90a, and its wgmma and TMA are allowed
 
-    // shared_for: the bytes of dynamic shared memory that each block can have if `blocks` of them have to fit on a
-    // multiprocessor. blocks_of: how many blocks of `bytes` each fit. In addition, every block needs 1 KB for the
-    // system, and `statics` bytes for the __shared__ variables that its kernel declares.
+    // shared_for returns how many bytes of dynamic shared memory each block can have if a multiprocessor has to run
+    // `blocks` blocks. blocks_of returns how many blocks it can run if each has `bytes` bytes of dynamic shared memory.
+    // In addition, every block needs 1 KB, which CUDA reserves, and `statics` bytes for the __shared__ variables that
+    // its kernel declares.
     constexpr int shared_for(int blocks, int statics = 0) const {
         return std::min(shared_per_sm / blocks - 1024, shared_per_block) - statics;
     }
     constexpr int blocks_of(int bytes, int statics = 0) const { return shared_per_sm / (bytes + statics + 1024); }
 };
-// The tiles of kernels are made for these GPUs. Kernels without wgmma run on any GPU. So their tiles must fit into the
-// shared memory of an RTX 30, which has the least.
+// The sizes of the kernels' tiles are chosen for these two GPUs. Kernels without wgmma run on any GPU. So their tiles
+// must fit into the shared memory of an RTX 30, because no other GPU has less.
 constexpr Gpu RTX_30{82, 100 * 1024, 99 * 1024, false, false, false};
 constexpr Gpu H200{132, 228 * 1024, 227 * 1024, true, true, true};
-static Gpu gpu; // the GPU of this process; tests put other GPUs here
+static Gpu gpu; // the GPU of this process; tests replace it by other GPUs
 
 // A Stream is a CUDA stream (queue) and its workspace. Kernels of a stream run one after the other, so each operation
 // may overwrite the whole workspace. What an operation leaves in the workspace is lost when the next operation runs.
@@ -8155,13 +8156,14 @@ struct Stream {
     cudaStream_t queue = nullptr;
     char* workspace = nullptr;
     size_t workspace_bytes = 0;
-    bool joined = false; // the next kernel is launched without overlap; for example, it waits for another stream, too
+    bool joined = false; // whether the next launch must not overlap, for example since it waits for another stream
 };
 
-// The device itself is the main stream. It also holds a side stream, whose kernels run at the same time (run_beside).
+// A Device is the main stream. It also holds a side stream, whose kernels run at the same time as those of the main
+// stream (run_beside).
 struct Device : Stream {
     Stream side;
-    cudaStream_t copy_stream = nullptr; // nothing that runs on it needs a workspace
+    cudaStream_t copy_stream = nullptr; // copies from the host (send), which need no workspace
     char* norm_sums = nullptr;          // sums that group norms' backward passes leave for finish_gradients
     size_t norm_sums_bytes = 0;
 };
@@ -8183,8 +8185,9 @@ Stream* const MAIN_STREAM = &device;
 //   kernel B        |-- prepares --|waits |---- blocks run ----|
 //                                         ^ await_previous_kernel returns
 //
-// B's blocks start as soon as all blocks of A have called await_previous_kernel and there is room. So every kernel that
-// is launched like this calls await_previous_kernel before it reads or writes anything that another kernel writes.
+// B's blocks start as soon as all blocks of A have called await_previous_kernel and a multiprocessor has room for them.
+// So every kernel that is launched with overlap calls await_previous_kernel before it reads or writes anything that
+// another kernel writes. (A kernel that does not call it is launched without overlap: see launch_behind.)
 // Before this call, B may compute addresses, read its parameters, and read what kernels before A wrote, because those
 // kernels have ended.
 // cluster: how many neighbouring blocks can access each other's shared memory (1: no cluster).
@@ -8212,7 +8215,8 @@ static void launch_on(Stream* stream, int cluster, void (*kernel)(Parameters...)
 // arguments ...).
 template <class... Rest> static void launch(Rest... rest) { launch_on(MAIN_STREAM, 1, rest...); }
 
-// Launches a kernel that does not call await_previous_kernel. It starts when everything before it has ended.
+// Launches a kernel that does not call await_previous_kernel. The kernel starts when all work before it in the main
+// stream has ended.
 template <class... Rest> static void launch_behind(Rest... rest) {
     device.joined = true;
     launch(rest...);
@@ -8244,11 +8248,11 @@ template <class F> static auto with_act(F f) {
     ALL_CASES_RETURN
 }
 
-// Hopper's kernels (those that multiply by wgmma) are written for bf16. conv_tiles and conv_small are also written for
-// FP8.
+// Returns whether Hopper's kernels, which multiply by wgmma, can be used for the activations. These kernels are written
+// for bf16. (conv_tiles and conv_small are also written for FP8.)
 static bool act_has_wgmma() { return gpu.wgmma && act_element == Element::BF16; }
 
-// Holds the candidate with the least measured cost. If several candidates have this cost, it is the first of them.
+// best is the candidate with the least measured cost. If several candidates have this cost, it is the first of them.
 template <class T> struct Cheapest {
     T best = {};
     double cost = INFINITY;
@@ -8265,12 +8269,14 @@ constexpr int ARCH = __CUDA_ARCH__; // what this code is compiled for: 900 is co
 #else
 constexpr int ARCH = 0; // the host
 #endif
+// Whether this code can use clusters, and launches that overlap.
 constexpr bool CLUSTERS = ARCH >= 900;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Single instructions: shared memory, mbarriers, clusters
-// PTX ISA, "Instruction Set". Addresses of shared memory are 32 bits wide here (shared_address). INLINE functions are
-// not static, so that the compiler does not warn about those that a build does not use.
+// The instructions are described in PTX ISA, "Instruction Set". Addresses of shared memory are 32 bits wide here
+// (shared_address). INLINE functions are not static, because the compiler would warn about each static function that a
+// build does not use.
 
 // PTX(...) is an instruction without results. Because of volatile and "memory", the compiler moves no other memory
 // access and no barrier past this instruction.
@@ -8284,7 +8290,7 @@ INLINE void await_previous_kernel() {
 }
 
 INLINE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-// Loads of 4, 8 and 16 bytes. They are volatile, so that the compiler does not move them past a barrier.
+// These functions load 4, 8 and 16 bytes. The asm is volatile, so that the compiler does not move it past a barrier.
 INLINE float load_float(uint32_t address) {
     float v;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
@@ -8312,7 +8318,7 @@ INLINE void store_shared(uint32_t to, uint4 v) {
 INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
     PTX("mbarrier.init.shared::cta.b64 [%0], %1;", "r"(barrier), "r"(arrivals));
 }
-INLINE void mbarrier_expect(uint32_t barrier, int bytes) { // arrives, and announces that bytes will be written
+INLINE void mbarrier_expect(uint32_t barrier, int bytes) { // arrives, and announces that so many bytes will come
     PTX("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;", "r"(barrier), "r"(bytes));
 }
 INLINE void mbarrier_arrive(uint32_t barrier) { PTX("mbarrier.arrive.shared::cta.b64 _, [%0];", "r"(barrier)); }
@@ -8320,13 +8326,13 @@ INLINE void mbarrier_wait(uint32_t barrier, uint32_t parity) { // waits until th
     PTX("{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }",
         "r"(barrier), "r"(parity));
 }
-// Is called after mbarrier_init: makes the barriers visible to TMA and to other blocks of the cluster.
+// Must be called after mbarrier_init. It makes the barriers visible to TMA and to the other blocks of the cluster.
 INLINE void mbarriers_ready() { PTX("fence.mbarrier_init.release.cluster;"); }
 
 // --- clusters of blocks (PTX ISA, "barrier.cluster", "mapa", "st.async"): a barrier for all threads of a cluster, and
 // accesses to the shared memory of its other blocks
-// The barrier has two halves, and a block can do something else between them. cluster_arrive makes only the initial
-// state of mbarriers visible to the other blocks, and no other writes.
+// The barrier has two halves, cluster_arrive and cluster_wait. A block can do something else between the two.
+// cluster_arrive makes only the initial state of mbarriers visible to the other blocks, and no other writes.
 INLINE void cluster_arrive() { PTX("fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;"); }
 INLINE void cluster_wait() { PTX("barrier.cluster.wait.acquire.aligned;"); }
 // cluster_sync is the whole barrier. Everything that was written before it is visible to all threads of the cluster.
@@ -8440,7 +8446,7 @@ template <Element TO = Element::FP8> INLINE uint32_t pack_fp8(float a, float b, 
 template <Element TO = Element::FP8> INLINE uint2 pack_fp8(const float (&v)[8]) {
     return make_uint2(pack_fp8<TO>(v[0], v[1], v[2], v[3]), pack_fp8<TO>(v[4], v[5], v[6], v[7]));
 }
-// Multiplies 8 floats by a factor, and converts them.
+// Multiplies 8 floats by a factor, and converts the products to FP8.
 template <Element TO = Element::FP8> INLINE uint2 scaled_to_fp8(const float (&v)[8], float factor) {
     float scaled[8];
     UNROLL_FOR (int i = 0; i < 8; i++) scaled[i] = v[i] * factor;
@@ -8484,8 +8490,8 @@ INLINE void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a
 INLINE void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
 template <class T> INLINE float4 load4(const T* p) { return to_floats<T>(*(const Four<T>*)p); }
 
-// Writes 8 or 16 bytes by one instruction. An ordinary store may be split by the compiler. Then half of every 32-byte
-// sector that is written to memory is wasted.
+// Writes 8 or 16 bytes by one instruction. The compiler may split an ordinary store into smaller ones. Then half of
+// every 32-byte sector that is written to memory is wasted.
 INLINE void store_whole(void* p, uint4 v) {
     PTX("st.global.v4.b32 [%0], {%1,%2,%3,%4};", "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
@@ -8504,7 +8510,7 @@ template <class T> INLINE float4 store4(T* p, float4 v) {
 // Converts a Grad to a GradOf<T>. Kernels need this, because they must know the type of the gradient's elements.
 template <class T> static GradOf<T> typed(const Grad& g) { return {(T*)g.dx, (const T*)g.add1, (const T*)g.add2}; }
 
-// dx[i ...] = v + the addends, for the VEC<T> elements of a piece
+// Stores v + the addends as the piece of dx that begins at element i.
 template <class T> INLINE void store_gradient(const GradOf<T>& g, size_t i, float (&v)[VEC<T>]) {
     UNROLL_FOR (int k = 0; k < 2; k++) {
         const T* add = k ? g.add2 : g.add1;
@@ -8513,8 +8519,8 @@ template <class T> INLINE void store_gradient(const GradOf<T>& g, size_t i, floa
     *(uint4*)(g.dx + i) = pack<T>(v);
 }
 
-// A gradient that is also written in FP8 (e5m2), unless fp8.bytes is null. The FP8 numbers are made from the values as
-// T stores them, so it does not matter which kernel makes them.
+// Where a kernel writes a gradient: in type T and, unless fp8.bytes is null, also in FP8 (e5m2). The FP8 numbers are
+// made from the values as T stores them, so it does not matter which kernel makes them.
 template <class T> struct Fp8GradOf : GradOf<T> { Fp8Copy fp8; };
 template <class T> INLINE void store_gradient_fp8(const Fp8GradOf<T>& g, size_t i, float (&v)[VEC<T>], float factor) {
     if (!g.fp8.bytes) return;
@@ -8534,8 +8540,8 @@ INLINE float reciprocal_fast(float x) {
 }
 
 // Returns 1 / (1 + e^-z). u is Z_FACTOR<T> z (see Silu). For bf16, e^-z = 2^u is one instruction. The rounding of u
-// causes a relative error of about 1e-6 at |z| = 10, far below bf16's 4e-3. For fp32, u is z, and e^-z is computed by
-// the library's expf, which is more exact.
+// causes a relative error of about 1e-6 at |z| = 10. bf16's own rounding error, 4e-3, is far larger. For fp32, u is z,
+// and e^-z is computed by the library's expf, which is more exact.
 template <class T> INLINE float sigmoid(float u) {
     const float e_to_minus_z = ElementOf<T>::FAST_EXP ? exp2_fast(u) : expf(-u);
     return reciprocal_fast(1.0f + e_to_minus_z);
@@ -8543,8 +8549,8 @@ template <class T> INLINE float sigmoid(float u) {
 
 HD static constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Says where a tile begins: image n, row h, column w. An image is cut into tiles_h x tiles_w tiles of rows x columns
-// pixels. If images are small, a tile covers the same place in each of `images` images.
+// The first pixel of a tile: image n, row h, column w. An image is cut into tiles_h x tiles_w tiles of rows x columns
+// pixels. If images are small, a tile consists of the same pixels of several images: `images` is the number of them.
 struct Origin {
     int n, h, w;
 };
@@ -8576,8 +8582,8 @@ INLINE void copy_async_row_if(bool wanted, uint32_t to, const void* from, bool v
         "@wanted cp.async.cg.shared.global.L2::128B [%1], [%2], 16, %3;}",
         "r"((int)wanted), "r"(to), "l"(from), "r"(valid ? 16 : 0));
 }
-// Copies 8 channels: one piece of bf16, or two pieces of floats. In the second piece's address bit 4 is toggled,
-// because rows are swizzled (see Swizzle).
+// Copies 8 channels: one piece of bf16, or two pieces of floats. Rows are swizzled (see Swizzle), so the address of the
+// second piece is that of the first piece with bit 4 toggled.
 template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* from, bool valid, bool wanted = true) {
     static_assert(VEC<T> <= 8, "8 channels must fill at least one piece");
     UNROLL_FOR (int j = 0; j < 8 / VEC<T>; j++) {
@@ -8585,8 +8591,8 @@ template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* f
         copy_async_row_if(wanted, piece, from + j * VEC<T>, valid);
     }
 }
-// Returns the address of a pixel of C channels. Written like this, the computation is one instruction: it multiplies
-// two 32-bit numbers, and adds the product to a 64-bit address.
+// Returns the address of pixel number `pixel` in x, whose pixels have C channels. Written like this, the computation is
+// one instruction: it multiplies two 32-bit numbers, and adds the product to a 64-bit address.
 template <class T> INLINE const T* pixel_of(const T* x, uint32_t pixel, int C) {
     const uint32_t pixel_bytes = C * (int)sizeof(T);
     return (const T*)((const char*)x + (size_t)pixel * pixel_bytes);
@@ -8609,10 +8615,10 @@ INLINE void copy_async_16(void* to, const void* from, uint64_t policy) {
 
 // --- sums over threads, all in a fixed order, so that results are the same in every run
 
-// Returns the sum over those lanes of a warp whose numbers differ only in the bits BITS. The sum is returned in each of
-// these lanes. For example, lane_sum<1, 2> adds lanes 4i, 4i + 1, 4i + 2, 4i + 3. BITS are used in the order in which
-// they are given. `lanes` is a mask of all lanes that call the function. lane_max returns the largest value instead of
-// the sum. (The fold over `, ...` repeats the statement for each of BITS.)
+// Returns the sum over those lanes of a warp whose numbers (0 to 31) differ only in the bits BITS. Each of these lanes
+// receives the sum. For example, lane_sum<1, 2> adds the values of lanes 4i, 4i + 1, 4i + 2, 4i + 3. BITS are used in
+// the order in which they are given. `lanes` is a mask of all lanes that call the function. lane_max returns the
+// largest value instead of the sum. (The fold over `, ...` repeats the statement for each of BITS.)
 template <int... BITS, class T> INLINE T lane_sum(T v, unsigned lanes = 0xFFFFFFFFu) {
     ((v += __shfl_xor_sync(lanes, v, BITS)), ...);
     return v;
@@ -8644,14 +8650,14 @@ template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
 //   row 0    [   thread 0        thread 1   ]      a thread brings first[V] and second[V], in fp32
 //   row 1    [   thread 2        thread 3   ]
 //   ...
-//   result(k, column, sum) is called once for every column, channel i of the V channels, and array:
+//   result(k, column, sum) is called once for every column, channel i of the V channels, and array (first, second):
 //     k      2 i for first, 2 i + 1 for second
 //     sum    the sum over the column's threads, in double
 //
-// THREADS, V and columns are powers of 2. shared has room for 2 V (THREADS + columns) floats.
+// THREADS, V and columns are powers of 2. `shared` is an array of at least 2 V (THREADS + columns) floats.
 template <int THREADS, int V, class F>
 INLINE void fold_columns(float* shared, int columns, const float (&first)[V], const float (&second)[V], F result) {
-    const int pitch = THREADS + columns; // padded, so that different k lie in different banks
+    const int pitch = THREADS + columns; // from one k to the next; padded, so that different k lie in different banks
     UNROLL_FOR (int i = 0; i < V; i++) {
         shared[2 * i * pitch + threadIdx.x] = first[i];
         shared[(2 * i + 1) * pitch + threadIdx.x] = second[i];
@@ -8746,12 +8752,14 @@ template <class T> INLINE uint32_t pack_pair(float low, float high) {
     static_assert(ElementOf<T>::ELEMENT == Element::BF16, "another type needs its conversion here");
     return pack_bf16(low, high);
 }
+// The power of two by which numbers are multiplied before they are split.
 struct PartScale {
-    uint32_t exponent; // the exponent of the largest magnitude, as a float stores it
+    uint32_t exponent; // the exponent of the largest magnitude, as a float stores it; at least 15
     INLINE explicit PartScale(uint32_t top) : exponent(max(top >> 23, 15)) {}      // top: the largest magnitude's bits
     INLINE float apply() const { return __uint_as_float((268 - exponent) << 23); } // brings top to 2^14 ... 2^15
     INLINE float undo() const { return __uint_as_float((exponent - 14) << 23); }   // 1 / apply()
 };
+// Splits v and w. `high` receives the high parts of both, and `low` receives the low parts.
 INLINE void take_apart_pair(float v, float w, float scale, uint32_t& high, uint32_t& low) {
     const __half2 h = __floats2half2_rn(v * scale, w * scale);
     const __half2 l = __floats2half2_rn(v * scale - __low2float(h), w * scale - __high2float(h));
@@ -8780,14 +8788,14 @@ template <class T, int N, int R> INLINE float take_apart_fragments(uint32_t (&x)
     return scale.undo();
 }
 
-// Convolutions split floats while they lie in shared memory, because each number is used in several fragments. A place
-// holds 8 floats: one piece at an address, and one piece at this address with bit 4 toggled. After the split, the first
-// piece holds the 8 high parts, in the layout of 8 bf16. The second piece holds the 8 low parts. Each thread splits the
-// floats that it has copied itself, so no barrier is needed between copy and split. places(f) calls f(address) for all
-// of a thread's places.
-// There are two steps, with a __syncthreads between them. In find_top each warp writes its largest magnitude into
-// `tops`. take_apart_places finds the largest magnitude of all warps, scales by a factor that depends on it, splits,
-// and returns the factor that undoes the scale.
+// Convolutions split floats in shared memory, not in registers, because each number is used in several fragments. A
+// place holds 8 floats: one piece at an address, and one piece at this address with bit 4 toggled. After the split, the
+// first piece holds the 8 high parts, in the layout of 8 bf16. The second piece holds the 8 low parts. Each thread
+// splits the floats that it has copied itself, so no barrier is needed between copy and split. places(f) calls
+// f(address) for all of a thread's places.
+// There are two steps, with a __syncthreads between them. In find_top each warp writes the largest magnitude of its
+// floats into `tops`. take_apart_places finds the largest magnitude of all warps, and scales the floats by a factor
+// that depends on this magnitude. Then it splits the floats, and returns the factor that undoes the scale.
 INLINE void load_place(float (&v)[8], uint32_t at) {
     UNROLL_FOR (int i = 0; i < 2; i++) {
         unpack<float>((float(&)[4])v[4 * i], load_shared(at ^ (i * 16)));
@@ -8820,10 +8828,10 @@ template <int WARPS, class Places> INLINE float take_apart_places(uint32_t (&top
     return scale.undo();
 }
 
-// d[m * a_step + n * b_step] += a[m] * b[n] for NA x NB tiles of a result, over 16 columns k. scale: for floats, the
-// factor that undoes the scales of both operands.
+// d[m * a_step + n * b_step] += a[m] * b[n] for NA x NB tiles of a result. Each product sums over 16 values of k.
+// scale: for floats, the factor that undoes the scales of both operands.
 // For floats, each product is the sum of three products of fp16 parts: high * high, high * low and low * high. Tensor
-// cores truncate when they add. So tensor cores add up only these three products over 16 columns. The fp32 units, which
+// cores truncate when they add. So they add up only these three products over 16 values of k. The fp32 units, which
 // round, add this sum to d. Each of the three products has to wait for the product before it. So up to four tiles take
 // turns, which hides the latency.
 template <class T, int NA, int NB>
@@ -8863,7 +8871,7 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
 // With 4 chunks to a row (64 bytes), two rows share the 128 bytes, and the key is r / 2 % 4. With 2 chunks to a row it
 // is r / 4 % 2. With an odd number of chunks no key is needed: the rows begin at different banks anyway.
 template <int CHUNKS> INLINE int swizzle_key(int row) {
-    constexpr int BITS = std::min(3, std::countr_zero((unsigned)CHUNKS)); // how often 2 divides CHUNKS
+    constexpr int BITS = std::min(3, std::countr_zero((unsigned)CHUNKS)); // how often 2 divides CHUNKS, at most 3
     return (row >> (3 - BITS)) & ((1 << BITS) - 1);
 }
 
@@ -8873,7 +8881,7 @@ template <int CHUNKS> INLINE int swizzle_key(int row) {
 // TMA, the tensor memory accelerator (PTX ISA, "cp.async.bulk.tensor"), moves a box of a tensor between global and
 // shared memory. One thread starts the move, and the hardware computes all addresses. A tensor map (made by tensor_map)
 // describes the tensor and the size of the box. a, b, c, d are the coordinates of the box's first element; a belongs to
-// the innermost dimension. For an activation, they are its channel, column, row and image. Where a box lies outside of
+// the innermost dimension. For an activation, a to d are channel, column, row and image. Where a box lies outside of
 // the tensor, tma_load reads zeros, and tma_store writes nothing. A load reports its bytes to an mbarrier when they
 // have arrived. Before, mbarrier_expect must tell this mbarrier how many bytes will come.
 INLINE void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b, int c, int d = 0) {
@@ -8911,7 +8919,8 @@ INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id
 //   d[4 j] = D(r, c)       d[4 j + 1] = D(r, c + 1)        d[4 j + 2] = D(r + 8, c)     d[4 j + 3] = D(r + 8, c + 1)
 //
 // So a thread holds elements of two rows, r and r + 8, and of two columns in each group of 8 columns.
-// K_MAJOR: the operand's rows in memory run along k; MN_MAJOR: along m or n. ADD = 0: D = A * B, without +=.
+// K_MAJOR: the operand's rows in memory run along k. MN_MAJOR: they run along m (D's rows) or n (D's columns).
+// ADD = 0: D = A * B, without +=.
 // The order of calls:   wgmma_fence, add, add, ..., wgmma_commit   (a group, which now runs),   multiplied<PENDING>(d)
 enum { K_MAJOR = 0, MN_MAJOR = 1 };
 template <int N> struct Wgmma;
@@ -8963,9 +8972,9 @@ WGMMA(192, D96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_96)
 WGMMA(256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_96, SIXTEEN(96), SIXTEEN(112))
 
 // WgmmaFp8 does the same in FP8: D (64, N) += A (64, 32) * B (32, N). A and B are in shared memory and K_MAJOR; in FP8,
-// wgmma does not accept MN_MAJOR operands. One of the two may hold gradients (e5m2): conv_tiles has the pixels as B
-// (e4m3.e5m2), conv_small as A (e5m2.e4m3). In all FP8 products the tensor cores keep only 14 bits of a sum, which is
-// enough here (docs/LEARNT.md).
+// wgmma does not accept MN_MAJOR operands. For an input gradient, one operand holds weights (e4m3) and the other one
+// gradients (e5m2). The gradients are B in conv_tiles (e4m3.e5m2), and A in conv_small (e5m2.e4m3). In all FP8 products
+// the tensor cores keep only 14 bits of a sum, which is enough here (docs/LEARNT.md).
 template <int N, Element A, Element B> struct WgmmaFp8;
 #define WGMMA_FP8_OF(N, A_ELEMENT, B_ELEMENT, TYPES, D, A, B, ...)                                                  \
     template <> struct WgmmaFp8<N, Element::A_ELEMENT, Element::B_ELEMENT> {                                        \
@@ -8997,8 +9006,8 @@ template <int N> INLINE void accumulators_ready(float (&acc)[N]) {
         asm volatile("" : "+f"(acc[i])::"memory");
     }
 }
-// Waits for all groups except the latest PENDING. Afterwards the program may read the sums d, which earlier groups
-// computed.
+// Waits until all groups of products except the latest PENDING are done. Afterwards the program may read the sums d
+// that these groups have computed.
 template <int PENDING, class... Sums> INLINE void multiplied(Sums&... d) {
     wgmma_wait<PENDING>();
     (accumulators_ready(d), ...);
@@ -9013,18 +9022,18 @@ constexpr int slice_channels(Element e) { return SLICE_BYTES / (int)bytes_of(e);
 constexpr int SWIZZLE_BYTES = 8 * SLICE_BYTES; // the swizzle's period; a tile must begin at a multiple of this
 static_assert(SLICE_BYTES == 128, "the widest row that TMA and wgmma swizzle");
 constexpr int BYTES_OF_64_ROWS =
-    SLICE_CHANNELS * SLICE_BYTES; // such as one tap's weights of a slice of output channels
+    SLICE_CHANNELS * SLICE_BYTES; // such as the weights of one tap, for a slice of output channels
 constexpr int whole_swizzles(int bytes) { return (bytes + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES; }
 
-// An operand in shared memory, in the form of wgmma's descriptors (PTX ISA, "Matrix descriptor"). It consists of rows
-// of 128 bytes, 64 bf16 each, swizzled in groups of 8 rows (1 KB, at a multiple of 1 KB). The descriptor holds
-// addresses and distances in units of 16 bytes:
+// An operand in shared memory, in the form of wgmma's descriptors (PTX ISA, "Matrix descriptor"). The operand
+// consists of rows of 128 bytes, which are 64 bf16. The rows are swizzled in groups of 8. Such a group is 1 KB, and
+// begins at a multiple of 1 KB. The descriptor holds addresses and distances in units of 16 bytes:
 //   low     start address | "leading" distance << 16
 //   high    "stride" distance | 1 << 30 (swizzle of 128 bytes)
-//   K_MAJOR    a row holds 64 values of k, for one m or n. stride: from a group of 8 rows to the next group. The next
-//              16 values of k begin 32 bytes further on.
-//   MN_MAJOR   a row holds 64 values of m or n, for one k. stride: from a group of 8 rows to the next group; leading:
-//              from 64 values of m or n to the next 64.
+//   K_MAJOR    a row holds 64 values of k, for one m or n. The "stride" distance leads from a group of 8 rows to the
+//              next group. The next 16 values of k begin 32 bytes further on.
+//   MN_MAJOR   a row holds 64 values of m or n, for one k. The "stride" distance leads from a group of 8 rows to the
+//              next group. The "leading" distance leads from 64 values of m or n to the next 64.
 // The arguments `pitch` (the "stride" distance) and `leading` of rows() are not in units of 16 bytes, but in rows of
 // 128 bytes.
 struct Operand {
@@ -9061,8 +9070,8 @@ INLINE uint32_t kilobyte_aligned(const void* shared) {
 // them.
 INLINE uint32_t uniform(uint32_t v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
 
-// The driver's function that makes tensor maps. It is looked up at run time, so that the program need not be linked
-// with -lcuda.
+// The type of the driver's function that makes tensor maps, and a search for this function. The search happens at run
+// time, so that the program need not be linked with -lcuda.
 typedef decltype(&cuTensorMapEncodeTiled) EncodeTensorMap;
 static EncodeTensorMap find_encode_tensor_map() {
     void* f = nullptr;
@@ -9094,7 +9103,8 @@ static CUtensorMapSwizzle tma_swizzle(size_t row_bytes) {
 
 // Describes a dense tensor to TMA. dims: the sizes of the tensor, the innermost dimension first. box: the sizes of a
 // box, which TMA moves at once. Dimensions that are left out are 1. The rows of a box are 128 or 64 bytes wide. In
-// shared memory they are swizzled, in a way that depends on this width. Without a tensor (p is null) the map is empty.
+// shared memory the rows are swizzled, in a way that depends on this width. If p is null, there is no tensor, and the
+// function returns an empty map.
 static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int (&box)[4],
                               Element element = Element::BF16) {
     static const EncodeTensorMap encode = find_encode_tensor_map();
@@ -9120,21 +9130,21 @@ static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- building blocks of Hopper's kernels (sm_90a)
-// Such a kernel's threads have a few roles, each of which is a loop over tiles: one thread loads, one to three
-// warpgroups multiply and finish their tiles, other warps store results or add up statistics. Roles exchange data
-// through rings of stages in shared memory (Pipeline). The structs below hold only integers (addresses in shared
-// memory, counters), and all their functions are inlined. So the compiler keeps them in registers; if some code took
-// their address, they would lie in local memory.
+// Such a kernel's threads have a few roles, each of which is a loop over tiles. One thread loads. One to three
+// warpgroups multiply and finish their tiles. Other warps store results or add up statistics. Roles exchange data
+// through rings of stages in shared memory (Pipeline). The structs below hold only numbers (addresses in shared
+// memory, counters, sums), and all their functions are inlined. So the compiler keeps the structs in registers. If some
+// code took the address of such a struct, the struct would lie in local memory.
 
 // Returns how many bytes of dynamic shared memory each block can have if a multiprocessor runs `blocks` of them. Static
 // variables take at most 128 bytes.
 constexpr int hopper_shared(int blocks) { return H200.shared_for(blocks, 128); }
-// Returns how many bytes of shared memory a kernel needs in addition to its tiles. They are for its mbarriers, and up
-// to 1 KB is lost because the tiles begin at a whole kilobyte.
+// Returns how many bytes of shared memory a kernel needs in addition to its tiles. They are 8 for each mbarrier, and
+// 1 KB for the gap before the tiles, which begin at a multiple of 1 KB.
 constexpr int shared_beside(int barriers) { return barriers * 8 + SWIZZLE_BYTES; }
 
-// Divides a block's dynamic shared memory: first the room for `barriers` mbarriers, then tiles. Tiles are whole
-// kilobytes and begin at whole kilobytes, because of their swizzle. The members are the addresses of the next free
+// Divides a block's dynamic shared memory: first the room for `barriers` mbarriers, then tiles. Because of the swizzle,
+// the size of a tile is a multiple of 1 KB, and so is its address. The members are the addresses of the next free
 // barrier and of the next free tile.
 struct SharedMemory {
     uint32_t barriers_at, tiles_at;
@@ -9145,7 +9155,7 @@ struct SharedMemory {
     }
 };
 
-// A ring of stages in shared memory: some threads fill them, others read them.
+// A ring of stages in shared memory: some threads fill the stages, and other threads read them.
 //
 //        acquire, tma_load                        arrived, read, release
 //   the thread that loads  --->  stage 0  --->  readers
@@ -9161,17 +9171,18 @@ struct SharedMemory {
 // Invariant: all roles use the stages in the same order, and a stage is filled again only after it has been released
 // `readers` times. Each role has its own copy of the struct, with its own place in the ring; only the stages and their
 // barriers are shared.
-//   readers = 0     a stage is filled once and stays (kept), or the caller knows that the next stage is free (next)
+//   readers = 0     no stage has an empty barrier: either each stage is filled only once (kept), or the caller knows
+//                   that the next stage is free (next)
 //   writers > 1     several warps fill a stage with ordinary stores: acquire, store, warp_stored
-//   BYTES = 0       the stages lie elsewhere; the ring only tells when they are full
+//   BYTES = 0       the ring has barriers, but no memory: the data lies elsewhere
 //
-// Two rules. Each of them was violated once, which was a bug. dev/test/test_pipelines.py models the roles of every
-// kernel.
+// The roles must follow two rules. Each rule was violated once, which caused a bug. dev/test/test_pipelines.py models
+// the roles of every kernel.
 //
 // 1. If two warpgroups take turns with a ring, each waits at a full barrier of its own (OWNERS = 2). A waiting thread
 //    cannot distinguish phase 1 from phase 3, because it only sees the parity. So it must wait for every phase of its
 //    barrier. If both used the same barrier, phases would end while the stage belongs to the other warpgroup. Then a
-//    warpgroup would take the other's tile for its own:
+//    warpgroup would read the other warpgroup's tile in place of its own:
 //
 //      stage 0 is filled for   warpgroup 0   warpgroup 1   warpgroup 0   when warpgroup 0's second wait (parity 1) ends
 //      one barrier: phase      0             1             2             at warpgroup 1's tile: wrong
@@ -9182,7 +9193,7 @@ struct SharedMemory {
 //    that the thread has not yet loaded that product's other operand into the second ring. Then the thread waits for
 //    itself, for ever. So it loads both operands in the order in which the products need them.
 struct Stage {
-    uint32_t address, full; // where the tile is written, and the barrier that is told when the tile has arrived
+    uint32_t address, full; // the addresses of the stage's memory and of its full barrier
 };
 // All threads of a warp call this when they have filled a stage, or their part of it.
 INLINE void warp_stored(uint32_t full) {
@@ -9193,7 +9204,7 @@ INLINE void warp_stored(uint32_t full) {
 template <int BYTES, int OWNERS = 1> struct Pipeline {
     static_assert(BYTES % SWIZZLE_BYTES == 0, "a tile must begin at a whole kilobyte");
     uint32_t stages_at, full_at, empty_at; // addresses of stage 0 and its barriers; a stage has OWNERS full barriers
-    int size, readers, writers;            // how many stages there are, how many arrivals free one, how many fill one
+    int size, readers, writers;            // number of stages; numbers of arrivals that free and that fill a stage
     int place = 0;                         // the next stage: the loading role fills it, a reader waits for it
     int done = 0;                          // the stage that this reader releases next
     uint32_t phase = 0;  // parity to wait for at `place`'s full barrier. At its empty barrier it is phase ^ 1. In the
@@ -9202,7 +9213,7 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
     uint32_t phases = 0; // OWNERS = 2: the parities of this warpgroup's own full barriers, a bit for each stage
 
     INLINE Pipeline(SharedMemory& shared, int n, int readers, int writers = 1) : readers(readers), writers(writers) {
-        auto take = [](uint32_t& next, int n, int bytes) { // takes n times `bytes` bytes, returns their address
+        auto take = [](uint32_t& next, int n, int bytes) { // takes n * bytes bytes, and returns their address
             next += n * bytes;
             return next - n * bytes;
         };
@@ -9258,27 +9269,27 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         const int i = hand_over();
         if (speaks) free(i);
     }
-    // Used in place of release: returns the number of the stage, which another role frees later.
+    // Is called in place of release if another role frees the stage later. Returns the number of the stage.
     INLINE int hand_over() {
         const int i = done;
         if (++done == size) done = 0;
         return i;
     }
     INLINE void free(int i) const { mbarrier_arrive(empty(i)); }
-    // Skips n stages that belong to the other warpgroup.
+    // Moves on by n stages without waiting, for example past stages that belong to the other warpgroup.
     INLINE void pass_over(int n) {
         for (place += n; place >= size; place -= size) phase ^= 1;
         done = place;
     }
 };
-// The ring through which results leave a kernel. It has barriers, but no memory of its own. A warpgroup has read pixels
-// in stages of another ring, and writes its results into these stages. It does not release such a stage itself.
-// Instead, it calls warp_stored with the full barrier of the same stage number in Results. The storing warp waits at
-// this barrier, stores the results, and frees the stage in the ring of pixels.
+// The ring through which results leave a kernel. It has barriers, but no memory. A warpgroup writes its results into
+// stages of the ring of pixels, when it no longer needs what lies there. It does not release such a stage itself.
+// Instead, it calls warp_stored with the full barrier that has the same stage number in Results. The storing warp waits
+// at this barrier, stores the results, and frees the stage in the ring of pixels.
 typedef Pipeline<0, 2> Results;
 
-// init_barriers and ready both initialise the barriers of several pipelines. init_barriers is called by one thread.
-// ready is called by all threads of the block, which may use the barriers after that.
+// init_barriers and ready both initialise the barriers of several pipelines. One thread calls init_barriers. All
+// threads of the block call ready, and may use the barriers after that.
 template <class... Pipelines> INLINE void init_barriers(const Pipelines&... pipelines) {
     (pipelines.init(), ..., mbarriers_ready());
 }
@@ -9287,11 +9298,11 @@ template <class... Pipelines> INLINE void ready(const Pipelines&... pipelines) {
     __syncthreads();
 }
 
-// Walks over the tiles first, first + step, first + 2 step, ..., which are less than end. n is the tile's image, h and
-// w are its row and column among the image's tiles. next() needs only additions: divisions would be most of the loading
-// thread's work.
+// Walks over the tiles with the numbers first, first + step, first + 2 step, ... below end. n is the tile's image.
+// h and w are the tile's row and column among the tiles of this image. next() needs only additions, because divisions
+// would be most of the loading thread's work.
 struct TileWalk : Origin {
-    Origin d; // the length of a step: images, rows and columns of tiles
+    Origin d; // how far a step leads: in images, and in rows and columns of tiles
     int tiles_h, tiles_w, left;
     INLINE TileWalk(int tiles_h, int tiles_w, int first, int step, int end) : tiles_h(tiles_h), tiles_w(tiles_w) {
         (Origin&)* this = tile_origin(first, tiles_h, tiles_w, 1, 1);
@@ -9315,22 +9326,22 @@ struct TileWalk : Origin {
     }
 };
 
-// Says where chunk `chunk` (16 bytes) of row `row` lies in a box of CHANNELS bf16, as TMA swizzles it. TMA XORs some
-// bits of an element's address with higher bits of the same address: bits 4-6 with bits 7-9 (rows of 128 bytes), or
-// bits 4-5 with bits 7-8 (rows of 64 bytes).
+// Returns where chunk `chunk` (16 bytes) of row `row` lies in a box, in bytes from its beginning. A row of the box has
+// CHANNELS bf16. TMA swizzles the rows: it XORs some bits of an element's address with higher bits of the same address.
+// In rows of 128 bytes these are bits 4-6 with bits 7-9, in rows of 64 bytes bits 4-5 with bits 7-8.
 template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
     if (CHANNELS == SLICE_CHANNELS) return row * SLICE_BYTES + ((chunk ^ (row & 7)) << 4);
     return row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
 }
 
-// The pixels of a tile in shared memory: one slice (128 bytes) of each pixel, in rows of PITCH pixels. They include the
-// border that a 3x3 filter reads (section 20 draws a halo and its taps). The nine taps read the same memory: their
-// operands only begin at different addresses. With PITCH = 8 there is one tap (1x1).
+// The pixels of a tile in shared memory: one slice (128 bytes) of each pixel, in rows of PITCH pixels. The pixels
+// include the border that a 3x3 filter reads (section 20 draws a halo and its taps). The nine taps read the same
+// memory. Only the addresses at which their operands begin are different. With PITCH = 8 there is only one tap (1x1).
 template <int PITCH> struct Halo {
     Operand tap0;
     INLINE explicit Halo(uint32_t address) : tap0(Operand::rows(address, PITCH)) {}
-    // Tap (kh, kw) = (tap / 3, tap % 3) begins kh * PITCH + kw pixels after tap 0, which is kh * (PITCH - 3) + tap. A
-    // pixel is 8 units of 16 bytes. tap * 11 >> 5 is tap / 3 for tap < 9.
+    // Tap (kh, kw) = (tap / 3, tap % 3) begins kh * PITCH + kw = kh * (PITCH - 3) + tap pixels after tap 0. A pixel has
+    // 128 bytes, which are 8 units of 16 bytes. For tap < 9, tap * 11 >> 5 is tap / 3 rounded down.
     INLINE Operand shifted(int tap) const {
         const int pixels = PITCH == 8 ? 0 : (tap * 11 >> 5) * (PITCH - 3) + tap;
         return {tap0.low + pixels * 8, tap0.high};
@@ -9341,8 +9352,8 @@ template <int PITCH> struct Halo {
 // Invariant: nobody reads d between multiply and wait.
 template <int OUT_SLICES, int N> struct Accumulators {
     float d[OUT_SLICES][N / 2];
-    // The sums begin with the bias. A thread holds the sums of two channels of each slice b. d[b][k] belongs to channel
-    // k >> 1 & 1 of these two.
+    // The sums begin with the bias. A thread holds the sums of two channels of each slice b. d[b][k] belongs to the
+    // first of these channels if k >> 1 & 1 is 0, and to the second one if it is 1.
     INLINE explicit Accumulators(const float (&bias)[OUT_SLICES][2]) {
         UNROLL_FOR (int b = 0; b < OUT_SLICES; b++)
             UNROLL_FOR (int k = 0; k < N / 2; k++) {
@@ -9356,12 +9367,12 @@ template <int OUT_SLICES, int N> struct Accumulators {
                 d[b][k] = 0;
             }
     }
-    // Starts STEPS products over 16 input channels each, as one group. weights: the address of the weights; they are 64
-    // rows of 128 bytes for each slice of output channels. TRANSPOSED: a row of the weights belongs to an input channel
-    // of the product, not to an output channel. This is so for the input gradient.
+    // Starts STEPS products as one group. Each product sums over 16 input channels. weights: the address of the
+    // weights, which are 64 rows of 128 bytes for each slice of output channels. TRANSPOSED: a row of the weights
+    // belongs to an input channel of the product, not to an output channel. This is so for the input gradient.
     template <int STEPS, bool TRANSPOSED> INLINE void multiply(uint32_t weights, Operand pixels) {
         constexpr int A_MAJOR = TRANSPOSED ? MN_MAJOR : K_MAJOR;
-        constexpr int A_STEP = TRANSPOSED ? 128 : 2; // from 16 k to the next 16, in units of 16 bytes
+        constexpr int A_STEP = TRANSPOSED ? 128 : 2; // from 16 values of k to the next 16, in units of 16 bytes
         const Operand a = Operand::rows(weights, 8);
         wgmma_fence();
         UNROLL_FOR (int k = 0; k < STEPS; k++)
@@ -9369,7 +9380,8 @@ template <int OUT_SLICES, int N> struct Accumulators {
                 Wgmma<N>::template add<A_MAJOR, K_MAJOR>(d[b], a.at(k * A_STEP + b * 512), pixels.at(k * 2));
         wgmma_commit();
     }
-    // Does the same as multiply in FP8. Here each product sums over 32 input channels, not 16. PIXELS: their element.
+    // Does the same as multiply in FP8. Here each product sums over 32 input channels, not 16. PIXELS: the
+    // element type of the pixels.
     template <int STEPS, Element PIXELS> INLINE void multiply_fp8(uint32_t weights, Operand pixels) {
         using Product = WgmmaFp8<N, Element::FP8, PIXELS>;
         const Operand a = Operand::rows(weights, 8);
@@ -9402,8 +9414,8 @@ template <int OUT_SLICES, int N> struct Accumulators {
 //   warpgroup 1    | wait     | multiply     | pass, finish    | ...
 //
 // Warpgroup w waits at named barrier 4 + w. The wait ends when the other warpgroup calls pass. Invariant: each
-// warpgroup waits once and passes once for each of its tiles, and the two get tiles in turns. So neither waits for a
-// warpgroup that has no tile left.
+// warpgroup waits once and passes once for each of its tiles, and the two warpgroups compute tiles in turns. So no
+// warpgroup waits for one that has no tile left.
 template <bool TAKE_TURNS> struct Turn {
     int warpgroup;
     INLINE explicit Turn(int warpgroup) : warpgroup(warpgroup) {
@@ -9423,9 +9435,9 @@ template <bool TAKE_TURNS> struct Turn {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
 // Used when: a tensor changes its size without a convolution, or only the even pixels of a convolution are kept (PICK).
-// How: a block loops over pixels of an image for a few pieces of channels. It sums what it writes, if statistics of it
-//   are wanted.
-// Costs: memory traffic, every element once.
+// How: a block loops over pixels of an image for a few pieces of channels. If statistics of the result are wanted, the
+//   block also sums what it writes.
+// Costs: memory traffic. Every element is read or written once.
 //
 // Statistics (Stats) are two numbers of each image and channel: the sums, over all pixels, of x and of x^2. The group
 // norm that reads the tensor computes mean and variance from them, and so needs no pass of its own over x.
@@ -9434,27 +9446,27 @@ template <bool TAKE_TURNS> struct Turn {
 // columns: a convolution with stride 2 gives the same values as one with stride 1 followed by PICK.
 enum Resampling { POOL, REPEAT, PICK };
 
-// Returns where pixel k = 0 ... 3 of a 2x2 square begins, in elements from its first pixel. W: pixels of a row
+// Returns where pixel k (0 to 3) of a 2x2 square begins, in elements from the square's first pixel. W: pixels of a row
 INLINE size_t in_square(int k, int W, int C) { return ((size_t)(k / 2) * W + k % 2) * C; }
 
-// sum += the four pixels of the square that begins at x
+// Adds the four pixels of the 2x2 square that begins at x to sum.
 template <class T> INLINE void add_square(float (&sum)[VEC<T>], const T* x, int W, int C) {
     UNROLL_FOR (int k = 0; k < 4; k++) {
         add_piece<T>(sum, load16(x + in_square(k, W, C)));
     }
 }
 
-// The grid is (blocks that share the pixels, slabs of channels, images). A block has a slab of `columns` pieces of
-// channels. Its threads form THREADS / columns rows. Neighbouring rows work on neighbouring pixels. A thread's next
+// The grid is (blocks that share the pixels, slabs of channels, images). A block works on a slab of `columns` pieces
+// of channels. Its threads form THREADS / columns rows. Neighbouring rows work on neighbouring pixels. A thread's next
 // pixel is THREADS / columns pixels further on:
 //
 //                  columns
 //   pixel 0       [ thread 0     1     2     3 ]
 //   pixel 1       [        4     5     6     7 ]      then all go on to the next THREADS / columns pixels
 //
-// A "pixel" p belongs to the smaller image, which is x for REPEAT and out otherwise. In the larger image, p is a square
-// of 2x2. With stats, one block reads all pixels of its slab and computes their sums. Each thread sums its pixels in
-// fp32, and the threads' sums are added up in double. Shared memory is used only for these sums, at the end.
+// A "pixel" p belongs to the smaller image, which is x for REPEAT, and `out` for POOL and PICK. In the larger image, p
+// is a square of 2x2. With stats, one block reads all pixels of its slab and computes their sums. Each thread sums its
+// pixels in fp32, and the threads' sums are added up in double. Shared memory is used only for these sums, at the end.
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // (B, new H, new W, C)
                                                               double* stats, // (B, C, 2), or null
@@ -9463,12 +9475,12 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // 
     static_assert(R == POOL || R == REPEAT || R == PICK, "another one needs its sizes and places here");
     constexpr int V = VEC<T>;
     constexpr int THREADS = 512;
-    constexpr int COPIES = R == REPEAT ? 4 : 1; // how often a pixel is written
+    constexpr int COPIES = R == REPEAT ? 4 : 1; // how often each pixel is written
     __shared__ float sums[2 * V * (THREADS + 8)];
     const int b = blockIdx.z;
     const int c = (blockIdx.y * columns + threadIdx.x % columns) * V; // this thread's first channel
     const int rows = THREADS / columns;
-    const int odd = R == PICK; // half of an odd size: PICK rounds it up, POOL down
+    const int odd = R == PICK; // is added before sizes are halved: PICK rounds up, POOL down
     const int small_H = R == REPEAT ? H : (H + odd) / 2;
     const int small_W = R == REPEAT ? W : (W + odd) / 2;
     const int large_W = R == REPEAT ? 2 * W : W;
@@ -9553,10 +9565,11 @@ static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H,
     with_act([&]<class T>(T) { launch_resample<T, REPEAT>(out, stats, x, B, H, W, C); });
 }
 
-// The gradient of POOL or REPEAT. grid (B H): a block computes one row of an image. Each thread computes one piece of a
-// pixel at a time.
-// POOL: dx is a quarter of the pooled pixel's gradient. In an odd last row or column, which was not pooled, dx is 0.
-// REPEAT: dx is the sum of the four copies' gradients.
+// Computes the gradient of POOL or REPEAT. grid (B H): a block computes one row of an image. Each thread computes one
+// piece of a pixel at a time.
+//   POOL      dx is a quarter of the pooled pixel's gradient. In an odd last row or column, which was not pooled, dx
+//             is 0.
+//   REPEAT    dx is the sum of the four copies' gradients
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(256)
     resample_backward_kernel(GradOf<T> dx,  // (B, H, W, C)
@@ -9641,7 +9654,7 @@ constexpr int LINEAR_ROWS = 32;
 // out (B, Cout) = x (B, Cin) weight^T + bias. grid (Cout / OUTPUTS, B / 32): a block computes OUTPUTS outputs of 32
 // images.
 //   lane    works on one image
-//   warp    multiplies every eighth quad of inputs. (A quad is 4 neighbouring inputs.)
+//   warp    multiplies every eighth quad of each row. (A quad is 4 neighbouring inputs.)
 // Shared memory holds 64 quads of the block's weights, and the same quads of its images' inputs.
 //   1. All threads copy 64 quads of each row to shared memory.
 //   2. Each warp multiplies its share of the quads: acc += x w. Steps 1 and 2 are repeated while inputs are left.
@@ -9725,21 +9738,21 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
 // warp's two stages in shared memory. For each output, a lane reads the weights of its two inputs once. It also reads
 // the dout of 32 images. All lanes read the same dout at the same time. Each dout is multiplied four times: by two
 // values (for dweight) and by two weights (for dx).
-// The 4 warps of a block work on the same inputs and on different outputs. At the end they add up their dx. Blocks of
-// different splits also work on different outputs. They store their dx as parts (splits, B, Cin), which a second kernel
-// adds up.
+// The 4 warps of a block work on the same inputs and on different outputs. At the end the block adds up the dx of its
+// warps. The outputs are also divided into splits, and blocks of different splits work on different outputs. The dx of
+// a split is stored as one of the `parts` (splits, B, Cin). A second kernel adds up the parts.
 constexpr int LINEAR_OUTS = 8;
 constexpr int LINEAR_WARPS = 4;
-// What a warp reads for 8 outputs. `before` is the dweight summed over the images before these 32, or zeros if there
-// are none.
+// What a warp reads for 8 outputs, 64 inputs and 32 images. `before` is the dweight summed over the images before these
+// 32. It is zero for the first 32 images.
 struct LinearStage {
     float weight[LINEAR_OUTS][64];
     float before[LINEAR_OUTS][64];
-    float dout[LINEAR_OUTS][LINEAR_ROWS + 4];
+    float dout[LINEAR_OUTS][LINEAR_ROWS + 4]; // padded, so that a warp copies to 32 different banks
 };
 struct LinearShared { // a block's shared memory
     LinearStage stages[LINEAR_WARPS][2];
-    float2 sums[LINEAR_WARPS][LINEAR_ROWS][32]; // each warp's share of dx
+    float2 sums[LINEAR_WARPS][LINEAR_ROWS][32]; // the part of dx that each warp has summed over its outputs
 };
 struct LinearBackward {
     float *dweight, *dbias;
@@ -9747,7 +9760,7 @@ struct LinearBackward {
     const float *dout, *x, *weight;
     int B, Cin, Cout;
     int tiles;  // how many tiles of 64 inputs there are
-    int splits; // into how many parts the outputs are divided; different blocks work on different parts
+    int splits; // into how many splits the outputs are divided; different blocks work on different splits
 };
 
 // Starts to copy into a stage what belongs to outputs o0 ... o0 + 7 and images b0 ... b0 + 31. For every second output,
@@ -9776,7 +9789,8 @@ INLINE void load_linear_stage(LinearStage& to, const LinearBackward& p, int o0, 
     copies_committed();
 }
 
-// grid (tiles * splits): a block has one tile of 64 inputs and one split of the outputs. For 32 images at a time:
+// grid (tiles * splits): a block works on one tile of 64 inputs and on one split of the outputs. For 32 images at a
+// time:
 //   1. Each lane loads its inputs x.
 //   2. For 8 outputs at a time, each warp adds what these images contribute to dbias, dweight and dx.
 //   3. The block adds up the dx of its warps.
@@ -9804,7 +9818,8 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
             x[b] = inside && b < rows ? *(const float2*)from : float2{};
             dx[b] = float2{};
         }
-        // There are two stages. While the warp reads one stage, the next eight outputs are copied to the other one.
+        // There are two stages. While the warp reads one stage, the other stage is filled with what belongs to the
+        // warp's next eight outputs: their weights, their earlier dweight and their dout.
         int place = 0; // the stage that is read
         for (int o0 = first; o0 < p.Cout; o0 += stride, place ^= 1) {
             copies_arrived<0>();
@@ -9820,8 +9835,8 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
                 float* const bias = p.dbias + o0 + bias_output;
                 if (bias_row == 0 && o0 + bias_output < p.Cout) *bias = b0 ? *bias + sum : sum;
             }
-            // Each turn of this loop completes one output's dweight over these images, and adds the output's share to
-            // dx.
+            // Each turn of this loop adds to dweight and dx what one output and these images contribute, and stores the
+            // output's dweight.
             float* to = p.dweight + (size_t)o0 * p.Cin + i;
             const int outs = inside ? min(LINEAR_OUTS, p.Cout - o0) : 0;
             NO_UNROLL_FOR (int o = 0; o < LINEAR_OUTS; o++, to += p.Cin) {
@@ -9863,7 +9878,8 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
 
 static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout,
                            Stream* stream = MAIN_STREAM) {
-    // How many outputs a block computes. With more outputs x is read less often; with fewer there are more blocks.
+    // How many outputs a block computes. With more outputs, x is read less often. With fewer outputs, there are more
+    // blocks.
     const int outputs = Cout <= 1024 ? 8 : 16;
     const dim3 grid(ceil_div(Cout, outputs), ceil_div(B, LINEAR_ROWS));
     auto kernel = outputs == 8 ? linear_forward_kernel<8> : linear_forward_kernel<16>;
@@ -9877,7 +9893,7 @@ static int linear_splits(int Cin, int Cout) {
     const int all_warps_busy = ceil_div(Cout, LINEAR_WARPS * LINEAR_OUTS);
     return std::max(1, std::min(two_blocks_an_sm, all_warps_busy));
 }
-static size_t linear_backward_workspace(int B, int Cin, int Cout) { // room for the parts of dx
+static size_t linear_backward_workspace(int B, int Cin, int Cout) { // bytes of the parts of dx
     return (size_t)linear_splits(Cin, Cout) * B * Cin * sizeof(float);
 }
 
@@ -9981,14 +9997,15 @@ static void values_embedding_backward(GradOf<float> dx, float* dweight, const fl
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
 // Used when: once in a training step or in a step of a sampler.
-// How: a thread has four values, for which one quartet of Philox gives the random numbers; losses are summed in
-//   double, in a fixed order. "Diffusion" in Part I and dev/reference.h have the formulas.
-// Costs: memory traffic. Images are small beside activations.
+// How: in q_sample and in a sampler's step, each thread works on four values, because one quartet of Philox gives four
+//   random numbers. Losses are summed in double, in a fixed order. The formulas are in "Diffusion" (Part I) and in
+//   dev/reference.h.
+// Costs: memory traffic. It is small, because images are much smaller than activations.
 
-// Philox makes random words in quartets. This returns the four words of this quartet for sample b. They depend only on
-// the key, which includes the step, and on these two numbers. sample0 + b is the sample's number in the step's whole
-// batch; outside of training, it is the image's number. So a draw does not depend on the rank or the microbatch that
-// the sample belongs to.
+// Philox makes random words in quartets. This function returns the four words of the quartet with number `quartet`, for
+// sample b. The words depend only on the key, which includes the step, and on `quartet` and b. key.sample0 + b is the
+// sample's number in the step's whole batch; outside of training, it is the image's number. So a draw does not depend
+// on the rank or the microbatch that the sample belongs to.
 INLINE Words random_words(const RandomKey& key, uint32_t quartet, int b) {
     return philox(key.seed, quartet, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
 }
@@ -10004,8 +10021,8 @@ static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, cons
     });
 }
 
-// Its key leads to the random words that draw_levels has used for the same samples. So the sigma that is drawn here is
-// the student's, and the teacher's smaller sigma is computed from it.
+// draw_teachers uses the same random words as draw_levels for each sample. So it draws the student's sigma again. Then
+// it computes the teacher's smaller sigma from the student's.
 static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key) {
     each(B, [=] __device__(size_t b) {
         const NoiseLevel l = draw_teacher(o, random_words(key, 0, (int)b));
@@ -10051,9 +10068,9 @@ static void augment_images(float* out, Augmentation* drawn, float* canvas, float
     });
 }
 
-// Used with --schedule_sampler loss-second-moment. Each thread works on one t. It looks through the batch for samples
-// with this t. So only one thread writes the row of a t, and it stores the losses in the order of the batch. Every rank
-// holds the losses of the whole batch, so all ranks compute the same rows.
+// Used with --schedule_sampler loss-second-moment. Each thread works on one t, and looks through the batch for samples
+// with this t. So only one thread writes the row of a t, and this thread stores the losses in the order of the batch.
+// Every rank holds the losses of the whole batch, so all ranks compute the same rows.
 static void update_rms_losses(double* rms_losses, float* history, const NoiseLevel* levels, const double* loss,
                               const StepState* state, int T, int B) {
     each(T, [=] __device__(size_t t) {
@@ -10064,9 +10081,9 @@ static void update_rms_losses(double* rms_losses, float* history, const NoiseLev
 }
 
 // each_quad calls f(b, e) for elements e ... e + 3 of image b; an image has n elements. Each thread works on four
-// elements, because one quartet of Philox gives four random words. An image begins with a new quad, so its last quad
-// may have fewer than four elements. f has to check this. The quad's number, e / 4, also serves as the number of its
-// quartet.
+// elements, because one quartet of Philox gives four random words. Each image begins with a new quad, so its last
+// quad may have fewer than four elements. f has to check this. The number of a quad in its image is e / 4. It is also
+// the number of the quad's quartet.
 template <class F> struct Quads {
     F f;
     int n;
@@ -10095,8 +10112,8 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
     });
 }
 
-// picture_is_mirrored returns whether the image of sample b is mirrored, and so also its picture. picture_is_left_out
-// returns whether the picture of sample b is left out.
+// picture_is_mirrored returns whether the picture of sample b is mirrored, which it is if the sample's image is
+// mirrored. picture_is_left_out returns whether the picture of sample b is left out.
 INLINE bool picture_is_mirrored(const PictureDraws& draws, int b) {
     return draws.random_flip && (random_words(of_purpose(draws.key, RANDOM_FLIP), 0, b).w[0] & 1);
 }
@@ -10106,8 +10123,8 @@ INLINE bool picture_is_left_out(const PictureDraws& draws, int b) {
     return threshold > 0 && random_words(key, 0, b).w[0] < threshold;
 }
 
-// The functions from here to mask_images make a batch's pictures, which are the network's condition. Each thread writes
-// one element of the result. In mask_images a thread writes all channels of a pixel.
+// The functions from here to mask_images make the pictures of a batch, which the network reads as its condition. Each
+// thread writes one element of the result. Only in mask_images, a thread writes all channels of a pixel.
 static void take_pictures(float* cond, const void* pictures, PictureDraws draws, int B, int K, int H, int W,
                           int bytes) {
     // Element i of the result is channel k of a pixel: (B, H, W, K). The data file's pictures are (B, K, H, W).
@@ -10122,8 +10139,8 @@ static void take_pictures(float* cond, const void* pictures, PictureDraws draws,
     });
 }
 
-// small is (B, H / factor, W / factor, C). The noise of element e is normal e % 4 of quartet e / 4. So four
-// neighbouring threads compute the same quartet.
+// small is (B, H / factor, W / factor, C). The four normal numbers of quartet e / 4 are the noise of four
+// neighbouring elements. Element e uses number e % 4 of them. So four neighbouring threads compute the same quartet.
 static void shrink_images(float* small, const void* images, int factor, PictureDraws draws, int B, int C, int H, int W,
                           int bytes) {
     const int small_w = W / factor;
@@ -10160,8 +10177,9 @@ static void enlarge_pictures(float* cond, const float* small, int factor, Pictur
     });
 }
 
-// cond is (B, HW). Images have three channels: parse_cond refuses others. `from` is the pixel of the image that is
-// shown at p: in the same row and, if the image is mirrored, counted from the right edge.
+// cond is (B, HW). Images have three channels: parse_cond refuses others. `from` is the pixel of the image that pixel p
+// of the picture shows. It is p itself or, if the image is mirrored, the pixel of the same row whose distance from the
+// right edge is p's distance from the left edge.
 static void grey_images(float* cond, const void* images, PictureDraws draws, int B, int H, int W, int bytes) {
     const int HW = H * W;
     each((size_t)B * HW, [=] __device__(size_t i) {
@@ -10173,9 +10191,9 @@ static void grey_images(float* cond, const void* images, PictureDraws draws, int
     });
 }
 
-// cond is (B, HW, C + 1): the image without its holes, and then the mask. All threads of a sample draw the same holes,
-// which are places in the image as the network sees it. So they are not mirrored. A picture that is left out is 0 in
-// all channels. Its mask is then neither 1 (a hole) nor -1 (known).
+// cond is (B, HW, C + 1): the image without its holes, and then the mask. All threads of a sample draw the same holes.
+// The holes are placed in the image as the network sees it, which may be mirrored already. So the holes themselves are
+// not mirrored. A picture that is left out is 0 in all channels. Its mask is then neither 1 (a hole) nor -1 (known).
 static void mask_images(float* cond, const void* images, PictureDraws draws, int B, int C, int H, int W, int bytes) {
     const int HW = H * W;
     const RandomKey key = of_purpose(draws.key, RANDOM_MASK);
@@ -10199,8 +10217,9 @@ static void mask_images(float* cond, const void* images, PictureDraws draws, int
 }
 
 // x_t = signal x_0 + sigma z,   target = target_x0 x_0 + target_noise z [+ target_teacher teacher]
-// A thread computes four consecutive elements of the (B, H, W, C) arrays. In images, which is (B, C, H, W), these four
-// are not consecutive. bytes: the size of an element of images (1: uint8_t).
+// A thread computes four consecutive elements of x_t and target, which are (B, H, W, C). In `images`, which is
+// (B, C, H, W), these four elements are not consecutive. bytes: the size of an element of `images` (1: uint8_t, 4:
+// float).
 static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const float* teacher,
                              const void* images, bool random_flip, RandomKey noise_key, RandomKey flip_key, int B,
                              int C, int H, int W, int bytes) {
@@ -10267,11 +10286,11 @@ INLINE double block_sum(double v) {
     return warp_sum(threadIdx.x < 32 ? sums[threadIdx.x] : 0);
 }
 
-// The loss of an image, and its gradient. With d = out - target, for each element:
+// Computes the loss of an image, and its gradient. Let d = out - target, element by element. Then:
 //   loss = mean over elements of mse d^2 + bound * (the term of the variational bound; only with BOUND)
 //   dout = factor * (the derivative of loss by out)
-// factor is the sample's share of the batch. If Cout > C, the second half of out's channels is the predicted variance,
-// which only the bound uses.
+// In training, factor is 1 / (the batch size). If Cout > C, the second half of out's channels is the predicted
+// variance, which only the bound uses.
 // grid (LOSS_PARTS, B): LOSS_PARTS blocks share an image, and each writes its part of the loss.
 template <bool BOUND>
 static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
@@ -10298,8 +10317,8 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
         BoundTerm term{};
         if (BOUND) { // the bound's term needs the predicted variance and the true x0
             const float v = Cout > C ? out[at_variance] : 0.0f;
-            // The target is the answer that means the true x0. So the formula that turns an answer into an x0 returns
-            // the true x0.
+            // The formula that computes x0 from an answer returns the true x0 if the answer equals the target. So here
+            // it is given the target.
             const float x0 = l.x0_x * x[first_target + i] + l.x0_out * wanted;
             term = bound_term(l, d, v, x0);
         }
@@ -10331,8 +10350,8 @@ static void loss_forward_backward(double* loss, float* dout, const float* out, c
 }
 
 // The loss of consistency tuning is a function of an image's squared distance |x0_out (out - target)|^2. So its
-// gradient is slope (out - target). The slope is one number for the image, and depends on the whole distance
-// (tuning_loss). So there are three launches. This kernel computes the distances, the second launch computes the
+// gradient is slope * (out - target). The slope is one number for each image, and depends on the distance of the whole
+// image (tuning_loss). So there are three launches. This kernel computes the distances, the second launch computes the
 // slopes, and the third launch computes the gradients.
 // grid (LOSS_PARTS, B). sums (B, LOSS_PARTS): each block's part of an image's distance
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
@@ -10367,8 +10386,8 @@ static void tuning_loss_forward_backward(double* loss, float* dout, const float*
     });
 }
 
-// t (B) = the time that the network is told in step *k. Since k lies on the device, a captured graph works for every
-// step.
+// Sets all B numbers t to the time that the network is told in step *k. k points to device memory, so a recorded graph
+// can be repeated for every step.
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B) {
     each(B, [=] __device__(size_t b) {
         const SamplerStep& s = steps[*k];
@@ -10446,7 +10465,8 @@ INLINE float limited(float x0, float limit) {
 }
 
 // A sampler's step, in place. If thresholds are wanted, they are computed first. Each thread computes four elements.
-// The formulas have the step's coefficients (SamplerStep), the sampler's memory m, and z, which is standard normal:
+// The formulas contain the step's coefficients (SamplerStep), the sampler's memory m, and z, which is a standard normal
+// number. x0 is limited only if denoising.limit is true:
 //
 //   x0 = limited(x0_x x + x0_out answer)
 //   x' = next_x x + next_x0 x0 + next_m m + sigma z
@@ -10460,7 +10480,7 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
     if (denoising.rank >= 0) launch_behind(sampler_threshold_kernel, B, 1024, 0, view, steps, denoising, key.step);
     each_quad(B, n, [=, d = denoising] __device__(int b, int e) {
         const SamplerStep s = steps[*key.step];
-        // Dynamic thresholding (Imagen, Saharia et al. 2022) limits x0 less where the image has larger values.
+        // Dynamic thresholding (Imagen, Saharia et al. 2022): an image with larger |x0| has a larger limit.
         const float limit = d.rank < 0 ? 1.0f : fmaxf(d.threshold[b], 1.0f);
         float z[4] = {};
         if (s.sigma > 0) normals(z, random_words(key, e / 4, b));
@@ -10485,11 +10505,12 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
     });
 }
 
-// Inpainting. Where the mask is not above 0, the image is known. At those places x is replaced by the known image plus
-// the noise that belongs to this step:
+// Inpainting. Where the mask is not above 0, the image is known. At those places x is replaced by the known image,
+// mixed with as much noise as x has after this step:
 //   x = known_x image + known_sigma z
-// Then noise is added to all of x, so that the next step can harmonise both parts (RePaint, Lugmayr et al. 2022):
-//   x' = back_x x + back_sigma z'
+// If the sampler then goes back to an earlier step, noise is added to all of x. So the steps that are made again can
+// make the known and the new part fit together (RePaint, Lugmayr et al. 2022):
+//   x' = back_x x + back_sigma z'     (if it does not go back, back_x is 1 and back_sigma is 0)
 // A mask has one value for each element of the image: read_images repeats its only channel C times.
 static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key,
                        bool guided, int B, int n) {
