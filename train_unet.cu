@@ -39,71 +39,71 @@
 //   7963    14. What all devices share: elements, nonlinearities, patches of pixels
 //   8043    15. The CPU: the device is the host; operations are in dev/reference.h
 //   8113    16. The GPU: what all kernels share
-//   8178         Launches, which may overlap
-//   8222         Decisions: what kernels are chosen with
-//   8271         Single instructions: shared memory, mbarriers, clusters
-//   8356         Activations: pieces of 16 bytes
-//   8676         each_kernel: a thread for an element
-//   8690         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8853         Swizzle: how rows lie in shared memory
-//   8871         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9122         building blocks of Hopper's kernels (sm_90a)
-//   9421    17. Small operations: resampling, embeddings, diffusion
-//   9424         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9625         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9982         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10514    18. Group norm
-//  10517         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11075         groupnorm_backward_whole: an image's slab in shared memory
-//  11463    19. Attention
-//  11569         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12118         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12258         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12942    20. Convolution
-//  12984         ConvOut: results, 4 channels of a pixel at a time
-//  13222         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13285         conv_halo: 3x3, stride 1, any GPU
-//  13691         conv_gather: any kernel size and stride, any GPU
-//  13954         conv_few: the first and the last layer
-//  14126         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14706         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14828         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15300         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15746         conv_weight_tma: weight gradients (sm_90a)
-//  16042         FP8 in training: weights and gradients are rounded
-//  16155    21. The optimiser
-//  16158         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16396    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16399         groupnorm_backward
-//  16558         attention: forward and, where a has dout, backward
-//  16622         convolution: forward and input gradient
-//  17123         convolution: weight gradients
-//  17474    23. The GPU: memory, copies, repeated work
-//  17700    24. Between ranks: from device to device
+//   8180         Launches, which may overlap
+//   8226         Decisions: what kernels are chosen with
+//   8276         Single instructions: shared memory, mbarriers, clusters
+//   8362         Activations: pieces of 16 bytes
+//   8682         each_kernel: a thread for an element
+//   8696         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8861         Swizzle: how rows lie in shared memory
+//   8879         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9132         building blocks of Hopper's kernels (sm_90a)
+//   9433    17. Small operations: resampling, embeddings, diffusion
+//   9436         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9638         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9998         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10535    18. Group norm
+//  10538         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11096         groupnorm_backward_whole: an image's slab in shared memory
+//  11484    19. Attention
+//  11590         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12139         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12279         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12963    20. Convolution
+//  13005         ConvOut: results, 4 channels of a pixel at a time
+//  13243         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13306         conv_halo: 3x3, stride 1, any GPU
+//  13712         conv_gather: any kernel size and stride, any GPU
+//  13975         conv_few: the first and the last layer
+//  14147         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14727         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14849         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15321         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15767         conv_weight_tma: weight gradients (sm_90a)
+//  16063         FP8 in training: weights and gradients are rounded
+//  16176    21. The optimiser
+//  16179         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16417    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16420         groupnorm_backward
+//  16579         attention: forward and, where a has dout, backward
+//  16643         convolution: forward and input gradient
+//  17144         convolution: weight gradients
+//  17495    23. The GPU: memory, copies, repeated work
+//  17721    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 7956, run_program 7892, train 7264, run_step 7066, train_step 6056, load_batch 5165 (read_image 4747);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17605):
-//     step_gradients 5949: draw_levels 9998 (the formulas: draw_level 3714), forward_and_loss 5862,
-//     q_sample_forward 10204, unet_forward 3258, forward_layer 3244 (a function of the layer's kind),
-//     loss_forward_backward 10318, unet_backward 3325, conv_backward_weights 17467 (weight gradients, on the side
-//     stream), finish_gradients 11410 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16207;
-//     judge_step 16254 (the verdict: judge_batch 5647), update_slice 6021, adamw_update 16368 (adamw_kernel 16325),
-//     next_step 16260, record_step 16266; later collect_steps 7020
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17626):
+//     step_gradients 5949: draw_levels 10015 (the formulas: draw_level 3714), forward_and_loss 5862,
+//     q_sample_forward 10223, unet_forward 3258, forward_layer 3244 (a function of the layer's kind),
+//     loss_forward_backward 10337, unet_backward 3325, conv_backward_weights 17488 (weight gradients, on the side
+//     stream), finish_gradients 11431 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16228;
+//     judge_step 16275 (the verdict: judge_batch 5647), update_slice 6021, adamw_update 16389 (adamw_kernel 16346),
+//     next_step 16281, record_step 16287; later collect_steps 7020
 //   pictures, from noise: sample_batch 4576, plan_route 4339, device_step 4384, euler_step 4135 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 16975 draws all of its roads):
-//     forward_conv 2296; conv_forward 17012, with conv_product above it, which asks conv_is_wgmma 16629;
-//     on Hopper, large images: pick_conv_tiles_3x3 16925; conv_tiles 15285, with conv_tiles_kernel above it;
-//     Accumulators 9342 (its function multiply); Wgmma 8935;
-//     on Hopper, small images: pick_conv_small 16781; conv_small 15732, with conv_small_kernel and multiply_small above
-//     it; Wgmma 8935;
-//     on any other GPU pick_conv_halo_bf16 16696; conv_halo 13678, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8741
+//   a convolution, to the tensor cores (a table above conv_product 16996 draws all of its roads):
+//     forward_conv 2296; conv_forward 17033, with conv_product above it, which asks conv_is_wgmma 16650;
+//     on Hopper, large images: pick_conv_tiles_3x3 16946; conv_tiles 15306, with conv_tiles_kernel above it;
+//     Accumulators 9353 (its function multiply); Wgmma 8944;
+//     on Hopper, small images: pick_conv_small 16802; conv_small 15753, with conv_small_kernel and multiply_small above
+//     it; Wgmma 8944;
+//     on any other GPU pick_conv_halo_bf16 16717; conv_halo 13699, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8747
 //   why several GPUs compute the bits of one: step_gradients 5949
 //   a nonlinearity beside SiLU, behind the norms: Nonlinearity 388, Silu 8006, with_nonlinearity 8016 (a case);
-//     BEHIND_NORMS, in front of add_norm 2523, chooses it. The embedding has SiLU as a layer: silu_forward 9902
+//     BEHIND_NORMS, in front of add_norm 2523, chooses it. The embedding has SiLU as a layer: silu_forward 9918
 //   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3573
 //   an objective, as edm and flow are: its row in common/flags.h, Frame 503, and beside each other edm_question 3415,
 //     ask 3450, frame_of 3460, sigma_draws 3466, has_steps_of_t 3472; the head of their section lists the changes
@@ -115,8 +115,8 @@
 //     by which factor, and where. plan_fp8 2843 and plan_fp8_gradients 2861 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 2902 for samples, make_fp8_training 2942 for training; add_fp8_args 2069
 //     hands them to the layers. forward_conv 2296 and backward_conv 2307 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17073 makes an input gradient a forward convolution; conv_product_fp8 17005 picks the
-//     kernel, multiply_fp8 9373 and WgmmaFp8 8971 multiply; print_fp8 6966 says whether it pays
+//     conv_backward_input_fp8 17094 makes an input gradient a forward convolution; conv_product_fp8 17026 picks the
+//     kernel, multiply_fp8 9385 and WgmmaFp8 8980 multiply; print_fp8 6966 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1332 (a flag's value), or of a function beside it whose name ends in
 //     _unless. For a damaged header they stand in check_field 5379 and check_unused (host/files.h): look at their
