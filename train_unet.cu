@@ -12864,39 +12864,39 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 // The kernels are listed here. conv_product and conv_weight_batch in section 22 choose between them. A table above
 // conv_product shows the whole road from a layer to an instruction of the tensor cores.
 //   mma.sync (sm_80 and later)   conv_halo, conv_gather; for weight gradients conv_weight_halo, conv_weight_gather.
-//                                Elements are bf16 or floats. A float is split into two fp16 numbers, and a product of
-//                                two floats into three products (take_apart_places).
+//                                Elements are bf16 or floats. A float is split into two fp16 numbers. Then a product
+//                                of two floats takes three products of fp16 numbers (take_apart_places).
 //   wgmma and TMA (Hopper)       conv_tiles, conv_small; for weight gradients conv_weight_tma. Elements are bf16, or
 //                                FP8 in a 3x3 convolution or its input gradient. The stride is 1, and the input is not
 //                                upsampled.
 //   conv_few                     turns the network's first and last layers into 1x1 convolutions for these kernels
 //
-// An input's gradient is computed by the same kernels, with the template parameter BACKWARD. It is a convolution, too:
-// its input is dout, Cout and Cin change places, and the taps have the reverse order. The weights stay in memory as
-// they are, (Cout, taps, Cin): ldmatrix.trans or wgmma transposes them on their way to the tensor cores. (In FP8 there
-// is another copy of the weights, and no BACKWARD.)
+// The same kernels, with the template parameter BACKWARD, compute an input's gradient. This gradient is a convolution,
+// too. Its input is dout, Cout and Cin change places, and the taps have the reverse order. The weights need not be
+// copied to another layout: ldmatrix.trans or wgmma transposes them on their way to the tensor cores. (FP8 does not use
+// BACKWARD. It has a second, transposed copy of the weights, see conv_backward_input_fp8.)
 //
 // All kernels end in a similar way. Bias, embedding, and the residual or addends are added to the fp32 sums of a tile.
-// Then the result is rounded, once. Before a tile is written to global memory, it is written to shared memory: there
-// its values are put into the order pixels x channels. The statistics for the next group norm are sums of the rounded
-// values, because the norm will read the rounded values.
+// Then the result is rounded, once. A tile is written to shared memory first, where its values are put into the order
+// pixels x channels. From there it is written to global memory. The statistics for the next group norm are sums of the
+// rounded values, because the norm will read the rounded values.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- ConvOut: results, 4 channels of a pixel at a time
-// A ConvOut holds the addresses that results are written to, and all that is added to results. Channels [0, Cout1)
-// are written to part1, and the next Cout2 channels to part2. (There are two parts if the results are the gradients of
-// two concatenated inputs.) In the forward pass the addend is the residual. In the backward pass bias, emb and stats
-// are null.
+// A ConvOut holds the addresses that results are written to, and everything that is added to the results. Channels
+// [0, Cout1) are written to part1, and the next Cout2 channels to part2. (There are two parts if the results are the
+// gradients of two concatenated inputs.) In the forward pass the addend is conv_forward's `residual`. In the
+// backward pass bias, emb and stats are null.
 struct ConvOut {
     Grad part1, part2 = {};
     int Cout1, Cout2 = 0;
     int B;                       // images
     const float* bias = nullptr; // (Cout1)
-    const float* emb = nullptr;  // (B, Cout1), in rows of emb_stride: the embedding, added to all pixels of an image
-    int emb_stride = 0;
-    double* stats = nullptr; // sums and sums of squares of the stored values: for each image, one part for each tile
-    int* parts = nullptr;    // on the host: the launch writes here how many parts the statistics of an image have
-    ConvSkip skip = {};      // a skip connection that the same kernel computes and adds, instead of an addend
+    const float* emb = nullptr;  // (B, Cout1): the embedding, which is added to all pixels of an image
+    int emb_stride = 0;          // floats from a row of emb to the next row
+    double* stats = nullptr;     // (B, parts of an image, Cout1, 2): sums of the stored values, and of their squares
+    int* parts = nullptr; // on the host: the function that launches the kernel writes here how many parts there are
+    ConvSkip skip = {};   // a skip connection that the same kernel computes and adds, instead of an addend
 };
 
 // The arguments of each function that launches a kernel for a convolution. If BACKWARD, the input is dout: then Cin1
@@ -12921,12 +12921,12 @@ struct ConvCall {
     const float* factors = nullptr;
 };
 
-// What one thread needs for storing channels c .. c + 3 of image n.
+// What one thread needs to know in order to store channels c .. c + 3 of image n.
 template <class T> struct OutputLane {
     int pitch;            // channels of a pixel in the tensor that is written (part1 or part2)
     int count;            // 4, or less if the tensor has fewer channels after c; 0: nothing is stored
     T* out;               // the address that channel c of pixel 0 is written to
-    const T *add1, *add2; // the same place in the addends, or null
+    const T *add1, *add2; // the addresses of channel c of pixel 0 in the addends; null: no addend
     float shift[4];       // bias + embedding, which is added to all pixels
 
     INLINE OutputLane(const ConvOut& o, int c, int n) {
@@ -12972,10 +12972,11 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
 
 // Stores what a lane has to store in one round of store_product: 4 channels of N pixels. The lane's pixel i becomes
 // pixel index_of(i) of the output. If index_of(i) is -1, pixel i is not stored.
-//   staged        the address in shared memory of the first K group's fp32 sums of the lane's first pixel; the sums of
-//                 K group g lie g * k_group_floats floats further on
-//   addends       the values of l.add1 at these pixels; they were loaded much earlier, to hide the latency
-//   sum, square   the stored (rounded) values and their squares are added to these, for the statistics
+//   staged        the address in shared memory of the fp32 sums of the lane's first pixel, as the first K group has
+//                 computed them. The sums of K group g lie g * k_group_floats floats further on.
+//   addends       the values of l.add1 at these pixels. They were loaded earlier, so that nothing waits for them here.
+//   sum, square   the lane's sums for the statistics. The stored (rounded) values are added to `sum`, and their squares
+//                 to `square`.
 // An addend may be the output itself, so the compiler cannot move a load to a place before a store. Therefore all loads
 // of a batch stand before the batch's first store.
 template <class Tile, bool BACKWARD, class T, int N>
@@ -12987,7 +12988,7 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
     static_assert(N % BATCH == 0, "all batches have the same number of pixels");
     if (l.count == 0) return;
 
-    // This is the network's output: the number of its channels is not a multiple of 4, and there are no addends.
+    // Only the network's output can have a number of channels that is not a multiple of 4. It has no addends.
     if (std::is_same_v<T, float> && l.pitch % 4) {
         for (int i = 0; i < N; i++)
             UNROLL_FOR (int k = 0; k < 4; k++) {
@@ -13049,10 +13050,10 @@ INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int 
 //   (g = lane / 4: c = g, pixels 2q, 2q + 1)               of PITCH floats each                of every STEP-th pixel
 //
 //   n0, c0        the tile's first image and first channel
-//   tile, tiles   the number of the tile within its image, and how many tiles an image has; each tile writes a part of
-//                 the statistics
-//   pixel         pixel(k) returns the index in the output of the k-th of the warp's 64 pixels, or -1 if the pixel
-//                 lies outside
+//   tile, tiles   the number of the tile within its image, and how many tiles an image has. Each tile writes one part
+//                 of its image's statistics.
+//   pixel         a function: pixel(k) returns the index in the output of the k-th of the warp's 64 pixels, or -1 if
+//                 this pixel lies outside of the image
 template <class Tile, class TO, int ROUNDS, bool BACKWARD, int M>
 INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, const ConvOut& o, int n0, int c0,
                           int tile, int tiles, auto pixel) {
@@ -13067,8 +13068,9 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
     const int k_group = Tile::k_group(warp);
     const int image = pixel_warp / IMAGE_WARPS;
 
-    // In each round this lane stores channels channel .. channel + 3 of the tile, for the N pixels first, first + STEP,
-    // ... of the round. The pixels of a round are divided among the K groups.
+    // In each round this lane stores four channels of N pixels. The channels are those from `channel` on, within the
+    // tile. The pixels have the numbers first, first + STEP, first + 2 STEP and so on, within the round. The pixels of
+    // a round are divided among the K groups.
     const int row = lane / Tile::LANES;
     const int first = k_group * (N * Tile::STEP) + row;
     const int lane_channel = lane % Tile::LANES * 4;
@@ -13146,8 +13148,8 @@ template <class T> INLINE uint32_t channels_on(uint32_t place, int channels) {
 }
 
 // Loads a fragment A by ldmatrix, which loads four matrices of 8 x 8. place: the address of the row that this lane
-// gives to ldmatrix. If TRANSPOSED, a row in shared memory holds neighbours along the fragment's rows instead of
-// neighbours along k, and ldmatrix transposes each matrix.
+// gives to ldmatrix. In general, a row in shared memory holds numbers of one row of A, in the order of k. If
+// TRANSPOSED, it holds numbers of one k, in the order of the rows of A. Then ldmatrix transposes each matrix.
 template <class T, bool TRANSPOSED> INLINE void load_fragment(FragmentA<T>& a, uint32_t place, int offset = 0) {
     UNROLL_FOR (int part = 0; part < PARTS<T>; part++) {
         const uint32_t from = (place ^ part * 16) + offset;
@@ -13156,7 +13158,7 @@ template <class T, bool TRANSPOSED> INLINE void load_fragment(FragmentA<T>& a, u
         else ldmatrix(registers, registers + 2, from);
     }
 }
-// Loads two fragments B at once: two of the four matrices of an ldmatrix make one fragment B.
+// Loads two fragments B at once. ldmatrix loads four matrices of 8 x 8, and two of them are one fragment B.
 template <class T, bool TRANSPOSED>
 INLINE void load_fragments(FragmentB<T>& b0, FragmentB<T>& b1, uint32_t place, int offset = 0) {
     UNROLL_FOR (int part = 0; part < PARTS<T>; part++) {
@@ -13166,10 +13168,11 @@ INLINE void load_fragments(FragmentB<T>& b0, FragmentB<T>& b1, uint32_t place, i
     }
 }
 
-// Splits the floats of operands A and B that this thread has copied to shared memory (for bf16 it does nothing).
-// each_a(f) and each_b(f) call f(address) for each chunk of A and of B that this thread has copied. All threads of the
-// block's WARPS warps must call this function, because it contains a barrier. The function sets a_scale and b_scale to
-// the factors that undo the scales. If a_is_new is false, A was split earlier, and a_scale stays as it is.
+// Splits the floats of operands A and B that this thread has copied to shared memory. (For bf16 it does nothing.)
+// each_a and each_b are functions: each_a(f) calls f(address) for each chunk of A that this thread has copied, and
+// each_b(f) does the same for B. All threads of the block's WARPS warps must call take_apart_copies, because it
+// contains a barrier. It scales A and B before it splits them, and sets a_scale and b_scale to the factors that undo
+// this. If a_is_new is false, A was split earlier, and a_scale stays as it is.
 template <class T, int WARPS, class A, class B>
 INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b, bool a_is_new = true) {
     if constexpr (PARTS<T> == 2) {
@@ -13211,18 +13214,18 @@ INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b
 //     copies             weights kw = 2 of s      weights kw = 0 of s + 1  weights kw = 1 of s + 1
 //                        half of halo s + 1       the rest of halo s + 1
 //
-//   A warp computes 8 x 8 pixels x WARP_CHANNELS channels as products weights (A) x pixels (B): 8 neighbouring pixels
-//   of an image row and 16 input channels are one fragment B, of two registers. In a step the warp loads the 10 rows of
-//   the halo that its pixels need under this kw. It uses most of these rows for all three taps of the step. (If pixels
-//   were A, one fragment would hold two image rows, and each kh would need other pairs of rows.)
+//   A warp computes 8 x 8 pixels x WARP_CHANNELS channels. Its products are weights (A) x pixels (B). One fragment B
+//   holds 16 input channels of 8 neighbouring pixels of an image row. In a step the warp loads the 10 rows of the halo
+//   that its pixels need under this kw. It uses most of these rows for all three taps of the step. (If pixels were A,
+//   one fragment would hold two image rows. Each kh would need other pairs of rows, so fragments could not be reused.)
 //   In the code, the instructions that copy stand between the products and have no branches. So the tensor cores do not
 //   wait for them.
 //   A pixel's row in shared memory is swizzled with a key that depends only on the pixel's COLUMN in the halo. So any 8
 //   neighbouring pixels of an image row can be read without bank conflicts, whatever kw is. And the distance in bytes
 //   from a pixel to the pixel below it is always the same.
 //   From the top down: conv_halo launches conv_halo_kernel. The kernel's main loop calls multiply_step for each step.
-//   multiply_step calls multiply_tap for each tap and 16 output channels. multiply_tap has eight mma_bf16, one for each
-//   image row (or 24 mma_fp16, three for each image row).
+//   multiply_step calls multiply_tap for each tap and each group of 16 output channels. multiply_tap has eight
+//   mma_bf16, one for each image row. (With floats it has 24 mma_fp16, three for each image row.)
 // Costs: a tile of 16 x 16 pixels reads (18 / 16)^2 times as many pixels as it has, once for all nine taps.
 //   It reads all weights of its output channels.
 
@@ -13252,8 +13255,8 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static constexpr int WEIGHT_BYTES = 3 * CHANNELS * PIXEL_BYTES; // bytes of the weights of the three taps of one kw
     static constexpr int WEIGHTS_AT = 2 * HALO_BYTES;
     static constexpr int SOURCES_AT = WEIGHTS_AT + 3 * WEIGHT_BYTES;
-    static constexpr int MAIN_BYTES = SOURCES_AT + (PIXELS + 64) * 4; // the last copies read sources beyond PIXELS
-    // At the end the results are written to the same memory, in two rounds if it is too small for all of them.
+    static constexpr int MAIN_BYTES = SOURCES_AT + (PIXELS + 64) * 4; // + 64: the last copies read beyond PIXELS
+    // At the end the results are written to the same memory. If it is too small for all results, there are two rounds.
     static constexpr int ROUNDS = Base::STAGED_BYTES > MAIN_BYTES ? 2 : 1;
     static constexpr int SHARED_BYTES = std::max(MAIN_BYTES, Base::STAGED_BYTES / ROUNDS);
     static_assert(HALO_BYTES % 128 == 0 && WEIGHT_BYTES % 128 == 0, "swizzled rows begin at multiples of 128 bytes");
@@ -13261,9 +13264,10 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static_assert(IMAGES * Base::STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES, "the statistics are summed there at last");
 };
 
-// Returns where a pixel of the halo lies in the input, and how its row in shared memory is swizzled. One number holds
-// both: the pixel's index * 8 + the swizzle key of its column. The number is negative if the pixel lies outside the
-// image. h is the pixel's row in the image, and w0 is the image column of the halo's column 0.
+// Returns one number, which holds both the place of a halo's pixel in the input and the swizzle key of the pixel's row
+// in shared memory: the pixel's index in the input * 8 + the key, which depends on `column`. The number is negative if
+// the pixel lies outside the image. h is the pixel's row in the image. `column` is its column in the halo, and w0 is
+// the image column of the halo's column 0.
 template <class Tile> INLINE int halo_source(const ConvCall& p, int n, int h, int w0, int column) {
     const int w = w0 + column;
     const int up = p.s.upsample; // 1: the input has half of the output's rows and columns
@@ -13278,18 +13282,19 @@ template <class Tile> struct HaloCopies {
     typedef typename Tile::T T;
     static constexpr int CHUNKS = Tile::SLICE / 8;                // chunks of a pixel
     static constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS; // pixels that all threads copy at a time
-    static constexpr int HALF_COPIES = ceil_div(Tile::PIXELS / 2, PIXELS_AT_ONCE); // copies of a thread for half a halo
+    // How many chunks each thread copies for half a halo.
+    static constexpr int HALF_COPIES = ceil_div(Tile::PIXELS / 2, PIXELS_AT_ONCE);
     const ConvCall& p;
-    const uint32_t halos;
-    int* const sources; // the halo_source of each pixel
+    const uint32_t halos; // the address in shared memory where the two halos begin
+    int* const sources;   // in shared memory: the halo_source of each pixel
     const int chunk = (int)threadIdx.x % CHUNKS;
     const int first_pixel = (int)threadIdx.x / CHUNKS;
 
     INLINE HaloCopies(const ConvCall& p, unsigned char* shared)
         : p(p), halos(shared_address(shared)), sources((int*)(shared + Tile::SOURCES_AT)) {}
 
-    // Sets `sources`: where the pixels of the halo lie in the input, for the tile at (n0, h0, w0). The caller has to
-    // call __syncthreads before the first copy.
+    // Fills `sources` for the tile that begins at image n0, row h0, column w0. The caller has to call __syncthreads
+    // before the first copy.
     INLINE void find_sources(int n0, int h0, int w0) const {
         for (int i = threadIdx.x; i < Tile::PIXELS; i += Tile::THREADS) {
             const int n = n0 + i / Tile::W / Tile::H;
@@ -13297,7 +13302,8 @@ template <class Tile> struct HaloCopies {
             sources[i] = halo_source<Tile>(p, n, h, w0 - 1, i % Tile::W);
         }
     }
-    // Returns the address in shared memory that copy i of this thread is written to, i < 2 HALF_COPIES.
+    // Returns the address in shared memory that this thread's i-th chunk of the slice's halo is written to,
+    // i < 2 HALF_COPIES.
     INLINE uint32_t place(int slice, int i) const {
         uint32_t first_place = halos + first_pixel * Tile::PIXEL_BYTES;
         asm volatile("" : "+r"(first_place)); // otherwise the compiler would keep an address in a register for every i
@@ -13328,7 +13334,8 @@ template <class Tile> struct HaloCopies {
         const int key = swizzle_key<Tile::PIXEL_BYTES / 16>(column);
         return channels_on<T>(pixel * Tile::PIXEL_BYTES + chunk_place<T>(upper_k, key), first_k);
     }
-    // For take_apart_copies: returns a function that calls f(address) for each chunk that this thread copies.
+    // Returns a function for take_apart_copies. That function calls f(address) for each chunk of the slice's halo that
+    // this thread copies.
     INLINE auto places(int slice) const {
         return [this, slice](auto f) {
             UNROLL_FOR (int i = 0; i < 2 * HALF_COPIES; i++)
@@ -13341,9 +13348,9 @@ template <class Tile> struct HaloCopies {
 // same chunk of every ROWS_AT_ONCE-th row. A stage holds three matrices, for the taps kh = 0, 1, 2:
 //   forward    weight is (Cout, taps, Cin1) in global memory. A row is an output channel; its chunks are the channels
 //              of the slice.
-//   BACKWARD   weight is (Cin1, taps, Cout), where Cin1 and Cout are those of ConvCall: the channels of dout and of the
-//              input's gradient. The taps are in reverse order. A row is an input channel of the slice; its chunks are
-//              the block's output channels.
+//   BACKWARD   weight is (Cin1, taps, Cout). As in ConvCall, Cin1 is the number of channels of dout, and Cout that of
+//              the input's gradient. The taps are in reverse order. A row is a channel of dout, in the slice; its
+//              chunks are the block's output channels.
 template <class Tile, bool BACKWARD> struct HaloWeights {
     typedef typename Tile::T T;
     static constexpr int ROWS = BACKWARD ? Tile::SLICE : Tile::CHANNELS;
@@ -13351,8 +13358,8 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
     static constexpr int ROW_BYTES = CHUNKS * 8 * sizeof(T);
     static constexpr int TAP_BYTES = ROWS * ROW_BYTES;
     static constexpr int ROWS_AT_ONCE = Tile::THREADS / CHUNKS;     // rows that all threads copy at a time
-    static constexpr int TAP_COPIES = ceil_div(ROWS, ROWS_AT_ONCE); // copies of a thread for one tap
-    static constexpr int COPIES = 3 * TAP_COPIES;
+    static constexpr int TAP_COPIES = ceil_div(ROWS, ROWS_AT_ONCE); // how many chunks a thread copies for one tap
+    static constexpr int COPIES = 3 * TAP_COPIES;                   // and for a stage
     static constexpr bool NO_THREAD_LEFT_OVER = Tile::THREADS % CHUNKS == 0 && ROWS % ROWS_AT_ONCE == 0;
     const ConvCall& p;
     const int c0; // the block's first output channel
@@ -13370,14 +13377,14 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
                            : (c0 + first_row) * 9 * p.Cin1 + chunk * 8) {}
     static INLINE int key(int row) { return swizzle_key<ROW_BYTES / 16>(row); }
 
-    // Copy i < COPIES of a thread is row `first_row + row(i)` of tap kh(i).
+    // A thread's i-th chunk of a stage (i < COPIES) belongs to row `first_row + row(i)` of tap kh(i).
     static constexpr int kh(int i) { return i / TAP_COPIES; }
     static constexpr int row(int i) { return i % TAP_COPIES * ROWS_AT_ONCE; }
     INLINE bool owns(int i) const {
         return NO_THREAD_LEFT_OVER || (first_row < ROWS_AT_ONCE && row(i) + first_row < ROWS);
     }
     INLINE uint32_t place(int kw, int i) const {
-        // If the block copies a multiple of 8 rows at once, all rows of a thread have the same key.
+        // If the block copies a multiple of 8 rows at once, all rows that this thread copies have the same key.
         const bool same_key = ROWS_AT_ONCE % 8 == 0;
         const uint32_t toggled = same_key ? 0 : (key(first_row) ^ key(row(i) + first_row)) << 4;
         return (first_place ^ toggled) + kw * Tile::WEIGHT_BYTES + kh(i) * TAP_BYTES + row(i) * ROW_BYTES;
@@ -13411,24 +13418,26 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         return channels_on<T>(c * ROW_BYTES + chunk_place<T>(upper_k, key(c)), first_k);
     }
     // Loads one fragment: the weights of tap (kh, kw), for 16 output channels from m * 16 on, and for 16 input channels
-    // from k * 16 on of the K group's part. lane: the address of this lane's row, if kw, kh, m and k are 0.
+    // from k * 16 on of the K group's part. lane: the address of the row that this lane would give to ldmatrix if kw,
+    // kh, m and k were 0.
     static INLINE void load(FragmentA<T>& a, uint32_t lane, int kw, int kh, int m, int k) {
         const int tap = kw * Tile::WEIGHT_BYTES + kh * TAP_BYTES;
         if (!BACKWARD) {
             load_fragment<T, false>(a, channels_on<T>(lane, 16 * k), tap + m * 16 * ROW_BYTES);
             return;
         }
-        // Goes m * 16 channels further on in the same row. 16 channels are two chunks. If a row has 2 or 6 chunks, the
-        // swizzle moves nothing out of its pair of chunks, so the bytes of m * 16 channels can simply be added. If the
-        // number of chunks is a multiple of 4, whole multiples of 128 bytes are added, and the remaining bytes are
-        // XORed, as in channels_on.
+        // The fragment begins m * 16 channels after `lane` in the same row. 16 channels are two chunks. If a row has 2
+        // or 6 chunks, the swizzle moves nothing out of its pair of chunks. So the bytes of m * 16 channels can simply
+        // be added. If the number of chunks is a multiple of 4, whole multiples of 128 bytes are added, and the
+        // remaining bytes are XORed, as in channels_on.
         const int channel_bytes = m * 16 * sizeof(T);
         uint32_t columns;
         if (CHUNKS % 4) columns = lane + channel_bytes;
         else columns = (lane ^ channel_bytes % 128) + channel_bytes / 128 * 128;
         load_fragment<T, true>(a, columns, tap + k * 16 * ROW_BYTES);
     }
-    // For take_apart_copies: returns a function that calls f(address) for each chunk that this thread copies.
+    // Returns a function for take_apart_copies. That function calls f(address) for each chunk that this thread copies
+    // to the stage of kw.
     INLINE auto places(int kw) const {
         return [this, kw](auto f) {
             UNROLL_FOR (int i = 0; i < COPIES; i++)
@@ -13437,9 +13446,10 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
     }
 };
 
-// acc[r][m] += a (weights of tap kh) x b[r + kh] (pixels), for the warp's image rows r = 0 .. 7.
-// With floats, the tensor cores sum over all three taps, and fp32 units add this sum to acc (see `multiply`). So the
-// calls must have kh = 0, 1, 2 in this order.
+// Computes acc[r][m] += a x b[r + kh] for the warp's image rows r = 0 .. 7. a: weights of tap kh. b[i]: pixels of row i
+// of the warp's halo.
+// With floats, the tensor cores sum over all three taps, and fp32 units add this sum to acc (see `multiply`). So this
+// function must be called for kh = 0, 1, 2 in this order. Between these calls `sum` holds the sums over taps.
 template <class T, int M>
 INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int kh, const FragmentA<T>& a,
                          const FragmentB<T> (&b)[10], float scale) {
@@ -13462,13 +13472,14 @@ INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int k
         }
 }
 
-// Computes a step: a warp's products of the weights of one kw with a slice. Between the products the function calls
-// copy_in_gap(0), copy_in_gap(1) and so on. x, weights: the addresses of this lane's rows for ldmatrix.
+// Computes a warp's products of one step: the weights of the three taps of one kw, times the pixels of one slice.
+// Between the products the function calls copy_in_gap(0), copy_in_gap(1) and so on, which copy for later steps. x and
+// weights: the addresses of the first pixel and of the first row of weights that this lane gives to ldmatrix.
 template <class Tile, bool BACKWARD, int M, class Copy>
 INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, int kw, float scale, Copy copy_in_gap) {
     typedef typename Tile::T T;
     typedef HaloWeights<Tile, BACKWARD> Weights;
-    // Product i has tap kh_of(i) and the 16 output channels m_of(i). With bf16, the loop over output channels is the
+    // Product i has tap kh_of(i) and the m_of(i)-th 16 output channels. With bf16, the loop over output channels is the
     // inner one. With floats, the loop over taps is the inner one, because the three taps are summed before the sum is
     // added to acc.
     auto kh_of = [](int i) { return PARTS<T> == 1 ? i / M : i % 3; };
@@ -13527,8 +13538,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     }
     copies_committed();
 
-    // The warp's pixels within the tile, and the first channel of its part of a slice. Then the addresses of this
-    // lane's rows for ldmatrix.
+    // Which pixels of the tile this warp computes, and the first channel of its K group's part of a slice. Then the
+    // addresses of the rows that this lane gives to ldmatrix.
     constexpr int M = Tile::WARP_CHANNELS / 16;
     const int warp = (int)threadIdx.x >> 5;
     const int pixel_warp = Tile::pixel_warp(warp);
@@ -13568,7 +13579,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
 
     const int n = n0 + image;
     const int tiles = p.tiles_h * p.tiles_w;
-    auto output_pixel = [&](int k) { // index of the warp's k-th pixel in the output; -1: outside
+    auto output_pixel = [&](int k) { // index of the warp's k-th pixel in the output; -1: outside the image
         const int h = h0 + warp_h + k / 8;
         const int w = w0 + warp_w + k % 8;
         return h < p.H && w < p.W ? (n * p.H + h) * p.W + w : -1;
@@ -13603,12 +13614,12 @@ template <class Tile, bool BACKWARD, class TO = typename Tile::T> static void co
 //     +------------------------+----------------------+
 //
 //   A warp computes 64 of the pixels x WARP_CHANNELS of the channels. For each 16 k it loads M fragments of weights (A)
-//   and 8 fragments of pixels (B). `multiply` has one mma_bf16 (or three mma_fp16) for each pair of A and B.
+//   and 8 fragments of pixels (B). `multiply` has one mma_bf16 (with floats three mma_fp16) for each pair of fragments.
 // Costs: the input is read once for every tap. After the first time it usually comes from the L2 cache.
 
-// The offset of a tap: output pixel (h, w) reads the input's pixel (h * stride + dy, w * stride + dx).
-// BACKWARD reverses this: input pixel (h, w) is read by the output pixel (y, x) with (y, x) * stride =
-// (h + dy, w + dx), if there is such an output pixel.
+// The offset of a tap. Forward: output pixel (h, w) reads the input's pixel (h * stride + dy, w * stride + dx).
+// BACKWARD: input pixel (h, w) is read by the output pixel (y, x) for which y * stride = h + dy and x * stride =
+// w + dx, if there is such an output pixel.
 struct TapOffset {
     int dy, dx;
 };
@@ -13618,10 +13629,10 @@ template <bool BACKWARD> INLINE TapOffset tap_offset(const ConvShape& s, int tap
     if (BACKWARD) return {-dy, -dx};
     return {dy, dx};
 }
-// To compute the result's pixel that comes i pixels after (h, w), counted row by row, a kernel reads one pixel of its
-// input under this tap. Returns the index of that input pixel within its image, or -1 if there is none (for example,
-// because it lies in the padding). The function multiplies by W_inverse instead of dividing by W. The result is exact,
-// since the numbers are small.
+// Finds the pixel of its input that a kernel reads, under one tap, for one pixel of its result. The result's pixel comes
+// i pixels after (h, w), counted row by row. The function returns the index of the input's pixel within its image. It
+// returns -1 if there is no such pixel (for example, because it lies in the padding). W_inverse is 1 / the width of the
+// result. Multiplying by it takes the place of a division, and is exact, since the numbers are small.
 template <bool BACKWARD>
 INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i, TapOffset offset) {
     const int rows_down = (int)((w + i + 0.5f) * W_inverse);
@@ -13639,7 +13650,8 @@ INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i
     return is_pixel ? (y >> halve) * columns + (x >> halve) : -1;
 }
 
-// For take_apart_copies: returns a function that calls f(address) for N addresses, which are `PITCH` bytes apart.
+// Returns a function for take_apart_copies. That function calls f(address) for N addresses: `first`, first + PITCH,
+// first + 2 PITCH and so on (in bytes).
 template <int N, int PITCH> INLINE auto places(uint32_t first) {
     return [=](auto f) {
         UNROLL_FOR (int i = 0; i < N; i++) f(first + i * PITCH);
@@ -13669,12 +13681,12 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
     static constexpr int ROW_BYTES = BACKWARD ? Tile::CHANNELS * sizeof(T) : Tile::PIXEL_BYTES;
     static constexpr int CHUNKS = ROW_BYTES / sizeof(T) / 8;
     static constexpr int ROWS_AT_ONCE = Tile::THREADS / CHUNKS; // rows that all threads copy at a time
-    static constexpr int COPIES = ROWS / ROWS_AT_ONCE;          // copies of a thread
+    static constexpr int COPIES = ROWS / ROWS_AT_ONCE;          // how many chunks each thread copies for a stage
     static_assert(ROWS_AT_ONCE % 8 == 0, "all rows of a thread have the same swizzle key");
 
-    // Copies this thread's rows of a stage; the first of these rows is written to place + stage. k0: the slice's first
-    // channel, counted within its input, which has C channels. weight_k0: the same channel, counted over both inputs,
-    // as in the weights.
+    // Copies this thread's chunks of a stage's weights. The first of these chunks is written to place + stage. k0: the
+    // slice's first channel, counted within its input, which has C channels. weight_k0: the same channel, counted over
+    // both inputs, as in the weights.
     static INLINE void copy(const ConvCall& p, uint32_t place, uint32_t stage, int c0, int tap, int k0, int weight_k0,
                             int C) {
         const int chunk = (int)threadIdx.x % CHUNKS;
@@ -13739,7 +13751,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const int steps = slices * p.taps;
 
     // A thread copies the same chunk of every PIXELS_AT_ONCE-th pixel, and of every ROWS_AT_ONCE-th row of weights.
-    // Both are multiples of 8. So all pixels, and all rows of weights, that a thread copies have the same swizzle key.
+    // PIXELS_AT_ONCE and ROWS_AT_ONCE are multiples of 8. So all pixels that a thread copies have the same swizzle key,
+    // and so have all rows of weights that it copies.
     constexpr int CHUNKS = SLICE / 8;
     constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS;
     constexpr int COPIES = PIXELS / PIXELS_AT_ONCE;
@@ -13792,8 +13805,9 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         copies_committed();
     }
 
-    // lane_pixels and lane_weights are the addresses in stage 0 of the rows that this lane gives to ldmatrix. Of pixels
-    // it loads two fragments at once: (pixels 0-7, k 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
+    // lane_pixels and lane_weights are the addresses in stage 0 of the rows that this lane gives to ldmatrix. For
+    // pixels, ldmatrix loads two fragments at once. Its four matrices are (pixels 0-7, k 0-7), (0-7, 8-15),
+    // (8-15, 0-7), (8-15, 8-15).
     const int lane = tid & 31;
     const int warp = tid >> 5;
     const int pixel_warp = Tile::pixel_warp(warp);
@@ -13832,7 +13846,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
 
     // The sums are stored in two rounds if shared memory is too small for all of them.
     constexpr int ROUNDS = Tile::STAGED_BYTES > STAGES * Tile::STAGE_BYTES ? 2 : 1;
-    auto output_pixel = [&](int k) { // index of the warp's k-th pixel in the output; -1: outside
+    auto output_pixel = [&](int k) { // index of the warp's k-th pixel in the output; -1: outside the image
         const int pixel = tile * PIXELS + pixel_warp * 64 + k;
         return pixel < p.H * p.W ? n * p.H * p.W + pixel : -1;
     };
