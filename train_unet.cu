@@ -13629,10 +13629,11 @@ template <bool BACKWARD> INLINE TapOffset tap_offset(const ConvShape& s, int tap
     if (BACKWARD) return {-dy, -dx};
     return {dy, dx};
 }
-// Finds the pixel of its input that a kernel reads, under one tap, for one pixel of its result. The result's pixel comes
-// i pixels after (h, w), counted row by row. The function returns the index of the input's pixel within its image. It
-// returns -1 if there is no such pixel (for example, because it lies in the padding). W_inverse is 1 / the width of the
-// result. Multiplying by it takes the place of a division, and is exact, since the numbers are small.
+// Finds the input pixel that one pixel of a kernel's result reads under one tap. (In conv_weight_gather the result is
+// dout, and the input is x.) The result's pixel comes i pixels after (h, w), counted row by row. The function returns
+// the index of the input pixel within its image. It returns -1 if there is no such pixel (for example, because it lies
+// in the padding). W_inverse is 1 / the width of the result. Multiplying by W_inverse takes the place of a division,
+// and is exact, since the numbers are small.
 template <bool BACKWARD>
 INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i, TapOffset offset) {
     const int rows_down = (int)((w + i + 0.5f) * W_inverse);
@@ -13870,27 +13871,29 @@ template <class Tile, bool BACKWARD> static void conv_gather(const ConvCall& c) 
 // Used when: the convolution is 3x3 with stride 1, and its input or its output has only a few channels (F), which are
 //   fp32 (conv_is_few): images, predictions, and their gradients.
 // How: The F channels of a pixel are too few for a slice. So for each pixel a row is written that holds the 9 F values
-//   under the filter's taps: rows (B, H, W, R), with R a multiple of 32. Then a 1x1 convolution remains:
+//   under the filter's taps. A row has R values, where R is a multiple of 32. So the rows of all pixels are a tensor
+//   (B, H, W, R). Then a 1x1 convolution computes one of these products:
 //     first layer, forward             weights (C, 9 F) x rows of the input
 //     last layer's input gradient      transposed weights (C, 9 F) x rows of the output's gradient
 //     weight gradients of both         rows^T x the tensor of C channels
-//   A bf16 has 8 bits of mantissa, and an fp32 value has more. So a value v becomes two bf16 numbers: upper = bf16(v)
-//   and lower = bf16(v - upper). Their sum differs from v by a relative error of 2^-17 at most, which is less than that
-//   of the result's rounding. A row of weights holds the same weights twice, once for each half of a pixel's row.
+//   A bf16 has 8 bits of mantissa, and an fp32 value has 24. So a value v becomes two bf16 numbers: upper = bf16(v)
+//   and lower = bf16(v - upper). The sum upper + lower has a relative error of 2^-17 at most. This is less than the
+//   error of rounding the result to bf16. A row of weights holds the same weights twice, once for the upper and once
+//   for the lower parts of a pixel's row.
 //
 //     a row of a pixel, R values     bf16:  | 9 F upper parts, 0 ... | 9 F lower parts, 0 ... |
 //                                    fp32:  | 9 F values, 0 ... |
 //     value tap * F + f is channel f of the pixel under the tap; 0 outside the image
-// Costs: the rows are written and read. For unet64 these are as many bytes as those of a tensor of 64 channels.
+// Costs: the rows are written and read. In unet64's first layer they have as many bytes as a tensor of 64 channels.
 
 struct ConvFew {
     const float* x;     // (B, H, W, F)
-    const void* weight; // first layer: (C, 9, F); last layer: (F, 9, C); or null
+    const void* weight; // first layer: (C, 9, F); last layer: (F, 9, C); null: no rows of weights are made
     void* rows;         // (B, H, W, R)
     void* weight_rows;  // (C, R)
     int B, H, W;
     int F;              // the number of channels of the first layer's input, or of the last layer's output
-    int C;              // the number of channels of the layer's other side
+    int C;              // the number of channels of the first layer's output, or of the last layer's input
     int R;              // the number of values of a row
     int parts;          // the number of parts that a value is split into: 1 (no split), or 2 in bf16
     bool is_last_layer; // true: the network's last layer; false: its first
@@ -13900,7 +13903,7 @@ struct ConvFew {
 };
 
 // Returns the index, in the layer's own weights, of weight k = tap * F + f of channel c. The last layer's rows are made
-// from the gradient of its output, so the last layer's taps are counted from the end.
+// from the gradient of its output, so the last layer's taps have the reverse order (8 - tap).
 INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
     if (!p.is_last_layer) return (size_t)c * 9 * p.F + k;
     const size_t f = k % p.F;
@@ -13910,14 +13913,15 @@ INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
 
 // Writes the rows of all pixels and, if there are weights, the rows of the weights. A thread writes V values of a row,
 // for many pixels. If values have two parts, the thread writes the upper parts of the V values and their lower parts.
-//   threadIdx.x   which V values of a half of the row (of the whole row, if values have one part)
-//   threadIdx.y   which of the pixels that the block writes at once
+//   threadIdx.x   the thread writes values V threadIdx.x to V threadIdx.x + V - 1 of a half of the row (of the whole
+//                 row, if values have one part)
+//   threadIdx.y   number of the thread's pixel among those that the block writes at once
 template <class T> static __global__ void conv_few_rows(const ConvFew p) {
     constexpr int V = VEC<T>;
     const int first = threadIdx.x * V;
     const int part_width = p.R / p.parts;
     int tap[V];      // the tap of each of the V values; if it is 9 or more, 0 is written
-    int distance[V]; // how many floats of x lie between the pixel's own first value and the value under the tap
+    int distance[V]; // floats of x from the pixel's own first channel to the value under the tap
     int t = first / p.F;
     int f = first % p.F;
     UNROLL_FOR (int j = 0; j < V; j++) {
@@ -13962,8 +13966,9 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
     }
 }
 
-// Makes the weight gradient from the product, by adding the results of the upper and of the lower parts. A thread
-// computes the gradient of weight k of channel c. Neighbouring threads read neighbouring elements of the product.
+// Computes the layer's weight gradient from `product`. If values have two parts, each gradient is the sum of two
+// elements of `product`: one was computed with upper parts, the other one with lower parts. A thread computes the
+// gradient of weight k of channel c. Neighbouring threads read neighbouring elements of the product.
 static __global__ void conv_few_gradient(const ConvFew p) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     const int K = 9 * p.F;
@@ -13972,7 +13977,7 @@ static __global__ void conv_few_gradient(const ConvFew p) {
     const int part_width = p.R / 2; // the distance in a row between an upper part and its lower part
     await_previous_kernel();
     if (p.is_last_layer && i < p.F) {
-        const float* const sum = p.bias + 4 * p.F + i; // tap 4 is the pixel itself
+        const float* const sum = p.bias + 4 * p.F + i; // tap 4 reads the pixel itself, so its sum is that of dout
         p.dbias[i] = p.parts == 2 ? sum[0] + sum[part_width] : sum[0];
     }
     if (i >= p.C * K) return;
@@ -14020,7 +14025,7 @@ static size_t few_bytes(const ConvShape& s) {
     const size_t floats = (size_t)(p.bias - (float*)nullptr) + p.R;
     return floats * sizeof(float) / 256 * 256 + 256;
 }
-// Writes the rows of x, and those of the weights if there are any.
+// Writes the rows of the pixels of x and, if weight is not null, the rows of the weights.
 static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight, char* memory,
                              Stream* stream = MAIN_STREAM) {
     ConvFew p = plan_few(s, memory);
@@ -14031,8 +14036,8 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
     const int blocks = std::min(ceil_div(p.B * p.H * p.W, pixels), 5 * gpu.sms); // at most 5 for each multiprocessor
     auto* const kernel = with_act([]<class T>(T) { return conv_few_rows<T>; });
     launch_on(stream, 1, kernel, blocks, dim3(pieces, pixels), 0, p);
-    // The next kernel loads its weights before it waits for the end of the previous kernel. But this kernel writes
-    // these weights. So the next kernel must not overlap this one.
+    // In general a kernel loads weights before it waits for the end of the previous kernel. Here the next kernel's
+    // weights are the rows that this kernel writes. So the next kernel must not overlap this one.
     stream->joined |= weight != nullptr;
     return p;
 }
@@ -14043,10 +14048,10 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 //
 // Used when: conv_weight_tma (below) can't be used for the shape. conv_weight_halo: 3x3 with stride 1;
 //   conv_weight_gather: everything else.
-// How: This is a product of matrices that sums over many pixels and whose result is small. A block owns a tile of 64 x
-//   64 weights (output x input channels), of one tap or of all nine. It also owns a RANGE of the pixels, and goes
-//   through this range in pixel tiles of 64 pixels. The 64 x 64 weights of a tap are divided among four warps, 32 x 32
-//   each: 2 x 4 fragments of mma.
+// How: This is a product of matrices that sums over many pixels and whose result is small. So the pixels are divided
+//   into RANGES. A block computes a tile of 64 x 64 weights (output x input channels), of one tap or of all nine. It
+//   sums over one range, and goes through the range in pixel tiles of 64 pixels. The 64 x 64 weights of a tap are
+//   divided among four warps. Each of these warps computes 32 x 32 weights, which are 2 x 4 fragments of mma.
 //
 //     dout (pixels, 64 co) ^T      x (pixels, 64 ci)         partial sums of 64 x 64 weights
 //     +----+----+----+             +----+----+----+          range 0   range 1   range 2
@@ -14056,21 +14061,23 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 //
 //   If there is more than one range, the blocks write partial sums to the workspace, and conv_weight_sum adds them up
 //   in a fixed order. The bias gradient is the sum of dout over all pixels. It is computed as dout^T times a matrix of
-//   ones. Of all warps that read the same part of dout, only one computes this product. There is one partial of the
-//   bias for each pair of a range and an image that have common pixels. Small layers share a launch (WeightBatch).
+//   ones. Several warps read the same part of dout, but only one of them computes this product. There is one partial
+//   of the bias for each pair of a range and an image that have common pixels. Small layers share a launch
+//   (WeightBatch).
 // Costs: x and dout are read once for every tile of 64 x 64 weights; the partials are written and read once.
 
-// The arguments of the kernels for a layer's weight gradient. In the code "split" is the number of a range.
+// The arguments of the kernels for a layer's weight gradient. In the code `split` is the number of a range, and
+// `splits` is how many ranges there are.
 struct ConvWeight : WeightWork {
-    float4* partial; // (splits, tiles, taps, 1024): fragments in the order of weight_place
-    // (splits + B, Cout). Row s + n: the sum of dout over the pixels that are both in range s and in image n. Two pairs
-    // (s, n) that contain pixels never share a row: in the order of the pixels, s and n never decrease, and at least
-    // one of them grows from one pair to the next. So s + n grows, too.
+    float4* partial; // (splits, tiles, taps, 1024): 64 x 64 weights are 1024 float4, in the order of weight_place
+    // (splits + B, Cout). Row s + n holds the sum of dout over the pixels that are both in range s and in image n. No
+    // two pairs (s, n) that contain pixels share a row. For in the order of the pixels, s and n never decrease, and at
+    // least one of them grows from one pair to the next. So s + n grows, too.
     float* bias_partial;
     int bias_images;        // B; or 1 if all images are treated as one (conv_weight_tma, if demb is not needed)
     int taps;               // taps of the filter
     int tiles1;             // tiles of 64 channels of x1
-    int channel_tiles;      // tiles of 64 channels of x1 and x2
+    int channel_tiles;      // tiles of 64 channels of x1 and of x2 together
     int tiles;              // tiles of 64 x 64 weights: channel_tiles x co_tiles
     int tiles_h, tiles_w;   // pixel tiles of an image, down and across
     int pixel_tiles;        // pixel tiles of all images
@@ -14078,18 +14085,19 @@ struct ConvWeight : WeightWork {
     int warpgroups;         // warpgroups of a block of conv_weight_tma
     int block_co, block_ci; // how many tiles of output channels and of input channels a block owns
     int co_tiles;           // tiles of 64 channels of Cout
-    int input_groups;       // groups of block_ci tiles of Cin
+    int input_groups;       // groups of block_ci tiles among the channel_tiles
 };
 
 // Layers are collected until their weight gradients together take this many cycles (25 us). Then conv_weight_batch
-// computes them together. (The portable kernels need six times as many cycles, see conv_weight_load.)
+// computes these gradients together. (For the portable kernels, six times as many cycles are collected, see
+// conv_weight_load.)
 constexpr double WEIGHT_LAUNCH_CYCLES = 44000;
-// A launch of conv_weight_tma may write at most this many partial sums of 16 KB (64 x 64 weights). The number is enough
-// for the 132 blocks of an H200, if each of them writes nine tiles of 64 x 64 weights.
+// A launch of conv_weight_tma may write at most this many partials of 16 KB (64 x 64 weights). This is enough for one
+// block on each of an H200's 132 multiprocessors, if each block writes nine partials.
 constexpr int MAX_WEIGHT_PARTIALS = 1200;
 
 constexpr int WEIGHT_BATCH = 8;          // how many layers' weight gradients one launch computes at most
-template <class Work> struct WorkBlock { // a block's work, and its number among that work's blocks
+template <class Work> struct WorkBlock { // what a thread block works on, and its number among that work's blocks
     const Work& work;
     int block;
 };
@@ -14109,9 +14117,10 @@ template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
 // Returns the first pixel tile of range `split`. This range ends before the first pixel tile of range split + 1.
 INLINE int first_pixel_tile(const ConvWeight& p, int split) { return (int)((int64_t)p.pixel_tiles * split / p.splits); }
 
-// Where the four values of a thread's fragment are written to in dweight. v.x and v.y are the gradients of weights
-// (co, ci) and (co, ci + 1), and v.z and v.w those of weights (co + 8, ci) and (co + 8, ci + 1). A pointer is null if
-// its weights lie beyond the last channel.
+// The addresses in dweight that a thread's four values of a fragment are written to. The values are a float4 v: v.x and
+// v.y are the gradients of weights (co, ci) and (co, ci + 1), and v.z and v.w are those of weights (co + 8, ci) and
+// (co + 8, ci + 1). `row` is the address for v.x, and `row8` is that for v.z. A pointer is null if its weights lie
+// beyond the last channel.
 struct WeightPlace {
     float2 *row, *row8;
     INLINE void set(float4 v) const {
@@ -14140,8 +14149,9 @@ INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
 }
 
 // The end of a portable kernel for weight gradients: stores a thread's fragments in dweight or, if there are several
-// ranges, in the partials. each(put) calls put(tile, tap, i, v) for all fragments. There are two versions of put, so
-// the choice between dweight and the partials is made only once, outside the loop over the fragments.
+// ranges, in the partials. each(put) calls put(tile, tap, i, v) for each of the thread's fragments. v holds the
+// thread's four values, and weight_place explains i. There are two versions of put. So the choice between dweight and
+// the partials is made only once, outside the loop over the fragments.
 template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Each each) {
     if (p.splits == 1) each([&](int tile, int tap, int i, float4 v) { weight_place(p, tile, tap, i).set(v); });
     else
@@ -14153,8 +14163,9 @@ template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Ea
 
 // The second kernel, conv_weight_sum, adds up the partials. The first blocks of a layer add up the partials of the
 // bias, and its other blocks add up the partials of the weights. For weights a block has 8 rows of 32 threads. A thread
-// sums one float4 over ranges. `groups` rows of threads sum the same 32 float4, and each of these rows adds up every
-// groups-th range. So a thread adds up at most 8 ranges, if there are at most 64 ranges.
+// sums one float4 over ranges. To share the ranges, several rows of threads sum the same 32 float4. If there are
+// `groups` such rows, each row adds up every groups-th range. weight_sum_groups returns `groups`. A thread adds up at
+// most 8 ranges, if there are at most 64 ranges.
 HD static inline int weight_sum_groups(int splits) {
     if (splits > 32) return 8;
     if (splits > 16) return 4;
@@ -14162,7 +14173,7 @@ HD static inline int weight_sum_groups(int splits) {
 }
 HD static inline int bias_sum_blocks(int Cout) { return ceil_div(Cout, 8); }
 
-// dweight = the sum of the partials of all ranges. block: this block's number among the blocks that sum a layer's
+// Writes dweight, the sum of the partials of all ranges. block: this block's number among the blocks that sum a layer's
 // weights.
 INLINE void sum_weights(const ConvWeight& p, int block) {
     __shared__ float4 rows[8][32];
@@ -14186,7 +14197,7 @@ INLINE void sum_weights(const ConvWeight& p, int block) {
     }
     to.set(sum);
 }
-// dbias = the sum of the partials of all pairs (range, image). demb of an image = the sum of this image's partials. A
+// Writes dbias, the sum of the partials of all pairs (range, image), and demb, the sum of each image's partials. A
 // block computes 8 channels, with 32 threads for each channel. Each of these 32 threads adds up some of the images or,
 // if all images are treated as one, some of the ranges.
 INLINE void sum_biases(const ConvWeight& p, int block) {
@@ -14225,8 +14236,8 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     else sum_biases(p, block);
 }
 
-// Sums dout over each image's pixels, for the warp's 16 M channels from channel co on. The two kernels below do this in
-// their main loops. The sums are computed as a product, too: dout^T times a matrix of ones.
+// Sums dout over each image's pixels, for 16 M channels of the warp, from channel co on. The two kernels below call
+// these functions in their main loops. The sums are computed as a product, too: dout^T times a matrix of ones.
 template <class T, int M> struct BiasSum {
     const ConvWeight& p;
     bool sums_bias; // false: another warp sums these channels, and this warp does nothing
@@ -14237,8 +14248,8 @@ template <class T, int M> struct BiasSum {
     int left = per_image - first % per_image; // how many pixel tiles of this image still follow
     float acc[M][4] = {};
 
-    // Is called for each new pixel tile. If the tile is the first of an image, the sums of the previous image are
-    // stored.
+    // The kernel calls this function before each pixel tile. If the tile is the first of a new image, the sums of the
+    // previous image are stored.
     INLINE void next_tile() {
         if (left == 0) {
             put();
@@ -14247,7 +14258,7 @@ template <class T, int M> struct BiasSum {
         }
         left--;
     }
-    INLINE void put() {
+    INLINE void put() { // stores the sums of `image`, and sets them to 0
         if (!sums_bias) return;
         UNROLL_FOR (int i = 0; i < 2 * M; i++) { // all 8 columns of the product are equal
             const int c = co + i * 8 + threadIdx.x % 32 / 4;
@@ -14258,7 +14269,7 @@ template <class T, int M> struct BiasSum {
             acc[i / 4][i % 4] = 0;
         }
     }
-    INLINE void add(const FragmentA<T> (&dout)[M], float scale) { // dout times ones
+    INLINE void add(const FragmentA<T> (&dout)[M], float scale) { // adds 16 pixels of dout to the sums
         FragmentB<T> ones[1] = {};
         ones[0][0] = ElementOf<T>::TWO_ONES; // for floats: the high parts are 1, and the low parts are 0
         ones[0][1] = ElementOf<T>::TWO_ONES;
@@ -14280,10 +14291,10 @@ template <class T, int N> INLINE void load_x(FragmentB<T> (&b)[N], uint32_t plac
     }
 }
 
-// conv_weight_halo: 3x3, stride 1. A block owns 64 x 64 weights of all nine taps. It has 12 warps: four for each kw.
-// Each of these four warps computes a quarter of the 64 x 64 weights, for all three kh. A pixel tile is 8 x 8 pixels of
-// dout, and the 10 x 10 pixels of x that the taps read for them. One product has k = 16 pixels: two image rows of 8
-// pixels. Pixel tiles pass through a ring of STAGES stages in shared memory:
+// conv_weight_halo: 3x3, stride 1. A block computes 64 x 64 weights of all nine taps. It has 12 warps: four for each
+// kw. Each of these four warps computes a quarter of the 64 x 64 weights, for all three kh. A pixel tile is 8 x 8
+// pixels of dout, and the 10 x 10 pixels of x that the taps read for them. An instruction mma sums over 16 pixels,
+// which are two image rows of 8 pixels. Pixel tiles pass through a ring of STAGES stages in shared memory:
 //
 //     a stage:   | x: 10 x 10 pixels of 64 channels | dout: 8 x 8 pixels of 64 channels |
 constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // bytes of shared memory: 4 stages of bf16, or 2 stages of floats
@@ -14306,9 +14317,9 @@ template <class T> struct WeightHaloCopies {
     const int first, end;            // the block's pixel tiles: first .. end - 1
     const int up = p.shape.upsample; // 1: x is read through upsampling, and has half of dout's rows and columns
     const int H = p.shape.H << up;   // rows of dout
-    const int W = p.shape.W << up;
+    const int W = p.shape.W << up;   // columns of dout
     const int chunk = (int)threadIdx.x % CHUNKS;
-    const int pixel = (int)threadIdx.x / CHUNKS; // the pixel of a tile that this thread copies first
+    const int pixel = (int)threadIdx.x / CHUNKS; // the first pixel of a tile that this thread copies, of x and of dout
     const int x_col = pixel % 10;
     const int x_row = pixel / 10;
     const int dout_col = pixel % 8;
@@ -14344,7 +14355,7 @@ template <class T> struct WeightHaloCopies {
             copy_channels(dout_place, offset, pixel_of(dout, source, p.shape.Cout), valid, owns_dout(k));
         }
         copies_committed();
-        // Go on to the next pixel tile: to the right, in the next row of tiles, or in the next image
+        // Go on to the next pixel tile: to the right, or first in the next row of tiles, or first in the next image.
         next.w += 8;
         if (next.w < W) return;
         next.w = 0;
@@ -14353,8 +14364,8 @@ template <class T> struct WeightHaloCopies {
         next.h = 0;
         next.n++;
     }
-    // For take_apart_copies: the functions that x_places and dout_places return call f(address) for each chunk of x and
-    // of dout that this thread copies.
+    // x_places and dout_places each return a function for take_apart_copies. That function calls f(address) for each
+    // chunk of x, or of dout, that this thread copies.
     INLINE auto x_places(uint32_t stage) const {
         return [this, stage](auto f) {
             UNROLL_FOR (int k = 0; k < X_COPIES; k++)
@@ -14387,7 +14398,7 @@ static __global__ void __launch_bounds__(384, 1)
     const int ci_warp = warp >> 1 & 1;
     const int kw = warp >> 2;
 
-    // The block's weights, and its range of pixel tiles: first .. end - 1.
+    // Which tile of weights the block computes, and over which range of pixel tiles it sums: first .. end - 1.
     const auto [p, block] = batch.work_of_this_block();
     const int tile = block % p.tiles;
     const int split = block / p.tiles;
@@ -14398,8 +14409,8 @@ static __global__ void __launch_bounds__(384, 1)
     Copies copies{p, base, co0, ci_tile * 64, first, end};
     for (int i = 0; i < STAGES - 1; i++) copies.copy_tile(first + i);
 
-    // ldmatrix loads four matrices at once, each of 8 pixels of one image row and 8 channels. Each lane gives ldmatrix
-    // the address of one pixel of one matrix. The four matrices are, by image row and channels:
+    // ldmatrix loads four matrices at once. Each matrix has 8 channels of 8 pixels of one image row. Each lane gives
+    // ldmatrix the address of one pixel of one matrix. The four matrices are (image row, channels):
     // Of x:    (row, ci 0-7), (row + 1, ci 0-7), (row, ci 8-15), (row + 1, ci 8-15).
     // Of dout: (row, co 0-7), (row, co 8-15), (row + 1, co 0-7), (row + 1, co 8-15).
     const int row_of_matrix = lane & 7;
@@ -14453,8 +14464,8 @@ static __global__ void __launch_bounds__(384, 1)
     });
 }
 
-// conv_weight_gather: any convolution. A block owns N x N tiles of 64 x 64 weights, of one tap. It has 2 x 2 warps.
-// Each warp owns a quarter of these weights: 2 N x 4 N fragments. Tiles of 64 pixels pass through a ring:
+// conv_weight_gather: any convolution. A block computes N x N tiles of 64 x 64 weights, of one tap. It has 2 x 2 warps.
+// Each warp computes a quarter of these weights: 2 N x 4 N fragments. Tiles of 64 pixels pass through a ring of stages:
 //
 //     a stage:   | x: 64 pixels of 64 N channels, as the tap reads them | dout: 64 pixels of 64 N channels |
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGE = 2 * 64 * N * 64 * sizeof(T); // bytes
@@ -14489,7 +14500,7 @@ template <class T, int N> struct WeightGatherCopies {
     const T* const dout = (const T*)p.dout + (dout_in ? co : 0);
     const float Wo_inverse = 1.0f / Wo;
     const TapOffset offset = tap_offset<false>(p.shape, tap);
-    // All rows of a thread have the same key.
+    // All rows that this thread copies have the same swizzle key.
     const uint32_t place = base + row * PIXEL_BYTES + chunk_place<T>(chunk, row & 7);
     int n = first / p.tiles_w;             // the image of the pixel tile to copy
     int p0 = (first - n * p.tiles_w) * 64; // the tile's first pixel in this image
@@ -14519,8 +14530,8 @@ template <class T, int N> struct WeightGatherCopies {
         p0 = 0;
         n++;
     }
-    // For take_apart_copies: returns a function that calls f(address) for each chunk that this thread copies. first_row
-    // is 0 for the chunks of x, and 64 for those of dout.
+    // Returns a function for take_apart_copies. That function calls f(address) for each chunk of x (if first_row is 0)
+    // or of dout (if first_row is 64) that this thread copies.
     INLINE auto own_places(uint32_t stage, int first_row) const {
         return places<COPIES, PIXELS_AT_ONCE * PIXEL_BYTES>(place + stage + first_row * PIXEL_BYTES);
     }
@@ -14541,8 +14552,9 @@ static __global__ void __launch_bounds__(128, 4 - N)
     const int co_warp = warp & 1;
     const int ci_warp = warp >> 1 & 1;
 
-    // The block's tap, its tiles of weights, and its range of pixel tiles: first .. end - 1. Blocks with neighbouring
-    // numbers have the same range and the same tap, so they find the pixels of this range in the L2 cache.
+    // Which tap and which tiles of weights the block computes, and over which range of pixel tiles it sums:
+    // first .. end - 1. Blocks with neighbouring numbers have the same range and the same tap, so they find the pixels
+    // of this range in the L2 cache.
     const auto [p, block] = batch.work_of_this_block();
     const int co_tiles = p.tiles / p.channel_tiles;
     const int ci_blocks = ceil_div(p.channel_tiles, N);
@@ -14559,8 +14571,8 @@ static __global__ void __launch_bounds__(128, 4 - N)
         copies_committed();
     }
 
-    // ldmatrix loads four matrices at once, each of 8 pixels and 8 channels. Each lane gives ldmatrix the address of
-    // one pixel of one matrix. The four matrices are, by pixels and channels:
+    // ldmatrix loads four matrices at once. Each matrix has 8 channels of 8 pixels. Each lane gives ldmatrix the
+    // address of one pixel of one matrix. The four matrices are (pixels, channels):
     // Of x:    (pixels 0-7, ci 0-7), (8-15, ci 0-7), (0-7, ci 8-15), (8-15, ci 8-15).
     // Of dout: (pixels 0-7, co 0-7), (0-7, co 8-15), (8-15, co 0-7), (8-15, co 8-15).
     const int row_of_matrix = lane & 7;
@@ -14597,9 +14609,9 @@ static __global__ void __launch_bounds__(128, 4 - N)
     copies_arrived<0>();
     bias.put();
     put_weights(p, split, [&](auto put) {
-        // weight_place numbers the fragments as if four warps shared each tile of 64 x 64 weights. So the code below
-        // computes the number of each fragment in its tile. The fragment lies in a square of 32 x 32 weights, which is
-        // the block's a-th square along Cout, and the b-th along Cin.
+        // For weight_place, a tile of 64 x 64 weights belongs to four warps. Here a warp may compute a whole tile, so
+        // the code below finds out which tile a fragment belongs to, and which number it has there. The fragment lies
+        // in a square of 32 x 32 weights, which is the block's a-th square along Cout, and the b-th along Cin.
         UNROLL_FOR (int f = 0; f < 2 * M * M; f++) {
             const int i = f / (2 * M);
             const int j = f % (2 * M);
