@@ -14635,10 +14635,10 @@ static __global__ void __launch_bounds__(128, 4 - N)
 // copy of it in shared memory. TMA loads a box of 64 channels x pixels as rows of 128 bytes, one row for each pixel.
 // Pixels outside the image become zeros, which is the padding.
 // For wgmma an operand consists of groups of 8 rows of 128 bytes, with the same distance from each group to the next.
-// Here a group is 8 neighbouring pixels of an image row, and the distance is one row of the halo (its pitch). So the
-// operands of different taps differ only in their start address. The start address need not be a multiple of 1024
-// bytes, although the swizzle repeats only after 1024 bytes: TMA and wgmma both compute the full address first, then
-// XOR its bits 4-6 with its bits 7-9. (PTX ISA, "Matrix descriptor".)
+// Here a group is 8 neighbouring pixels of an image row. The distance, called pitch, is one row of the halo. So the
+// operands of different taps differ only in their start address. The swizzle repeats after 1024 bytes. Nevertheless the
+// start address need not be a multiple of 1024 bytes, because TMA and wgmma both compute the full address first, and
+// then XOR its bits 4-6 with its bits 7-9. (PTX ISA, "Matrix descriptor".)
 //
 //   D (64 output channels, 8 x ROWS pixels) += A (weights of a tap) * B (pixels of a tap), for each tap and slice
 //
@@ -14656,14 +14656,14 @@ static __global__ void __launch_bounds__(128, 4 - N)
 //
 // In FP8 a slice has 128 channels, so its rows have 128 bytes, too. All of the above stays as it is, except that the
 // instruction is wgmma.m64nNk32, and the function that starts it is multiply_fp8. An FP8 number is a value times a
-// factor. In training the factors are FP8_X_FACTOR, FP8_WEIGHT_FACTOR and, for gradients, choose_gradient_factor's
-// (make_fp8_training). In samples x has a factor for each norm, and the weights of each output channel have one
-// (make_fp8_weights). So a sum of products is too large by two factors. ConvTma::factors holds 1 / (the product of the
-// two). The sums are multiplied by it before anything is added to them. An input gradient in FP8 is a forward
-// convolution (conv_backward_input_fp8).
+// factor. In training the factors never change: FP8_X_FACTOR for x, FP8_WEIGHT_FACTOR for weights, and for gradients
+// the number that choose_gradient_factor returns. For --sample, each norm has a factor for its output x, and each
+// output channel has a factor for its weights (make_fp8_weights). A sum of products x * weight is too large by both
+// factors. So ConvTma::factors holds 1 / (the product of both factors), and the kernels multiply the sums by this
+// number before they add anything to them. An input gradient in FP8 is a forward convolution (conv_backward_input_fp8).
 
-// A tensor of one part or two parts (concatenated inputs, and their gradients). It is divided into slices of 64
-// channels (in FP8, of 128). A slice belongs to only one part.
+// A tensor that has one part or two parts. Two parts are concatenated inputs, or their gradients. The tensor is divided
+// into slices of 64 channels (in FP8, of 128). A slice belongs to only one part.
 struct TmaParts {
     CUtensorMap map1, map2;
     int C1;      // channels of the first part
@@ -14671,8 +14671,8 @@ struct TmaParts {
     int slices;  // slices of both parts
     INLINE bool is_second(int slice) const { return slice >= slices1; }
     INLINE const CUtensorMap* map(int slice) const { return is_second(slice) ? &map2 : &map1; }
-    // `channel` and `row` return the number of a slice's first channel: `channel` returns the number within the slice's
-    // part, and `row` the number over both parts, as in the weights. width: channels of a slice.
+    // `channel` and `row` return the number of a slice's first channel: `channel` the number within the slice's part,
+    // and `row` the number within both parts together, which is its number in the weights. width: channels of a slice.
     INLINE int channel(int slice, int width = SLICE_CHANNELS) const {
         return (is_second(slice) ? slice - slices1 : slice) * width;
     }
@@ -14694,12 +14694,13 @@ struct ConvTma {
     int tiles_h, tiles_w;            // tiles of an image, down and across
     int tiles;                       // tiles of all images
     int pixel_stages, weight_stages; // the numbers of stages of pixels and of stages of weights in shared memory
-    bool one_image;                  // all pixels of a tile belong to one image, so they are one part of the statistics
+    bool one_image;                  // each tile lies within one image, so it is one part of the statistics
     ConvOut out;
     const float* factors; // FP8: (C); the sums of channel c are multiplied by factors[c]
 };
 
-// Makes the TMA descriptors of x1 and x2 (s.B images of s.H x s.W pixels, C1 and C2 channels), for boxes of this size.
+// Makes the TMA descriptors of x1 and x2, which have C1 and C2 channels and s.B images of s.H x s.W pixels. channels,
+// columns, rows and images are the size of a box.
 static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const auto& s, int channels, int columns,
                           int rows, int images, Element element = Element::BF16) {
     auto map = [&](const void* x, int C) {
@@ -14754,12 +14755,12 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
 // Used when: 3x3 on images larger than 32 x 32; 3x3 that computes a skip connection, too, on images of any size; 1x1.
-//   On images of 9 to 32 rows, too, pick_conv_small chooses it where it is faster than conv_small.
+//   pick_conv_small also chooses conv_tiles on images of 9 to 32 rows, where conv_tiles is faster than conv_small.
 // How: A tile is 8 x ROWS pixels (8 across, ROWS down) and OUT_SLICES slices of 64 output channels. The products are
 //   D[64 OUT_SLICES channels][8 x ROWS pixels], with A = weights and B = pixels, as drawn above. The pixels are the
 //   dimension N of a product. So products are large even if there are only 64 channels. Blocks are persistent: there
-//   are about as many as multiprocessors. Each block has some output channels, and walks over its share of the tiles. A
-//   block's roles:
+//   are about as many as multiprocessors. Each block computes some output channels, and walks over its share of the
+//   tiles. A block's roles:
 //
 //     warpgroup 0  (warps 0-3)    multiplies its tiles and finishes them: + embedding, + addend, rounding, statistics
 //     warpgroup 1  (warps 4-7)    does the same for other tiles
@@ -14775,14 +14776,14 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 //     STEPS        how many products of 16 channels a tap of a slice has: 4, or 2 if the only slice has 32 channels
 //     RESIDENT     true: all weights stay in shared memory, and a stage has pixels of one tile. The two warpgroups take
 //                  turns with tiles and with the tensor cores. A 3x3 may also compute the skip connection that is added
-//                  to its result: further slices, of one tap each.
+//                  to its result. The slices of the skip connection's input follow those of x, with one tap each.
 //                  false: weights pass through a ring, and both warpgroups read them at the same time. A stage has
 //                  pixels of two tiles, one tile for each warpgroup.
 //     ELEMENT      BF16; FP8: pixels and weights are e4m3 (forward pass); FP8_GRADIENT: pixels are gradients in e5m2,
 //                  and weights are e4m3 (input gradient, with BACKWARD = false, see conv_backward_input_fp8). In both
-//                  FP8 types (3x3) a slice has 128 channels; the last slice has 64 or 128. Sums begin as 0. They are
-//                  scaled after the last product of x. The skip connection stays in bf16, so its products come after
-//                  the scaling.
+//                  FP8 types (3x3) a slice has 128 channels; the last slice has 64 or 128. Sums begin as 0, and are
+//                  scaled after the last product of x. The skip connection stays in bf16, so its products are added
+//                  after the scaling.
 //   From the top down: conv_tiles launches conv_tiles_kernel. The kernel's warpgroups call Accumulators::multiply (in
 //   FP8 multiply_fp8) for each slice and tap. This function calls Wgmma<8 ROWS>::add STEPS x OUT_SLICES times.
 // Costs: a block reads the halo of a tile once for all channels of the tile. It reads streamed weights once for two
@@ -14803,6 +14804,7 @@ struct ConvTiles {
     static constexpr int THREADS = 384;
     static constexpr int LOADS = 8;  // the warp that loads
     static constexpr int STORES = 9; // the first of the two warps that store
+    // true: the warps that load and store give registers to the warpgroups that multiply, which need many (setmaxnreg)
     static constexpr bool MOVES_REGISTERS = OUT_SLICES == 3 || (IS_FP8 && ROWS == 32);
     // Pixels.
     static constexpr int UNIT = RESIDENT ? 1 : 2; // how many tiles' pixels a stage holds
@@ -14839,8 +14841,8 @@ struct ConvTiles {
     static INLINE int pixels_at(int warpgroup) { return RESIDENT ? 0 : warpgroup * HALO_ROOM; }
 };
 
-// A block's tiles, and what passes through the stages of pixels for each tile. What fills one stage is called an item
-// here: first come the slices of x, then the slices of the skip connection's input, then OUT_SLICES addends.
+// A block's tiles, and what passes through the stages of pixels for each tile. Here the content of one stage is called
+// an item. A tile's items are the slices of x, then the slices of the skip connection's input, then OUT_SLICES addends.
 //
 //   item     0 .. x.slices - 1 | .. products - 1  | first_result .. items - 1 (the last OUT_SLICES)
 //            slices of x       | skip connection  | addends come in, results go out
@@ -14856,7 +14858,8 @@ template <class T> struct TileWork {
     const int products = p.x.slices + (T::CAN_SKIP ? p.skip.slices : 0); // slices that are multiplied
     const int items = has_addends() ? products + T::OUT_SLICES : max(products, T::OUT_SLICES);
     const int first_result = items - T::OUT_SLICES; // the first of the items whose stages the results use
-    // How many stages a warpgroup skips between two of its tiles: the stages of the other warpgroup's tile, if any.
+    // How many stages a warpgroup skips between two of its tiles. If the warpgroups take turns with tiles, these are
+    // the stages of the other warpgroup's tile.
     const int others = T::RESIDENT ? items : 0;
     INLINE bool has_addend(int b) const {
         const bool second = p.addends.is_second(out0 + b);
@@ -14867,9 +14870,9 @@ template <class T> struct TileWork {
         UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) any |= has_addend(b);
         return any;
     }
-    // Returns a walk over this block's tiles for warpgroup g. If a stage holds two tiles, the last tile of the walk may
-    // lie outside of all images. At any time, different blocks work on neighbouring tiles. The halos of these tiles
-    // overlap, so many pixels are found in the L2 cache.
+    // Returns a walk over the tiles of this block's warpgroup g. If a stage holds two tiles and the number of tiles is
+    // odd, one warpgroup's last tile lies outside of all images. At any time, different blocks work on neighbouring
+    // tiles. The halos of these tiles overlap, so many pixels are found in the L2 cache.
     INLINE TileWalk tiles(int g, int step = 2) const {
         const int first = T::RESIDENT ? blockIdx.x + g * gridDim.x : 2 * blockIdx.x + g;
         const int end = ceil_div(p.tiles, T::UNIT) * T::UNIT;
@@ -14889,7 +14892,7 @@ template <class T> struct TileWork {
     }
 };
 
-// The loading thread's walk through the ring of pixels: which item of which tile it loads next, and for which
+// The loading thread's place in its work: which item of which tile it loads next into the ring of pixels, and for which
 // warpgroup.
 template <class T> struct PixelLoader {
     const TileWork<T>& work;
@@ -14930,11 +14933,11 @@ template <class T> struct PixelLoader {
 // Role: load.
 // Resident weights: the thread loads them before the previous kernel has ended, since that kernel does not write them.
 // Streamed weights: half way through the weights of slice i, the thread loads the next item. This is slice i + 1 or,
-// after the last slice, the first addend or the next tile's first slice. The item needs a stage, and has to wait until
-// slice i - 1 or an earlier slice has left this stage (there are at least two stages). The stage is released after the
-// first tap of slice i. The weights of that tap have been loaded before. So the thread never waits for products whose
-// weights it has not loaded yet. When it has started the loads of all weights of a tile, it loads the remaining items,
-// up to and including the next tile's first slice.
+// after the last slice, the first addend or the next tile's first slice. The item needs a free stage. There are at
+// least two stages, so the stage that it gets has held slice i - 1 or an earlier slice. The warpgroups release this
+// stage after the first tap of slice i, or before. The weights of that tap have been loaded already. So the thread
+// never waits for products whose weights it has not loaded yet. When it has started the loads of all weights of a tile,
+// it loads the remaining items, up to and including the next tile's first slice.
 template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels, auto& weights) {
     prefetch_tensor_map(&work.p.weight);
     prefetch_tensor_map(&work.p.x.map1);
@@ -14957,8 +14960,8 @@ template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels,
     }
 }
 
-// Role: store. There is one such thread for each of the two warpgroups. When a result is complete in its stage, the
-// thread stores the result by TMA. Then it frees the stage for the loading thread.
+// Role: store. Each of the two warpgroups has one thread that stores its results. When a result is complete in its
+// stage, this thread stores the result by TMA. Then it frees the stage for the loading thread.
 template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels, auto& results, int warpgroup) {
     const ConvTma& p = work.p;
     prefetch_tensor_map(&p.results.map1);
@@ -14979,17 +14982,17 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
     }
 }
 
-// What a warpgroup does with a tile's sums: it adds embedding and addend, and rounds the sums to bf16. It writes the
-// results to shared memory, as rows of pixels, and sums them for the statistics.
+// What a warpgroup does with a tile's sums: it adds embedding and addend, and rounds the sums to bf16. It writes these
+// results to shared memory, one row for each pixel, and adds up the results for the statistics.
 //
 //   d[b] of a thread: its 2 channels c, c + 8 of slice b    ->    a stage: 8 x ROWS rows (pixels) of 64 channels
 //   x all rows j, pixels 2 (t % 4) and + 1 of each                 stmatrix turns 8 x 8 blocks on their way there
 template <class T> struct Epilogue {
-    // For each part of the statistics: channel c's sum and sum of squares, then those of c + 8.
+    // A thread's sums for each part of the statistics: sum and sum of squares of channel c, then those of c + 8.
     typedef float StatSums[T::ROWS / T::STATS_ROWS][4];
     const TileWork<T>& work;
     const ConvTma& p;
-    int c;                           // this thread's first channel
+    int c;                           // this thread's first channel: it has c and c + 8 of each slice of 64 channels
     int lane_place;                  // the place in a result, in bytes, of this lane's row for ldmatrix and stmatrix
     float bias[T::OUT_SLICES][2];    // bias of channels c and c + 8 of each slice of 64 channels
     float emb[2];                    // embedding of channels c and c + 8, for one slice of 64 channels
@@ -15057,8 +15060,9 @@ template <class T> struct Epilogue {
             }
         }
     }
-    // Four threads hold sums of the same channels, but of different pixels. These sums are added up, and one of the
-    // four threads stores the total. A tile is either one part of the statistics, or PARTS parts, one below the other.
+    // Stores the tile's sums for the statistics. Four threads hold sums of the same channels, but of different pixels.
+    // These sums are added up, and one of the four threads stores the total. A tile is either one part of the
+    // statistics, or PARTS parts, one below the other.
     static INLINE float sum_of_four(float v) { return lane_sum<1, 2>(v); }
     INLINE void store_stats(StatSums& sums, int channel, int n, int h, int w) const {
         constexpr int PARTS = T::ROWS / T::STATS_ROWS;
@@ -15084,7 +15088,7 @@ template <class T> struct Epilogue {
         UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) {
             const int stage = pixels.hand_over();
             const uint32_t place = pixels.stage(stage).address + T::pixels_at(warpgroup) + lane_place;
-            // After the products' stages there are stages that hold an addend or nothing.
+            // A stage that no product has read holds an addend or nothing. The warpgroup has not waited for it yet.
             if (work.first_result + b >= work.products) pixels.arrived(warpgroup);
             if (b) load_embedding(tile.n, b);
             if constexpr (T::IS_FP8) { // with a skip connection, conv_tiles_kernel has scaled the sums already
@@ -15129,10 +15133,10 @@ template <class T> struct Epilogue {
 // A warpgroup's phases, for each of its tiles:
 //   1. The sums begin as the bias (FP8: as 0). With resident weights the warpgroup waits for its turn at the tensor
 //      cores.
-//   2. For each slice and tap: wait for pixels and weights, start their products, release stages that earlier products
-//      have read.
-//   3. Do the same for the slices of the skip connection, which have one tap each.
-//   4. Pass the turn to the other warpgroup, wait for the products, finish the tile (Epilogue).
+//   2. For each slice and tap, the warpgroup waits for pixels and weights, and starts their products. Then it releases
+//      the stages that earlier products have read.
+//   3. It does the same for the slices of the skip connection, which have one tap each.
+//   4. It passes the turn to the other warpgroup, waits for the products, and finishes the tile (Epilogue).
 template <class T> // a ConvTiles
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
@@ -15201,7 +15205,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
         acc.wait();
         if (!T::RESIDENT) weights.release();
         if (work.first_result >= work.products) pixels.release();
-        else warps_sync(2 + warpgroup, 128); // after it, no warp still reads the stages that results are written to
+        else warps_sync(2 + warpgroup, 128); // now no warp still reads the stages that results will be written to
         epilogue.finish(acc, tile, pixels, results, warpgroup);
         pixels.pass_over(work.others);
         is_first_tile = false;
@@ -15228,7 +15232,8 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 // Used when: images are so small that there are too few tiles for conv_tiles' persistent blocks (pick_conv_small
 // decides by costs).
 // How: A block computes one tile: 8 x TILE_W pixels of each of IMAGES images, and N output channels. Each warpgroup
-//   computes a square of 8 x 8 pixels: D[64 pixels][N channels], A = pixels, B = weights. One more warp loads.
+//   computes a square of 8 x 8 pixels. Its products are D[64 pixels][N channels] += A * B, with A = pixels and B =
+//   weights. One more warp loads.
 //
 //     warps 0 .. 4 WARPGROUPS - 1    multiply; warpgroup wg has square wg % ACROSS of image wg / ACROSS
 //     warp 4 WARPGROUPS              one thread loads halos, weights and addends (TMA)
@@ -15260,7 +15265,7 @@ struct SmallTile {
     static constexpr int N = N_;
     static constexpr int IMAGES = IMAGES_;
     static constexpr int SPLIT = SPLIT_;
-    static constexpr int PER_SM = PER_SM_;             // blocks on a multiprocessor
+    static constexpr int PER_SM = PER_SM_;             // blocks that shall fit on a multiprocessor
     static constexpr int ACROSS = WARPGROUPS / IMAGES; // squares of 8 x 8 pixels side by side in a tile
     static constexpr int TILE_W = ACROSS * 8;
     static constexpr int CONSUMERS = WARPGROUPS * 128; // threads that multiply
@@ -15278,9 +15283,10 @@ struct SmallTile {
     static constexpr int BOX = OUT_N % SLICE_CHANNELS == 0 ? SLICE_CHANNELS : SLICE_CHANNELS / 2;
     static constexpr int BOX_BYTES = 64 * BOX * 2;
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
-    static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // sums of one warp per warpgroup: floats (channel, 2)
+    // Statistics: two floats for each channel, of one warp of each warpgroup. (The four warps need four times as many.)
+    static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8;
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_GROUPS * CONSUMERS * 16 : 0; // sums from the other block
-    static constexpr int SHIFTS_BYTES = CONSUMERS * (IS_FP8 ? 16 : 8);                // bias + embedding; FP8: factors
+    static constexpr int SHIFTS_BYTES = CONSUMERS * (IS_FP8 ? 16 : 8); // bias + embedding and, for FP8, factors
     // The rest of the shared memory is for weights. A step needs the weights of STEP_TAPS taps of a slice. BACKWARD:
     // the weights of a tap are loaded as WEIGHT_BOXES boxes, each of 64 output channels.
     static constexpr int FIXED =
@@ -15298,8 +15304,8 @@ struct SmallTile {
                   "the statistics are summed there at last");
 };
 
-// A block's work: a tile of pixels, N output channels from c0 on, and the steps first .. end - 1 (all steps, or half of
-// them if SPLIT = 2).
+// A block's work: a tile of pixels, N output channels from c0 on, and the steps first .. end - 1. These are all steps
+// or, if SPLIT = 2, half of the steps.
 template <class T> struct SmallWork {
     const ConvTma& p;
     const bool has_addend = p.out.part1.add1;
@@ -15331,9 +15337,9 @@ template <class T> struct SmallWork {
 };
 
 // Role: load. Before the call, this thread has started to load the weights of the first WEIGHT_STAGES steps. When the
-// loop comes to the seventh tap of a slice, it loads the next slice's halo. For this it waits until a stage for halos
-// is free. The stage becomes free after some products. The loads of these products' weights have been started before,
-// so the wait ends.
+// loop comes to the seventh tap of a slice, the thread loads the next slice's halo. First it waits until a stage for
+// halos is free. The stage becomes free after the products of an earlier slice. The loads of the weights for these
+// products have been started before, so the wait ends.
 template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos, auto& weights, const auto& addends) {
     const ConvTma& p = work.p;
     int next = work.first / T::SLICE_STEPS;           // the slice whose halo is loaded next
@@ -15368,8 +15374,8 @@ template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos,
 template <int K, class T>
 INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights, int wg, auto& d) {
     using Product = Wgmma<T::N>;
-    // How many steps the tensor cores still have to compute when a warpgroup issues the next step. With fewer steps,
-    // the tensor cores would be idle while the warpgroup waits for the next stage and issues the next products.
+    // How many steps the tensor cores may still have to compute when a warpgroup issues the next step. With fewer
+    // steps, the tensor cores would be idle while the warpgroup waits for the next stage and issues the next products.
     constexpr int IN_FLIGHT = T::STEP_TAPS == 1 ? 2 : 1;
     constexpr int B_MAJOR = T::BACKWARD ? MN_MAJOR : K_MAJOR;
     constexpr int B_STEP = T::BACKWARD ? 128 : 2; // from 16 input channels (k) to the next 16, in units of 16 bytes
@@ -15378,8 +15384,8 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
     const int square = wg % T::ACROSS;
     // where in a halo this warpgroup's pixels begin, in bytes
     const int own_pixels = (image * 10 * T::PITCH + square * 8) * SLICE_BYTES;
-    int step_of_slice = work.first % T::SLICE_STEPS; // number of the next step within its slice
-    int step_done = step_of_slice;                   // number within its slice of the step that is released next
+    int step_of_slice = work.first % T::SLICE_STEPS; // the number of `step` within its slice
+    int step_done = step_of_slice;                   // the same, of the step whose weights are released next
     uint32_t halo = 0;
     for (int step = work.first; step < work.end; step++) {
         if (step == work.first || step_of_slice == 0) halo = halos.arrived() + own_pixels;
@@ -15420,16 +15426,16 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
     multiplied<0>(d);
 }
 
-// What a warpgroup does with its sums d. Here the rows of d are pixels, and its columns are channels. The warpgroup
-// adds the sums of the cluster's other block (SPLIT = 2), the addend, bias and embedding. It rounds the results and
-// writes them to boxes of BOX channels in shared memory. Then it adds up the results for the statistics.
+// What a warpgroup does with its sums d. Unlike in conv_tiles, the rows of d are pixels, and its columns are channels.
+// The warpgroup adds the sums of the cluster's other block (SPLIT = 2), the addend, bias and embedding. It rounds the
+// results and writes them to boxes of BOX channels in shared memory. Then it adds up the results for the statistics.
 //
 //   d of lane t, for each group j of 8 channels:   (pixel t / 4, 2 channels), (pixel t / 4 + 8, the same channels)
 //   results:   boxes of 64 pixels x BOX channels; a warp has 16 pixels of each box
 //
-// A thread block runs this code only once, so most of the time is spent on fetching its instructions (20 bytes a
-// cycle). To keep the code short, only the part that uses d is unrolled: d must stay in registers. The rest consists of
-// loops over the 16 pixels of each warp.
+// A thread block runs this code only once, so most of the code's time is spent on fetching its instructions (20 bytes a
+// cycle). So the code must be short. Only the loops that use d are unrolled, because d must stay in registers. The rest
+// are loops that are not unrolled, over the 16 pixels of each warp.
 template <class T> struct SmallEpilogue {
     const SmallWork<T>& work;
     const ConvTma& p;
@@ -15437,7 +15443,7 @@ template <class T> struct SmallEpilogue {
     const int warp = tid >> 5;
     const int lane = tid & 31;
     const Origin at;       // this warpgroup's square of 8 x 8 pixels
-    float bias[2] = {};    // bias of the block's channels tid and tid + 128, from out_c0 on
+    float bias[2] = {};    // bias of channels out_c0 + tid and out_c0 + tid + 128
     float emb[2] = {};     // embedding of the same channels; put_shifts adds it to the bias
     float factors[2] = {}; // FP8: factors of the same channels (ConvTma::factors)
 
@@ -15472,8 +15478,8 @@ template <class T> struct SmallEpilogue {
             }
         }
     }
-    // SPLIT = 2: sends the other block the sums of the channels that the other block finishes. Then adds the sums that
-    // the other block has sent to the sums that this block has kept.
+    // SPLIT = 2: sends the other block the sums of those channels that the other block finishes. Then this block adds
+    // the sums that it has received to the sums that it has kept.
     INLINE void exchange(float (&d)[T::N / 2], uint32_t pushed) const {
         const uint32_t mine = pushed + threadIdx.x * 16;
         const uint32_t theirs = at_block(mine, 1 - work.cluster_rank);
@@ -15566,7 +15572,7 @@ template <class T> struct SmallEpilogue {
             if (lane < WORDS) store_shared(sums + warp * (T::OUT_N * 8) + (box * T::BOX + c) * 8, pack<float>(t));
         }
     }
-    // Adds up the four warps' sums and stores them. Each square of 8 x 8 pixels has its own part in the statistics.
+    // Adds up the four warps' sums and stores the totals. Each square of 8 x 8 pixels is one part of the statistics.
     INLINE void store_stats(uint32_t sums) const {
         const int across = ceil_div(p.W, 8);
         const int parts = across * ceil_div(p.H, 8);
@@ -15587,8 +15593,8 @@ template <class T> struct SmallEpilogue {
 // Phases:
 //   1. One thread initialises the barriers and starts to load the weights of the first WEIGHT_STAGES steps.
 //   2. The loading warp loads halos, addends, and further weights. The warpgroups multiply all steps.
-//   3. Each warpgroup exchanges sums with the cluster's other block (SPLIT = 2), adds bias, embedding and addend, and
-//      rounds. Then it adds up the results for the statistics.
+//   3. Each warpgroup exchanges sums with the cluster's other block (SPLIT = 2). It adds bias, embedding and addend,
+//      rounds the sums, and adds up the results for the statistics.
 //   4. One thread of each warpgroup stores the results by TMA. All threads of the warpgroup store the statistics.
 template <class T, int K_STEPS> // T: a SmallTile; K_STEPS: products for each tap, as ConvTiles::STEPS
 static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kernel(const __grid_constant__ ConvTma p) {
@@ -15662,8 +15668,8 @@ template <class T> static void conv_small(const ConvCall& p) {
     const ConvTma t = tma_arguments(p, T::BACKWARD, box);
     const dim3 grid(t.tiles * T::SPLIT, ceil_div(p.Cout, T::N));
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
-    // With 32 input channels, half a slice, two products for each tap are enough. Wide tiles and FP8 tiles have no such
-    // version.
+    // 32 input channels are half a slice, so two products for each tap are enough. Tiles of more than 64 output
+    // channels have no such version. For FP8, multiply_small itself chooses between two and four products.
     constexpr int STEPS_OF_32 = T::N <= 64 && !T::IS_FP8 ? 2 : 4;
     auto kernel = p.Cin1 == 32 ? conv_small_kernel<T, STEPS_OF_32> : conv_small_kernel<T, 4>;
     launch_on(MAIN_STREAM, T::SPLIT, kernel, grid, T::THREADS, T::SHARED_BYTES, t);
