@@ -12857,7 +12857,8 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //           conv_halo)
 //   slice   a part of the input channels (16 to 64 channels; in FP8 128). A stage of shared memory holds one slice of
 //           each of its pixels. Hopper's kernels divide the output channels into slices, too, of 64 channels.
-//   chunk   8 neighbouring channels of one pixel or weight, which one thread copies together
+//   chunk   8 neighbouring channels of one pixel, or the weights of 8 neighbouring channels. A thread copies one chunk
+//           at a time.
 //   k       the index over which a product sums: input channels here, pixels for weight gradients. An instruction of
 //           the tensor cores sums over 16 values of k (in FP8 over 32).
 //
@@ -12876,10 +12877,10 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 // copied to another layout: ldmatrix.trans or wgmma transposes them on their way to the tensor cores. (FP8 does not use
 // BACKWARD. It has a second, transposed copy of the weights, see conv_backward_input_fp8.)
 //
-// All kernels end in a similar way. Bias, embedding, and the residual or addends are added to the fp32 sums of a tile.
-// Then the result is rounded, once. A tile is written to shared memory first, where its values are put into the order
-// pixels x channels. From there it is written to global memory. The statistics for the next group norm are sums of the
-// rounded values, because the norm will read the rounded values.
+// All kernels end in a similar way. Bias, embedding and addends are added to the fp32 sums of a tile. Then the result
+// is rounded, once. A tile is written to shared memory first, where its values are put into the order pixels x
+// channels. From there it is written to global memory. The statistics for the next group norm are sums of the rounded
+// values, because the norm will read the rounded values.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- ConvOut: results, 4 channels of a pixel at a time
@@ -13008,7 +13009,7 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
             }
             if (!BACKWARD) v[k] = v[k] + (const float4&)l.shift;
         }
-        if (l.add1) // one branch for all pixels: the compiler does not group stores that stand in different branches
+        if (l.add1) // one branch encloses all pixels: the compiler does not group stores of different branches
             UNROLL_FOR (int k = 0; k < BATCH; k++)
                 if (index_of(first + k) >= 0) v[k] = v[k] + to_floats<T>(addends[first + k]);
         if (BACKWARD && l.add2)
@@ -13187,8 +13188,8 @@ INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_halo: 3x3, stride 1, any GPU
-// Used when: the type is fp32, or Hopper's kernels (below) do not take this shape. It also reads its input through a
-//   nearest-neighbour upsampling.
+// Used when: the type is fp32, or Hopper's kernels (below) do not take this shape. conv_halo can also read its input
+//   through a nearest-neighbour upsampling.
 // How: A block computes 16 x 16 pixels of one image, or 8 x 8 pixels of each of two images, for CHANNELS channels. It
 //   goes through the input channels slice by slice. Per slice it copies the tile's pixels with a border of one pixel
 //   (the halo) to shared memory, once for all nine taps.
@@ -13559,7 +13560,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
             copies_arrived<1>();
             take_apart_copies<T, Tile::THREADS / 32>(pixel_scale, halo.places(slice), weight_scale, weights.places(kw),
                                                      kw == 0);
-            __syncthreads(); // the copies of all threads for this step have arrived; all have finished the step before
+            __syncthreads(); // all threads' copies for this step have arrived, and all have finished the previous step
 
             // A step has GAPS gaps between its products. In these gaps it copies the weights of the step after the next
             // one, and half of the next slice's halo.
@@ -13613,8 +13614,9 @@ template <class Tile, bool BACKWARD, class TO = typename Tile::T> static void co
 //     | of 128 bytes           | x CHANNELS x slice   |    of floats. A second input's slices come after the first's.
 //     +------------------------+----------------------+
 //
-//   A warp computes 64 of the pixels x WARP_CHANNELS of the channels. For each 16 k it loads M fragments of weights (A)
-//   and 8 fragments of pixels (B). `multiply` has one mma_bf16 (with floats three mma_fp16) for each pair of fragments.
+//   A warp computes 64 of the pixels x WARP_CHANNELS of the channels. For every 16 input channels it loads M fragments
+//   of weights (A) and 8 fragments of pixels (B). For each pair of a fragment A and a fragment B, `multiply` has one
+//   mma_bf16 (with floats three mma_fp16).
 // Costs: the input is read once for every tap. After the first time it usually comes from the L2 cache.
 
 // The offset of a tap. Forward: output pixel (h, w) reads the input's pixel (h * stride + dy, w * stride + dx).
@@ -13668,7 +13670,7 @@ struct GatherTile : ProductTile<1, PIXEL_WARPS_, CHANNELS_, WARP_CHANNELS_, 1> {
     static constexpr int SLICE = PIXEL_BYTES / sizeof(T); // channels of a slice
     static constexpr int WEIGHTS_AT = PIXELS * PIXEL_BYTES;
     static constexpr int STAGE_BYTES = WEIGHTS_AT + CHANNELS_ * PIXEL_BYTES;
-    // How many blocks shall fit on a multiprocessor. The compiler limits the registers of a thread accordingly.
+    // How many blocks shall fit on a multiprocessor. The compiler gives a thread no more registers than this allows.
     static constexpr int PER_SM_OF_64_CHANNELS = (PARTS<T> == 1 ? 6 : 4) / PIXEL_WARPS_;
     static constexpr int PER_SM = CHANNELS_ == 128 ? 2 : PER_SM_OF_64_CHANNELS;
 };
@@ -13831,7 +13833,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         take_apart_copies<T, Tile::THREADS / 32>(
             pixel_scale, places<COPIES, PIXELS_AT_ONCE * PIXEL_BYTES>(own_pixels + stage), weight_scale,
             places<Weights::COPIES, Weights::ROWS_AT_ONCE * Weights::ROW_BYTES>(own_weights + stage));
-        __syncthreads(); // the copies of all threads for this step have arrived; all have finished the step before
+        __syncthreads(); // all threads' copies for this step have arrived, and all have finished the previous step
         if (step + STAGES - 1 < steps) copy_step(step + STAGES - 1);
         copies_committed();
         UNROLL_FOR (int k = 0; k < SLICE / 16; k++) {
@@ -14279,7 +14281,7 @@ template <class T, int M> struct BiasSum {
 
 // load_dout loads 16 pixels x 16 M channels of dout, and load_x loads 16 pixels x 8 N channels of x. Both operands lie
 // in shared memory as (pixels, channels). The product sums over pixels, so pixels are its k, and ldmatrix.trans has to
-// transpose the operands. place: the address of this lane's row of the first fragment.
+// transpose the operands. place: the address of the row that this lane gives to ldmatrix, for the first fragment.
 template <class T, int M> INLINE void load_dout(FragmentA<T> (&a)[M], uint32_t place) {
     UNROLL_FOR (int i = 0; i < M; i++) {
         load_fragment<T, true>(a[i], channels_on<T>(place, 16 * i));
@@ -14430,7 +14432,7 @@ static __global__ void __launch_bounds__(384, 1)
         copies_arrived<STAGES - 2>();
         const uint32_t stage = copies.stage(pixel_tile);
         take_apart_copies<T, 12>(x_scale, copies.x_places(stage), dout_scale, copies.dout_places(stage));
-        __syncthreads(); // the copies of all threads for this tile have arrived; all have finished the tile before
+        __syncthreads(); // all threads' copies for this tile have arrived, and all have finished the previous tile
         copies.copy_tile(pixel_tile + STAGES - 1);
         bias.next_tile();
 
@@ -14593,7 +14595,7 @@ static __global__ void __launch_bounds__(128, 4 - N)
         copies_arrived<STAGES - 2>();
         const uint32_t stage = copies.stage(pixel_tile);
         take_apart_copies<T, 4>(x_scale, copies.own_places(stage, 0), dout_scale, copies.own_places(stage, 64));
-        __syncthreads(); // the copies of all threads for this tile have arrived; all have finished the tile before
+        __syncthreads(); // all threads' copies for this tile have arrived, and all have finished the previous tile
         if (pixel_tile + STAGES - 1 < end) copies.copy_tile(pixel_tile + STAGES - 1);
         copies_committed();
         bias.next_tile();
@@ -15283,7 +15285,7 @@ struct SmallTile {
     static constexpr int BOX = OUT_N % SLICE_CHANNELS == 0 ? SLICE_CHANNELS : SLICE_CHANNELS / 2;
     static constexpr int BOX_BYTES = 64 * BOX * 2;
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
-    // Statistics: two floats for each channel, of one warp of each warpgroup. (The four warps need four times as many.)
+    // Bytes of statistics, two floats for each channel, from one of the four warps of each warpgroup.
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8;
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_GROUPS * CONSUMERS * 16 : 0; // sums from the other block
     static constexpr int SHIFTS_BYTES = CONSUMERS * (IS_FP8 ? 16 : 8); // bias + embedding and, for FP8, factors
@@ -15414,7 +15416,7 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
             wgmma_commit();
         }
         wgmma_wait<IN_FLIGHT>();
-        if (step - work.first >= IN_FLIGHT) { // the step IN_FLIGHT before this one has ended
+        if (step - work.first >= IN_FLIGHT) { // step number step - IN_FLIGHT has ended
             weights.release();
             if (++step_done == T::SLICE_STEPS) {
                 step_done = 0;
@@ -15434,8 +15436,8 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
 //   results:   boxes of 64 pixels x BOX channels; a warp has 16 pixels of each box
 //
 // A thread block runs this code only once, so most of the code's time is spent on fetching its instructions (20 bytes a
-// cycle). So the code must be short. Only the loops that use d are unrolled, because d must stay in registers. The rest
-// are loops that are not unrolled, over the 16 pixels of each warp.
+// cycle). So the code must be short. All loops over d are unrolled, because d must stay in registers. The rest of the
+// code does not use d. It loops over the 16 pixels of each warp.
 template <class T> struct SmallEpilogue {
     const SmallWork<T>& work;
     const ConvTma& p;
