@@ -12977,46 +12977,47 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //           conv_halo)
 //   slice   a part of the input channels (16 to 64 channels; in FP8 128). A stage of shared memory holds one slice of
 //           each of its pixels. Hopper's kernels divide the output channels into slices, too, of 64 channels.
-//   chunk   8 neighbouring channels of one pixel or weight, which one thread copies together
+//   chunk   8 neighbouring channels of one pixel, or the weights of 8 neighbouring channels. A thread copies one chunk
+//           at a time.
 //   k       the index over which a product sums: input channels here, pixels for weight gradients. An instruction of
 //           the tensor cores sums over 16 values of k (in FP8 over 32).
 //
 // The kernels are listed here. conv_product and conv_weight_batch in section 22 choose between them. A table above
 // conv_product shows the whole road from a layer to an instruction of the tensor cores.
 //   mma.sync (sm_80 and later)   conv_halo, conv_gather; for weight gradients conv_weight_halo, conv_weight_gather.
-//                                Elements are bf16 or floats. A float is split into two fp16 numbers, and a product of
-//                                two floats into three products (take_apart_places).
+//                                Elements are bf16 or floats. A float is split into two fp16 numbers. Then a product
+//                                of two floats takes three products of fp16 numbers (take_apart_places).
 //   wgmma and TMA (Hopper)       conv_tiles, conv_small; for weight gradients conv_weight_tma. Elements are bf16, or
 //                                FP8 in a 3x3 convolution or its input gradient. The stride is 1, and the input is not
 //                                upsampled.
 //   conv_few                     turns the network's first and last layers into 1x1 convolutions for these kernels
 //
-// An input's gradient is computed by the same kernels, with the template parameter BACKWARD. It is a convolution, too:
-// its input is dout, Cout and Cin change places, and the taps have the reverse order. The weights stay in memory as
-// they are, (Cout, taps, Cin): ldmatrix.trans or wgmma transposes them on their way to the tensor cores. (In FP8 there
-// is another copy of the weights, and no BACKWARD.)
+// The same kernels, with the template parameter BACKWARD, compute an input's gradient. This gradient is a convolution,
+// too. Its input is dout, Cout and Cin change places, and the taps have the reverse order. The weights need not be
+// copied to another layout: ldmatrix.trans or wgmma transposes them on their way to the tensor cores. (FP8 does not use
+// BACKWARD. It has a second, transposed copy of the weights, see conv_backward_input_fp8.)
 //
-// All kernels end in a similar way. Bias, embedding, and the residual or addends are added to the fp32 sums of a tile.
-// Then the result is rounded, once. Before a tile is written to global memory, it is written to shared memory: there
-// its values are put into the order pixels x channels. The statistics for the next group norm are sums of the rounded
+// All kernels end in a similar way. Bias, embedding and addends are added to the fp32 sums of a tile. Then the result
+// is rounded, once. A tile is written to shared memory first, where its values are put into the order pixels x
+// channels. From there it is written to global memory. The statistics for the next group norm are sums of the rounded
 // values, because the norm will read the rounded values.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- ConvOut: results, 4 channels of a pixel at a time
-// A ConvOut holds the addresses that results are written to, and all that is added to results. Channels [0, Cout1)
-// are written to part1, and the next Cout2 channels to part2. (There are two parts if the results are the gradients of
-// two concatenated inputs.) In the forward pass the addend is the residual. In the backward pass bias, emb and stats
-// are null.
+// A ConvOut holds the addresses that results are written to, and everything that is added to the results. Channels
+// [0, Cout1) are written to part1, and the next Cout2 channels to part2. (There are two parts if the results are the
+// gradients of two concatenated inputs.) In the forward pass the addend is conv_forward's `residual`. In the
+// backward pass bias, emb and stats are null.
 struct ConvOut {
     Grad part1, part2 = {};
     int Cout1, Cout2 = 0;
     int B;                       // images
     const float* bias = nullptr; // (Cout1)
-    const float* emb = nullptr;  // (B, Cout1), in rows of emb_stride: the embedding, added to all pixels of an image
-    int emb_stride = 0;
-    double* stats = nullptr; // sums and sums of squares of the stored values: for each image, one part for each tile
-    int* parts = nullptr;    // on the host: the launch writes here how many parts the statistics of an image have
-    ConvSkip skip = {};      // a skip connection that the same kernel computes and adds, instead of an addend
+    const float* emb = nullptr;  // (B, Cout1): the embedding, which is added to all pixels of an image
+    int emb_stride = 0;          // floats from a row of emb to the next row
+    double* stats = nullptr;     // (B, parts of an image, Cout1, 2): sums of the stored values, and of their squares
+    int* parts = nullptr; // on the host: the function that launches the kernel writes here how many parts there are
+    ConvSkip skip = {};   // a skip connection that the same kernel computes and adds, instead of an addend
 };
 
 // The arguments of each function that launches a kernel for a convolution. If BACKWARD, the input is dout: then Cin1
@@ -13041,12 +13042,12 @@ struct ConvCall {
     const float* factors = nullptr;
 };
 
-// What one thread needs for storing channels c .. c + 3 of image n.
+// What one thread needs to know in order to store channels c .. c + 3 of image n.
 template <class T> struct OutputLane {
     int pitch;            // channels of a pixel in the tensor that is written (part1 or part2)
     int count;            // 4, or less if the tensor has fewer channels after c; 0: nothing is stored
     T* out;               // the address that channel c of pixel 0 is written to
-    const T *add1, *add2; // the same place in the addends, or null
+    const T *add1, *add2; // the addresses of channel c of pixel 0 in the addends; null: no addend
     float shift[4];       // bias + embedding, which is added to all pixels
 
     INLINE OutputLane(const ConvOut& o, int c, int n) {
@@ -13092,10 +13093,11 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
 
 // Stores what a lane has to store in one round of store_product: 4 channels of N pixels. The lane's pixel i becomes
 // pixel index_of(i) of the output. If index_of(i) is -1, pixel i is not stored.
-//   staged        the address in shared memory of the first K group's fp32 sums of the lane's first pixel; the sums of
-//                 K group g lie g * k_group_floats floats further on
-//   addends       the values of l.add1 at these pixels; they were loaded much earlier, to hide the latency
-//   sum, square   the stored (rounded) values and their squares are added to these, for the statistics
+//   staged        the address in shared memory of the fp32 sums of the lane's first pixel, as the first K group has
+//                 computed them. The sums of K group g lie g * k_group_floats floats further on.
+//   addends       the values of l.add1 at these pixels. They were loaded earlier, so that nothing waits for them here.
+//   sum, square   the lane's sums for the statistics. The stored (rounded) values are added to `sum`, and their squares
+//                 to `square`.
 // An addend may be the output itself, so the compiler cannot move a load to a place before a store. Therefore all loads
 // of a batch stand before the batch's first store.
 template <class Tile, bool BACKWARD, class T, int N>
@@ -13107,7 +13109,7 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
     static_assert(N % BATCH == 0, "all batches have the same number of pixels");
     if (l.count == 0) return;
 
-    // This is the network's output: the number of its channels is not a multiple of 4, and there are no addends.
+    // Only the network's output can have a number of channels that is not a multiple of 4. It has no addends.
     if (std::is_same_v<T, float> && l.pitch % 4) {
         for (int i = 0; i < N; i++)
             UNROLL_FOR (int k = 0; k < 4; k++) {
@@ -13127,7 +13129,7 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
             }
             if (!BACKWARD) v[k] = v[k] + (const float4&)l.shift;
         }
-        if (l.add1) // one branch for all pixels: the compiler does not group stores that stand in different branches
+        if (l.add1) // one branch encloses all pixels: the compiler does not group stores of different branches
             UNROLL_FOR (int k = 0; k < BATCH; k++)
                 if (index_of(first + k) >= 0) v[k] = v[k] + to_floats<T>(addends[first + k]);
         if (BACKWARD && l.add2)
@@ -13169,10 +13171,10 @@ INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int 
 //   (g = lane / 4: c = g, pixels 2q, 2q + 1)               of PITCH floats each                of every STEP-th pixel
 //
 //   n0, c0        the tile's first image and first channel
-//   tile, tiles   the number of the tile within its image, and how many tiles an image has; each tile writes a part of
-//                 the statistics
-//   pixel         pixel(k) returns the index in the output of the k-th of the warp's 64 pixels, or -1 if the pixel
-//                 lies outside
+//   tile, tiles   the number of the tile within its image, and how many tiles an image has. Each tile writes one part
+//                 of its image's statistics.
+//   pixel         a function: pixel(k) returns the index in the output of the k-th of the warp's 64 pixels, or -1 if
+//                 this pixel lies outside of the image
 template <class Tile, class TO, int ROUNDS, bool BACKWARD, int M>
 INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, const ConvOut& o, int n0, int c0,
                           int tile, int tiles, auto pixel) {
@@ -13187,8 +13189,9 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
     const int k_group = Tile::k_group(warp);
     const int image = pixel_warp / IMAGE_WARPS;
 
-    // In each round this lane stores channels channel .. channel + 3 of the tile, for the N pixels first, first + STEP,
-    // ... of the round. The pixels of a round are divided among the K groups.
+    // In each round this lane stores four channels of N pixels. The channels are those from `channel` on, within the
+    // tile. The pixels have the numbers first, first + STEP, first + 2 STEP and so on, within the round. The pixels of
+    // a round are divided among the K groups.
     const int row = lane / Tile::LANES;
     const int first = k_group * (N * Tile::STEP) + row;
     const int lane_channel = lane % Tile::LANES * 4;
@@ -13266,8 +13269,8 @@ template <class T> INLINE uint32_t channels_on(uint32_t place, int channels) {
 }
 
 // Loads a fragment A by ldmatrix, which loads four matrices of 8 x 8. place: the address of the row that this lane
-// gives to ldmatrix. If TRANSPOSED, a row in shared memory holds neighbours along the fragment's rows instead of
-// neighbours along k, and ldmatrix transposes each matrix.
+// gives to ldmatrix. In general, a row in shared memory holds numbers of one row of A, in the order of k. If
+// TRANSPOSED, it holds numbers of one k, in the order of the rows of A. Then ldmatrix transposes each matrix.
 template <class T, bool TRANSPOSED> INLINE void load_fragment(FragmentA<T>& a, uint32_t place, int offset = 0) {
     UNROLL_FOR (int part = 0; part < PARTS<T>; part++) {
         const uint32_t from = (place ^ part * 16) + offset;
@@ -13276,7 +13279,7 @@ template <class T, bool TRANSPOSED> INLINE void load_fragment(FragmentA<T>& a, u
         else ldmatrix(registers, registers + 2, from);
     }
 }
-// Loads two fragments B at once: two of the four matrices of an ldmatrix make one fragment B.
+// Loads two fragments B at once. ldmatrix loads four matrices of 8 x 8, and two of them are one fragment B.
 template <class T, bool TRANSPOSED>
 INLINE void load_fragments(FragmentB<T>& b0, FragmentB<T>& b1, uint32_t place, int offset = 0) {
     UNROLL_FOR (int part = 0; part < PARTS<T>; part++) {
@@ -13286,10 +13289,11 @@ INLINE void load_fragments(FragmentB<T>& b0, FragmentB<T>& b1, uint32_t place, i
     }
 }
 
-// Splits the floats of operands A and B that this thread has copied to shared memory (for bf16 it does nothing).
-// each_a(f) and each_b(f) call f(address) for each chunk of A and of B that this thread has copied. All threads of the
-// block's WARPS warps must call this function, because it contains a barrier. The function sets a_scale and b_scale to
-// the factors that undo the scales. If a_is_new is false, A was split earlier, and a_scale stays as it is.
+// Splits the floats of operands A and B that this thread has copied to shared memory. (For bf16 it does nothing.)
+// each_a and each_b are functions: each_a(f) calls f(address) for each chunk of A that this thread has copied, and
+// each_b(f) does the same for B. All threads of the block's WARPS warps must call take_apart_copies, because it
+// contains a barrier. It scales A and B before it splits them, and sets a_scale and b_scale to the factors that undo
+// this. If a_is_new is false, A was split earlier, and a_scale stays as it is.
 template <class T, int WARPS, class A, class B>
 INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b, bool a_is_new = true) {
     if constexpr (PARTS<T> == 2) {
@@ -13304,8 +13308,8 @@ INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_halo: 3x3, stride 1, any GPU
-// Used when: the type is fp32, or Hopper's kernels (below) do not take this shape. It also reads its input through a
-//   nearest-neighbour upsampling.
+// Used when: the type is fp32, or Hopper's kernels (below) do not take this shape. conv_halo can also read its input
+//   through a nearest-neighbour upsampling.
 // How: A block computes 16 x 16 pixels of one image, or 8 x 8 pixels of each of two images, for CHANNELS channels. It
 //   goes through the input channels slice by slice. Per slice it copies the tile's pixels with a border of one pixel
 //   (the halo) to shared memory, once for all nine taps.
@@ -13331,18 +13335,18 @@ INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b
 //     copies             weights kw = 2 of s      weights kw = 0 of s + 1  weights kw = 1 of s + 1
 //                        half of halo s + 1       the rest of halo s + 1
 //
-//   A warp computes 8 x 8 pixels x WARP_CHANNELS channels as products weights (A) x pixels (B): 8 neighbouring pixels
-//   of an image row and 16 input channels are one fragment B, of two registers. In a step the warp loads the 10 rows of
-//   the halo that its pixels need under this kw. It uses most of these rows for all three taps of the step. (If pixels
-//   were A, one fragment would hold two image rows, and each kh would need other pairs of rows.)
+//   A warp computes 8 x 8 pixels x WARP_CHANNELS channels. Its products are weights (A) x pixels (B). One fragment B
+//   holds 16 input channels of 8 neighbouring pixels of an image row. In a step the warp loads the 10 rows of the halo
+//   that its pixels need under this kw. It uses most of these rows for all three taps of the step. (If pixels were A,
+//   one fragment would hold two image rows. Each kh would need other pairs of rows, so fragments could not be reused.)
 //   In the code, the instructions that copy stand between the products and have no branches. So the tensor cores do not
 //   wait for them.
 //   A pixel's row in shared memory is swizzled with a key that depends only on the pixel's COLUMN in the halo. So any 8
 //   neighbouring pixels of an image row can be read without bank conflicts, whatever kw is. And the distance in bytes
 //   from a pixel to the pixel below it is always the same.
 //   From the top down: conv_halo launches conv_halo_kernel. The kernel's main loop calls multiply_step for each step.
-//   multiply_step calls multiply_tap for each tap and 16 output channels. multiply_tap has eight mma_bf16, one for each
-//   image row (or 24 mma_fp16, three for each image row).
+//   multiply_step calls multiply_tap for each tap and each group of 16 output channels. multiply_tap has eight
+//   mma_bf16, one for each image row. (With floats it has 24 mma_fp16, three for each image row.)
 // Costs: a tile of 16 x 16 pixels reads (18 / 16)^2 times as many pixels as it has, once for all nine taps.
 //   It reads all weights of its output channels.
 
@@ -13372,8 +13376,8 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static constexpr int WEIGHT_BYTES = 3 * CHANNELS * PIXEL_BYTES; // bytes of the weights of the three taps of one kw
     static constexpr int WEIGHTS_AT = 2 * HALO_BYTES;
     static constexpr int SOURCES_AT = WEIGHTS_AT + 3 * WEIGHT_BYTES;
-    static constexpr int MAIN_BYTES = SOURCES_AT + (PIXELS + 64) * 4; // the last copies read sources beyond PIXELS
-    // At the end the results are written to the same memory, in two rounds if it is too small for all of them.
+    static constexpr int MAIN_BYTES = SOURCES_AT + (PIXELS + 64) * 4; // + 64: the last copies read beyond PIXELS
+    // At the end the results are written to the same memory. If it is too small for all results, there are two rounds.
     static constexpr int ROUNDS = Base::STAGED_BYTES > MAIN_BYTES ? 2 : 1;
     static constexpr int SHARED_BYTES = std::max(MAIN_BYTES, Base::STAGED_BYTES / ROUNDS);
     static_assert(HALO_BYTES % 128 == 0 && WEIGHT_BYTES % 128 == 0, "swizzled rows begin at multiples of 128 bytes");
@@ -13381,9 +13385,10 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static_assert(IMAGES * Base::STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES, "the statistics are summed there at last");
 };
 
-// Returns where a pixel of the halo lies in the input, and how its row in shared memory is swizzled. One number holds
-// both: the pixel's index * 8 + the swizzle key of its column. The number is negative if the pixel lies outside the
-// image. h is the pixel's row in the image, and w0 is the image column of the halo's column 0.
+// Returns one number, which holds both the place of a halo's pixel in the input and the swizzle key of the pixel's row
+// in shared memory: the pixel's index in the input * 8 + the key, which depends on `column`. The number is negative if
+// the pixel lies outside the image. h is the pixel's row in the image. `column` is its column in the halo, and w0 is
+// the image column of the halo's column 0.
 template <class Tile> INLINE int halo_source(const ConvCall& p, int n, int h, int w0, int column) {
     const int w = w0 + column;
     const int up = p.s.upsample; // 1: the input has half of the output's rows and columns
@@ -13398,18 +13403,19 @@ template <class Tile> struct HaloCopies {
     typedef typename Tile::T T;
     static constexpr int CHUNKS = Tile::SLICE / 8;                // chunks of a pixel
     static constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS; // pixels that all threads copy at a time
-    static constexpr int HALF_COPIES = ceil_div(Tile::PIXELS / 2, PIXELS_AT_ONCE); // copies of a thread for half a halo
+    // How many chunks each thread copies for half a halo.
+    static constexpr int HALF_COPIES = ceil_div(Tile::PIXELS / 2, PIXELS_AT_ONCE);
     const ConvCall& p;
-    const uint32_t halos;
-    int* const sources; // the halo_source of each pixel
+    const uint32_t halos; // the address in shared memory where the two halos begin
+    int* const sources;   // in shared memory: the halo_source of each pixel
     const int chunk = (int)threadIdx.x % CHUNKS;
     const int first_pixel = (int)threadIdx.x / CHUNKS;
 
     INLINE HaloCopies(const ConvCall& p, unsigned char* shared)
         : p(p), halos(shared_address(shared)), sources((int*)(shared + Tile::SOURCES_AT)) {}
 
-    // Sets `sources`: where the pixels of the halo lie in the input, for the tile at (n0, h0, w0). The caller has to
-    // call __syncthreads before the first copy.
+    // Fills `sources` for the tile that begins at image n0, row h0, column w0. The caller has to call __syncthreads
+    // before the first copy.
     INLINE void find_sources(int n0, int h0, int w0) const {
         for (int i = threadIdx.x; i < Tile::PIXELS; i += Tile::THREADS) {
             const int n = n0 + i / Tile::W / Tile::H;
@@ -13417,7 +13423,8 @@ template <class Tile> struct HaloCopies {
             sources[i] = halo_source<Tile>(p, n, h, w0 - 1, i % Tile::W);
         }
     }
-    // Returns the address in shared memory that copy i of this thread is written to, i < 2 HALF_COPIES.
+    // Returns the address in shared memory that this thread's i-th chunk of the slice's halo is written to,
+    // i < 2 HALF_COPIES.
     INLINE uint32_t place(int slice, int i) const {
         uint32_t first_place = halos + first_pixel * Tile::PIXEL_BYTES;
         asm volatile("" : "+r"(first_place)); // otherwise the compiler would keep an address in a register for every i
@@ -13448,7 +13455,8 @@ template <class Tile> struct HaloCopies {
         const int key = swizzle_key<Tile::PIXEL_BYTES / 16>(column);
         return channels_on<T>(pixel * Tile::PIXEL_BYTES + chunk_place<T>(upper_k, key), first_k);
     }
-    // For take_apart_copies: returns a function that calls f(address) for each chunk that this thread copies.
+    // Returns a function for take_apart_copies. That function calls f(address) for each chunk of the slice's halo that
+    // this thread copies.
     INLINE auto places(int slice) const {
         return [this, slice](auto f) {
             UNROLL_FOR (int i = 0; i < 2 * HALF_COPIES; i++)
@@ -13461,9 +13469,9 @@ template <class Tile> struct HaloCopies {
 // same chunk of every ROWS_AT_ONCE-th row. A stage holds three matrices, for the taps kh = 0, 1, 2:
 //   forward    weight is (Cout, taps, Cin1) in global memory. A row is an output channel; its chunks are the channels
 //              of the slice.
-//   BACKWARD   weight is (Cin1, taps, Cout), where Cin1 and Cout are those of ConvCall: the channels of dout and of the
-//              input's gradient. The taps are in reverse order. A row is an input channel of the slice; its chunks are
-//              the block's output channels.
+//   BACKWARD   weight is (Cin1, taps, Cout). As in ConvCall, Cin1 is the number of channels of dout, and Cout that of
+//              the input's gradient. The taps are in reverse order. A row is a channel of dout, in the slice; its
+//              chunks are the block's output channels.
 template <class Tile, bool BACKWARD> struct HaloWeights {
     typedef typename Tile::T T;
     static constexpr int ROWS = BACKWARD ? Tile::SLICE : Tile::CHANNELS;
@@ -13471,8 +13479,8 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
     static constexpr int ROW_BYTES = CHUNKS * 8 * sizeof(T);
     static constexpr int TAP_BYTES = ROWS * ROW_BYTES;
     static constexpr int ROWS_AT_ONCE = Tile::THREADS / CHUNKS;     // rows that all threads copy at a time
-    static constexpr int TAP_COPIES = ceil_div(ROWS, ROWS_AT_ONCE); // copies of a thread for one tap
-    static constexpr int COPIES = 3 * TAP_COPIES;
+    static constexpr int TAP_COPIES = ceil_div(ROWS, ROWS_AT_ONCE); // how many chunks a thread copies for one tap
+    static constexpr int COPIES = 3 * TAP_COPIES;                   // and for a stage
     static constexpr bool NO_THREAD_LEFT_OVER = Tile::THREADS % CHUNKS == 0 && ROWS % ROWS_AT_ONCE == 0;
     const ConvCall& p;
     const int c0; // the block's first output channel
@@ -13490,14 +13498,14 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
                            : (c0 + first_row) * 9 * p.Cin1 + chunk * 8) {}
     static INLINE int key(int row) { return swizzle_key<ROW_BYTES / 16>(row); }
 
-    // Copy i < COPIES of a thread is row `first_row + row(i)` of tap kh(i).
+    // A thread's i-th chunk of a stage (i < COPIES) belongs to row `first_row + row(i)` of tap kh(i).
     static constexpr int kh(int i) { return i / TAP_COPIES; }
     static constexpr int row(int i) { return i % TAP_COPIES * ROWS_AT_ONCE; }
     INLINE bool owns(int i) const {
         return NO_THREAD_LEFT_OVER || (first_row < ROWS_AT_ONCE && row(i) + first_row < ROWS);
     }
     INLINE uint32_t place(int kw, int i) const {
-        // If the block copies a multiple of 8 rows at once, all rows of a thread have the same key.
+        // If the block copies a multiple of 8 rows at once, all rows that this thread copies have the same key.
         const bool same_key = ROWS_AT_ONCE % 8 == 0;
         const uint32_t toggled = same_key ? 0 : (key(first_row) ^ key(row(i) + first_row)) << 4;
         return (first_place ^ toggled) + kw * Tile::WEIGHT_BYTES + kh(i) * TAP_BYTES + row(i) * ROW_BYTES;
@@ -13531,24 +13539,26 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         return channels_on<T>(c * ROW_BYTES + chunk_place<T>(upper_k, key(c)), first_k);
     }
     // Loads one fragment: the weights of tap (kh, kw), for 16 output channels from m * 16 on, and for 16 input channels
-    // from k * 16 on of the K group's part. lane: the address of this lane's row, if kw, kh, m and k are 0.
+    // from k * 16 on of the K group's part. lane: the address of the row that this lane would give to ldmatrix if kw,
+    // kh, m and k were 0.
     static INLINE void load(FragmentA<T>& a, uint32_t lane, int kw, int kh, int m, int k) {
         const int tap = kw * Tile::WEIGHT_BYTES + kh * TAP_BYTES;
         if (!BACKWARD) {
             load_fragment<T, false>(a, channels_on<T>(lane, 16 * k), tap + m * 16 * ROW_BYTES);
             return;
         }
-        // Goes m * 16 channels further on in the same row. 16 channels are two chunks. If a row has 2 or 6 chunks, the
-        // swizzle moves nothing out of its pair of chunks, so the bytes of m * 16 channels can simply be added. If the
-        // number of chunks is a multiple of 4, whole multiples of 128 bytes are added, and the remaining bytes are
-        // XORed, as in channels_on.
+        // The fragment begins m * 16 channels after `lane` in the same row. 16 channels are two chunks. If a row has 2
+        // or 6 chunks, the swizzle moves nothing out of its pair of chunks. So the bytes of m * 16 channels can simply
+        // be added. If the number of chunks is a multiple of 4, whole multiples of 128 bytes are added, and the
+        // remaining bytes are XORed, as in channels_on.
         const int channel_bytes = m * 16 * sizeof(T);
         uint32_t columns;
         if (CHUNKS % 4) columns = lane + channel_bytes;
         else columns = (lane ^ channel_bytes % 128) + channel_bytes / 128 * 128;
         load_fragment<T, true>(a, columns, tap + k * 16 * ROW_BYTES);
     }
-    // For take_apart_copies: returns a function that calls f(address) for each chunk that this thread copies.
+    // Returns a function for take_apart_copies. That function calls f(address) for each chunk that this thread copies
+    // to the stage of kw.
     INLINE auto places(int kw) const {
         return [this, kw](auto f) {
             UNROLL_FOR (int i = 0; i < COPIES; i++)
@@ -13557,9 +13567,10 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
     }
 };
 
-// acc[r][m] += a (weights of tap kh) x b[r + kh] (pixels), for the warp's image rows r = 0 .. 7.
-// With floats, the tensor cores sum over all three taps, and fp32 units add this sum to acc (see `multiply`). So the
-// calls must have kh = 0, 1, 2 in this order.
+// Computes acc[r][m] += a x b[r + kh] for the warp's image rows r = 0 .. 7. a: weights of tap kh. b[i]: pixels of row i
+// of the warp's halo.
+// With floats, the tensor cores sum over all three taps, and fp32 units add this sum to acc (see `multiply`). So this
+// function must be called for kh = 0, 1, 2 in this order. Between these calls `sum` holds the sums over taps.
 template <class T, int M>
 INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int kh, const FragmentA<T>& a,
                          const FragmentB<T> (&b)[10], float scale) {
@@ -13582,13 +13593,14 @@ INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int k
         }
 }
 
-// Computes a step: a warp's products of the weights of one kw with a slice. Between the products the function calls
-// copy_in_gap(0), copy_in_gap(1) and so on. x, weights: the addresses of this lane's rows for ldmatrix.
+// Computes a warp's products of one step: the weights of the three taps of one kw, times the pixels of one slice.
+// Between the products the function calls copy_in_gap(0), copy_in_gap(1) and so on, which copy for later steps. x and
+// weights: the addresses of the first pixel and of the first row of weights that this lane gives to ldmatrix.
 template <class Tile, bool BACKWARD, int M, class Copy>
 INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, int kw, float scale, Copy copy_in_gap) {
     typedef typename Tile::T T;
     typedef HaloWeights<Tile, BACKWARD> Weights;
-    // Product i has tap kh_of(i) and the 16 output channels m_of(i). With bf16, the loop over output channels is the
+    // Product i has tap kh_of(i) and the m_of(i)-th 16 output channels. With bf16, the loop over output channels is the
     // inner one. With floats, the loop over taps is the inner one, because the three taps are summed before the sum is
     // added to acc.
     auto kh_of = [](int i) { return PARTS<T> == 1 ? i / M : i % 3; };
@@ -13647,8 +13659,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     }
     copies_committed();
 
-    // The warp's pixels within the tile, and the first channel of its part of a slice. Then the addresses of this
-    // lane's rows for ldmatrix.
+    // Which pixels of the tile this warp computes, and the first channel of its K group's part of a slice. Then the
+    // addresses of the rows that this lane gives to ldmatrix.
     constexpr int M = Tile::WARP_CHANNELS / 16;
     const int warp = (int)threadIdx.x >> 5;
     const int pixel_warp = Tile::pixel_warp(warp);
@@ -13668,7 +13680,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
             copies_arrived<1>();
             take_apart_copies<T, Tile::THREADS / 32>(pixel_scale, halo.places(slice), weight_scale, weights.places(kw),
                                                      kw == 0);
-            __syncthreads(); // the copies of all threads for this step have arrived; all have finished the step before
+            __syncthreads(); // all threads' copies for this step have arrived, and all have finished the previous step
 
             // A step has GAPS gaps between its products. In these gaps it copies the weights of the step after the next
             // one, and half of the next slice's halo.
@@ -13688,7 +13700,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
 
     const int n = n0 + image;
     const int tiles = p.tiles_h * p.tiles_w;
-    auto output_pixel = [&](int k) { // index of the warp's k-th pixel in the output; -1: outside
+    auto output_pixel = [&](int k) { // index of the warp's k-th pixel in the output; -1: outside the image
         const int h = h0 + warp_h + k / 8;
         const int w = w0 + warp_w + k % 8;
         return h < p.H && w < p.W ? (n * p.H + h) * p.W + w : -1;
@@ -13722,13 +13734,14 @@ template <class Tile, bool BACKWARD, class TO = typename Tile::T> static void co
 //     | of 128 bytes           | x CHANNELS x slice   |    of floats. A second input's slices come after the first's.
 //     +------------------------+----------------------+
 //
-//   A warp computes 64 of the pixels x WARP_CHANNELS of the channels. For each 16 k it loads M fragments of weights (A)
-//   and 8 fragments of pixels (B). `multiply` has one mma_bf16 (or three mma_fp16) for each pair of A and B.
+//   A warp computes 64 of the pixels x WARP_CHANNELS of the channels. For every 16 input channels it loads M fragments
+//   of weights (A) and 8 fragments of pixels (B). For each pair of a fragment A and a fragment B, `multiply` has one
+//   mma_bf16 (with floats three mma_fp16).
 // Costs: the input is read once for every tap. After the first time it usually comes from the L2 cache.
 
-// The offset of a tap: output pixel (h, w) reads the input's pixel (h * stride + dy, w * stride + dx).
-// BACKWARD reverses this: input pixel (h, w) is read by the output pixel (y, x) with (y, x) * stride =
-// (h + dy, w + dx), if there is such an output pixel.
+// The offset of a tap. Forward: output pixel (h, w) reads the input's pixel (h * stride + dy, w * stride + dx).
+// BACKWARD: input pixel (h, w) is read by the output pixel (y, x) for which y * stride = h + dy and x * stride =
+// w + dx, if there is such an output pixel.
 struct TapOffset {
     int dy, dx;
 };
@@ -13738,10 +13751,11 @@ template <bool BACKWARD> INLINE TapOffset tap_offset(const ConvShape& s, int tap
     if (BACKWARD) return {-dy, -dx};
     return {dy, dx};
 }
-// To compute the result's pixel that comes i pixels after (h, w), counted row by row, a kernel reads one pixel of its
-// input under this tap. Returns the index of that input pixel within its image, or -1 if there is none (for example,
-// because it lies in the padding). The function multiplies by W_inverse instead of dividing by W. The result is exact,
-// since the numbers are small.
+// Finds the input pixel that one pixel of a kernel's result reads under one tap. (In conv_weight_gather the result is
+// dout, and the input is x.) The result's pixel comes i pixels after (h, w), counted row by row. The function returns
+// the index of the input pixel within its image. It returns -1 if there is no such pixel (for example, because it lies
+// in the padding). W_inverse is 1 / the width of the result. Multiplying by W_inverse takes the place of a division,
+// and is exact, since the numbers are small.
 template <bool BACKWARD>
 INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i, TapOffset offset) {
     const int rows_down = (int)((w + i + 0.5f) * W_inverse);
@@ -13759,7 +13773,8 @@ INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i
     return is_pixel ? (y >> halve) * columns + (x >> halve) : -1;
 }
 
-// For take_apart_copies: returns a function that calls f(address) for N addresses, which are `PITCH` bytes apart.
+// Returns a function for take_apart_copies. That function calls f(address) for N addresses: `first`, first + PITCH,
+// first + 2 PITCH and so on (in bytes).
 template <int N, int PITCH> INLINE auto places(uint32_t first) {
     return [=](auto f) {
         UNROLL_FOR (int i = 0; i < N; i++) f(first + i * PITCH);
@@ -13775,7 +13790,7 @@ struct GatherTile : ProductTile<1, PIXEL_WARPS_, CHANNELS_, WARP_CHANNELS_, 1> {
     static constexpr int SLICE = PIXEL_BYTES / sizeof(T); // channels of a slice
     static constexpr int WEIGHTS_AT = PIXELS * PIXEL_BYTES;
     static constexpr int STAGE_BYTES = WEIGHTS_AT + CHANNELS_ * PIXEL_BYTES;
-    // How many blocks shall fit on a multiprocessor. The compiler limits the registers of a thread accordingly.
+    // How many blocks shall fit on a multiprocessor. The compiler gives a thread no more registers than this allows.
     static constexpr int PER_SM_OF_64_CHANNELS = (PARTS<T> == 1 ? 6 : 4) / PIXEL_WARPS_;
     static constexpr int PER_SM = CHANNELS_ == 128 ? 2 : PER_SM_OF_64_CHANNELS;
 };
@@ -13789,12 +13804,12 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
     static constexpr int ROW_BYTES = BACKWARD ? Tile::CHANNELS * sizeof(T) : Tile::PIXEL_BYTES;
     static constexpr int CHUNKS = ROW_BYTES / sizeof(T) / 8;
     static constexpr int ROWS_AT_ONCE = Tile::THREADS / CHUNKS; // rows that all threads copy at a time
-    static constexpr int COPIES = ROWS / ROWS_AT_ONCE;          // copies of a thread
+    static constexpr int COPIES = ROWS / ROWS_AT_ONCE;          // how many chunks each thread copies for a stage
     static_assert(ROWS_AT_ONCE % 8 == 0, "all rows of a thread have the same swizzle key");
 
-    // Copies this thread's rows of a stage; the first of these rows is written to place + stage. k0: the slice's first
-    // channel, counted within its input, which has C channels. weight_k0: the same channel, counted over both inputs,
-    // as in the weights.
+    // Copies this thread's chunks of a stage's weights. The first of these chunks is written to place + stage. k0: the
+    // slice's first channel, counted within its input, which has C channels. weight_k0: the same channel, counted over
+    // both inputs, as in the weights.
     static INLINE void copy(const ConvCall& p, uint32_t place, uint32_t stage, int c0, int tap, int k0, int weight_k0,
                             int C) {
         const int chunk = (int)threadIdx.x % CHUNKS;
@@ -13859,7 +13874,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const int steps = slices * p.taps;
 
     // A thread copies the same chunk of every PIXELS_AT_ONCE-th pixel, and of every ROWS_AT_ONCE-th row of weights.
-    // Both are multiples of 8. So all pixels, and all rows of weights, that a thread copies have the same swizzle key.
+    // PIXELS_AT_ONCE and ROWS_AT_ONCE are multiples of 8. So all pixels that a thread copies have the same swizzle key,
+    // and so have all rows of weights that it copies.
     constexpr int CHUNKS = SLICE / 8;
     constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS;
     constexpr int COPIES = PIXELS / PIXELS_AT_ONCE;
@@ -13912,8 +13928,9 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         copies_committed();
     }
 
-    // lane_pixels and lane_weights are the addresses in stage 0 of the rows that this lane gives to ldmatrix. Of pixels
-    // it loads two fragments at once: (pixels 0-7, k 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
+    // lane_pixels and lane_weights are the addresses in stage 0 of the rows that this lane gives to ldmatrix. For
+    // pixels, ldmatrix loads two fragments at once. Its four matrices are (pixels 0-7, k 0-7), (0-7, 8-15),
+    // (8-15, 0-7), (8-15, 8-15).
     const int lane = tid & 31;
     const int warp = tid >> 5;
     const int pixel_warp = Tile::pixel_warp(warp);
@@ -13936,7 +13953,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         take_apart_copies<T, Tile::THREADS / 32>(
             pixel_scale, places<COPIES, PIXELS_AT_ONCE * PIXEL_BYTES>(own_pixels + stage), weight_scale,
             places<Weights::COPIES, Weights::ROWS_AT_ONCE * Weights::ROW_BYTES>(own_weights + stage));
-        __syncthreads(); // the copies of all threads for this step have arrived; all have finished the step before
+        __syncthreads(); // all threads' copies for this step have arrived, and all have finished the previous step
         if (step + STAGES - 1 < steps) copy_step(step + STAGES - 1);
         copies_committed();
         UNROLL_FOR (int k = 0; k < SLICE / 16; k++) {
@@ -13952,7 +13969,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
 
     // The sums are stored in two rounds if shared memory is too small for all of them.
     constexpr int ROUNDS = Tile::STAGED_BYTES > STAGES * Tile::STAGE_BYTES ? 2 : 1;
-    auto output_pixel = [&](int k) { // index of the warp's k-th pixel in the output; -1: outside
+    auto output_pixel = [&](int k) { // index of the warp's k-th pixel in the output; -1: outside the image
         const int pixel = tile * PIXELS + pixel_warp * 64 + k;
         return pixel < p.H * p.W ? n * p.H * p.W + pixel : -1;
     };
@@ -13976,27 +13993,29 @@ template <class Tile, bool BACKWARD> static void conv_gather(const ConvCall& c) 
 // Used when: the convolution is 3x3 with stride 1, and its input or its output has only a few channels (F), which are
 //   fp32 (conv_is_few): images, predictions, and their gradients.
 // How: The F channels of a pixel are too few for a slice. So for each pixel a row is written that holds the 9 F values
-//   under the filter's taps: rows (B, H, W, R), with R a multiple of 32. Then a 1x1 convolution remains:
+//   under the filter's taps. A row has R values, where R is a multiple of 32. So the rows of all pixels are a tensor
+//   (B, H, W, R). Then a 1x1 convolution computes one of these products:
 //     first layer, forward             weights (C, 9 F) x rows of the input
 //     last layer's input gradient      transposed weights (C, 9 F) x rows of the output's gradient
 //     weight gradients of both         rows^T x the tensor of C channels
-//   A bf16 has 8 bits of mantissa, and an fp32 value has more. So a value v becomes two bf16 numbers: upper = bf16(v)
-//   and lower = bf16(v - upper). Their sum differs from v by a relative error of 2^-17 at most, which is less than that
-//   of the result's rounding. A row of weights holds the same weights twice, once for each half of a pixel's row.
+//   A bf16 has 8 bits of mantissa, and an fp32 value has 24. So a value v becomes two bf16 numbers: upper = bf16(v)
+//   and lower = bf16(v - upper). The sum upper + lower has a relative error of 2^-17 at most. This is less than the
+//   error of rounding the result to bf16. A row of weights holds the same weights twice, once for the upper and once
+//   for the lower parts of a pixel's row.
 //
 //     a row of a pixel, R values     bf16:  | 9 F upper parts, 0 ... | 9 F lower parts, 0 ... |
 //                                    fp32:  | 9 F values, 0 ... |
 //     value tap * F + f is channel f of the pixel under the tap; 0 outside the image
-// Costs: the rows are written and read. For unet64 these are as many bytes as those of a tensor of 64 channels.
+// Costs: the rows are written and read. In unet64's first layer they have as many bytes as a tensor of 64 channels.
 
 struct ConvFew {
     const float* x;     // (B, H, W, F)
-    const void* weight; // first layer: (C, 9, F); last layer: (F, 9, C); or null
+    const void* weight; // first layer: (C, 9, F); last layer: (F, 9, C); null: no rows of weights are made
     void* rows;         // (B, H, W, R)
     void* weight_rows;  // (C, R)
     int B, H, W;
     int F;              // the number of channels of the first layer's input, or of the last layer's output
-    int C;              // the number of channels of the layer's other side
+    int C;              // the number of channels of the first layer's output, or of the last layer's input
     int R;              // the number of values of a row
     int parts;          // the number of parts that a value is split into: 1 (no split), or 2 in bf16
     bool is_last_layer; // true: the network's last layer; false: its first
@@ -14006,7 +14025,7 @@ struct ConvFew {
 };
 
 // Returns the index, in the layer's own weights, of weight k = tap * F + f of channel c. The last layer's rows are made
-// from the gradient of its output, so the last layer's taps are counted from the end.
+// from the gradient of its output, so the last layer's taps have the reverse order (8 - tap).
 INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
     if (!p.is_last_layer) return (size_t)c * 9 * p.F + k;
     const size_t f = k % p.F;
@@ -14016,14 +14035,15 @@ INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
 
 // Writes the rows of all pixels and, if there are weights, the rows of the weights. A thread writes V values of a row,
 // for many pixels. If values have two parts, the thread writes the upper parts of the V values and their lower parts.
-//   threadIdx.x   which V values of a half of the row (of the whole row, if values have one part)
-//   threadIdx.y   which of the pixels that the block writes at once
+//   threadIdx.x   the thread writes values V threadIdx.x to V threadIdx.x + V - 1 of a half of the row (of the whole
+//                 row, if values have one part)
+//   threadIdx.y   number of the thread's pixel among those that the block writes at once
 template <class T> static __global__ void conv_few_rows(const ConvFew p) {
     constexpr int V = VEC<T>;
     const int first = threadIdx.x * V;
     const int part_width = p.R / p.parts;
     int tap[V];      // the tap of each of the V values; if it is 9 or more, 0 is written
-    int distance[V]; // how many floats of x lie between the pixel's own first value and the value under the tap
+    int distance[V]; // floats of x from the pixel's own first channel to the value under the tap
     int t = first / p.F;
     int f = first % p.F;
     UNROLL_FOR (int j = 0; j < V; j++) {
@@ -14068,8 +14088,9 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
     }
 }
 
-// Makes the weight gradient from the product, by adding the results of the upper and of the lower parts. A thread
-// computes the gradient of weight k of channel c. Neighbouring threads read neighbouring elements of the product.
+// Computes the layer's weight gradient from `product`. If values have two parts, each gradient is the sum of two
+// elements of `product`: one was computed with upper parts, the other one with lower parts. A thread computes the
+// gradient of weight k of channel c. Neighbouring threads read neighbouring elements of the product.
 static __global__ void conv_few_gradient(const ConvFew p) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     const int K = 9 * p.F;
@@ -14078,7 +14099,7 @@ static __global__ void conv_few_gradient(const ConvFew p) {
     const int part_width = p.R / 2; // the distance in a row between an upper part and its lower part
     await_previous_kernel();
     if (p.is_last_layer && i < p.F) {
-        const float* const sum = p.bias + 4 * p.F + i; // tap 4 is the pixel itself
+        const float* const sum = p.bias + 4 * p.F + i; // tap 4 reads the pixel itself, so its sum is that of dout
         p.dbias[i] = p.parts == 2 ? sum[0] + sum[part_width] : sum[0];
     }
     if (i >= p.C * K) return;
@@ -14126,7 +14147,7 @@ static size_t few_bytes(const ConvShape& s) {
     const size_t floats = (size_t)(p.bias - (float*)nullptr) + p.R;
     return floats * sizeof(float) / 256 * 256 + 256;
 }
-// Writes the rows of x, and those of the weights if there are any.
+// Writes the rows of the pixels of x and, if weight is not null, the rows of the weights.
 static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight, char* memory,
                              Stream* stream = MAIN_STREAM) {
     ConvFew p = plan_few(s, memory);
@@ -14137,8 +14158,8 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
     const int blocks = std::min(ceil_div(p.B * p.H * p.W, pixels), 5 * gpu.sms); // at most 5 for each multiprocessor
     auto* const kernel = with_act([]<class T>(T) { return conv_few_rows<T>; });
     launch_on(stream, 1, kernel, blocks, dim3(pieces, pixels), 0, p);
-    // The next kernel loads its weights before it waits for the end of the previous kernel. But this kernel writes
-    // these weights. So the next kernel must not overlap this one.
+    // In general a kernel loads weights before it waits for the end of the previous kernel. Here the next kernel's
+    // weights are the rows that this kernel writes. So the next kernel must not overlap this one.
     stream->joined |= weight != nullptr;
     return p;
 }
@@ -14149,10 +14170,10 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 //
 // Used when: conv_weight_tma (below) can't be used for the shape. conv_weight_halo: 3x3 with stride 1;
 //   conv_weight_gather: everything else.
-// How: This is a product of matrices that sums over many pixels and whose result is small. A block owns a tile of 64 x
-//   64 weights (output x input channels), of one tap or of all nine. It also owns a RANGE of the pixels, and goes
-//   through this range in pixel tiles of 64 pixels. The 64 x 64 weights of a tap are divided among four warps, 32 x 32
-//   each: 2 x 4 fragments of mma.
+// How: This is a product of matrices that sums over many pixels and whose result is small. So the pixels are divided
+//   into RANGES. A block computes a tile of 64 x 64 weights (output x input channels), of one tap or of all nine. It
+//   sums over one range, and goes through the range in pixel tiles of 64 pixels. The 64 x 64 weights of a tap are
+//   divided among four warps. Each of these warps computes 32 x 32 weights, which are 2 x 4 fragments of mma.
 //
 //     dout (pixels, 64 co) ^T      x (pixels, 64 ci)         partial sums of 64 x 64 weights
 //     +----+----+----+             +----+----+----+          range 0   range 1   range 2
@@ -14162,21 +14183,23 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 //
 //   If there is more than one range, the blocks write partial sums to the workspace, and conv_weight_sum adds them up
 //   in a fixed order. The bias gradient is the sum of dout over all pixels. It is computed as dout^T times a matrix of
-//   ones. Of all warps that read the same part of dout, only one computes this product. There is one partial of the
-//   bias for each pair of a range and an image that have common pixels. Small layers share a launch (WeightBatch).
+//   ones. Several warps read the same part of dout, but only one of them computes this product. There is one partial
+//   of the bias for each pair of a range and an image that have common pixels. Small layers share a launch
+//   (WeightBatch).
 // Costs: x and dout are read once for every tile of 64 x 64 weights; the partials are written and read once.
 
-// The arguments of the kernels for a layer's weight gradient. In the code "split" is the number of a range.
+// The arguments of the kernels for a layer's weight gradient. In the code `split` is the number of a range, and
+// `splits` is how many ranges there are.
 struct ConvWeight : WeightWork {
-    float4* partial; // (splits, tiles, taps, 1024): fragments in the order of weight_place
-    // (splits + B, Cout). Row s + n: the sum of dout over the pixels that are both in range s and in image n. Two pairs
-    // (s, n) that contain pixels never share a row: in the order of the pixels, s and n never decrease, and at least
-    // one of them grows from one pair to the next. So s + n grows, too.
+    float4* partial; // (splits, tiles, taps, 1024): 64 x 64 weights are 1024 float4, in the order of weight_place
+    // (splits + B, Cout). Row s + n holds the sum of dout over the pixels that are both in range s and in image n. No
+    // two pairs (s, n) that contain pixels share a row. For in the order of the pixels, s and n never decrease, and at
+    // least one of them grows from one pair to the next. So s + n grows, too.
     float* bias_partial;
     int bias_images;        // B; or 1 if all images are treated as one (conv_weight_tma, if demb is not needed)
     int taps;               // taps of the filter
     int tiles1;             // tiles of 64 channels of x1
-    int channel_tiles;      // tiles of 64 channels of x1 and x2
+    int channel_tiles;      // tiles of 64 channels of x1 and of x2 together
     int tiles;              // tiles of 64 x 64 weights: channel_tiles x co_tiles
     int tiles_h, tiles_w;   // pixel tiles of an image, down and across
     int pixel_tiles;        // pixel tiles of all images
@@ -14184,18 +14207,19 @@ struct ConvWeight : WeightWork {
     int warpgroups;         // warpgroups of a block of conv_weight_tma
     int block_co, block_ci; // how many tiles of output channels and of input channels a block owns
     int co_tiles;           // tiles of 64 channels of Cout
-    int input_groups;       // groups of block_ci tiles of Cin
+    int input_groups;       // groups of block_ci tiles among the channel_tiles
 };
 
 // Layers are collected until their weight gradients together take this many cycles (25 us). Then conv_weight_batch
-// computes them together. (The portable kernels need six times as many cycles, see conv_weight_load.)
+// computes these gradients together. (For the portable kernels, six times as many cycles are collected, see
+// conv_weight_load.)
 constexpr double WEIGHT_LAUNCH_CYCLES = 44000;
-// A launch of conv_weight_tma may write at most this many partial sums of 16 KB (64 x 64 weights). The number is enough
-// for the 132 blocks of an H200, if each of them writes nine tiles of 64 x 64 weights.
+// A launch of conv_weight_tma may write at most this many partials of 16 KB (64 x 64 weights). This is enough for one
+// block on each of an H200's 132 multiprocessors, if each block writes nine partials.
 constexpr int MAX_WEIGHT_PARTIALS = 1200;
 
 constexpr int WEIGHT_BATCH = 8;          // how many layers' weight gradients one launch computes at most
-template <class Work> struct WorkBlock { // a block's work, and its number among that work's blocks
+template <class Work> struct WorkBlock { // what a thread block works on, and its number among that work's blocks
     const Work& work;
     int block;
 };
@@ -14215,9 +14239,10 @@ template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
 // Returns the first pixel tile of range `split`. This range ends before the first pixel tile of range split + 1.
 INLINE int first_pixel_tile(const ConvWeight& p, int split) { return (int)((int64_t)p.pixel_tiles * split / p.splits); }
 
-// Where the four values of a thread's fragment are written to in dweight. v.x and v.y are the gradients of weights
-// (co, ci) and (co, ci + 1), and v.z and v.w those of weights (co + 8, ci) and (co + 8, ci + 1). A pointer is null if
-// its weights lie beyond the last channel.
+// The addresses in dweight that a thread's four values of a fragment are written to. The values are a float4 v: v.x and
+// v.y are the gradients of weights (co, ci) and (co, ci + 1), and v.z and v.w are those of weights (co + 8, ci) and
+// (co + 8, ci + 1). `row` is the address for v.x, and `row8` is that for v.z. A pointer is null if its weights lie
+// beyond the last channel.
 struct WeightPlace {
     float2 *row, *row8;
     INLINE void set(float4 v) const {
@@ -14246,8 +14271,9 @@ INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
 }
 
 // The end of a portable kernel for weight gradients: stores a thread's fragments in dweight or, if there are several
-// ranges, in the partials. each(put) calls put(tile, tap, i, v) for all fragments. There are two versions of put, so
-// the choice between dweight and the partials is made only once, outside the loop over the fragments.
+// ranges, in the partials. each(put) calls put(tile, tap, i, v) for each of the thread's fragments. v holds the
+// thread's four values, and weight_place explains i. There are two versions of put. So the choice between dweight and
+// the partials is made only once, outside the loop over the fragments.
 template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Each each) {
     if (p.splits == 1) each([&](int tile, int tap, int i, float4 v) { weight_place(p, tile, tap, i).set(v); });
     else
@@ -14259,8 +14285,9 @@ template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Ea
 
 // The second kernel, conv_weight_sum, adds up the partials. The first blocks of a layer add up the partials of the
 // bias, and its other blocks add up the partials of the weights. For weights a block has 8 rows of 32 threads. A thread
-// sums one float4 over ranges. `groups` rows of threads sum the same 32 float4, and each of these rows adds up every
-// groups-th range. So a thread adds up at most 8 ranges, if there are at most 64 ranges.
+// sums one float4 over ranges. To share the ranges, several rows of threads sum the same 32 float4. If there are
+// `groups` such rows, each row adds up every groups-th range. weight_sum_groups returns `groups`. A thread adds up at
+// most 8 ranges, if there are at most 64 ranges.
 HD static inline int weight_sum_groups(int splits) {
     if (splits > 32) return 8;
     if (splits > 16) return 4;
@@ -14268,7 +14295,7 @@ HD static inline int weight_sum_groups(int splits) {
 }
 HD static inline int bias_sum_blocks(int Cout) { return ceil_div(Cout, 8); }
 
-// dweight = the sum of the partials of all ranges. block: this block's number among the blocks that sum a layer's
+// Writes dweight, the sum of the partials of all ranges. block: this block's number among the blocks that sum a layer's
 // weights.
 INLINE void sum_weights(const ConvWeight& p, int block) {
     __shared__ float4 rows[8][32];
@@ -14292,7 +14319,7 @@ INLINE void sum_weights(const ConvWeight& p, int block) {
     }
     to.set(sum);
 }
-// dbias = the sum of the partials of all pairs (range, image). demb of an image = the sum of this image's partials. A
+// Writes dbias, the sum of the partials of all pairs (range, image), and demb, the sum of each image's partials. A
 // block computes 8 channels, with 32 threads for each channel. Each of these 32 threads adds up some of the images or,
 // if all images are treated as one, some of the ranges.
 INLINE void sum_biases(const ConvWeight& p, int block) {
@@ -14331,8 +14358,8 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     else sum_biases(p, block);
 }
 
-// Sums dout over each image's pixels, for the warp's 16 M channels from channel co on. The two kernels below do this in
-// their main loops. The sums are computed as a product, too: dout^T times a matrix of ones.
+// Sums dout over each image's pixels, for 16 M channels of the warp, from channel co on. The two kernels below call
+// these functions in their main loops. The sums are computed as a product, too: dout^T times a matrix of ones.
 template <class T, int M> struct BiasSum {
     const ConvWeight& p;
     bool sums_bias; // false: another warp sums these channels, and this warp does nothing
@@ -14343,8 +14370,8 @@ template <class T, int M> struct BiasSum {
     int left = per_image - first % per_image; // how many pixel tiles of this image still follow
     float acc[M][4] = {};
 
-    // Is called for each new pixel tile. If the tile is the first of an image, the sums of the previous image are
-    // stored.
+    // The kernel calls this function before each pixel tile. If the tile is the first of a new image, the sums of the
+    // previous image are stored.
     INLINE void next_tile() {
         if (left == 0) {
             put();
@@ -14353,7 +14380,7 @@ template <class T, int M> struct BiasSum {
         }
         left--;
     }
-    INLINE void put() {
+    INLINE void put() { // stores the sums of `image`, and sets them to 0
         if (!sums_bias) return;
         UNROLL_FOR (int i = 0; i < 2 * M; i++) { // all 8 columns of the product are equal
             const int c = co + i * 8 + threadIdx.x % 32 / 4;
@@ -14364,7 +14391,7 @@ template <class T, int M> struct BiasSum {
             acc[i / 4][i % 4] = 0;
         }
     }
-    INLINE void add(const FragmentA<T> (&dout)[M], float scale) { // dout times ones
+    INLINE void add(const FragmentA<T> (&dout)[M], float scale) { // adds 16 pixels of dout to the sums
         FragmentB<T> ones[1] = {};
         ones[0][0] = ElementOf<T>::TWO_ONES; // for floats: the high parts are 1, and the low parts are 0
         ones[0][1] = ElementOf<T>::TWO_ONES;
@@ -14374,7 +14401,7 @@ template <class T, int M> struct BiasSum {
 
 // load_dout loads 16 pixels x 16 M channels of dout, and load_x loads 16 pixels x 8 N channels of x. Both operands lie
 // in shared memory as (pixels, channels). The product sums over pixels, so pixels are its k, and ldmatrix.trans has to
-// transpose the operands. place: the address of this lane's row of the first fragment.
+// transpose the operands. place: the address of the row that this lane gives to ldmatrix, for the first fragment.
 template <class T, int M> INLINE void load_dout(FragmentA<T> (&a)[M], uint32_t place) {
     UNROLL_FOR (int i = 0; i < M; i++) {
         load_fragment<T, true>(a[i], channels_on<T>(place, 16 * i));
@@ -14386,10 +14413,10 @@ template <class T, int N> INLINE void load_x(FragmentB<T> (&b)[N], uint32_t plac
     }
 }
 
-// conv_weight_halo: 3x3, stride 1. A block owns 64 x 64 weights of all nine taps. It has 12 warps: four for each kw.
-// Each of these four warps computes a quarter of the 64 x 64 weights, for all three kh. A pixel tile is 8 x 8 pixels of
-// dout, and the 10 x 10 pixels of x that the taps read for them. One product has k = 16 pixels: two image rows of 8
-// pixels. Pixel tiles pass through a ring of STAGES stages in shared memory:
+// conv_weight_halo: 3x3, stride 1. A block computes 64 x 64 weights of all nine taps. It has 12 warps: four for each
+// kw. Each of these four warps computes a quarter of the 64 x 64 weights, for all three kh. A pixel tile is 8 x 8
+// pixels of dout, and the 10 x 10 pixels of x that the taps read for them. An instruction mma sums over 16 pixels,
+// which are two image rows of 8 pixels. Pixel tiles pass through a ring of STAGES stages in shared memory:
 //
 //     a stage:   | x: 10 x 10 pixels of 64 channels | dout: 8 x 8 pixels of 64 channels |
 constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // bytes of shared memory: 4 stages of bf16, or 2 stages of floats
@@ -14412,9 +14439,9 @@ template <class T> struct WeightHaloCopies {
     const int first, end;            // the block's pixel tiles: first .. end - 1
     const int up = p.shape.upsample; // 1: x is read through upsampling, and has half of dout's rows and columns
     const int H = p.shape.H << up;   // rows of dout
-    const int W = p.shape.W << up;
+    const int W = p.shape.W << up;   // columns of dout
     const int chunk = (int)threadIdx.x % CHUNKS;
-    const int pixel = (int)threadIdx.x / CHUNKS; // the pixel of a tile that this thread copies first
+    const int pixel = (int)threadIdx.x / CHUNKS; // the first pixel of a tile that this thread copies, of x and of dout
     const int x_col = pixel % 10;
     const int x_row = pixel / 10;
     const int dout_col = pixel % 8;
@@ -14450,7 +14477,7 @@ template <class T> struct WeightHaloCopies {
             copy_channels(dout_place, offset, pixel_of(dout, source, p.shape.Cout), valid, owns_dout(k));
         }
         copies_committed();
-        // Go on to the next pixel tile: to the right, in the next row of tiles, or in the next image
+        // Go on to the next pixel tile: to the right, or first in the next row of tiles, or first in the next image.
         next.w += 8;
         if (next.w < W) return;
         next.w = 0;
@@ -14459,8 +14486,8 @@ template <class T> struct WeightHaloCopies {
         next.h = 0;
         next.n++;
     }
-    // For take_apart_copies: the functions that x_places and dout_places return call f(address) for each chunk of x and
-    // of dout that this thread copies.
+    // x_places and dout_places each return a function for take_apart_copies. That function calls f(address) for each
+    // chunk of x, or of dout, that this thread copies.
     INLINE auto x_places(uint32_t stage) const {
         return [this, stage](auto f) {
             UNROLL_FOR (int k = 0; k < X_COPIES; k++)
@@ -14493,7 +14520,7 @@ static __global__ void __launch_bounds__(384, 1)
     const int ci_warp = warp >> 1 & 1;
     const int kw = warp >> 2;
 
-    // The block's weights, and its range of pixel tiles: first .. end - 1.
+    // Which tile of weights the block computes, and over which range of pixel tiles it sums: first .. end - 1.
     const auto [p, block] = batch.work_of_this_block();
     const int tile = block % p.tiles;
     const int split = block / p.tiles;
@@ -14504,8 +14531,8 @@ static __global__ void __launch_bounds__(384, 1)
     Copies copies{p, base, co0, ci_tile * 64, first, end};
     for (int i = 0; i < STAGES - 1; i++) copies.copy_tile(first + i);
 
-    // ldmatrix loads four matrices at once, each of 8 pixels of one image row and 8 channels. Each lane gives ldmatrix
-    // the address of one pixel of one matrix. The four matrices are, by image row and channels:
+    // ldmatrix loads four matrices at once. Each matrix has 8 channels of 8 pixels of one image row. Each lane gives
+    // ldmatrix the address of one pixel of one matrix. The four matrices are (image row, channels):
     // Of x:    (row, ci 0-7), (row + 1, ci 0-7), (row, ci 8-15), (row + 1, ci 8-15).
     // Of dout: (row, co 0-7), (row, co 8-15), (row + 1, co 0-7), (row + 1, co 8-15).
     const int row_of_matrix = lane & 7;
@@ -14525,7 +14552,7 @@ static __global__ void __launch_bounds__(384, 1)
         copies_arrived<STAGES - 2>();
         const uint32_t stage = copies.stage(pixel_tile);
         take_apart_copies<T, 12>(x_scale, copies.x_places(stage), dout_scale, copies.dout_places(stage));
-        __syncthreads(); // the copies of all threads for this tile have arrived; all have finished the tile before
+        __syncthreads(); // all threads' copies for this tile have arrived, and all have finished the previous tile
         copies.copy_tile(pixel_tile + STAGES - 1);
         bias.next_tile();
 
@@ -14559,8 +14586,8 @@ static __global__ void __launch_bounds__(384, 1)
     });
 }
 
-// conv_weight_gather: any convolution. A block owns N x N tiles of 64 x 64 weights, of one tap. It has 2 x 2 warps.
-// Each warp owns a quarter of these weights: 2 N x 4 N fragments. Tiles of 64 pixels pass through a ring:
+// conv_weight_gather: any convolution. A block computes N x N tiles of 64 x 64 weights, of one tap. It has 2 x 2 warps.
+// Each warp computes a quarter of these weights: 2 N x 4 N fragments. Tiles of 64 pixels pass through a ring of stages:
 //
 //     a stage:   | x: 64 pixels of 64 N channels, as the tap reads them | dout: 64 pixels of 64 N channels |
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGE = 2 * 64 * N * 64 * sizeof(T); // bytes
@@ -14595,7 +14622,7 @@ template <class T, int N> struct WeightGatherCopies {
     const T* const dout = (const T*)p.dout + (dout_in ? co : 0);
     const float Wo_inverse = 1.0f / Wo;
     const TapOffset offset = tap_offset<false>(p.shape, tap);
-    // All rows of a thread have the same key.
+    // All rows that this thread copies have the same swizzle key.
     const uint32_t place = base + row * PIXEL_BYTES + chunk_place<T>(chunk, row & 7);
     int n = first / p.tiles_w;             // the image of the pixel tile to copy
     int p0 = (first - n * p.tiles_w) * 64; // the tile's first pixel in this image
@@ -14625,8 +14652,8 @@ template <class T, int N> struct WeightGatherCopies {
         p0 = 0;
         n++;
     }
-    // For take_apart_copies: returns a function that calls f(address) for each chunk that this thread copies. first_row
-    // is 0 for the chunks of x, and 64 for those of dout.
+    // Returns a function for take_apart_copies. That function calls f(address) for each chunk of x (if first_row is 0)
+    // or of dout (if first_row is 64) that this thread copies.
     INLINE auto own_places(uint32_t stage, int first_row) const {
         return places<COPIES, PIXELS_AT_ONCE * PIXEL_BYTES>(place + stage + first_row * PIXEL_BYTES);
     }
@@ -14647,8 +14674,9 @@ static __global__ void __launch_bounds__(128, 4 - N)
     const int co_warp = warp & 1;
     const int ci_warp = warp >> 1 & 1;
 
-    // The block's tap, its tiles of weights, and its range of pixel tiles: first .. end - 1. Blocks with neighbouring
-    // numbers have the same range and the same tap, so they find the pixels of this range in the L2 cache.
+    // Which tap and which tiles of weights the block computes, and over which range of pixel tiles it sums:
+    // first .. end - 1. Blocks with neighbouring numbers have the same range and the same tap, so they find the pixels
+    // of this range in the L2 cache.
     const auto [p, block] = batch.work_of_this_block();
     const int co_tiles = p.tiles / p.channel_tiles;
     const int ci_blocks = ceil_div(p.channel_tiles, N);
@@ -14665,8 +14693,8 @@ static __global__ void __launch_bounds__(128, 4 - N)
         copies_committed();
     }
 
-    // ldmatrix loads four matrices at once, each of 8 pixels and 8 channels. Each lane gives ldmatrix the address of
-    // one pixel of one matrix. The four matrices are, by pixels and channels:
+    // ldmatrix loads four matrices at once. Each matrix has 8 channels of 8 pixels. Each lane gives ldmatrix the
+    // address of one pixel of one matrix. The four matrices are (pixels, channels):
     // Of x:    (pixels 0-7, ci 0-7), (8-15, ci 0-7), (0-7, ci 8-15), (8-15, ci 8-15).
     // Of dout: (pixels 0-7, co 0-7), (0-7, co 8-15), (8-15, co 0-7), (8-15, co 8-15).
     const int row_of_matrix = lane & 7;
@@ -14687,7 +14715,7 @@ static __global__ void __launch_bounds__(128, 4 - N)
         copies_arrived<STAGES - 2>();
         const uint32_t stage = copies.stage(pixel_tile);
         take_apart_copies<T, 4>(x_scale, copies.own_places(stage, 0), dout_scale, copies.own_places(stage, 64));
-        __syncthreads(); // the copies of all threads for this tile have arrived; all have finished the tile before
+        __syncthreads(); // all threads' copies for this tile have arrived, and all have finished the previous tile
         if (pixel_tile + STAGES - 1 < end) copies.copy_tile(pixel_tile + STAGES - 1);
         copies_committed();
         bias.next_tile();
@@ -14703,9 +14731,9 @@ static __global__ void __launch_bounds__(128, 4 - N)
     copies_arrived<0>();
     bias.put();
     put_weights(p, split, [&](auto put) {
-        // weight_place numbers the fragments as if four warps shared each tile of 64 x 64 weights. So the code below
-        // computes the number of each fragment in its tile. The fragment lies in a square of 32 x 32 weights, which is
-        // the block's a-th square along Cout, and the b-th along Cin.
+        // For weight_place, a tile of 64 x 64 weights belongs to four warps. Here a warp may compute a whole tile, so
+        // the code below finds out which tile a fragment belongs to, and which number it has there. The fragment lies
+        // in a square of 32 x 32 weights, which is the block's a-th square along Cout, and the b-th along Cin.
         UNROLL_FOR (int f = 0; f < 2 * M * M; f++) {
             const int i = f / (2 * M);
             const int j = f % (2 * M);
@@ -14729,10 +14757,10 @@ static __global__ void __launch_bounds__(128, 4 - N)
 // copy of it in shared memory. TMA loads a box of 64 channels x pixels as rows of 128 bytes, one row for each pixel.
 // Pixels outside the image become zeros, which is the padding.
 // For wgmma an operand consists of groups of 8 rows of 128 bytes, with the same distance from each group to the next.
-// Here a group is 8 neighbouring pixels of an image row, and the distance is one row of the halo (its pitch). So the
-// operands of different taps differ only in their start address. The start address need not be a multiple of 1024
-// bytes, although the swizzle repeats only after 1024 bytes: TMA and wgmma both compute the full address first, then
-// XOR its bits 4-6 with its bits 7-9. (PTX ISA, "Matrix descriptor".)
+// Here a group is 8 neighbouring pixels of an image row. The distance, called pitch, is one row of the halo. So the
+// operands of different taps differ only in their start address. The swizzle repeats after 1024 bytes. Nevertheless the
+// start address need not be a multiple of 1024 bytes, because TMA and wgmma both compute the full address first, and
+// then XOR its bits 4-6 with its bits 7-9. (PTX ISA, "Matrix descriptor".)
 //
 //   D (64 output channels, 8 x ROWS pixels) += A (weights of a tap) * B (pixels of a tap), for each tap and slice
 //
@@ -14750,14 +14778,14 @@ static __global__ void __launch_bounds__(128, 4 - N)
 //
 // In FP8 a slice has 128 channels, so its rows have 128 bytes, too. All of the above stays as it is, except that the
 // instruction is wgmma.m64nNk32, and the function that starts it is multiply_fp8. An FP8 number is a value times a
-// factor. In training the factors are FP8_X_FACTOR, FP8_WEIGHT_FACTOR and, for gradients, choose_gradient_factor's
-// (make_fp8_training). In samples x has a factor for each norm, and the weights of each output channel have one
-// (make_fp8_weights). So a sum of products is too large by two factors. ConvTma::factors holds 1 / (the product of the
-// two). The sums are multiplied by it before anything is added to them. An input gradient in FP8 is a forward
-// convolution (conv_backward_input_fp8).
+// factor. In training the factors never change: FP8_X_FACTOR for x, FP8_WEIGHT_FACTOR for weights, and for gradients
+// the number that choose_gradient_factor returns. For --sample, each norm has a factor for its output x, and each
+// output channel has a factor for its weights (make_fp8_weights). A sum of products x * weight is too large by both
+// factors. So ConvTma::factors holds 1 / (the product of both factors), and the kernels multiply the sums by this
+// number before they add anything to them. An input gradient in FP8 is a forward convolution (conv_backward_input_fp8).
 
-// A tensor of one part or two parts (concatenated inputs, and their gradients). It is divided into slices of 64
-// channels (in FP8, of 128). A slice belongs to only one part.
+// A tensor that has one part or two parts. Two parts are concatenated inputs, or their gradients. The tensor is divided
+// into slices of 64 channels (in FP8, of 128). A slice belongs to only one part.
 struct TmaParts {
     CUtensorMap map1, map2;
     int C1;      // channels of the first part
@@ -14765,8 +14793,8 @@ struct TmaParts {
     int slices;  // slices of both parts
     INLINE bool is_second(int slice) const { return slice >= slices1; }
     INLINE const CUtensorMap* map(int slice) const { return is_second(slice) ? &map2 : &map1; }
-    // `channel` and `row` return the number of a slice's first channel: `channel` returns the number within the slice's
-    // part, and `row` the number over both parts, as in the weights. width: channels of a slice.
+    // `channel` and `row` return the number of a slice's first channel: `channel` the number within the slice's part,
+    // and `row` the number within both parts together, which is its number in the weights. width: channels of a slice.
     INLINE int channel(int slice, int width = SLICE_CHANNELS) const {
         return (is_second(slice) ? slice - slices1 : slice) * width;
     }
@@ -14788,12 +14816,13 @@ struct ConvTma {
     int tiles_h, tiles_w;            // tiles of an image, down and across
     int tiles;                       // tiles of all images
     int pixel_stages, weight_stages; // the numbers of stages of pixels and of stages of weights in shared memory
-    bool one_image;                  // all pixels of a tile belong to one image, so they are one part of the statistics
+    bool one_image;                  // each tile lies within one image, so it is one part of the statistics
     ConvOut out;
     const float* factors; // FP8: (C); the sums of channel c are multiplied by factors[c]
 };
 
-// Makes the TMA descriptors of x1 and x2 (s.B images of s.H x s.W pixels, C1 and C2 channels), for boxes of this size.
+// Makes the TMA descriptors of x1 and x2, which have C1 and C2 channels and s.B images of s.H x s.W pixels. channels,
+// columns, rows and images are the size of a box.
 static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const auto& s, int channels, int columns,
                           int rows, int images, Element element = Element::BF16) {
     auto map = [&](const void* x, int C) {
@@ -14848,12 +14877,12 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
 // Used when: 3x3 on images larger than 32 x 32; 3x3 that computes a skip connection, too, on images of any size; 1x1.
-//   On images of 9 to 32 rows, too, pick_conv_small chooses it where it is faster than conv_small.
+//   pick_conv_small also chooses conv_tiles on images of 9 to 32 rows, where conv_tiles is faster than conv_small.
 // How: A tile is 8 x ROWS pixels (8 across, ROWS down) and OUT_SLICES slices of 64 output channels. The products are
 //   D[64 OUT_SLICES channels][8 x ROWS pixels], with A = weights and B = pixels, as drawn above. The pixels are the
 //   dimension N of a product. So products are large even if there are only 64 channels. Blocks are persistent: there
-//   are about as many as multiprocessors. Each block has some output channels, and walks over its share of the tiles. A
-//   block's roles:
+//   are about as many as multiprocessors. Each block computes some output channels, and walks over its share of the
+//   tiles. A block's roles:
 //
 //     warpgroup 0  (warps 0-3)    multiplies its tiles and finishes them: + embedding, + addend, rounding, statistics
 //     warpgroup 1  (warps 4-7)    does the same for other tiles
@@ -14869,14 +14898,14 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 //     STEPS        how many products of 16 channels a tap of a slice has: 4, or 2 if the only slice has 32 channels
 //     RESIDENT     true: all weights stay in shared memory, and a stage has pixels of one tile. The two warpgroups take
 //                  turns with tiles and with the tensor cores. A 3x3 may also compute the skip connection that is added
-//                  to its result: further slices, of one tap each.
+//                  to its result. The slices of the skip connection's input follow those of x, with one tap each.
 //                  false: weights pass through a ring, and both warpgroups read them at the same time. A stage has
 //                  pixels of two tiles, one tile for each warpgroup.
 //     ELEMENT      BF16; FP8: pixels and weights are e4m3 (forward pass); FP8_GRADIENT: pixels are gradients in e5m2,
 //                  and weights are e4m3 (input gradient, with BACKWARD = false, see conv_backward_input_fp8). In both
-//                  FP8 types (3x3) a slice has 128 channels; the last slice has 64 or 128. Sums begin as 0. They are
-//                  scaled after the last product of x. The skip connection stays in bf16, so its products come after
-//                  the scaling.
+//                  FP8 types (3x3) a slice has 128 channels; the last slice has 64 or 128. Sums begin as 0, and are
+//                  scaled after the last product of x. The skip connection stays in bf16, so its products are added
+//                  after the scaling.
 //   From the top down: conv_tiles launches conv_tiles_kernel. The kernel's warpgroups call Accumulators::multiply (in
 //   FP8 multiply_fp8) for each slice and tap. This function calls Wgmma<8 ROWS>::add STEPS x OUT_SLICES times.
 // Costs: a block reads the halo of a tile once for all channels of the tile. It reads streamed weights once for two
@@ -14897,6 +14926,7 @@ struct ConvTiles {
     static constexpr int THREADS = 384;
     static constexpr int LOADS = 8;  // the warp that loads
     static constexpr int STORES = 9; // the first of the two warps that store
+    // true: the warps that load and store give registers to the warpgroups that multiply, which need many (setmaxnreg)
     static constexpr bool MOVES_REGISTERS = OUT_SLICES == 3 || (IS_FP8 && ROWS == 32);
     // Pixels.
     static constexpr int UNIT = RESIDENT ? 1 : 2; // how many tiles' pixels a stage holds
@@ -14933,8 +14963,8 @@ struct ConvTiles {
     static INLINE int pixels_at(int warpgroup) { return RESIDENT ? 0 : warpgroup * HALO_ROOM; }
 };
 
-// A block's tiles, and what passes through the stages of pixels for each tile. What fills one stage is called an item
-// here: first come the slices of x, then the slices of the skip connection's input, then OUT_SLICES addends.
+// A block's tiles, and what passes through the stages of pixels for each tile. Here the content of one stage is called
+// an item. A tile's items are the slices of x, then the slices of the skip connection's input, then OUT_SLICES addends.
 //
 //   item     0 .. x.slices - 1 | .. products - 1  | first_result .. items - 1 (the last OUT_SLICES)
 //            slices of x       | skip connection  | addends come in, results go out
@@ -14950,7 +14980,8 @@ template <class T> struct TileWork {
     const int products = p.x.slices + (T::CAN_SKIP ? p.skip.slices : 0); // slices that are multiplied
     const int items = has_addends() ? products + T::OUT_SLICES : max(products, T::OUT_SLICES);
     const int first_result = items - T::OUT_SLICES; // the first of the items whose stages the results use
-    // How many stages a warpgroup skips between two of its tiles: the stages of the other warpgroup's tile, if any.
+    // How many stages a warpgroup skips between two of its tiles. If the warpgroups take turns with tiles, these are
+    // the stages of the other warpgroup's tile.
     const int others = T::RESIDENT ? items : 0;
     INLINE bool has_addend(int b) const {
         const bool second = p.addends.is_second(out0 + b);
@@ -14961,9 +14992,9 @@ template <class T> struct TileWork {
         UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) any |= has_addend(b);
         return any;
     }
-    // Returns a walk over this block's tiles for warpgroup g. If a stage holds two tiles, the last tile of the walk may
-    // lie outside of all images. At any time, different blocks work on neighbouring tiles. The halos of these tiles
-    // overlap, so many pixels are found in the L2 cache.
+    // Returns a walk over the tiles of this block's warpgroup g. If a stage holds two tiles and the number of tiles is
+    // odd, one warpgroup's last tile lies outside of all images. At any time, different blocks work on neighbouring
+    // tiles. The halos of these tiles overlap, so many pixels are found in the L2 cache.
     INLINE TileWalk tiles(int g, int step = 2) const {
         const int first = T::RESIDENT ? blockIdx.x + g * gridDim.x : 2 * blockIdx.x + g;
         const int end = ceil_div(p.tiles, T::UNIT) * T::UNIT;
@@ -14983,7 +15014,7 @@ template <class T> struct TileWork {
     }
 };
 
-// The loading thread's walk through the ring of pixels: which item of which tile it loads next, and for which
+// The loading thread's place in its work: which item of which tile it loads next into the ring of pixels, and for which
 // warpgroup.
 template <class T> struct PixelLoader {
     const TileWork<T>& work;
@@ -15024,11 +15055,11 @@ template <class T> struct PixelLoader {
 // Role: load.
 // Resident weights: the thread loads them before the previous kernel has ended, since that kernel does not write them.
 // Streamed weights: half way through the weights of slice i, the thread loads the next item. This is slice i + 1 or,
-// after the last slice, the first addend or the next tile's first slice. The item needs a stage, and has to wait until
-// slice i - 1 or an earlier slice has left this stage (there are at least two stages). The stage is released after the
-// first tap of slice i. The weights of that tap have been loaded before. So the thread never waits for products whose
-// weights it has not loaded yet. When it has started the loads of all weights of a tile, it loads the remaining items,
-// up to and including the next tile's first slice.
+// after the last slice, the first addend or the next tile's first slice. The item needs a free stage. There are at
+// least two stages, so the stage that it gets has held slice i - 1 or an earlier slice. The warpgroups release this
+// stage after the first tap of slice i, or before. The weights of that tap have been loaded already. So the thread
+// never waits for products whose weights it has not loaded yet. When it has started the loads of all weights of a tile,
+// it loads the remaining items, up to and including the next tile's first slice.
 template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels, auto& weights) {
     prefetch_tensor_map(&work.p.weight);
     prefetch_tensor_map(&work.p.x.map1);
@@ -15051,8 +15082,8 @@ template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels,
     }
 }
 
-// Role: store. There is one such thread for each of the two warpgroups. When a result is complete in its stage, the
-// thread stores the result by TMA. Then it frees the stage for the loading thread.
+// Role: store. Each of the two warpgroups has one thread that stores its results. When a result is complete in its
+// stage, this thread stores the result by TMA. Then it frees the stage for the loading thread.
 template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels, auto& results, int warpgroup) {
     const ConvTma& p = work.p;
     prefetch_tensor_map(&p.results.map1);
@@ -15073,17 +15104,17 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
     }
 }
 
-// What a warpgroup does with a tile's sums: it adds embedding and addend, and rounds the sums to bf16. It writes the
-// results to shared memory, as rows of pixels, and sums them for the statistics.
+// What a warpgroup does with a tile's sums: it adds embedding and addend, and rounds the sums to bf16. It writes these
+// results to shared memory, one row for each pixel, and adds up the results for the statistics.
 //
 //   d[b] of a thread: its 2 channels c, c + 8 of slice b    ->    a stage: 8 x ROWS rows (pixels) of 64 channels
 //   x all rows j, pixels 2 (t % 4) and + 1 of each                 stmatrix turns 8 x 8 blocks on their way there
 template <class T> struct Epilogue {
-    // For each part of the statistics: channel c's sum and sum of squares, then those of c + 8.
+    // A thread's sums for each part of the statistics: sum and sum of squares of channel c, then those of c + 8.
     typedef float StatSums[T::ROWS / T::STATS_ROWS][4];
     const TileWork<T>& work;
     const ConvTma& p;
-    int c;                           // this thread's first channel
+    int c;                           // this thread's first channel: it has c and c + 8 of each slice of 64 channels
     int lane_place;                  // the place in a result, in bytes, of this lane's row for ldmatrix and stmatrix
     float bias[T::OUT_SLICES][2];    // bias of channels c and c + 8 of each slice of 64 channels
     float emb[2];                    // embedding of channels c and c + 8, for one slice of 64 channels
@@ -15151,8 +15182,9 @@ template <class T> struct Epilogue {
             }
         }
     }
-    // Four threads hold sums of the same channels, but of different pixels. These sums are added up, and one of the
-    // four threads stores the total. A tile is either one part of the statistics, or PARTS parts, one below the other.
+    // Stores the tile's sums for the statistics. Four threads hold sums of the same channels, but of different pixels.
+    // These sums are added up, and one of the four threads stores the total. A tile is either one part of the
+    // statistics, or PARTS parts, one below the other.
     static INLINE float sum_of_four(float v) { return lane_sum<1, 2>(v); }
     INLINE void store_stats(StatSums& sums, int channel, int n, int h, int w) const {
         constexpr int PARTS = T::ROWS / T::STATS_ROWS;
@@ -15178,7 +15210,7 @@ template <class T> struct Epilogue {
         UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) {
             const int stage = pixels.hand_over();
             const uint32_t place = pixels.stage(stage).address + T::pixels_at(warpgroup) + lane_place;
-            // After the products' stages there are stages that hold an addend or nothing.
+            // A stage that no product has read holds an addend or nothing. The warpgroup has not waited for it yet.
             if (work.first_result + b >= work.products) pixels.arrived(warpgroup);
             if (b) load_embedding(tile.n, b);
             if constexpr (T::IS_FP8) { // with a skip connection, conv_tiles_kernel has scaled the sums already
@@ -15223,10 +15255,10 @@ template <class T> struct Epilogue {
 // A warpgroup's phases, for each of its tiles:
 //   1. The sums begin as the bias (FP8: as 0). With resident weights the warpgroup waits for its turn at the tensor
 //      cores.
-//   2. For each slice and tap: wait for pixels and weights, start their products, release stages that earlier products
-//      have read.
-//   3. Do the same for the slices of the skip connection, which have one tap each.
-//   4. Pass the turn to the other warpgroup, wait for the products, finish the tile (Epilogue).
+//   2. For each slice and tap, the warpgroup waits for pixels and weights, and starts their products. Then it releases
+//      the stages that earlier products have read.
+//   3. It does the same for the slices of the skip connection, which have one tap each.
+//   4. It passes the turn to the other warpgroup, waits for the products, and finishes the tile (Epilogue).
 template <class T> // a ConvTiles
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
@@ -15295,7 +15327,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
         acc.wait();
         if (!T::RESIDENT) weights.release();
         if (work.first_result >= work.products) pixels.release();
-        else warps_sync(2 + warpgroup, 128); // after it, no warp still reads the stages that results are written to
+        else warps_sync(2 + warpgroup, 128); // now no warp still reads the stages that results will be written to
         epilogue.finish(acc, tile, pixels, results, warpgroup);
         pixels.pass_over(work.others);
         is_first_tile = false;
@@ -15322,7 +15354,8 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 // Used when: images are so small that there are too few tiles for conv_tiles' persistent blocks (pick_conv_small
 // decides by costs).
 // How: A block computes one tile: 8 x TILE_W pixels of each of IMAGES images, and N output channels. Each warpgroup
-//   computes a square of 8 x 8 pixels: D[64 pixels][N channels], A = pixels, B = weights. One more warp loads.
+//   computes a square of 8 x 8 pixels. Its products are D[64 pixels][N channels] += A * B, with A = pixels and B =
+//   weights. One more warp loads.
 //
 //     warps 0 .. 4 WARPGROUPS - 1    multiply; warpgroup wg has square wg % ACROSS of image wg / ACROSS
 //     warp 4 WARPGROUPS              one thread loads halos, weights and addends (TMA)
@@ -15354,7 +15387,7 @@ struct SmallTile {
     static constexpr int N = N_;
     static constexpr int IMAGES = IMAGES_;
     static constexpr int SPLIT = SPLIT_;
-    static constexpr int PER_SM = PER_SM_;             // blocks on a multiprocessor
+    static constexpr int PER_SM = PER_SM_;             // blocks that shall fit on a multiprocessor
     static constexpr int ACROSS = WARPGROUPS / IMAGES; // squares of 8 x 8 pixels side by side in a tile
     static constexpr int TILE_W = ACROSS * 8;
     static constexpr int CONSUMERS = WARPGROUPS * 128; // threads that multiply
@@ -15372,9 +15405,10 @@ struct SmallTile {
     static constexpr int BOX = OUT_N % SLICE_CHANNELS == 0 ? SLICE_CHANNELS : SLICE_CHANNELS / 2;
     static constexpr int BOX_BYTES = 64 * BOX * 2;
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
-    static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8; // sums of one warp per warpgroup: floats (channel, 2)
+    // Bytes of statistics, two floats for each channel, from one of the four warps of each warpgroup.
+    static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8;
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_GROUPS * CONSUMERS * 16 : 0; // sums from the other block
-    static constexpr int SHIFTS_BYTES = CONSUMERS * (IS_FP8 ? 16 : 8);                // bias + embedding; FP8: factors
+    static constexpr int SHIFTS_BYTES = CONSUMERS * (IS_FP8 ? 16 : 8); // bias + embedding and, for FP8, factors
     // The rest of the shared memory is for weights. A step needs the weights of STEP_TAPS taps of a slice. BACKWARD:
     // the weights of a tap are loaded as WEIGHT_BOXES boxes, each of 64 output channels.
     static constexpr int FIXED =
@@ -15392,8 +15426,8 @@ struct SmallTile {
                   "the statistics are summed there at last");
 };
 
-// A block's work: a tile of pixels, N output channels from c0 on, and the steps first .. end - 1 (all steps, or half of
-// them if SPLIT = 2).
+// A block's work: a tile of pixels, N output channels from c0 on, and the steps first .. end - 1. These are all steps
+// or, if SPLIT = 2, half of the steps.
 template <class T> struct SmallWork {
     const ConvTma& p;
     const bool has_addend = p.out.part1.add1;
@@ -15425,9 +15459,9 @@ template <class T> struct SmallWork {
 };
 
 // Role: load. Before the call, this thread has started to load the weights of the first WEIGHT_STAGES steps. When the
-// loop comes to the seventh tap of a slice, it loads the next slice's halo. For this it waits until a stage for halos
-// is free. The stage becomes free after some products. The loads of these products' weights have been started before,
-// so the wait ends.
+// loop comes to the seventh tap of a slice, the thread loads the next slice's halo. First it waits until a stage for
+// halos is free. The stage becomes free after the products of an earlier slice. The loads of the weights for these
+// products have been started before, so the wait ends.
 template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos, auto& weights, const auto& addends) {
     const ConvTma& p = work.p;
     int next = work.first / T::SLICE_STEPS;           // the slice whose halo is loaded next
@@ -15462,8 +15496,8 @@ template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos,
 template <int K, class T>
 INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights, int wg, auto& d) {
     using Product = Wgmma<T::N>;
-    // How many steps the tensor cores still have to compute when a warpgroup issues the next step. With fewer steps,
-    // the tensor cores would be idle while the warpgroup waits for the next stage and issues the next products.
+    // How many steps the tensor cores may still have to compute when a warpgroup issues the next step. With fewer
+    // steps, the tensor cores would be idle while the warpgroup waits for the next stage and issues the next products.
     constexpr int IN_FLIGHT = T::STEP_TAPS == 1 ? 2 : 1;
     constexpr int B_MAJOR = T::BACKWARD ? MN_MAJOR : K_MAJOR;
     constexpr int B_STEP = T::BACKWARD ? 128 : 2; // from 16 input channels (k) to the next 16, in units of 16 bytes
@@ -15472,8 +15506,8 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
     const int square = wg % T::ACROSS;
     // where in a halo this warpgroup's pixels begin, in bytes
     const int own_pixels = (image * 10 * T::PITCH + square * 8) * SLICE_BYTES;
-    int step_of_slice = work.first % T::SLICE_STEPS; // number of the next step within its slice
-    int step_done = step_of_slice;                   // number within its slice of the step that is released next
+    int step_of_slice = work.first % T::SLICE_STEPS; // the number of `step` within its slice
+    int step_done = step_of_slice;                   // the same, of the step whose weights are released next
     uint32_t halo = 0;
     for (int step = work.first; step < work.end; step++) {
         if (step == work.first || step_of_slice == 0) halo = halos.arrived() + own_pixels;
@@ -15502,7 +15536,7 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
             wgmma_commit();
         }
         wgmma_wait<IN_FLIGHT>();
-        if (step - work.first >= IN_FLIGHT) { // the step IN_FLIGHT before this one has ended
+        if (step - work.first >= IN_FLIGHT) { // step number step - IN_FLIGHT has ended
             weights.release();
             if (++step_done == T::SLICE_STEPS) {
                 step_done = 0;
@@ -15514,16 +15548,16 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
     multiplied<0>(d);
 }
 
-// What a warpgroup does with its sums d. Here the rows of d are pixels, and its columns are channels. The warpgroup
-// adds the sums of the cluster's other block (SPLIT = 2), the addend, bias and embedding. It rounds the results and
-// writes them to boxes of BOX channels in shared memory. Then it adds up the results for the statistics.
+// What a warpgroup does with its sums d. Unlike in conv_tiles, the rows of d are pixels, and its columns are channels.
+// The warpgroup adds the sums of the cluster's other block (SPLIT = 2), the addend, bias and embedding. It rounds the
+// results and writes them to boxes of BOX channels in shared memory. Then it adds up the results for the statistics.
 //
 //   d of lane t, for each group j of 8 channels:   (pixel t / 4, 2 channels), (pixel t / 4 + 8, the same channels)
 //   results:   boxes of 64 pixels x BOX channels; a warp has 16 pixels of each box
 //
-// A thread block runs this code only once, so most of the time is spent on fetching its instructions (20 bytes a
-// cycle). To keep the code short, only the part that uses d is unrolled: d must stay in registers. The rest consists of
-// loops over the 16 pixels of each warp.
+// A thread block runs this code only once, so most of the code's time is spent on fetching its instructions (20 bytes a
+// cycle). So the code must be short. All loops over d are unrolled, because d must stay in registers. The rest of the
+// code does not use d. It loops over the 16 pixels of each warp.
 template <class T> struct SmallEpilogue {
     const SmallWork<T>& work;
     const ConvTma& p;
@@ -15531,7 +15565,7 @@ template <class T> struct SmallEpilogue {
     const int warp = tid >> 5;
     const int lane = tid & 31;
     const Origin at;       // this warpgroup's square of 8 x 8 pixels
-    float bias[2] = {};    // bias of the block's channels tid and tid + 128, from out_c0 on
+    float bias[2] = {};    // bias of channels out_c0 + tid and out_c0 + tid + 128
     float emb[2] = {};     // embedding of the same channels; put_shifts adds it to the bias
     float factors[2] = {}; // FP8: factors of the same channels (ConvTma::factors)
 
@@ -15566,8 +15600,8 @@ template <class T> struct SmallEpilogue {
             }
         }
     }
-    // SPLIT = 2: sends the other block the sums of the channels that the other block finishes. Then adds the sums that
-    // the other block has sent to the sums that this block has kept.
+    // SPLIT = 2: sends the other block the sums of those channels that the other block finishes. Then this block adds
+    // the sums that it has received to the sums that it has kept.
     INLINE void exchange(float (&d)[T::N / 2], uint32_t pushed) const {
         const uint32_t mine = pushed + threadIdx.x * 16;
         const uint32_t theirs = at_block(mine, 1 - work.cluster_rank);
@@ -15660,7 +15694,7 @@ template <class T> struct SmallEpilogue {
             if (lane < WORDS) store_shared(sums + warp * (T::OUT_N * 8) + (box * T::BOX + c) * 8, pack<float>(t));
         }
     }
-    // Adds up the four warps' sums and stores them. Each square of 8 x 8 pixels has its own part in the statistics.
+    // Adds up the four warps' sums and stores the totals. Each square of 8 x 8 pixels is one part of the statistics.
     INLINE void store_stats(uint32_t sums) const {
         const int across = ceil_div(p.W, 8);
         const int parts = across * ceil_div(p.H, 8);
@@ -15681,8 +15715,8 @@ template <class T> struct SmallEpilogue {
 // Phases:
 //   1. One thread initialises the barriers and starts to load the weights of the first WEIGHT_STAGES steps.
 //   2. The loading warp loads halos, addends, and further weights. The warpgroups multiply all steps.
-//   3. Each warpgroup exchanges sums with the cluster's other block (SPLIT = 2), adds bias, embedding and addend, and
-//      rounds. Then it adds up the results for the statistics.
+//   3. Each warpgroup exchanges sums with the cluster's other block (SPLIT = 2). It adds bias, embedding and addend,
+//      rounds the sums, and adds up the results for the statistics.
 //   4. One thread of each warpgroup stores the results by TMA. All threads of the warpgroup store the statistics.
 template <class T, int K_STEPS> // T: a SmallTile; K_STEPS: products for each tap, as ConvTiles::STEPS
 static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kernel(const __grid_constant__ ConvTma p) {
@@ -15756,8 +15790,8 @@ template <class T> static void conv_small(const ConvCall& p) {
     const ConvTma t = tma_arguments(p, T::BACKWARD, box);
     const dim3 grid(t.tiles * T::SPLIT, ceil_div(p.Cout, T::N));
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
-    // With 32 input channels, half a slice, two products for each tap are enough. Wide tiles and FP8 tiles have no such
-    // version.
+    // 32 input channels are half a slice, so two products for each tap are enough. Tiles of more than 64 output
+    // channels have no such version. For FP8, multiply_small itself chooses between two and four products.
     constexpr int STEPS_OF_32 = T::N <= 64 && !T::IS_FP8 ? 2 : 4;
     auto kernel = p.Cin1 == 32 ? conv_small_kernel<T, STEPS_OF_32> : conv_small_kernel<T, 4>;
     launch_on(MAIN_STREAM, T::SPLIT, kernel, grid, T::THREADS, T::SHARED_BYTES, t);
