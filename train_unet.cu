@@ -64,42 +64,42 @@
 //  13246         operands of the portable kernels: bf16, or floats as two fp16 parts
 //  13310         conv_halo: 3x3, stride 1, any GPU
 //  13724         conv_gather: any kernel size and stride, any GPU
-//  13992         conv_few: the first and the last layer
-//  14168         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14755         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14878         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15353         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15801         conv_weight_tma: weight gradients (sm_90a)
-//  16097         FP8 in training: weights and gradients are rounded
-//  16210    21. The optimiser
-//  16213         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16451    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16454         groupnorm_backward
-//  16613         attention: forward and, where a has dout, backward
-//  16677         convolution: forward and input gradient
-//  17178         convolution: weight gradients
-//  17529    23. The GPU: memory, copies, repeated work
-//  17755    24. Between ranks: from device to device
+//  13990         conv_few: the first and the last layer
+//  14166         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14753         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14876         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15351         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15799         conv_weight_tma: weight gradients (sm_90a)
+//  16095         FP8 in training: weights and gradients are rounded
+//  16208    21. The optimiser
+//  16211         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16449    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16452         groupnorm_backward
+//  16611         attention: forward and, where a has dout, backward
+//  16675         convolution: forward and input gradient
+//  17176         convolution: weight gradients
+//  17527    23. The GPU: memory, copies, repeated work
+//  17753    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 7956, run_program 7892, train 7264, run_step 7066, train_step 6056, load_batch 5165 (read_image 4747);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17660):
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17658):
 //     step_gradients 5949: draw_levels 10015 (the formulas: draw_level 3714), forward_and_loss 5862,
 //     q_sample_forward 10223, unet_forward 3258, forward_layer 3244 (a function of the layer's kind),
-//     loss_forward_backward 10337, unet_backward 3325, conv_backward_weights 17522 (weight gradients, on the side
+//     loss_forward_backward 10337, unet_backward 3325, conv_backward_weights 17520 (weight gradients, on the side
 //     stream), finish_gradients 11431 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16262;
-//     judge_step 16309 (the verdict: judge_batch 5647), update_slice 6021, adamw_update 16423 (adamw_kernel 16380),
-//     next_step 16315, record_step 16321; later collect_steps 7020
+//     all_to_all (in the last section); sum_gradients 16260;
+//     judge_step 16307 (the verdict: judge_batch 5647), update_slice 6021, adamw_update 16421 (adamw_kernel 16378),
+//     next_step 16313, record_step 16319; later collect_steps 7020
 //   pictures, from noise: sample_batch 4576, plan_route 4339, device_step 4384, euler_step 4135 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 17030 draws all of its roads):
-//     forward_conv 2296; conv_forward 17067, with conv_product above it, which asks conv_is_wgmma 16684;
-//     on Hopper, large images: pick_conv_tiles_3x3 16980; conv_tiles 15338, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 17028 draws all of its roads):
+//     forward_conv 2296; conv_forward 17065, with conv_product above it, which asks conv_is_wgmma 16682;
+//     on Hopper, large images: pick_conv_tiles_3x3 16978; conv_tiles 15336, with conv_tiles_kernel above it;
 //     Accumulators 9353 (its function multiply); Wgmma 8944;
-//     on Hopper, small images: pick_conv_small 16836; conv_small 15787, with conv_small_kernel and multiply_small above
+//     on Hopper, small images: pick_conv_small 16834; conv_small 15785, with conv_small_kernel and multiply_small above
 //     it; Wgmma 8944;
-//     on any other GPU pick_conv_halo_bf16 16751; conv_halo 13711, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 16749; conv_halo 13711, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 8747
 //   why several GPUs compute the bits of one: step_gradients 5949
 //   a nonlinearity beside SiLU, behind the norms: Nonlinearity 388, Silu 8006, with_nonlinearity 8016 (a case);
@@ -115,7 +115,7 @@
 //     by which factor, and where. plan_fp8 2843 and plan_fp8_gradients 2861 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 2902 for samples, make_fp8_training 2942 for training; add_fp8_args 2069
 //     hands them to the layers. forward_conv 2296 and backward_conv 2307 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17128 makes an input gradient a forward convolution; conv_product_fp8 17060 picks the
+//     conv_backward_input_fp8 17126 makes an input gradient a forward convolution; conv_product_fp8 17058 picks the
 //     kernel, multiply_fp8 9385 and WgmmaFp8 8980 multiply; print_fp8 6966 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1332 (a flag's value), or of a function beside it whose name ends in
@@ -13873,9 +13873,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const int slices = slices1 + ceil_div(p.Cin2, SLICE);
     const int steps = slices * p.taps;
 
-    // A thread copies the same chunk of every PIXELS_AT_ONCE-th pixel, and of every ROWS_AT_ONCE-th row of weights.
-    // PIXELS_AT_ONCE and ROWS_AT_ONCE are multiples of 8. So all pixels that a thread copies have the same swizzle key,
-    // and so have all rows of weights that it copies.
+    // A thread copies the same chunk of every PIXELS_AT_ONCE-th pixel, and of every ROWS_AT_ONCE-th row of weights. Both
+    // numbers are multiples of 8. So all pixels (rows) that a thread copies have the same swizzle key.
     constexpr int CHUNKS = SLICE / 8;
     constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS;
     constexpr int COPIES = PIXELS / PIXELS_AT_ONCE;
@@ -13928,9 +13927,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         copies_committed();
     }
 
-    // lane_pixels and lane_weights are the addresses in stage 0 of the rows that this lane gives to ldmatrix. For
-    // pixels, ldmatrix loads two fragments at once. Its four matrices are (pixels 0-7, k 0-7), (0-7, 8-15),
-    // (8-15, 0-7), (8-15, 8-15).
+    // The addresses, in stage 0, of the rows that this lane gives to ldmatrix. For pixels, ldmatrix loads two fragments
+    // at once. Its four matrices are (pixels 0-7, k 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
     const int lane = tid & 31;
     const int warp = tid >> 5;
     const int pixel_warp = Tile::pixel_warp(warp);
