@@ -6,126 +6,126 @@
 // Map (make map renews the line numbers)
 //    221  Part I. The program
 //    224     1. Types at the interface: what operations are called with
-//    678     2. The interface: all that the program asks of a device
-//   1019     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1118     4. Configuration: flags, presets, help, what can work and what cannot
-//   1860     5. The network: a list of layers, made of guided-diffusion's flags
-//   2829     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2839         FP8: buffers, factors, weights for samples
-//   2976         gradients, and buffers
-//   3230     7. Forward and backward: two walks over the list
-//   3355     8. Diffusion: noise schedules, objectives, samplers
-//   3645         the level of a training sample, drawn, and its share of the loss
-//   4105         samplers
-//   4661     9. Data: .bin files that may be larger than memory, the order of their images
-//   5212    10. Model files: weights and checkpoints, initial weights
-//   5568    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5583         the learning rate, the verdict on a step, averages of the weights
-//   5674         what a trainer holds
-//   5816         a step
-//   6122    12. A run: log, guard, checkpoints, resume, samples
-//   6148         the log in memory, as the page shows it
-//   6260         what a run holds
-//   6328         the log and the status line
-//   6520         checkpoints, snapshots and grids
-//   6786         the start of a run: new, from a file's weights, or resumed
-//   7016         the loop over the steps
-//   7133         a run from its first to its last line
-//   7308         samples, without a run
-//   7470    13. main: the command line, then a run or samples
-//   7758         what ranks must have in common
-//   7832         main
-//   7960  Part II. The device
-//   7963    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8043    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8113    16. The GPU: what all kernels share
-//   8180         Launches, which may overlap
-//   8226         Decisions: what kernels are chosen with
-//   8276         Single instructions: shared memory, mbarriers, clusters
-//   8362         Activations: pieces of 16 bytes
-//   8682         each_kernel: a thread for an element
-//   8696         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8861         Swizzle: how rows lie in shared memory
-//   8879         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9132         building blocks of Hopper's kernels (sm_90a)
-//   9433    17. Small operations: resampling, embeddings, diffusion
-//   9436         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9638         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9998         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10535    18. Group norm
-//  10538         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11096         groupnorm_backward_whole: an image's slab in shared memory
-//  11484    19. Attention
-//  11590         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12139         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12279         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12963    20. Convolution
-//  13006         ConvOut: results, 4 channels of a pixel at a time
-//  13246         operands of the portable kernels: bf16, or floats as two fp16 parts
+//    677     2. The interface: all that the program asks of a device
+//   1018     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1117     4. Configuration: flags, presets, help, what can work and what cannot
+//   1859     5. The network: a list of layers, made of guided-diffusion's flags
+//   2828     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2838         FP8: buffers, factors, weights for samples
+//   2975         gradients, and buffers
+//   3229     7. Forward and backward: two walks over the list
+//   3354     8. Diffusion: noise schedules, objectives, samplers
+//   3644         the level of a training sample, drawn, and its share of the loss
+//   4104         samplers
+//   4660     9. Data: .bin files that may be larger than memory, the order of their images
+//   5211    10. Model files: weights and checkpoints, initial weights
+//   5567    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5582         the learning rate, the verdict on a step, averages of the weights
+//   5673         what a trainer holds
+//   5815         a step
+//   6121    12. A run: log, guard, checkpoints, resume, samples
+//   6147         the log in memory, as the page shows it
+//   6259         what a run holds
+//   6327         the log and the status line
+//   6519         checkpoints, snapshots and grids
+//   6785         the start of a run: new, from a file's weights, or resumed
+//   7015         the loop over the steps
+//   7132         a run from its first to its last line
+//   7307         samples, without a run
+//   7469    13. main: the command line, then a run or samples
+//   7757         what ranks must have in common
+//   7831         main
+//   7959  Part II. The device
+//   7962    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8042    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8112    16. The GPU: what all kernels share
+//   8179         Launches, which may overlap
+//   8225         Decisions: what kernels are chosen with
+//   8275         Single instructions: shared memory, mbarriers, clusters
+//   8361         Activations: pieces of 16 bytes
+//   8681         each_kernel: a thread for an element
+//   8695         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8860         Swizzle: how rows lie in shared memory
+//   8878         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9131         building blocks of Hopper's kernels (sm_90a)
+//   9432    17. Small operations: resampling, embeddings, diffusion
+//   9435         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9637         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//   9997         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10534    18. Group norm
+//  10537         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11095         groupnorm_backward_whole: an image's slab in shared memory
+//  11483    19. Attention
+//  11589         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12138         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12278         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12962    20. Convolution
+//  13005         ConvOut: results, 4 channels of a pixel at a time
+//  13245         operands of the portable kernels: bf16, or floats as two fp16 parts
 //  13310         conv_halo: 3x3, stride 1, any GPU
-//  13724         conv_gather: any kernel size and stride, any GPU
-//  13990         conv_few: the first and the last layer
-//  14166         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14753         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14876         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15351         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15799         conv_weight_tma: weight gradients (sm_90a)
-//  16095         FP8 in training: weights and gradients are rounded
-//  16208    21. The optimiser
-//  16211         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16449    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16452         groupnorm_backward
-//  16611         attention: forward and, where a has dout, backward
-//  16675         convolution: forward and input gradient
-//  17176         convolution: weight gradients
-//  17527    23. The GPU: memory, copies, repeated work
-//  17753    24. Between ranks: from device to device
+//  13725         conv_gather: any kernel size and stride, any GPU
+//  13991         conv_few: the first and the last layer
+//  14167         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14754         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14877         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15352         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15800         conv_weight_tma: weight gradients (sm_90a)
+//  16096         FP8 in training: weights and gradients are rounded
+//  16209    21. The optimiser
+//  16212         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16450    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16453         groupnorm_backward
+//  16612         attention: forward and, where a has dout, backward
+//  16676         convolution: forward and input gradient
+//  17177         convolution: weight gradients
+//  17528    23. The GPU: memory, copies, repeated work
+//  17754    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7956, run_program 7892, train 7264, run_step 7066, train_step 6056, load_batch 5165 (read_image 4747);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17658):
-//     step_gradients 5949: draw_levels 10015 (the formulas: draw_level 3714), forward_and_loss 5862,
-//     q_sample_forward 10223, unet_forward 3258, forward_layer 3244 (a function of the layer's kind),
-//     loss_forward_backward 10337, unet_backward 3325, conv_backward_weights 17520 (weight gradients, on the side
-//     stream), finish_gradients 11431 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16260;
-//     judge_step 16307 (the verdict: judge_batch 5647), update_slice 6021, adamw_update 16421 (adamw_kernel 16378),
-//     next_step 16313, record_step 16319; later collect_steps 7020
-//   pictures, from noise: sample_batch 4576, plan_route 4339, device_step 4384, euler_step 4135 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 17028 draws all of its roads):
-//     forward_conv 2296; conv_forward 17065, with conv_product above it, which asks conv_is_wgmma 16682;
-//     on Hopper, large images: pick_conv_tiles_3x3 16978; conv_tiles 15336, with conv_tiles_kernel above it;
-//     Accumulators 9353 (its function multiply); Wgmma 8944;
-//     on Hopper, small images: pick_conv_small 16834; conv_small 15785, with conv_small_kernel and multiply_small above
-//     it; Wgmma 8944;
-//     on any other GPU pick_conv_halo_bf16 16749; conv_halo 13711, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8747
-//   why several GPUs compute the bits of one: step_gradients 5949
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 388, Silu 8006, with_nonlinearity 8016 (a case);
-//     BEHIND_NORMS, in front of add_norm 2523, chooses it. The embedding has SiLU as a layer: silu_forward 9918
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3573
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 503, and beside each other edm_question 3415,
-//     ask 3450, frame_of 3460, sigma_draws 3466, has_steps_of_t 3472; the head of their section lists the changes
-//   a kind of layer: forward_linear 2216 and what stands beside it, with a list of all places in front of
-//     LayerKind 2188; add_resblock 2574 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7955, run_program 7891, train 7263, run_step 7065, train_step 6055, load_batch 5164 (read_image 4746);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17659):
+//     step_gradients 5948: draw_levels 10014 (the formulas: draw_level 3713), forward_and_loss 5861,
+//     q_sample_forward 10222, unet_forward 3257, forward_layer 3243 (a function of the layer's kind),
+//     loss_forward_backward 10336, unet_backward 3324, conv_backward_weights 17521 (weight gradients, on the side
+//     stream), finish_gradients 11430 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16261;
+//     judge_step 16308 (the verdict: judge_batch 5646), update_slice 6020, adamw_update 16422 (adamw_kernel 16379),
+//     next_step 16314, record_step 16320; later collect_steps 7019
+//   pictures, from noise: sample_batch 4575, plan_route 4338, device_step 4383, euler_step 4134 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 17029 draws all of its roads):
+//     forward_conv 2295; conv_forward 17066, with conv_product above it, which asks conv_is_wgmma 16683;
+//     on Hopper, large images: pick_conv_tiles_3x3 16979; conv_tiles 15337, with conv_tiles_kernel above it;
+//     Accumulators 9352 (its function multiply); Wgmma 8943;
+//     on Hopper, small images: pick_conv_small 16835; conv_small 15786, with conv_small_kernel and multiply_small above
+//     it; Wgmma 8943;
+//     on any other GPU pick_conv_halo_bf16 16750; conv_halo 13712, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8746
+//   why several GPUs compute the bits of one: step_gradients 5948
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 388, Silu 8005, with_nonlinearity 8015 (a case);
+//     BEHIND_NORMS, in front of add_norm 2522, chooses it. The embedding has SiLU as a layer: silu_forward 9917
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3572
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 503, and beside each other edm_question 3414,
+//     ask 3449, frame_of 3459, sigma_draws 3465, has_steps_of_t 3471; the head of their section lists the changes
+//   a kind of layer: forward_linear 2215 and what stands beside it, with a list of all places in front of
+//     LayerKind 2187; add_resblock 2573 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 289, with a list of all places in front of it
-//   FP8 (--precision fp8): choose_fp8 2769 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 2843 and plan_fp8_gradients 2861 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 2902 for samples, make_fp8_training 2942 for training; add_fp8_args 2069
-//     hands them to the layers. forward_conv 2296 and backward_conv 2307 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17126 makes an input gradient a forward convolution; conv_product_fp8 17058 picks the
-//     kernel, multiply_fp8 9385 and WgmmaFp8 8980 multiply; print_fp8 6966 says whether it pays
+//   FP8 (--precision fp8): choose_fp8 2768 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 2842 and plan_fp8_gradients 2860 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 2901 for samples, make_fp8_training 2941 for training; add_fp8_args 2068
+//     hands them to the layers. forward_conv 2295 and backward_conv 2306 choose between bf16 and FP8;
+//     conv_backward_input_fp8 17127 makes an input gradient a forward convolution; conv_product_fp8 17059 picks the
+//     kernel, multiply_fp8 9384 and WgmmaFp8 8979 multiply; print_fp8 6965 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
-//     refuse or must (host/files.h), of wrong 1332 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5379 and check_unused (host/files.h): look at their
+//     refuse or must (host/files.h), of wrong 1331 (a flag's value), or of a function beside it whose name ends in
+//     _unless. For a damaged header they stand in check_field 5378 and check_unused (host/files.h): look at their
 //     callers.
-//     unknown_word 1246 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1252.
-//     Two functions print a message while the run goes on: report_bad_step 6774 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6564 that a file could not be written yet.
-//     stop_run 6538 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     unknown_word 1245 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1251.
+//     Two functions print a message while the run goes on: report_bad_step 6773 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6563 that a file could not be written yet.
+//     stop_run 6537 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -597,8 +597,7 @@ struct AdamW {
 //
 // A rank owns its parts of all segments. These parts together are called its slice. Each segment has parts of all
 // ranks. So the gradients of one segment can be sent to their owners while those of another segment are still computed.
-// The weights that are read in fp32 lie at the beginning of the array. In this way they, too, are divided among all
-// ranks.
+// The weights that are read in fp32 lie at the beginning of the array.
 constexpr size_t STRETCH = 1 << 14; // floats of a stretch: gradients' squares are summed by stretches (step_gradients)
 struct Slice {
     size_t n;
@@ -904,7 +903,7 @@ static void judge_step(StepState* state, const double* squares, // (stretches)
 // Updates the weights by AdamW (Loshchilov & Hutter 2019) with clipping, and then the first average of the weights. If
 // the step is not ok, nothing changes.
 static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own);
-// Updates one of the averages of the weights that follow after the first one (ema_step).
+// Updates one of the other averages of the weights (ema_step). adamw_update updates the first one.
 static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own);
 static void cast_params(act* copy, const float* params, size_t n);
 static void next_step(int64_t* step); // adds 1 to *step, after all draws of the step
@@ -2036,7 +2035,7 @@ struct LayerArgs {
     float *dweight, *dbias, *demb;
 
     // For FP8. These pointers are null if the walk or the layer does not use FP8.
-    const act *x_fp8, *weight_fp8, *turned_fp8; // CONV: its input, and its weights in both orders
+    const act *x_fp8, *weight_fp8, *turned_fp8; // CONV: its input, its weights, its turned weights
     const float *factors_fp8, *dx_factors_fp8;  // CONV: factors of the sums of products (see conv_forward)
     Fp8Copy out_fp8;                            // GROUPNORM: its result in FP8
     Fp8Copy dout_fp8;                           // CONV: dout in FP8
@@ -3585,8 +3584,8 @@ static NoiseLevel ddpm_level(const Config& c, double alpha_bar, double t) {
     level.target_noise = (float)p.target_noise;
     level.x0_x = (float)p.x0_x;
     level.x0_out = (float)p.x0_out;
-    // Min-SNR (Hang et al. 2023): the squared error of x_0 should have the weight min(snr, gamma). The loss squares the
-    // answer's error, so this squared error has the weight min(snr, gamma) / p.error.
+    // Min-SNR (Hang et al. 2023): the squared error of x_0 should have the weight min(snr, gamma). The loss has the
+    // squared error of the answer instead, which is p.error times that of x_0. So its weight is divided by p.error.
     level.weight = c.min_snr_gamma > 0 ? (float)(std::min(snr, (double)c.min_snr_gamma) / p.error) : 1;
     return level;
 }
@@ -9207,9 +9206,9 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
     int size, readers, writers;            // number of stages; numbers of arrivals that free and that fill a stage
     int place = 0;                         // the next stage: the loading role fills it, a reader waits for it
     int done = 0;                          // the stage that this reader releases next
-    uint32_t phase = 0;  // parity to wait for at `place`'s full barrier. At its empty barrier it is phase ^ 1. In the
-                         // first round, phase ^ 1 is the parity of the phase before phase 0. For the hardware, that
-                         // phase has ended, so nobody waits.
+    uint32_t phase = 0;  // the parity to wait for at the full barrier of `place`. At its empty barrier, the parity to
+                         // wait for is phase ^ 1. In the first round that wait returns at once: a new barrier behaves
+                         // as if a phase of parity 1 had already ended.
     uint32_t phases = 0; // OWNERS = 2: the parities of this warpgroup's own full barriers, a bit for each stage
 
     INLINE Pipeline(SharedMemory& shared, int n, int readers, int writers = 1) : readers(readers), writers(writers) {
@@ -9734,13 +9733,13 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
 //   lane    works on two of the inputs. Its registers hold the two values of each image (64 numbers) and the gradients
 //           of these values (64 numbers).
 //
-// A warp works on 8 outputs at a time. Their weights, their dout and their earlier dweight are copied to one of the
-// warp's two stages in shared memory. For each output, a lane reads the weights of its two inputs once. It also reads
-// the dout of 32 images. All lanes read the same dout at the same time. Each dout is multiplied four times: by two
-// values (for dweight) and by two weights (for dx).
-// The 4 warps of a block work on the same inputs and on different outputs. At the end the block adds up the dx of its
-// warps. The outputs are also divided into splits, and blocks of different splits work on different outputs. The dx of
-// a split is stored as one of the `parts` (splits, B, Cin). A second kernel adds up the parts.
+// A warp works on 8 outputs at a time. Their weights, their dout and their dweight (as summed over earlier images) are
+// copied to one of the warp's two stages in shared memory. For each output, a lane reads the weights of its two inputs
+// once. It also reads the dout of 32 images. All lanes read the same dout at the same time. Each dout is multiplied
+// four times: by two values (for dweight) and by two weights (for dx). The 4 warps of a block work on the same inputs
+// and on different outputs. At the end the block adds up the dx of its warps. The outputs are also divided into splits,
+// and blocks of different splits work on different outputs. The dx of a split is stored as one of the `parts` (splits,
+// B, Cin). A second kernel adds up the parts.
 constexpr int LINEAR_OUTS = 8;
 constexpr int LINEAR_WARPS = 4;
 // What a warp reads for 8 outputs, 64 inputs and 32 images. `before` is the dweight summed over the images before these
@@ -9819,7 +9818,7 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
             dx[b] = float2{};
         }
         // There are two stages. While the warp reads one stage, the other stage is filled with what belongs to the
-        // warp's next eight outputs: their weights, their earlier dweight and their dout.
+        // warp's next eight outputs: their weights, their dout, and their dweight as summed over earlier images.
         int place = 0; // the stage that is read
         for (int o0 = first; o0 < p.Cout; o0 += stride, place ^= 1) {
             copies_arrived<0>();
@@ -9835,8 +9834,8 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
                 float* const bias = p.dbias + o0 + bias_output;
                 if (bias_row == 0 && o0 + bias_output < p.Cout) *bias = b0 ? *bias + sum : sum;
             }
-            // Each turn of this loop adds to dweight and dx what one output and these images contribute, and stores the
-            // output's dweight.
+            // Each turn of this loop is for one output. For the 32 images, it adds the output's share to dx, and adds
+            // to the output's row of dweight, which it stores.
             float* to = p.dweight + (size_t)o0 * p.Cin + i;
             const int outs = inside ? min(LINEAR_OUTS, p.Cout - o0) : 0;
             NO_UNROLL_FOR (int o = 0; o < LINEAR_OUTS; o++, to += p.Cin) {
@@ -12193,7 +12192,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
             out[i] = out[i] * shrink + P * value;
         });
     }
-    // P has not been divided by the sum of its row yet. It is enough to divide out by this sum.
+    // The values P were not divided by the sum of their row. Instead, the array `out` is divided by it here.
     T* to = tile.of_out<T>(a.to).row(row);
     each_column(a.d, [&](int i, int c) { to[c] = (T)(out[i] / sum); });
     a.rows[tile.row_index(row)] = SoftmaxRow{top, log2f(sum)}; // all lanes write the same numbers
@@ -12221,7 +12220,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
         const T* const b1 = operands.B1.row(j);
         const T* const b2 = operands.B2.row(j);
         const size_t query = tile.row_index(owns_keys ? j : row);
-        const SoftmaxRow& r = a.rows[query]; // P is computed again from these two numbers
+        const SoftmaxRow& r = a.rows[query]; // P is computed again from S and this row's top and log_sum
         const float S = warp_dot(a1, b1, a.d);
         const float dP = warp_dot(a2, b2, a.d);
         const float P = exp2f((S - r.top) * scale2 - r.log_sum);
@@ -12353,7 +12352,7 @@ template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     static constexpr int DS_BYTES = KEYS * SLICE_BYTES; // dS^T: KEYS rows of 64 queries
     static constexpr int SUM_STAGES = ALONE ? 0 : 3;
     static constexpr int SUM_BYTES = 64 * DIM * 4;        // dq of a chunk
-    static constexpr int DOT_BYTES = ALONE ? 1024 : 4096; // -D of up to 1,024 queries; two stages
+    static constexpr int DOT_BYTES = ALONE ? 1024 : 4096; // a stage: -D of each query, a float (there are two stages)
     static constexpr int TILES =
         2 * KEYS_BYTES + CHUNK_STAGES * CHUNK_PLACE + DS_STAGES * DS_BYTES + SUM_STAGES * SUM_BYTES + 2 * DOT_BYTES;
     static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + TILES;
@@ -13263,7 +13262,8 @@ template <class T> INLINE uint32_t chunk_place(int chunk, int key) { return (chu
 
 // Returns the place that lies `channels` channels after `place` in the same row. XOR finds it, whatever the key is: the
 // place of a chunk is chunk ^ key, and (chunk ^ key) ^ step = (chunk ^ step) ^ key. Two conditions must hold. The row
-// begins at a multiple of its length or of 128 bytes. And `channels` only sets bits that are 0 in the chunk of `place`.
+// begins at a multiple of its length or of 128 bytes. And in binary, the step (channels / 8 chunks) has ones only where
+// the number of place's chunk has zeros, so that adding the step is the same as XOR.
 template <class T> INLINE uint32_t channels_on(uint32_t place, int channels) {
     return place ^ channels * (int)sizeof(T);
 }
@@ -13350,8 +13350,9 @@ INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b
 // Costs: a tile of 16 x 16 pixels reads (18 / 16)^2 times as many pixels as it has, once for all nine taps.
 //   It reads all weights of its output channels.
 
-// If IMAGES is 1, a K group is 2 x 2 warps, each with 8 x 8 pixels of the tile. If IMAGES is 2, a K group has one warp
-// for each of two images. Every warp computes all CHANNELS. PER_SM blocks fit on a multiprocessor.
+// A K group is a set of warps that sum over the same input channels (ProductTile). If IMAGES is 1, it is 2 x 2 warps,
+// each with 8 x 8 pixels of the tile. If IMAGES is 2, a K group has one warp for each of two images. Every warp
+// computes all CHANNELS. PER_SM blocks fit on a multiprocessor.
 template <class T_, int IMAGES_, int CHANNELS_, int K_GROUPS_, int PER_SM_>
 struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS_, K_GROUPS_> {
     typedef ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS_, K_GROUPS_> Base;
@@ -13873,8 +13874,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     const int slices = slices1 + ceil_div(p.Cin2, SLICE);
     const int steps = slices * p.taps;
 
-    // A thread copies the same chunk of every PIXELS_AT_ONCE-th pixel, and of every ROWS_AT_ONCE-th row of weights. Both
-    // numbers are multiples of 8. So all pixels (rows) that a thread copies have the same swizzle key.
+    // A thread copies the same chunk of every PIXELS_AT_ONCE-th pixel, and of every ROWS_AT_ONCE-th row of weights.
+    // Both numbers are multiples of 8. So all pixels (rows) that a thread copies have the same swizzle key.
     constexpr int CHUNKS = SLICE / 8;
     constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS;
     constexpr int COPIES = PIXELS / PIXELS_AT_ONCE;
@@ -14191,8 +14192,8 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 struct ConvWeight : WeightWork {
     float4* partial; // (splits, tiles, taps, 1024): 64 x 64 weights are 1024 float4, in the order of weight_place
     // (splits + B, Cout). Row s + n holds the sum of dout over the pixels that are both in range s and in image n. No
-    // two pairs (s, n) that contain pixels share a row. For in the order of the pixels, s and n never decrease, and at
-    // least one of them grows from one pair to the next. So s + n grows, too.
+    // two pairs (s, n) that contain pixels share a row: if one goes through the pixels in their order, s and n never
+    // decrease, and from one pair to the next at least one of them grows. So s + n grows, too.
     float* bias_partial;
     int bias_images;        // B; or 1 if all images are treated as one (conv_weight_tma, if demb is not needed)
     int taps;               // taps of the filter
@@ -15113,7 +15114,7 @@ template <class T> struct Epilogue {
     const TileWork<T>& work;
     const ConvTma& p;
     int c;                           // this thread's first channel: it has c and c + 8 of each slice of 64 channels
-    int lane_place;                  // the place in a result, in bytes, of this lane's row for ldmatrix and stmatrix
+    int lane_place;                  // in a stage of results: where the row begins that this lane gives to ldmatrix
     float bias[T::OUT_SLICES][2];    // bias of channels c and c + 8 of each slice of 64 channels
     float emb[2];                    // embedding of channels c and c + 8, for one slice of 64 channels
     float factors[T::OUT_SLICES][2]; // FP8: the factors of the same channels
@@ -15716,7 +15717,7 @@ template <class T> struct SmallEpilogue {
 //   3. Each warpgroup exchanges sums with the cluster's other block (SPLIT = 2). It adds bias, embedding and addend,
 //      rounds the sums, and adds up the results for the statistics.
 //   4. One thread of each warpgroup stores the results by TMA. All threads of the warpgroup store the statistics.
-template <class T, int K_STEPS> // T: a SmallTile; K_STEPS: products for each tap, as ConvTiles::STEPS
+template <class T, int K_STEPS> // T: a SmallTile; K_STEPS: how many products a tap takes, 4 or 2
 static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
     SharedMemory shared(T::BARRIERS);
@@ -15873,7 +15874,7 @@ template <class T> struct WeightBlock {
     const ConvWeight& p = maps.p;
     int split = block % p.splits;           // number of its range of pixel tiles
     int row0 = block / p.splits % T::ROWS;  // its first filter row
-    int group = block / p.splits / T::ROWS; // number of its group of tiles of channels
+    int group = block / p.splits / T::ROWS; // input group + input_groups * output group
     int output_group = group / p.input_groups;
     int co_tile = output_group * p.block_co;                            // its first tile of 64 output channels
     int ci_tile = (group - output_group * p.input_groups) * p.block_ci; // its first tile of 64 input channels
@@ -16814,7 +16815,7 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
 // Tiles of conv_tiles for 3x3: ConvTiles<taps, rows, slices of 64 output channels, whether weights are resident, ...>.
 // With up to 128 input channels (FP8: 256) all weights stay in shared memory (resident), and the two warpgroups take
 // turns. With more input channels the weights pass through a ring (streamed).
-template <bool BACKWARD> using HalfSlice = ConvTiles<9, 16, 1, true, BACKWARD, 2>; // Cin = 32: half the products
+template <bool BACKWARD> using HalfSlice = ConvTiles<9, 16, 1, true, BACKWARD, 2>; // Cin = 32: 2 products a tap, not 4
 template <bool BACKWARD, Element E = Element::BF16> using Resident16 = ConvTiles<9, 16, 1, true, BACKWARD, 4, E>;
 template <bool BACKWARD, Element E = Element::BF16> using Resident32 = ConvTiles<9, 32, 1, true, BACKWARD, 4, E>;
 template <bool BACKWARD, Element E = Element::BF16> using Streamed16 = ConvTiles<9, 16, 1, false, BACKWARD, 4, E>;
