@@ -55,51 +55,51 @@
 //  10534    18. Group norm
 //  10537         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
 //  11095         groupnorm_backward_whole: an image's slab in shared memory
-//  11483    19. Attention
-//  11589         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12138         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12278         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12962    20. Convolution
-//  13005         ConvOut: results, 4 channels of a pixel at a time
-//  13245         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13310         conv_halo: 3x3, stride 1, any GPU
-//  13725         conv_gather: any kernel size and stride, any GPU
-//  13991         conv_few: the first and the last layer
-//  14167         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14754         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14877         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15352         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15800         conv_weight_tma: weight gradients (sm_90a)
-//  16096         FP8 in training: weights and gradients are rounded
-//  16209    21. The optimiser
-//  16212         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16450    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16453         groupnorm_backward
-//  16612         attention: forward and, where a has dout, backward
-//  16676         convolution: forward and input gradient
-//  17177         convolution: weight gradients
-//  17528    23. The GPU: memory, copies, repeated work
-//  17754    24. Between ranks: from device to device
+//  11484    19. Attention
+//  11590         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12139         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12279         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12963    20. Convolution
+//  13006         ConvOut: results, 4 channels of a pixel at a time
+//  13246         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13311         conv_halo: 3x3, stride 1, any GPU
+//  13727         conv_gather: any kernel size and stride, any GPU
+//  13993         conv_few: the first and the last layer
+//  14169         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14756         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14879         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15354         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15802         conv_weight_tma: weight gradients (sm_90a)
+//  16098         FP8 in training: weights and gradients are rounded
+//  16211    21. The optimiser
+//  16214         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16452    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16455         groupnorm_backward
+//  16614         attention: forward and, where a has dout, backward
+//  16678         convolution: forward and input gradient
+//  17179         convolution: weight gradients
+//  17530    23. The GPU: memory, copies, repeated work
+//  17756    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 7955, run_program 7891, train 7263, run_step 7065, train_step 6055, load_batch 5164 (read_image 4746);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17659):
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17661):
 //     step_gradients 5948: draw_levels 10014 (the formulas: draw_level 3713), forward_and_loss 5861,
 //     q_sample_forward 10222, unet_forward 3257, forward_layer 3243 (a function of the layer's kind),
-//     loss_forward_backward 10336, unet_backward 3324, conv_backward_weights 17521 (weight gradients, on the side
+//     loss_forward_backward 10336, unet_backward 3324, conv_backward_weights 17523 (weight gradients, on the side
 //     stream), finish_gradients 11430 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16261;
-//     judge_step 16308 (the verdict: judge_batch 5646), update_slice 6020, adamw_update 16422 (adamw_kernel 16379),
-//     next_step 16314, record_step 16320; later collect_steps 7019
+//     all_to_all (in the last section); sum_gradients 16263;
+//     judge_step 16310 (the verdict: judge_batch 5646), update_slice 6020, adamw_update 16424 (adamw_kernel 16381),
+//     next_step 16316, record_step 16322; later collect_steps 7019
 //   pictures, from noise: sample_batch 4575, plan_route 4338, device_step 4383, euler_step 4134 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 17029 draws all of its roads):
-//     forward_conv 2295; conv_forward 17066, with conv_product above it, which asks conv_is_wgmma 16683;
-//     on Hopper, large images: pick_conv_tiles_3x3 16979; conv_tiles 15337, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 17031 draws all of its roads):
+//     forward_conv 2295; conv_forward 17068, with conv_product above it, which asks conv_is_wgmma 16685;
+//     on Hopper, large images: pick_conv_tiles_3x3 16981; conv_tiles 15339, with conv_tiles_kernel above it;
 //     Accumulators 9352 (its function multiply); Wgmma 8943;
-//     on Hopper, small images: pick_conv_small 16835; conv_small 15786, with conv_small_kernel and multiply_small above
+//     on Hopper, small images: pick_conv_small 16837; conv_small 15788, with conv_small_kernel and multiply_small above
 //     it; Wgmma 8943;
-//     on any other GPU pick_conv_halo_bf16 16750; conv_halo 13712, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 16752; conv_halo 13714, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 8746
 //   why several GPUs compute the bits of one: step_gradients 5948
 //   a nonlinearity beside SiLU, behind the norms: Nonlinearity 388, Silu 8005, with_nonlinearity 8015 (a case);
@@ -115,7 +115,7 @@
 //     by which factor, and where. plan_fp8 2842 and plan_fp8_gradients 2860 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 2901 for samples, make_fp8_training 2941 for training; add_fp8_args 2068
 //     hands them to the layers. forward_conv 2295 and backward_conv 2306 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17127 makes an input gradient a forward convolution; conv_product_fp8 17059 picks the
+//     conv_backward_input_fp8 17129 makes an input gradient a forward convolution; conv_product_fp8 17061 picks the
 //     kernel, multiply_fp8 9384 and WgmmaFp8 8979 multiply; print_fp8 6965 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1331 (a flag's value), or of a function beside it whose name ends in
@@ -11466,7 +11466,8 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
     const dim3 grid = norm_grid(a, norm_forward_blocks(drop), s.HW);
     auto run = [&](auto kernel, auto to) { launch(kernel, grid, NORM_THREADS, 0, to, mean, rstd, stats1, stats2, a); };
     if (fp8.bytes) {
-        if (!act_has_wgmma() || (drop && !out)) die("internal error: FP8 is for Hopper, and alone for sampling");
+        if (!act_has_wgmma()) die("internal error: FP8 is for Hopper");
+        if (drop && !out) die("internal error: a norm with dropout writes its usual output, too, and not FP8 alone");
         using Both = BothOut<bf16>;
         const Both both{(bf16*)out, fp8};
         if (!out) run(groupnorm_forward_kernel<bf16, false, Fp8Copy>, fp8);
@@ -13383,7 +13384,8 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static constexpr int SHARED_BYTES = std::max(MAIN_BYTES, Base::STAGED_BYTES / ROUNDS);
     static_assert(HALO_BYTES % 128 == 0 && WEIGHT_BYTES % 128 == 0, "swizzled rows begin at multiples of 128 bytes");
     static_assert(SHARED_BYTES <= RTX_30.shared_per_block, "the least that a GPU of sm_80 or later has");
-    static_assert(IMAGES * Base::STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES, "the statistics are summed there at last");
+    static_assert(IMAGES * Base::STAT_ROWS * CHANNELS * 8 <= SHARED_BYTES,
+                  "at the end, the statistics are summed in shared memory");
 };
 
 // Returns one number, which holds both the place of a halo's pixel in the input and the swizzle key of the pixel's row
@@ -15422,7 +15424,7 @@ struct SmallTile {
     static constexpr int SHARED_BYTES = FIXED + WEIGHT_STAGES * WEIGHT_BYTES;
     static_assert(N <= 2 * CONSUMERS, "a thread has the shifts of two channels at most");
     static_assert(WEIGHT_STAGES > 2 && 4 * SUMS_BYTES <= WEIGHT_STAGES * WEIGHT_BYTES,
-                  "the statistics are summed there at last");
+                  "at the end, the statistics are summed where the weights have been");
 };
 
 // A block's work: a tile of pixels, N output channels from c0 on, and the steps first .. end - 1. These are all steps
