@@ -2676,26 +2676,26 @@ static std::vector<int> add_input_blocks(UNet* net, int x) {
     int input_block = 0;
     auto next_name = [&] { return "input_blocks." + std::to_string(++input_block); };
     const int first = add_conv(net, {.name = "input_blocks.0.0", .x1 = x, .kernel = 3}, c.channels(0));
-    std::vector<int> skips{first}; // the outputs of all input_blocks, which the decoder reads
+    std::vector<int> encoder_outputs{first}; // the outputs of all input_blocks, which the decoder reads
     const size_t lowest = c.mult.size() - 1;
     for (size_t level = 0; level <= lowest; level++) {
         const int ch = c.channels(level);
         for (int i = 0; i < c.num_res_blocks; i++) {
             const std::string name = next_name();
-            int h = add_resblock(net, name + ".0", skips.back(), -1, ch);
+            int h = add_resblock(net, name + ".0", encoder_outputs.back(), -1, ch);
             if (c.has_attention(level)) h = add_attention_block(net, name + ".1", h, c.num_heads);
-            skips.push_back(h);
+            encoder_outputs.push_back(h);
         }
-        if (level < lowest) skips.push_back(add_downsample(net, next_name(), skips.back(), ch));
+        if (level < lowest) encoder_outputs.push_back(add_downsample(net, next_name(), encoder_outputs.back(), ch));
     }
-    return skips;
+    return encoder_outputs;
 }
 
 // Adds the decoder. Each of its residual blocks reads [h | a tensor of the encoder], where h is the output of the
 // previous block. The decoder reads the encoder's tensors in reverse order. A level of the decoder has one residual
 // block more than the same level of the encoder. The encoder's tensor that this additional block reads is the output of
 // the encoder's first convolution, or of the layer or block that halved the resolution before this level.
-static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
+static int add_output_blocks(UNet* net, int h, std::vector<int> encoder_outputs) {
     const Config& c = net->config;
     const int heads = c.num_heads_upsample == -1 ? c.num_heads : c.num_heads_upsample;
     int output_block = 0;
@@ -2706,8 +2706,8 @@ static int add_output_blocks(UNet* net, int h, std::vector<int> skips) {
             // Adds a residual block of [h | the encoder's tensor], then attention. At the end of a level, except the
             // last one, it doubles the resolution.
             const std::string name = "output_blocks." + std::to_string(output_block++);
-            h = add_resblock(net, name + ".0", h, skips.back(), ch);
-            skips.pop_back();
+            h = add_resblock(net, name + ".0", h, encoder_outputs.back(), ch);
+            encoder_outputs.pop_back();
             if (attention) h = add_attention_block(net, name + ".1", h, heads);
             const bool level_ends = i == c.num_res_blocks && level > 0;
             if (level_ends) h = add_upsample(net, name + (attention ? ".2" : ".1"), h, ch);
@@ -2796,13 +2796,13 @@ static UNet build_unet(const Config& c) {
     const int seen = c.seen_channels();
     if (c.cond_channels) h = add_layer(&net, {.kind = &JOIN, .name = "condition", .x1 = h}, seen, H, W);
     if (p > 1) h = add_layer(&net, {.kind = &PATCHES, .name = "patches", .x1 = h}, seen * p * p, H / p, W / p);
-    const std::vector<int> skips = add_input_blocks(&net, h);
-    h = skips.back();
+    const std::vector<int> encoder_outputs = add_input_blocks(&net, h);
+    h = encoder_outputs.back();
     const int middle = net.tensor(h).C; // the lowest level's channels
     h = add_resblock(&net, "middle_block.0", h, -1, middle);
     h = add_attention_block(&net, "middle_block.1", h, c.num_heads);
     h = add_resblock(&net, "middle_block.2", h, -1, middle);
-    h = add_output_blocks(&net, h, skips);
+    h = add_output_blocks(&net, h, encoder_outputs);
     h = add_norm(&net, {.name = "out.0", .x1 = h, .nonlinearity = BEHIND_NORMS});
     h = add_conv(&net, {.name = "out.2", .x1 = h, .kernel = 3}, c.out_channels() * p * p, INIT_ZERO, Element::FP32);
     if (p > 1) h = add_layer(&net, {.kind = &PIXELS, .name = "pixels", .x1 = h}, c.out_channels(), H, W);
@@ -4434,9 +4434,9 @@ static SamplerPlan plan_sampler(const Config& c) {
     // With --start_from the first x is the given image plus noise. The sigma of this noise is the first move's sigma.
     const double from = moves[plan.begin].sigma;
     const double signal = level_at(c, known, from).signal;
-    const bool changes_images = !c.start_from.empty();
-    plan.image = changes_images ? (float)signal : 0;
-    plan.start = (float)(signal * (changes_images ? from : route.start));
+    const bool starts_from_image = !c.start_from.empty();
+    plan.image = starts_from_image ? (float)signal : 0;
+    plan.start = (float)(signal * (starts_from_image ? from : route.start));
     plan.churn = (float)(signal * route.churn);
     for (size_t i = 0; i < moves.size(); i++) {
         const bool is_last = i + 1 == moves.size();
