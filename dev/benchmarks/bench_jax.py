@@ -556,7 +556,7 @@ def bench(config: Config, precision: str, parts: str, count: int) -> dict[str, A
         try:
             result |= bench_step(config, dtype, x0, state, count, graphs=True)
         except jax.errors.JaxRuntimeError as error:
-            # With some drivers a step of graphs ends with "an error before calling cuModuleGetFunction".
+            # On a machine with H200s, steps of graphs ended with "an error before calling cuModuleGetFunction"; why is not known.
             print(f"bench_jax: without graphs of convolutions, because with them: {str(error).splitlines()[0]}", file=sys.stderr)
             state = jax.tree.map(lambda a: jnp.array(a, copy=True), initial_state(config, dtype))
             result |= bench_step(config, dtype, x0, state, count, graphs=False)

@@ -267,7 +267,7 @@ class Guided(Rival):
 
     def draw_batch(self, config: Any, size: int) -> torch.Tensor:
         config.batch_size, config.seed = size, config.seed + 1  # other noise for every batch
-        with self.half:  # as its scripts sample with --use_fp16 True; in fp32 it takes minutes
+        with self.half:  # as its scripts sample with --use_fp16 True
             return sample(self.drawn_from, config, size)
 
 
