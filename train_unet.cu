@@ -9,123 +9,123 @@
 //    677     2. The interface: all that the program asks of a device
 //   1019     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //   1118     4. Configuration: flags, presets, help, what can work and what cannot
-//   1860     5. The network: a list of layers, made of guided-diffusion's flags
-//   2829     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2839         FP8: buffers, factors, weights for samples
-//   2976         gradients, and buffers
-//   3230     7. Forward and backward: two walks over the list
-//   3355     8. Diffusion: noise schedules, objectives, samplers
-//   3645         the level of a training sample, drawn, and its share of the loss
-//   4105         samplers
-//   4661     9. Data: .bin files that may be larger than memory, the order of their images
-//   5212    10. Model files: weights and checkpoints, initial weights
-//   5568    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5583         the learning rate, the verdict on a step, averages of the weights
-//   5674         what a trainer holds
-//   5816         a step
-//   6122    12. A run: log, guard, checkpoints, resume, samples
-//   6148         the log in memory, as the page shows it
-//   6260         what a run holds
-//   6328         the log and the status line
-//   6520         checkpoints, snapshots and grids
-//   6786         the start of a run: new, from a file's weights, or resumed
-//   7016         the loop over the steps
-//   7133         a run from its first to its last line
-//   7308         samples, without a run
-//   7470    13. main: the command line, then a run or samples
-//   7758         what ranks must have in common
-//   7832         main
-//   7960  Part II. The device
-//   7963    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8043    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8113    16. The GPU: what all kernels share
-//   8180         Launches, which may overlap
-//   8226         Decisions: what kernels are chosen with
-//   8276         Single instructions: shared memory, mbarriers, clusters
-//   8362         Activations: pieces of 16 bytes
-//   8682         each_kernel: a thread for an element
-//   8696         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8861         Swizzle: how rows lie in shared memory
-//   8879         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9132         building blocks of Hopper's kernels (sm_90a)
-//   9433    17. Small operations: resampling, embeddings, diffusion
-//   9436         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9638         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//   9998         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10535    18. Group norm
-//  10538         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11096         groupnorm_backward_whole: an image's slab in shared memory
-//  11485    19. Attention
-//  11591         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12140         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12280         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12964    20. Convolution
-//  13007         ConvOut: results, 4 channels of a pixel at a time
-//  13247         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13312         conv_halo: 3x3, stride 1, any GPU
-//  13728         conv_gather: any kernel size and stride, any GPU
-//  13994         conv_few: the first and the last layer
-//  14170         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14757         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14880         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15355         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15803         conv_weight_tma: weight gradients (sm_90a)
-//  16099         FP8 in training: weights and gradients are rounded
-//  16212    21. The optimiser
-//  16215         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16453    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16456         groupnorm_backward
-//  16615         attention: forward and, where a has dout, backward
-//  16679         convolution: forward and input gradient
-//  17179         convolution: weight gradients
-//  17530    23. The GPU: memory, copies, repeated work
-//  17756    24. Between ranks: from device to device
+//   1862     5. The network: a list of layers, made of guided-diffusion's flags
+//   2831     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2841         FP8: buffers, factors, weights for samples
+//   2978         gradients, and buffers
+//   3232     7. Forward and backward: two walks over the list
+//   3357     8. Diffusion: noise schedules, objectives, samplers
+//   3647         the level of a training sample, drawn, and its share of the loss
+//   4107         samplers
+//   4663     9. Data: .bin files that may be larger than memory, the order of their images
+//   5214    10. Model files: weights and checkpoints, initial weights
+//   5571    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5586         the learning rate, the verdict on a step, averages of the weights
+//   5677         what a trainer holds
+//   5819         a step
+//   6125    12. A run: log, guard, checkpoints, resume, samples
+//   6151         the log in memory, as the page shows it
+//   6263         what a run holds
+//   6331         the log and the status line
+//   6523         checkpoints, snapshots and grids
+//   6789         the start of a run: new, from a file's weights, or resumed
+//   7021         the loop over the steps
+//   7138         a run from its first to its last line
+//   7313         samples, without a run
+//   7475    13. main: the command line, then a run or samples
+//   7781         what ranks must have in common
+//   7855         main
+//   7984  Part II. The device
+//   7987    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8067    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8137    16. The GPU: what all kernels share
+//   8204         Launches, which may overlap
+//   8250         Decisions: what kernels are chosen with
+//   8300         Single instructions: shared memory, mbarriers, clusters
+//   8386         Activations: pieces of 16 bytes
+//   8706         each_kernel: a thread for an element
+//   8720         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8885         Swizzle: how rows lie in shared memory
+//   8903         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9156         building blocks of Hopper's kernels (sm_90a)
+//   9457    17. Small operations: resampling, embeddings, diffusion
+//   9460         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9662         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10022         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10559    18. Group norm
+//  10562         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11120         groupnorm_backward_whole: an image's slab in shared memory
+//  11509    19. Attention
+//  11615         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12164         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12304         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  12988    20. Convolution
+//  13031         ConvOut: results, 4 channels of a pixel at a time
+//  13271         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13336         conv_halo: 3x3, stride 1, any GPU
+//  13752         conv_gather: any kernel size and stride, any GPU
+//  14018         conv_few: the first and the last layer
+//  14194         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14781         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14904         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15379         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15827         conv_weight_tma: weight gradients (sm_90a)
+//  16123         FP8 in training: weights and gradients are rounded
+//  16236    21. The optimiser
+//  16239         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16477    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16480         groupnorm_backward
+//  16639         attention: forward and, where a has dout, backward
+//  16703         convolution: forward and input gradient
+//  17203         convolution: weight gradients
+//  17554    23. The GPU: memory, copies, repeated work
+//  17780    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7956, run_program 7892, train 7264, run_step 7066, train_step 6056, load_batch 5165 (read_image 4747);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17661):
-//     step_gradients 5949: draw_levels 10015 (the formulas: draw_level 3714), forward_and_loss 5862,
-//     q_sample_forward 10223, unet_forward 3258, forward_layer 3244 (a function of the layer's kind),
-//     loss_forward_backward 10337, unet_backward 3325, conv_backward_weights 17523 (weight gradients, on the side
-//     stream), finish_gradients 11431 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16264;
-//     judge_step 16311 (the verdict: judge_batch 5647), update_slice 6021, adamw_update 16425 (adamw_kernel 16382),
-//     next_step 16317, record_step 16323; later collect_steps 7020
-//   pictures, from noise: sample_batch 4576, plan_route 4339, device_step 4384, euler_step 4135 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 17031 draws all of its roads):
-//     forward_conv 2296; conv_forward 17068, with conv_product above it, which asks conv_is_wgmma 16686;
-//     on Hopper, large images: pick_conv_tiles_3x3 16981; conv_tiles 15340, with conv_tiles_kernel above it;
-//     Accumulators 9353 (its function multiply); Wgmma 8944;
-//     on Hopper, small images: pick_conv_small 16837; conv_small 15789, with conv_small_kernel and multiply_small above
-//     it; Wgmma 8944;
-//     on any other GPU pick_conv_halo_bf16 16753; conv_halo 13715, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8747
-//   why several GPUs compute the bits of one: step_gradients 5949
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 388, Silu 8006, with_nonlinearity 8016 (a case);
-//     BEHIND_NORMS, in front of add_norm 2523, chooses it. The embedding has SiLU as a layer: silu_forward 9918
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3573
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 503, and beside each other edm_question 3415,
-//     ask 3450, frame_of 3460, sigma_draws 3466, has_steps_of_t 3472; the head of their section lists the changes
-//   a kind of layer: forward_linear 2216 and what stands beside it, with a list of all places in front of
-//     LayerKind 2188; add_resblock 2574 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 7980, run_program 7916, train 7269, run_step 7071, train_step 6059, load_batch 5167 (read_image 4749);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17685):
+//     step_gradients 5952: draw_levels 10039 (the formulas: draw_level 3716), forward_and_loss 5865,
+//     q_sample_forward 10247, unet_forward 3260, forward_layer 3246 (a function of the layer's kind),
+//     loss_forward_backward 10361, unet_backward 3327, conv_backward_weights 17547 (weight gradients, on the side
+//     stream), finish_gradients 11455 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16288;
+//     judge_step 16335 (the verdict: judge_batch 5650), update_slice 6024, adamw_update 16449 (adamw_kernel 16406),
+//     next_step 16341, record_step 16347; later collect_steps 7025
+//   pictures, from noise: sample_batch 4578, plan_route 4341, device_step 4386, euler_step 4137 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 17055 draws all of its roads):
+//     forward_conv 2298; conv_forward 17092, with conv_product above it, which asks conv_is_wgmma 16710;
+//     on Hopper, large images: pick_conv_tiles_3x3 17005; conv_tiles 15364, with conv_tiles_kernel above it;
+//     Accumulators 9377 (its function multiply); Wgmma 8968;
+//     on Hopper, small images: pick_conv_small 16861; conv_small 15813, with conv_small_kernel and multiply_small above
+//     it; Wgmma 8968;
+//     on any other GPU pick_conv_halo_bf16 16777; conv_halo 13739, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8771
+//   why several GPUs compute the bits of one: step_gradients 5952
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 388, Silu 8030, with_nonlinearity 8040 (a case);
+//     BEHIND_NORMS, in front of add_norm 2525, chooses it. The embedding has SiLU as a layer: silu_forward 9942
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3575
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 503, and beside each other edm_question 3417,
+//     ask 3452, frame_of 3462, sigma_draws 3468, has_steps_of_t 3474; the head of their section lists the changes
+//   a kind of layer: forward_linear 2218 and what stands beside it, with a list of all places in front of
+//     LayerKind 2190; add_resblock 2576 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 289, with a list of all places in front of it
-//   FP8 (--precision fp8): choose_fp8 2769 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 2843 and plan_fp8_gradients 2861 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 2902 for samples, make_fp8_training 2942 for training; add_fp8_args 2069
-//     hands them to the layers. forward_conv 2296 and backward_conv 2307 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17129 makes an input gradient a forward convolution; conv_product_fp8 17061 picks the
-//     kernel, multiply_fp8 9385 and WgmmaFp8 8980 multiply; print_fp8 6966 says whether it pays
+//   FP8 (--precision fp8): choose_fp8 2771 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 2845 and plan_fp8_gradients 2863 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 2904 for samples, make_fp8_training 2944 for training; add_fp8_args 2071
+//     hands them to the layers. forward_conv 2298 and backward_conv 2309 choose between bf16 and FP8;
+//     conv_backward_input_fp8 17153 makes an input gradient a forward convolution; conv_product_fp8 17085 picks the
+//     kernel, multiply_fp8 9409 and WgmmaFp8 9004 multiply; print_fp8 6969 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1332 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5379 and check_unused (host/files.h): look at their
+//     _unless. For a damaged header they stand in check_field 5381 and check_unused (host/files.h): look at their
 //     callers.
 //     unknown_word 1246 prints the message for a word of a flag that some place does not know. Such a place calls it
 //     itself or through meaning 1252.
-//     Two functions print a message while the run goes on: report_bad_step 6774 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6564 that a file could not be written yet.
-//     stop_run 6538 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     Two functions print a message while the run goes on: report_bad_step 6777 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6567 that a file could not be written yet.
+//     stop_run 6541 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -1341,6 +1341,8 @@ static std::set<std::string> left_out_of_preset(const Config& c) {
     if (c.objective != "ddpm") names.insert({"predict", "min_snr_gamma", "learn_sigma"});
     if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma"); // the preset's suits the preset's --predict
     if (c.given("sampler") || c.changes_images()) names.insert("S_churn");
+    if (c.given("class_cond") && !c.class_cond) names.insert({"class_dropout", "guidance_scale"});
+    if (c.given("class_dropout") && !c.class_dropout) names.insert("guidance_scale");
     return names;
 }
 
@@ -5270,7 +5272,7 @@ constexpr int SLOT_SAMPLER = 106;   // schedule_sampler
 constexpr int SLOT_ECT = 107;       // with --objective ect: the first slot of this objective's flags
 constexpr int SLOT_ECT_END = 113;   // the first slot after these flags
 constexpr int SLOT_COND_CRC = 113;  // with cond_channels: the header_crc of --cond_file; the next slot holds cond_noise
-constexpr int SLOT_COND_END = 115;  // the first of the slots that are unused, up to SLOT_PATH
+constexpr int SLOT_PRECISION = 115; // the slots after it are unused, up to SLOT_PATH
 constexpr int SLOT_PATH = 128;      // 512 bytes: data_file, a 0, cond_file
 constexpr int MOST_LEVELS = 8;      // the largest number of levels, and of attention_resolutions
 
@@ -5399,7 +5401,8 @@ static void check_lists(const ModelFile& m) {
     else unused(SLOT_BATCH_SIZE, 256);
     unused(SLOT_EMAS + m.emas(), SLOT_SAMPLER);
     unused(is_ect(m.header) ? SLOT_ECT_END : SLOT_ECT, SLOT_COND_CRC);
-    unused(s[SLOT_COND_CHANNELS] ? SLOT_COND_END : SLOT_COND_CRC, SLOT_PATH);
+    if (!s[SLOT_COND_CHANNELS]) unused(SLOT_COND_CRC, SLOT_PRECISION);
+    unused(SLOT_PRECISION + 1, SLOT_PATH);
 }
 
 // Opens a model file and checks all that can be checked without its network.
@@ -7006,6 +7009,8 @@ static void print_start(const Config& c, const UNet& net, const Dataset& data) {
     const int64_t steps_an_epoch = (data.count + c.batch_size - 1) / c.batch_size;
     printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), data.count, doubt,
            steps_an_epoch, c.batch_size, c.output_dir.c_str());
+    if (!c.class_cond && c.by_preset.contains("class_cond") && data.labels.empty())
+        printf("classes: none, because the data has no labels\n");
     if (data.cond) printf("condition: %s, pictures of %d channels\n", c.cond_file.c_str(), c.cond_channels);
     const int C = c.in_channels;
     if (C != 1 && C != 3) printf("grids show the first of %d channels, in grey\n", C);
@@ -7660,12 +7665,29 @@ static void take_ect_defaults(Config* c, bool file_has_levels) {
     if (ect && !c->given("sampler")) c->sampler = "consistency";
     if (c->sampler == "consistency") {
         if (!c->given("timestep_respacing")) c->timestep_respacing = "2";
-        if (!c->given("S_churn")) c->S_churn = 0; // a preset's value is for another sampler
+        // A preset's values are for another sampler.
+        if (!c->given("S_churn")) c->S_churn = 0;
+        if (!c->given("guidance_scale")) c->guidance_scale = 1;
     }
     if (ect && !file_has_levels) {
         if (!c->given("P_mean")) c->P_mean = -1.1f;
         if (!c->given("P_std")) c->P_std = 2;
     }
+}
+
+// A preset may set flags that work only with classes. A model without classes does without these flags.
+static void drop_preset_of_classes(Config* c) {
+    const bool has_condition = c->class_cond || c->cond_dim; // something that class_dropout can leave out
+    if (c->by_preset.contains("class_dropout") && !has_condition) c->class_dropout = 0;
+    if (c->by_preset.contains("guidance_scale") && !c->can_be_guided()) c->guidance_scale = 1;
+}
+
+// A preset may ask for a model that is conditioned on classes. If the images have no labels, the model is not
+// conditioned on them (print_start says so).
+static void take_labels(Config* c, const Dataset& d) {
+    if (!d.labels.empty() || !c->class_cond || !c->by_preset.contains("class_cond")) return;
+    c->class_cond = false;
+    drop_preset_of_classes(c);
 }
 
 // Takes the size, channels and classes of the images from the data file, if neither a flag nor a model file sets them.
@@ -7680,6 +7702,7 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
         if (!c->given("in_channels")) c->in_channels = d.C;
         if (!c->given("cond_channels") && d.cond) c->cond_channels = d.cond->C;
         if (!c->chosen("num_classes")) c->num_classes = d.classes;
+        take_labels(c, d);
     }
     auto refuse_unless = [&](bool ok, const char* flag, const std::string& why) {
         if (!ok) refuse(where + wrong(c, flag, why));
@@ -7883,6 +7906,7 @@ static void complete_config(Config* c, const ModelFile& model, bool resume, Data
     if (model.size) take_model_file(c, model, resume);
     take_rescale_learned_sigmas(c, model.size);
     take_ect_defaults(c, model.size && is_ect(model.header));
+    if (model.size) drop_preset_of_classes(c);
     // A preset may ask for more sampling steps than the diffusion has. Then sampling uses all steps of the diffusion.
     const bool too_many = atoi(c->timestep_respacing.c_str()) > c->diffusion_steps;
     if (too_many && !c->given("timestep_respacing")) c->timestep_respacing = "";
@@ -8089,7 +8113,7 @@ static void start_device(const std::string& precision, int number) {
     if (number) die("--device %d: this is the CPU build; leave the flag out, or make train_unet_cuda", number);
     act_element = element_named(precision, Element::FP32);
     if (act_element != Element::FP32)
-        die("--precision %s (--use_fp16 True): the CPU build computes in fp32; leave the flag out, or use fp32",
+        die("--precision %s (--use_fp16 True): the CPU build computes in fp32; use --precision auto",
             name_of(act_element));
 }
 

@@ -671,10 +671,11 @@ class Trainer:
     weights are started from; None starts from initial_weights(config)."""
 
     def __init__(self, config: Config, device: torch.device | str = "cpu", start: ModelFile | None = None):
+        self.device = pick_device(str(device))
         if not start or start.m is None:
-            fresh = start.weights if start else initial_weights(config)
+            fresh = start.weights if start else initial_weights(config, self.device)
             start = ModelFile(config, fresh, m=np.zeros_like(fresh), v=np.zeros_like(fresh))
-        self.config, self.device, self.state = config, pick_device(str(device)), dataclasses.replace(start.state)
+        self.config, self.state = config, dataclasses.replace(start.state)
         self.diffusion, self.history = Diffusion(config, self.device), LossHistory(config, start.history)
         weights, m, v, *self.emas = (torch.tensor(a, device=self.device) for a in (start.weights, start.m, start.v, *start.averages_for(config)))
         self.precision = pick_precision(config, self.device)

@@ -256,8 +256,16 @@ def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resu
         values.setdefault("num_classes", data.num_classes)
         if data.pictures and not values.get("cond"):
             values.setdefault("cond_channels", data.pictures.images.shape[1])
+    has_labels = data.labels is not None if data else bool(values.get("num_classes"))
+    if not start and not has_labels and chosen.get("class_cond") and "class_cond" not in flags:  # then a preset's classes are left out
+        values["class_cond"] = False
     values |= ect_defaults(values, flags, start)
     config = Config(**values)
+    of_preset = chosen.keys() - flags.keys()
+    if "class_dropout" in of_preset and not config.class_cond and not config.cond_dim:
+        config.class_dropout = 0.0
+    if "guidance_scale" in of_preset and not config.can_be_guided:
+        config.guidance_scale = 1.0
     if "rescale_learned_sigmas" in flags and "vlb_weight" in flags:
         raise UserError("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out")
     if "rescale_learned_sigmas" in flags or (not start and "rescale_learned_sigmas" in chosen and "vlb_weight" not in flags):
@@ -286,6 +294,10 @@ def left_out_of_preset(flags: dict[str, Any]) -> set[str]:
         names.add("min_snr_gamma")
     if "sampler" in flags or flags.get("start_from") or flags.get("inpaint"):
         names.add("S_churn")
+    if flags.get("class_cond") is False:
+        names |= {"class_dropout", "guidance_scale"}
+    if flags.get("class_dropout") == 0:
+        names.add("guidance_scale")
     return names
 
 
@@ -297,7 +309,7 @@ def ect_defaults(values: dict[str, Any], flags: dict[str, Any], start: Any) -> d
         if not start or start.config.objective != "ect":
             own |= {"P_mean": -1.1, "P_std": 2.0}
     if (own | flags).get("sampler") == "consistency":
-        own |= {"timestep_respacing": "2", "S_churn": 0.0}  # which a preset may have for another sampler
+        own |= {"timestep_respacing": "2", "S_churn": 0.0, "guidance_scale": 1.0}  # which a preset may have for another sampler
     return {name: value for name, value in own.items() if name not in flags}
 
 

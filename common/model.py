@@ -335,9 +335,10 @@ def to_state_dict(config: Config, flat: np.ndarray | Tensor) -> dict[str, Tensor
     return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
 
 
-def initial_weights(config: Config) -> np.ndarray:
+def initial_weights(config: Config, device: torch.device | str = "cpu") -> np.ndarray:
     """A flat array, as in a .bin file: parameters one after the other in state_dict order. Distributed as guided-diffusion's: kaiming-uniform
-    convolutions and linears, zeroed output projections. Element e of parameter p is a function of (seed, p, e), as in the C++ program."""
+    convolutions and linears, zeroed output projections. Element e of parameter p is a function of (seed, p, e), as in the C++ program.
+    device: what draws the random words, which are whole numbers and so the same on all devices."""
     tensors = []
     with torch.device("meta"):
         model = UNetModel(config)
@@ -348,7 +349,7 @@ def initial_weights(config: Config) -> np.ndarray:
         if isinstance(owner, nn.GroupNorm):
             values.fill_(kind == "weight")
         elif not owner_name.endswith(("out_layers.3", "proj_out")) and owner_name != "out.2":
-            words = random_words(config.seed, INIT, 0, torch.tensor([p]), count + count % 2)[0]
+            words = random_words(config.seed, INIT, 0, torch.tensor([p], device=device), count + count % 2)[0].cpu()
             if isinstance(owner, nn.Embedding):
                 values = to_normals(words)[:count]
             else:

@@ -139,7 +139,8 @@ def table_row(run: Run, row: str, programs: list[str]) -> str:
     for times in (found[program] for program in programs if program != OURS):
         line += f" {times[0] / ours[0]:12.2f}" if times and ours else f" {'-':>12s}"
     for program in programs:
-        memory = [result["memory_gib"] for result in run.results[program] if result["memory_gib"] is not None]
+        found_gib = [result.get("training_gib") or result["memory_gib"] for result in run.results[program]]  # training_gib: ours, in FP8
+        memory = [gib for gib in found_gib if gib is not None]
         line += f" {max(memory):12.2f}" if memory and row == "step" else f" {'-':>12s}"
     return line
 

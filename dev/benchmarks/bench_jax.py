@@ -513,8 +513,8 @@ def make_step(config: Config, dtype: Any) -> Callable[[Tree, jax.Array], tuple[T
 # measuring
 
 
-def compiled(work: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = (), graphs: bool = True) -> Any:
-    options = COMPILER_OPTIONS if graphs and jax.default_backend() == "gpu" else None
+def compiled(work: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()) -> Any:
+    options = COMPILER_OPTIONS if jax.default_backend() == "gpu" else None
     return jax.jit(work, donate_argnums=donate).lower(*arguments).compile(compiler_options=options)
 
 
@@ -553,28 +553,16 @@ def bench(config: Config, precision: str, parts: str, count: int) -> dict[str, A
         forward = compiled(make_forward(config, dtype), *arguments)
         result |= {"forward_ms": time_calls(lambda: forward(*arguments), count), "memory_gib": gibibytes(forward)}
     if parts != "forward":
-        try:
-            result |= bench_step(config, dtype, x0, state, count, graphs=True)
-        except jax.errors.JaxRuntimeError as error:
-            # On a machine with H200s, steps of graphs ended with "an error before calling cuModuleGetFunction"; why is not known.
-            print(f"bench_jax: without graphs of convolutions, because with them: {str(error).splitlines()[0]}", file=sys.stderr)
-            state = jax.tree.map(lambda a: jnp.array(a, copy=True), initial_state(config, dtype))
-            result |= bench_step(config, dtype, x0, state, count, graphs=False)
-    return result
+        step = compiled(make_step(config, dtype), state, x0, donate=(0,))
 
+        def one_step() -> jax.Array:
+            nonlocal state
+            state, value = step(state, x0)
+            return value
 
-def bench_step(config: Config, dtype: Any, x0: jax.Array, state: Tree, count: int, graphs: bool) -> dict[str, Any]:
-    """graphs: with COMPILER_OPTIONS. The state is given away, also if this fails."""
-    step = compiled(make_step(config, dtype), state, x0, donate=(0,), graphs=graphs)
-
-    def one_step() -> jax.Array:
-        nonlocal state
-        state, value = step(state, x0)
-        return value
-
-    result = {"step_ms": time_calls(one_step, count), "memory_gib": gibibytes(step), "graphs": graphs}
-    if not np.isfinite(last := float(one_step())):
-        raise UserError(f"the loss is {last} after {int(state['step'])} steps")
+        result |= {"step_ms": time_calls(one_step, count), "memory_gib": gibibytes(step)}
+        if not np.isfinite(last := float(one_step())):
+            raise UserError(f"the loss is {last} after {int(state['step'])} steps")
     return result
 
 

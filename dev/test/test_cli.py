@@ -45,6 +45,7 @@ from PIL import Image
 import train_unet
 from common import model_files
 from common.config import default_preset, make_config
+from common.data_files import open_data
 from common.flags import NOT_HERE, PRESETS, TABLE, Own, format_value
 
 FLAGS = """image_size in_channels patch_size num_channels num_res_blocks channel_mult attention_resolutions num_heads num_head_channels
@@ -196,6 +197,36 @@ def test_a_preset_does_not_stand_in_the_way(run: Callable, make_data: Callable, 
     assert {name: getattr(config, name) for name in kept} == kept
     header = read_checkpoint(tmp_path / "out/model_0000001.bin").header
     assert ("eps", "x0", "v")[header[44]] == kept["predict"] and header[46:47].view(np.float32) == kept["min_snr_gamma"], out
+
+
+@pytest.mark.parametrize(
+    "labels, given, classes, class_dropout, guidance_scale",
+    [
+        (True, "", 3, 0.1, 2),
+        (False, "", 0, 0, 1),
+        (True, "--class_cond False", 0, 0, 1),
+        (True, "--class_dropout 0", 3, 0, 1),
+        (True, "--guidance_scale 1", 3, 0.1, 1),
+        (True, "--objective ect --ect_frame edm", 3, 0.1, 1),
+    ],
+)
+def test_a_preset_with_classes(
+    run: Callable, make_data: Callable, tmp_path: Path, labels: bool, given: str, classes: int, class_dropout: float, guidance_scale: float
+) -> None:
+    """quick32 learns classes where the data has them, and guides by them a model that can be guided; both programs do the same."""
+    file = make_data("d.bin", make_images(8, 1, 32, 32), *((np.arange(8) % 3, 3) if labels else ()))
+    words = ["--preset", "quick32", *given.split()]
+    told = run([*words, "--data_file", file, "--max_steps", 1, "--batch_size", 1, "--sample_interval", 0]).out
+    assert ("classes: none, because the data has no labels" in told) == (not labels)
+    header = read_checkpoint(tmp_path / "out/model_0000001.bin").header
+    assert (header[14], header[15], header[50:51].view("<f4")) == (classes > 0, classes, np.float32(class_dropout))
+    config = make_config(train_unet.parse_flags(words, train_unet.FLAGS), open_data(str(file)))
+    assert (config.class_cond, config.class_dropout) == (classes > 0, np.float32(class_dropout))
+    assert (config.guidance_scale, config.class_cond and config.num_classes) == (guidance_scale, classes)
+
+    # sampled without a word about guidance: two networks' answers for each image only where the model can be guided
+    made = run(["--preset", "quick32", "--sample", 1, "--init", f"out/{model_name(1)}", "--timestep_respacing", 2, "--output", "s.bin"])
+    assert made.out and np.isfinite(read_samples(tmp_path / "s.bin")).all()
 
 
 def test_edm_with_a_preset_for_ddpm(run: Callable, data: Path, tmp_path: Path) -> None:

@@ -311,18 +311,18 @@ SENSITIVE = flags(
 
 @programs
 def test_a_run_keeps_its_bits(run: Callable, data: Path, tmp_path: Path) -> None:
-    """After a resume, which must be told the precision again; with --use_checkpoint, which computes the same once more; with any number of threads."""
+    """After a resume, whose checkpoint holds the precision; with --use_checkpoint, which computes the same once more; with any number of threads."""
     given = flags(SENSITIVE, "--data_file", data, "--max_steps 6 --save_interval 3 --keep_checkpoints 0 --microbatch 2")
     run([*given, "--output_dir", "unbroken"])
     whole, final = read_log(tmp_path / "unbroken"), (tmp_path / "unbroken" / model_name(6)).read_bytes()
     resume = ["--resume_checkpoint", f"unbroken/{model_name(3)}", *QUIET]
-    run([*resume, "--precision", "fp8", "--output_dir", "resumed"])
+    run([*resume, "--output_dir", "resumed"])
     assert read_log(tmp_path / "resumed") == whole[3:] and (tmp_path / "resumed" / model_name(6)).read_bytes() == final
     run([*given, "--use_checkpoint", "True", "--output_dir", "again"], threads=3)
     assert read_log(tmp_path / "again") == whole and (tmp_path / "again" / model_name(6)).read_bytes() == final
 
     # a run may go on without FP8, and the other way round; and each of them is seen
-    run([*resume, "--output_dir", "left"])
+    run([*resume, "--precision", "auto", "--output_dir", "left"])
     run(flags(given, "--precision fp32 --output_dir usual"))
     run(["--resume_checkpoint", f"usual/{model_name(3)}", *QUIET, "--precision", "fp8", "--output_dir", "joined"])
     runs = [whole[3:], read_log(tmp_path / "left"), read_log(tmp_path / "usual")[3:], read_log(tmp_path / "joined")]
