@@ -226,7 +226,7 @@
 #ifdef __CUDACC__
 #define HD __host__ __device__ // marks functions that both the host and the device call
 #define INLINE __device__ __forceinline__
-typedef void act;                // an element of an activation; its type is known at run time (act_element)
+typedef void act;                // an element of an activation; act_element holds its type at run time
 constexpr int STEPS_AHEAD = 64;  // how many steps the host may start before it reads their results for the log
 constexpr int STEPS_AGREED = 16; // after how many steps the ranks agree again on whether to stop
 // The presets that are used if the command line has no --preset (see default_preset).
@@ -257,8 +257,8 @@ static const char* const PRESET_ELSE = "fashion32";
 //
 // The program does not compile until these are done. The compiler names them, once the type is in this enumeration:
 //   facts_of                   its name and its bytes (below)
-//   with_act                   its case (section 16). This function alone leads from an Element to a type T of C++, so
-//                              its case makes the compiler ask for whatever kernels need of T:
+//   with_act                   a case for the type (section 16). Only this function turns an Element into a C++ type T.
+//                              With that case, the compiler asks for all that kernels need for T:
 //   ElementOf                  its constants (section 14)
 //   unpack, pack               how a piece of 16 bytes becomes floats, and the reverse (section 16)
 //   FourOf, to_floats,         how four of its numbers become floats, and the reverse (section 16)
@@ -266,8 +266,8 @@ static const char* const PRESET_ELSE = "fashion32";
 //   store_two                  how two of its numbers are stored (section 16)
 //   mma, pack_pair             its instruction on the tensor cores, and two numbers in one register of a fragment
 //                              (section 16). Only a type with PARTS = 1 needs them. Fragments are made for numbers of
-//                              2 bytes, where an instruction adds up 16 products for each sum. With 1 byte it adds up
-//                              32, so load_fragment, load_fragments and their callers change, too
+//                              2 bytes, where an instruction adds up 16 products for each sum. With numbers of 1 byte
+//                              it adds up 32, so load_fragment, load_fragments and their callers change, too
 //   tma_type                   its case: TMA's name of the type (section 16)
 //   cast_params, adamw_update  their cases (section 21)
 //
@@ -311,8 +311,8 @@ static size_t act_bytes() { return bytes_of(act_element); }
 // If activations are fp32, there is no copy: kernels read the convolutions' weights themselves.
 static bool weights_have_copy() { return act_element != Element::FP32; }
 
-// FP8 has two formats (Micikevicius et al. 2022, arXiv:2209.05433). Both have a sign, an exponent and a mantissa, and
-// the exponent is stored plus a bias:
+// FP8 has two formats (Micikevicius et al. 2022, arXiv:2209.05433). Both have a sign, an exponent and a mantissa. A
+// bias is added to the exponent before it is stored.
 //   Element::FP8            e4m3: four bits of exponent, three of mantissa. For values: activations and weights.
 //   Element::FP8_GRADIENT   e5m2: five bits of exponent, two of mantissa. For gradients of activations, whose sizes
 //                           differ more.
@@ -325,7 +325,7 @@ struct Fp8Format {
 constexpr Fp8Format E4M3{.mantissa = 3, .bias = 7, .largest = 448, .largest_bits = 0x7E};
 // Only the CPU build uses E5M2. The GPU has an instruction that rounds to e5m2.
 [[maybe_unused]] constexpr Fp8Format E5M2{.mantissa = 2, .bias = 15, .largest = 57344, .largest_bits = 0x7B};
-constexpr uint8_t FP8_NAN = 0x7F; // in both formats
+constexpr uint8_t FP8_NAN = 0x7F; // these bits mean NaN in both formats
 // Rounds v to the nearest FP8 number. Halfway between two FP8 numbers, the result is the one whose last bit is 0. If
 // |v| is larger than the largest FP8 number, the result is that number, with v's sign. Kernels round in the same way
 // (pack_fp8).
@@ -341,7 +341,7 @@ static inline uint8_t fp8_bits(float v, const Fp8Format& f = E4M3) {
     const int smallest_normal = 127 + 1 - f.bias; // the exponent of this number, as fp32 stores it
     if ((int)(bits >> 23) < smallest_normal)
         return sign | (uint8_t)std::lrintf(std::ldexp(size, f.bias - 1 + f.mantissa));
-    const int dropped = 23 - f.mantissa; // the FP8 number keeps the other bits of the mantissa
+    const int dropped = 23 - f.mantissa; // how many bits of the float's mantissa FP8 does not keep
     bits += (1u << (dropped - 1)) - 1 + (bits >> dropped & 1);
     return sign | (uint8_t)((bits >> dropped) - ((127 - f.bias) << f.mantissa));
 }
@@ -362,14 +362,15 @@ struct Fp8Copy {
     const float* factor = nullptr;
 };
 
-// --precision fp8, in training: the factors of values and weights, before they are rounded to FP8 (e4m3). They are
-// powers of 2, so multiplying by them rounds nothing. A value larger than 28, and a weight larger than 3.5, becomes the
-// largest number of FP8. choose_gradient_factor returns the factor of gradients.
+// --precision fp8, in training: values and weights are multiplied by these factors before they are rounded to FP8
+// (e4m3). The factors are powers of 2, so multiplying by them rounds nothing. A value larger than 28, and a weight
+// larger than 3.5, becomes the largest number of FP8. choose_gradient_factor returns the factor of gradients.
 constexpr float FP8_X_FACTOR = 16;
 constexpr float FP8_WEIGHT_FACTOR = 128;
 
 // A convolution whose weights are rounded to FP8 in training (round_weights). offset: where the weights (Cout, 9, Cin)
-// begin in a flat array. turned_alone: only the input gradient is in FP8, so only the copy `turned` is made.
+// begin in a flat array. turned_alone: only the convolution's input gradient is computed in FP8. So only the copy that
+// the input gradient reads is made (`turned` of round_weights).
 struct WeightRounding {
     size_t offset;
     int Cout, Cin;
@@ -385,7 +386,7 @@ struct ConvShape {
     HD int out_W() const { return ((W << upsample) + stride - 1) >> (stride - 1); }
 };
 
-enum class Nonlinearity : uint8_t { NONE, SILU }; // what a group norm applies to its result (struct Silu)
+enum class Nonlinearity : uint8_t { NONE, SILU }; // the function that a group norm applies to its result
 
 // A group norm of x (B, HW, C1 + C2), which is one array, or two arrays of C1 and C2 channels.
 struct NormShape {
@@ -394,7 +395,8 @@ struct NormShape {
     float eps; // is added to the variance
 };
 
-// A convolution's weight gradient, which is computed later, together with the weight gradients of other layers.
+// The arrays and the shape from which a convolution's weight gradient is computed later, together with the weight
+// gradients of other layers.
 struct WeightWork {
     float *dweight, *dbias;
     float* demb; // (B, emb_stride): the gradient of the embedding, which was added to all pixels of an image; or null
@@ -427,12 +429,12 @@ struct SoftmaxRow {
     float top, log_sum;
 };
 
-// A random draw depends on these members and on the sample's place in the batch.
+// A random draw depends on these values and on the sample's place in the batch.
 struct RandomKey {
     uint64_t seed;
     uint32_t purpose;    // what is drawn: RANDOM_NOISE or another RandomPurpose
-    const int64_t* step; // device; read at each draw, so that a recorded graph draws new numbers in each step
-    int64_t sample0;     // the batch's first sample
+    const int64_t* step; // in device memory; read at each draw, so a recorded graph draws new numbers in each step
+    int64_t sample0;     // the number of the batch's first sample
 };
 
 // Returns the same key with another purpose.
@@ -476,7 +478,7 @@ struct Dropout {
     float p = 0;
     uint64_t seed = 0;
     const int64_t* step = nullptr; // in device memory: the number of the step
-    int64_t sample0 = 0;           // the batch's first sample
+    int64_t sample0 = 0;           // the number of the batch's first sample
     uint32_t layer = 0;            // index of the residual block
 };
 
@@ -598,13 +600,13 @@ struct AdamW {
 // A rank owns its parts of all segments. These parts together are called its slice. Each segment has parts of all
 // ranks. So the gradients of one segment can be sent to their owners while those of another segment are still computed.
 // The weights that are read in fp32 lie at the beginning of the array.
-constexpr size_t STRETCH = 1 << 14; // floats of a stretch: gradients' squares are summed by stretches (step_gradients)
+constexpr size_t STRETCH = 1 << 14; // how many floats a stretch has; the gradients' squares are summed in each stretch
 struct Slice {
     size_t n;
     int segments, stretches, rank, ranks;
-    HD size_t each() const { return stretches * STRETCH; } // floats of a segment that a rank owns
-    HD size_t owned() const { return segments * each(); }  // floats of all segments that a rank owns
-    HD size_t whole() const { return ranks * owned(); }    // floats of a flat array with its padding
+    HD size_t each() const { return stretches * STRETCH; } // how many floats of a segment a rank owns
+    HD size_t owned() const { return segments * each(); }  // how many floats a rank owns in all segments
+    HD size_t whole() const { return ranks * owned(); }    // how many floats a flat array has with its padding
     // Returns where in a flat array rank r's part of a segment begins.
     HD size_t at(int segment, int r) const { return ((size_t)segment * ranks + r) * each(); }
     // Returns where in a flat array the i-th float of this rank's slice lies.
@@ -850,8 +852,9 @@ static void loss_forward_backward(double* loss,             // (B)
                                   const float* x,           // (B, HW, C): the network's input
                                   const NoiseLevel* levels, // (B)
                                   const Objective& o, float factor, int B, int HW, int C, int Cout);
-// Is called in place of loss_forward_backward if o.tuning.on(). loss = weight (sqrt(D + c^2) - c), the pseudo-Huber
-// distance to the teacher's image, with D = the sum of (x0_out (out - target))^2 over a sample's n values.
+// This function is called in place of loss_forward_backward if o.tuning.on(). loss = weight (sqrt(D + c^2) - c). This
+// is the pseudo-Huber distance to the teacher's image. D is the sum of (x0_out (out - target))^2 over a sample's n
+// values.
 static void tuning_loss_forward_backward(double* loss,             // (B)
                                          float* dout,              // as out
                                          const float* out,         // (B, n)
@@ -884,17 +887,18 @@ static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t*
 static void sampler_step(float* x,         // (B or 2 B, HW, C)
                          const float* out, // (B or 2 B, HW, Cout): the network's answer
                          const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout);
-// Inpainting. It runs after each step, and does nothing if the step's known_x is 0. Where mask is not above 0,
-// x = known_x image + known_sigma z. Then at all pixels x' = back_x x + back_sigma z', with other normals z'.
+// Inpainting. keep_known runs after each step of the sampler, and does nothing if the step's known_x is 0. A pixel of
+// the image is known where mask is not above 0. There x = known_x image + known_sigma z. Then at all pixels
+// x' = back_x x + back_sigma z', with other normals z'.
 static void keep_known(float* x,           // (B or 2 B, n)
                        const float* image, // (B, n)
                        const float* mask,  // (B, n)
                        const SamplerStep* steps, RandomKey key, bool guided, int B, int n);
 
 // Optimiser, for a slice of the flat arrays. Adds the ranks' gradients in the order of the ranks, and writes the result
-// to sum (flat). If add is true, they are added to the old sum. Then squares gets the sum of the squares of each
-// stretch of sum. These sums, like new weights, are written to all ranks whose memory this rank can write to
-// (Everywhere). The comments above step_gradients explain the order, and why there are stretches.
+// to sum (flat). If add is true, they are added to the old sum. Then the squares of the gradients of each stretch are
+// added up and written to squares. These sums, like new weights, are written to all ranks whose memory this rank can
+// write to (Everywhere). The comments above step_gradients explain the order, and why there are stretches.
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add);
 // Decides whether a step is good or is skipped (judge_batch).
 static void judge_step(StepState* state, const double* squares, // (stretches)
@@ -958,12 +962,12 @@ static void join_devices(bool direct); // direct: whether devices may write to e
 static void start_device(const std::string& precision, int number);
 static std::string device_name();
 static int count_gpus();        // how many GPUs this process could use; in the CPU build it ends the program
-static size_t device_bytes = 0; // allocated so far
+static size_t device_bytes = 0; // how many bytes of device memory are allocated
 static void* device_alloc_bytes(size_t bytes);
 static size_t device_available();
 static void copy_to_device(void* to, const void* host, size_t bytes);
 static void copy_to_host(void* host, const void* from, size_t bytes);
-static int max_stat_parts(int H, int W); // the largest number of parts in which a tensor's Stats come
+static int max_stat_parts(int H, int W); // the largest Stats::parts of a tensor of this size
 
 // A list of launches that is repeated with the same pointers. On a GPU it is recorded once, and then repeated as one
 // launch.
@@ -996,7 +1000,7 @@ static struct Allowed {
 struct Upload {
     uint8_t *host, *device;
     size_t bytes;
-    void *sent, *released; // on a GPU: events after the copy, and after the work that reads `device`: see release
+    void *sent, *released; // on a GPU: events after the copy, and after the work that reads `device`
 };
 static Upload make_upload(size_t bytes);
 static void wait_for_host_side(Upload* u); // waits until u->host may be written
@@ -1018,8 +1022,8 @@ static act* make_copy(float* params, size_t n) {
 // =====================================================================================================================
 // 3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), key = seed,
-// counter = (quartet, sample, step, purpose). A quartet is four random words, which are drawn together; a sample's
-// quartets are numbered. Philox has no state, so any step of any run can be reproduced alone, on any machine.
+// counter = (quartet, sample, step, purpose). A quartet is a group of four random words that are drawn together; the
+// counter holds its number within the sample. Philox has no state, so any step of any run can be reproduced alone, on any machine.
 
 // The last word of the counter is the purpose: what is drawn. Each purpose has its own number. Dropout draws other
 // numbers in each residual block, so for dropout this word also contains the residual block's index, from bit 8 on.
@@ -1119,8 +1123,9 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 // Flags have guided-diffusion's names. A preset is a list of flags. The command line has priority over a preset. The
 // flags and presets themselves are in common/flags.h, which the Python programs read, too.
 //
-// In the order in which they run: parse_command_line, take_aliases, apply_preset; then take_model_file and
-// take_data_shape (section 13) set what is still not set; check_model and check_run find what cannot work.
+// These functions run in this order: parse_command_line, take_aliases, apply_preset; then take_model_file and
+// take_data_shape (section 13), which set what is still not set; then check_model and check_run, which find what cannot
+// work.
 
 constexpr double BIG = 1e9;
 struct Config;
@@ -1130,7 +1135,7 @@ struct Config;
 struct Flag {
     const char* name;
     std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
-    int slot;               // the place of the value in the header of a model file (see Model files); 0: it has none
+    int slot;               // the place of the value in the header of a model file (section 10); 0: it is not there
     bool free;              // true: the command line may set another value than a model file holds
     const char* objectives; // the only objectives that use the flag, "a|b"; "": all objectives use it
     const char* heading;    // the heading above the flag in --help
@@ -1212,7 +1217,7 @@ struct Config {
     bool can_be_guided() const { return (class_dropout > 0 && (class_cond || cond_dim > 0)) || cond_dropout > 0; }
     bool goes_by_timesteps() const { return sampler == "ddpm" || sampler == "ddim"; } // steps are the model's timesteps
     bool can_churn() const { return sampler == "euler" || sampler == "heun"; }        // see S_churn
-    int seen_channels() const { return in_channels + cond_channels; } // those of an image and its picture
+    int seen_channels() const { return in_channels + cond_channels; } // channels of an image and its picture
     const string& frame() const { return objective == "ect" ? ect_frame : objective; } // see Frame
     int64_t ect_stage() const { return ect_d > 0 ? ect_d : (max_steps + 7) / 8; }      // how many steps a stage has
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
@@ -1306,7 +1311,7 @@ static void set_flag(Config* c, const Flag& f, const std::string& value, const s
     if (!expected.empty()) die("%s--%s %s: must be %s", where.c_str(), f.name, value.c_str(), expected.c_str());
 }
 
-// Returns a number as text. It has as few digits as possible, but so many that the same number is read from the text.
+// Returns a number as text. It has as few digits as possible, but enough that the text is read as the same number.
 static std::string shortest(float number) {
     std::string value;
     for (int digits = 6; digits <= 9; digits++) {
@@ -1339,7 +1344,7 @@ static std::set<std::string> left_out_of_preset(const Config& c) {
     std::set<std::string> names;
     if (c.given("num_heads")) names.insert("num_head_channels"); // it would have priority over num_heads
     if (c.objective != "ddpm") names.insert({"predict", "min_snr_gamma", "learn_sigma"});
-    if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma"); // the preset's suits the preset's --predict
+    if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma"); // it suits the preset's own --predict
     if (c.given("sampler") || c.changes_images()) names.insert("S_churn");
     return names;
 }
@@ -1449,7 +1454,7 @@ static void parse_command_line(Config* c, int argc, char** argv) {
         if (!f) die("--%s: %s", name.c_str(), instead_of(name).c_str());
         if (c->given(name)) die("--%s: is given twice; once is enough", name.c_str());
 
-        // Without an = the value is the next argument, which is not the next flag.
+        // Without a "=", the value is the next argument. That argument must not be a flag.
         const bool value_follows = equals == arg.size();
         if (value_follows) i++;
         const bool is_missing = i == argc || (value_follows && std::string(argv[i]).starts_with("--"));
@@ -1475,8 +1480,8 @@ static void take_aliases(Config* c) {
         c->on_command_line.insert(name);
     };
     // In guided-diffusion, the learning rate falls over lr_anneal_steps steps, without a warm-up, and then the run
-    // stops. In guided-diffusion, 0 means that the rate stays constant and that the run has no end. In this program, 0
-    // means that the rate stays constant and that --max_steps keeps its value.
+    // stops. With lr_anneal_steps 0, the rate stays constant in both programs. In guided-diffusion such a run has no
+    // end; here --max_steps keeps its value.
     const int64_t steps = c->lr_anneal_steps;
     // An upsampler enlarges images from small_size to large_size.
     // In guided-diffusion, upsamplers to 512 x 512 have another channel_mult than other models of 512 x 512.
@@ -1496,8 +1501,8 @@ static void take_aliases(Config* c) {
 }
 
 // --rescale_learned_sigmas is guided-diffusion's name for two values of --vlb_weight. This function is called when the
-// other flags are known, because one of these values depends on --diffusion_steps. from_file: a model file has set
-// --vlb_weight, so a preset must not change it.
+// other flags are known, because one of these values depends on --diffusion_steps. from_file: whether a model file has
+// set --vlb_weight. If so, a preset must not change it.
 static void take_rescale_learned_sigmas(Config* c, bool from_file) {
     // The command line has priority over a preset. A preset may name rescale_learned_sigmas or vlb_weight.
     const bool given = c->given("rescale_learned_sigmas");
@@ -1574,8 +1579,8 @@ static std::string parse_cond(Config* c) {
     return "";
 }
 
-// Parses --channel_mult: how many channels each level has. Without the flag, the function uses guided-diffusion's
-// values for images of this height.
+// Parses --channel_mult, which has a number for each level. A level has this number times --num_channels channels.
+// Without the flag, the function uses guided-diffusion's numbers for images of this height.
 static std::string parse_channel_mult(Config* c) {
     static const std::map<int, const char*> DEFAULTS = {
         {512, "0.5,1,1,2,2,4,4"}, {256, "1,1,2,2,4,4"}, {128, "1,1,2,3,4"}, {64, "1,2,3,4"}};
@@ -1897,7 +1902,7 @@ struct Param {
 // An activation (B, H, W, C).
 struct Tensor {
     int H = 0, W = 0, C = 0;
-    Element element = Element::FP32; // act_element; or FP32: input, output, embeddings, patches; or FP8: see choose_fp8
+    Element element = Element::FP32; // act_element; FP32 for input, output, embeddings and patches; FP8: see choose_fp8
     int buffer = -1;                 // the buffer of its values
     int stats = -1;                  // if a group norm reads it: the buffer of Stats::sums
     int fp8 = -1;                    // if a convolution reads it in FP8: the buffer of the FP8 numbers (plan_fp8)
@@ -1953,7 +1958,7 @@ struct UNet {
     std::vector<Layer> layers;
     std::vector<Buffer> buffers;
     size_t num_params = 0;                 // how many parameters there are, without padding
-    size_t flat_size = 0;                  // floats in a flat array, with padding
+    size_t flat_size = 0;                  // how many floats a flat array has, with padding
     size_t plain_size = 0;                 // the first plain_size floats are read in fp32, not from a copy
     int input = -1, emb = -1, output = -1; // indices of tensors; emb: the embedding's projections for all blocks
     int residual_blocks = 0;
