@@ -536,8 +536,9 @@ struct SigmaDraws {
 };
 
 // What a model is trained on: how noise levels are drawn, and what the loss is. The loss is
-// mse * squared error + bound * variational bound in nats. If mse is 0, the bound also trains the mean. If tuning.on(),
-// the loss is that of tuning_loss instead.
+// mse * squared error + bound * variational bound in nats. If mse is above 0, the bound trains only the variance that
+// the network predicts. If mse is 0, the bound also trains the predicted mean. If tuning.on(), the loss is that of
+// tuning_loss instead.
 struct Objective {
     const NoiseLevel* levels; // device: (steps), the level of each t; null: sigma is drawn, see SigmaDraws
     int steps;                // how many timesteps t there are
@@ -630,8 +631,8 @@ struct RankGradients {
     }
 };
 
-// An array of this rank, and the same array of the other ranks whose memory this rank can write to. A kernel that has a
-// result writes it to all of these arrays.
+// An array of this rank, and the same array of the other ranks whose memory this rank can write to. A kernel writes
+// its result to all of these arrays.
 constexpr int NEAR = 8; // the largest number of ranks that write to each other's memory
 template <class T> struct Everywhere {
     T* at[NEAR]; // this rank's array is the first
@@ -649,7 +650,8 @@ struct Update {
     const float* sum; // the sum of the ranks' gradients
 };
 
-// The running mean and variance of the loss, and those of the gradient's norm, over healthy steps.
+// The running mean and variance of the loss, and those of the gradient's norm, over healthy steps
+// (see healthy).
 struct Guard {
     double n; // how many healthy steps there were
     double mean_loss, var_loss, mean_norm, var_norm;
@@ -689,10 +691,10 @@ constexpr int HISTORY = 10;       // how many losses of each t --schedule_sample
 
 HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// Convolution: out = conv([x1 | x2], weight) + bias [+ emb] [+ residual]. The sums that a group norm needs of out are
-// written to stats. With a skip, the convolution also computes a skip connection and adds its result; conv_takes_skip
-// returns whether this is possible. With a skip there is no emb and no residual. If s.in is FP8, x1 and weight are FP8,
-// and out = factors * conv(x1, weight) + the same addends (bias and so on).
+// Convolution: out = conv([x1 | x2], weight) + bias [+ emb] [+ residual]. The sums that a later group norm
+// needs are written to stats. With a skip, the convolution also computes a skip connection and adds its result.
+// conv_takes_skip returns whether this is possible. With a skip there is no emb and no residual. If s.in is FP8, x1 and
+// weight are FP8, and out = factors * conv(x1, weight) + the same addends (bias and so on).
 // For conv_backward_input, s.out is the element of dout. If it is FP8_GRADIENT, dout is in e5m2, weight is the array
 // `turned` of round_weights, in e4m3, and dx1 = factors * (the sums of products). In this case there is only the input
 // x1, and nothing is added to its gradient.
@@ -784,7 +786,7 @@ static void enlarge_pictures(float* cond,        // (B, H, W, C)
                              const float* small, // (B, H / factor, W / factor, C)
                              int factor, PictureDraws draws, int B, int C, int H, int W);
 // --cond gray: grey_images makes grey pictures of the images. --cond mask: mask_images makes copies of the images, with
-// holes and with one more channel that says where the holes are.
+// holes. One more channel is 1 in the holes and -1 elsewhere.
 static void grey_images(float* cond,        // (B, H, W, 1)
                         const void* images, // (B, 3, H, W)
                         PictureDraws draws, int B, int H, int W, int bytes);
@@ -834,8 +836,8 @@ static void finish_gradients(); // completes what backward functions have postpo
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key);
 // If o.tuning.on(): writes the levels of the same samples' teachers, and what the network is told of each level.
 static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key);
-// Mixes noise into images: x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4). It also writes what the network
-// should answer, the target [+ target_teacher teacher].
+// Mixes noise into images: x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4). It also writes target, which
+// is what the network should answer: target_x0 x_0 + target_noise noise [+ target_teacher teacher].
 static void q_sample_forward(float* x_t, float* target, // (B, H, W, C)
                              const NoiseLevel* levels,  // (B)
                              const float* teacher,      // [as target]: the teacher's answer
@@ -1023,11 +1025,12 @@ static act* make_copy(float* params, size_t n) {
 // 3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), key = seed,
 // counter = (quartet, sample, step, purpose). A quartet is a group of four random words that are drawn together; the
-// counter holds its number within the sample. Philox has no state, so any step of any run can be reproduced alone, on any machine.
+// counter holds its number within the sample. Philox has no state, so any step of any run can be reproduced alone, on
+// any machine.
 
 // The last word of the counter is the purpose: what is drawn. Each purpose has its own number. Dropout draws other
 // numbers in each residual block, so for dropout this word also contains the residual block's index, from bit 8 on.
-enum RandomPurpose : uint32_t { // files and the PyTorch twin use these numbers: append new ones at the end
+enum RandomPurpose : uint32_t { // files and common/random_numbers.py use these numbers: append new ones at the end
     RANDOM_INIT = 0,
     RANDOM_TIMESTEP,
     RANDOM_NOISE,
@@ -1224,8 +1227,8 @@ struct Config {
 };
 
 constexpr int MORE_EMAS = 7; // how many averages of the weights there may be at most, besides the first one
-// --objective ect: the largest q^a that is allowed. The gap between student and teacher is divided by q^a, and a
-// smaller gap would be lost in fp32's rounding.
+// --objective ect: the largest q^a that is allowed. The gap between the sigma of student and teacher is divided by
+// q^a, and a smaller gap would be lost in fp32's rounding.
 constexpr double LARGEST_GAP_DIVISOR = 1e6;
 // The averages of --ema_snapshots weight the parameters of each step by a power of the step's number (Karras et al.
 // 2024, appendix C). These are the exponents. With --ema_snapshots the list of rates (Config::emas) contains them, too.
@@ -2001,8 +2004,8 @@ struct Weights {
     Fp8Weights fp8{};
 };
 
-// A walk over the list. If grads is null, it is a forward pass. Otherwise it is a backward pass, and the layers that
-// are computed again for it (--use_checkpoint) are a part of it.
+// A walk over the list of layers. If grads is null, the walk is a forward pass. Otherwise it is a backward pass; then
+// the layers that are computed again (--use_checkpoint) are a part of the walk.
 struct Walk {
     UNet* net;
     Weights weights{};
@@ -2145,7 +2148,7 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     // emb_byte.
     const size_t emb_byte = layer.emb_offset * sizeof(float);
     a.emb = buffer_data<float>(net, net->tensor(layer.emb).buffer, emb_byte);
-    a.emb_stride = net->tensor(net->emb).C; // columns of all blocks together
+    a.emb_stride = net->tensor(net->emb).C; // how many columns all blocks have together
     a.demb = buffer_data<float>(net, layer.demb, emb_byte);
     a.saved = buffer_data<float>(net, layer.saved);
     a.dropout = walk.dropout;
@@ -2184,8 +2187,8 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 // To add a kind, change these places:
 //
 //   1. here: its functions and its LayerKind. If a group norm may read its output, its forward function also writes
-//      the sums that the norm needs, and sets the number of their parts (a.out_stats.parts; see forward_layer). A
-//      setting of its own becomes a member of Layer. The functions can read it as they read a.layer->heads
+//      the sums that the norm needs, and sets the number of their parts (a.out_stats.parts; see forward_layer). If
+//      the kind needs a setting, add a member to Layer. The functions can read it as they read a.layer->heads
 //   2. a line that adds such a layer to the list: add_layer(net, {.kind = &...}, ...) in a function like add_resblock
 //   3. its operation: a prototype in section 2, a kernel in Part II, loops in dev/reference.h
 static double no_flops(const LayerArgs&) { return 0; }
@@ -2336,7 +2339,7 @@ constexpr LayerKind CONV{
 // A group norm, with the nonlinearity and the dropout that follow it.
 static void forward_norm(LayerArgs& a) {
     float* const mean = a.saved;
-    const bool fp8_alone = a.net->tensor(a.layer->out).element == Element::FP8; // when sampling
+    const bool fp8_alone = a.net->tensor(a.layer->out).element == Element::FP8; // only when sampling (plan_fp8)
     groupnorm_forward(fp8_alone ? nullptr : a.out, mean, a.rstd(),              // what it writes
                       a.x1, a.stats1, a.x2, a.stats2,                           // its input and the sums of it
                       a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm(), a.out_fp8);
@@ -2560,7 +2563,8 @@ static int add_resample(UNet* net, Resample resample, const std::string& name, i
 // Ends a residual block or an attention block. The block consists of the layers from `first` on. Returns its output.
 // With --use_checkpoint (Chen et al. 2016, arXiv:1604.06174) only the inputs and the output of such a block are kept.
 // Before the block's backward pass its layers are computed again. Two layers are not computed again: the last one and
-// the shortcut, because the backward passes of the block's layers do not read their results.
+// a residual block's shortcut (see add_resblock). The backward passes of the block's layers do not read the results of
+// these two.
 static int end_block(UNet* net, size_t first) {
     const Layer last = net->layers.back();
     const int end = (int)net->layers.size() - 1;
@@ -2732,7 +2736,8 @@ static int param_group(const Param& p) {
     return p.of_conv && weights_have_copy() ? 3 : 2;
 }
 
-// Chooses where in the flat arrays each parameter lies. From group 2 on, each begins at a multiple of 64 floats.
+// Chooses where in the flat arrays each parameter lies. Each parameter of groups 2 and 3 begins at a
+// multiple of 64 floats.
 static void place_params(UNet* net) {
     auto round_to_64 = [](size_t floats) { return (floats + 63) / 64 * 64; };
     size_t end = 0;
@@ -2753,15 +2758,16 @@ static void place_params(UNet* net) {
 // results of training suffer most if the operands of these convolutions are rounded to FP8 (docs/LEARNT.md).
 constexpr int FP8_SPARED = 4;
 
-// --precision fp8: chooses the 3x3 convolutions that multiply in FP8, which have stride 1 and no upsampling
-// (conv_product_fp8 needs both). Weight gradients are never in FP8. There are two choices:
+// --precision fp8: chooses the 3x3 convolutions that multiply in FP8. All of them have stride 1 and do not enlarge
+// their input (conv_product_fp8 needs both). Weight gradients are never in FP8. The function sets two members of Layer:
 //   fp8            The forward product is in FP8. The convolution reads the result of a group norm. Such a result is a
 //                  tensor of values of about 1, so one factor is right for all of them. The norm itself can write FP8.
 //                  (make_fp8_weights and make_fp8_training look for that norm.)
 //   fp8_gradient   In training, the input gradient is in FP8. It reads the gradient of the output, and one factor is
-//                  right for the gradients of all layers (choose_gradient_factor). At the ends of the network, too,
-//                  this did no damage (docs/LEARNT.md). Only the first and the last convolution are left out. The first
-//                  one has no input gradient. The last one has few output channels, and their gradient is fp32.
+//                  right for the gradients of all layers (choose_gradient_factor). Input gradients in FP8 did no
+//                  damage, even at the ends of the network (docs/LEARNT.md). Only the first and the last convolution
+//                  are left out. The first one has no input gradient. The last one has few output channels, and their
+//                  gradient is fp32.
 // All other tensors, among them the convolutions' results, keep their element. What is rounded in training:
 //
 //   what                  format   its factor               rounded by                         undone by
@@ -2780,7 +2786,7 @@ static void choose_fp8(UNet* net) {
         Layer& conv = *convs[i];
         const auto writer = std::ranges::find(net->layers, conv.x1, &Layer::out);
         const bool reads_norm = writer != net->layers.end() && writer->kind == &GROUPNORM;
-        // The smallest network has 12 such convolutions. So at least 3 of the 4 in middle_block are not spared.
+        // The smallest network has 12 convolutions of 3x3. Even there, 3 of the 4 in middle_block are not spared.
         const bool is_spared = i < FP8_SPARED || i >= last;
         conv.fp8_gradient = conv.stride == 1 && !conv.upsample;
         conv.fp8 = conv.fp8_gradient && reads_norm && !is_spared;
@@ -2843,8 +2849,8 @@ static UNet build_unet(const Config& c) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- FP8: buffers, factors, weights for samples
 // --precision fp8: plans a buffer for each input that a convolution reads in FP8. The group norm that writes this input
-// fills the buffer. When sampling, the norm writes nothing else. In training it also writes the input in the
-// activations' element, which the weight gradient reads.
+// fills the buffer. When sampling, the norm writes nothing else. In training it also writes the same input
+// as an ordinary activation (act_element), because the weight gradient reads that.
 static void plan_fp8(UNet* net, bool training) {
     for (const Layer& conv : net->layers) {
         if (!conv.fp8) continue;
@@ -2882,12 +2888,12 @@ static void plan_fp8_gradients(UNet* net) {
 }
 
 // --sample with --precision fp8: returns the factor that a group norm's output is multiplied by before it is rounded to
-// FP8. weight, bias: the parameters of the norm, which has n channels. Before they are applied, values have a standard
-// deviation of 1, so |weight| + |bias| estimates the size of a channel's values. The factor is chosen such that 32
-// times the largest of these estimates still fits in FP8. Larger values become e4m3's largest number, 448. (The 32 also
-// leaves room for the embedding's scale, which is not known here.) Small values keep their precision, because FP8 is a
-// floating-point format: its largest number is almost 2^15 times its smallest normal number. The factor is a power of
-// 2, so multiplying by it rounds nothing.
+// FP8. weight, bias: the parameters of the norm, which has n channels. Before the norm multiplies by weight and adds
+// bias, its values have a standard deviation of 1. So |weight| + |bias| estimates the size of a channel's values. The
+// factor is chosen such that 32 times the largest of these estimates still fits in FP8. Larger values become e4m3's
+// largest number, 448. (The 32 also leaves room for the embedding's scale, which is not known here.) Small values keep
+// their precision, because FP8 is a floating-point format: its largest number is almost 2^15 times its smallest normal
+// number. The factor is a power of 2, so multiplying by it rounds nothing.
 static float fp8_factor(const float* weight, const float* bias, int n) {
     float size = 0;
     for (int c = 0; c < n; c++) size = std::max(size, std::fabs(weight[c]) + std::fabs(bias[c]));
@@ -2901,9 +2907,10 @@ static float fp8_factor(const float* weight, const float* bias, int n) {
 // parameter lies at the same index in them as in a flat array:
 //   weights   the rounded weights. The weights of an output channel are first divided by a scale, so that the largest
 //             |weight| of the channel becomes FP8's largest number
-//   factors   an array as long as the part of a flat array that is read in fp32 (plain_size). At the index of a norm's
-//             first weight lies the norm's factor (fp8_factor). At the index of the bias of a convolution's output
-//             channel lies scale / factor: the channel's sums times this number are its values
+//   factors   an array as long as the part of a flat array that is read in fp32 (plain_size). The factor of a
+//             norm (fp8_factor) lies at the index of the norm's first weight. The number scale / factor of a
+//             convolution's output channel lies at the index of the channel's bias. The channel's sums are multiplied
+//             by this number
 static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& flat) {
     if (net.config.precision != "fp8") return {};
     std::vector<uint8_t> weights(net.flat_size);
@@ -2942,8 +2949,8 @@ static float choose_gradient_factor(const Config& c) {
 }
 
 // Training with --precision fp8: returns memory for the convolutions' weights in FP8, and the factors that undo the
-// scaling. Each step writes the weights (round_weights). The factors never change; they lie where make_fp8_weights
-// says.
+// scaling. Each step writes the weights (round_weights). The factors never change. They lie at the same places as
+// those of make_fp8_weights.
 static Fp8Weights make_fp8_training(const UNet& net) {
     if (net.config.precision != "fp8") return {};
     std::vector<float> factors(net.plain_size);
@@ -3059,8 +3066,8 @@ static void plan_waits(UNet* net) {
             const Layer& conv = net->layers[k];
             if (conv.kind != &CONV) continue;
             const bool too_old = k > i + weights_lag(net, conv);
-            // If l makes the embedding's projections, it needs their whole gradient, its dout. conv's columns of it
-            // (demb) are computed together with conv's weight gradient.
+            // If l makes the embedding's projections, its dout is the gradient of all projections. It must be complete.
+            // The columns of dout that belong to conv (demb) are computed together with conv's weight gradient.
             const bool has_demb = l.out == net->emb && conv.demb >= 0;
             if (!too_old && !has_demb) continue;
             l.after = k;
@@ -3089,7 +3096,7 @@ static void plan_fusions(UNet* net) {
     }
 }
 
-// Says when each buffer is in use: from the first to the last time at which a layer reads or writes it.
+// Finds out when each buffer is in use: from the first to the last time at which a layer reads or writes it.
 static void plan_lifetimes(UNet* net) {
     const int L = (int)net->layers.size();
     auto use = [&](int time, std::initializer_list<int> buffers) {
