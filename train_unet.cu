@@ -381,7 +381,8 @@ struct WeightRounding {
 // C2 channels. With upsample = 1 the convolution is 3x3, its stride is 1, and it reads its input enlarged to 2H x 2W.
 struct ConvShape {
     int B, H, W, C1, C2, Cout, kernel, stride, upsample;
-    Element in = act_element, out = act_element; // the network's own input and output are FP32
+    // The elements of the input and of the output. What the network itself reads and returns is FP32.
+    Element in = act_element, out = act_element;
     HD int out_H() const { return ((H << upsample) + stride - 1) >> (stride - 1); } // stride is 1 or 2
     HD int out_W() const { return ((W << upsample) + stride - 1) >> (stride - 1); }
 };
@@ -553,7 +554,7 @@ struct Objective {
 };
 
 // A sampler's step from x to x'. The array m is what the sampler remembers from one step to the next, z is new noise,
-// and out is the network's answer:
+// and out is the network's answer. limit leaves its argument as it is, or limits it (see Denoising):
 //   x0 = limit(x0_x x + x0_out out)
 //   x' = next_x x + next_x0 x0 + next_m m + sigma z
 //   m' = m_x x + m_x0 x0
@@ -650,10 +651,10 @@ struct Update {
     const float* sum; // the sum of the ranks' gradients
 };
 
-// The running mean and variance of the loss, and those of the gradient's norm, over healthy steps
-// (see healthy).
+// The running mean and variance of the loss, and those of the gradient's norm, over steps that
+// `healthy` accepts.
 struct Guard {
-    double n; // how many healthy steps there were
+    double n; // how many such steps there were
     double mean_loss, var_loss, mean_norm, var_norm;
 };
 
@@ -681,7 +682,7 @@ struct ConvSkip {
 // 2. The interface: all that the program asks of a device
 // dev/reference.h implements it in plain loops (the CPU build), and Part II in kernels. Another kind of device would
 // need these functions. Of a function's arguments the outputs come first, then inputs, then sizes. Every function
-// overwrites its outputs: backward functions, too, do not add to the gradients that they write.
+// overwrites its outputs. Backward functions also overwrite gradients: they do not add to the old values.
 // A comment after an argument gives its shape, or says what it is. [Brackets] enclose what may be null.
 
 // A queue of a GPU's operations, which run one after the other. Different streams can run at the same time.
@@ -943,8 +944,8 @@ static void begin_exchange();
 static void end_exchange();
 
 // open_alloc returns device memory. If world.direct is true, other ranks may write to it, and all_to_all and all_gather
-// write to it directly. at_rank returns the address of the same place in rank r's memory. meet makes each device wait
-// until all devices have called it.
+// write to it directly. at_rank returns the address in rank r's memory that corresponds to p. meet makes each device
+// wait until all devices have called it.
 static void* open_alloc(size_t bytes);
 [[maybe_unused]] static void* at_rank(void* p, int r);
 static void meet();
@@ -1002,7 +1003,7 @@ static struct Allowed {
 struct Upload {
     uint8_t *host, *device;
     size_t bytes;
-    void *sent, *released; // on a GPU: events after the copy, and after the work that reads `device`
+    void *sent, *released; // on a GPU: events that mark the ends of the copy and of the work that reads `device`
 };
 static Upload make_upload(size_t bytes);
 static void wait_for_host_side(Upload* u); // waits until u->host may be written
@@ -1028,8 +1029,9 @@ static act* make_copy(float* params, size_t n) {
 // counter holds its number within the sample. Philox has no state, so any step of any run can be reproduced alone, on
 // any machine.
 
-// The last word of the counter is the purpose: what is drawn. Each purpose has its own number. Dropout draws other
-// numbers in each residual block, so for dropout this word also contains the residual block's index, from bit 8 on.
+// The last word of the counter is the purpose: what is drawn. Each purpose has its own number. Dropout must draw
+// different numbers in each residual block. So for dropout this word also contains the residual block's index, from
+// bit 8 on.
 enum RandomPurpose : uint32_t { // files and common/random_numbers.py use these numbers: append new ones at the end
     RANDOM_INIT = 0,
     RANDOM_TIMESTEP,
@@ -1419,7 +1421,7 @@ static size_t edit_distance(const std::string& a, const std::string& b) {
     return row.back();
 }
 
-// Says what to do instead of using a flag that this program does not have.
+// Returns a text that says what to do instead of using a flag that this program does not have.
 static std::string instead_of(const std::string& name) {
     auto is = [&](std::initializer_list<const char*> names) { return std::ranges::count(names, name) > 0; };
     // These flags belong to guided-diffusion or to dev/bench. What they do is done in another way here, or not at all.
@@ -1546,7 +1548,7 @@ static std::string parse_image_size(Config* c) {
     return wrong(c, "image_size", "must be a number of pixels from 4 to 4096, or HxW");
 }
 
-// --cond makes pictures of images. Returns how many channels these pictures have.
+// Returns how many channels the pictures have that --cond makes of images.
 static int made_channels(const Config& c) {
     if (c.picture_kind == PictureKind::GRAY) return 1;
     return c.in_channels + (c.picture_kind == PictureKind::MASK);
@@ -1724,8 +1726,8 @@ static std::string check_model(Config* c) {
         if (!ok && error.empty()) error = wrong(c, name, why);
     };
 
-    // Attention's heads must divide the channels. The number of heads follows from --num_head_channels, or is
-    // --num_heads if that flag is -1.
+    // The number of attention heads must divide the number of channels. The number of heads follows from
+    // --num_head_channels. If that flag is -1, --num_heads is the number of heads.
     const int per_head = c->num_head_channels;
     const int up = c->num_heads_upsample;
     const size_t lowest = c->mult.size() - 1; // middle_block has this level's channels, and always has attention
@@ -1867,7 +1869,8 @@ static void check_run(Config* c, const std::string& where) {
 // =====================================================================================================================
 // 5. The network: a list of layers, made of guided-diffusion's flags
 // build_unet goes through the architecture once, as guided-diffusion's UNetModel does. It appends to two lists:
-// parameters (in state_dict order) and layers (in the order of the forward pass). Each configuration has other lists.
+// parameters (in state_dict order) and layers (in the order of the forward pass). Different configurations
+// have different lists.
 //
 //   t, labels, values -> sinusoids, linear, SiLU, linear [+ label] [+ linear of the values], SiLU, linear:
 //                        the embedding, some columns a block
@@ -2066,8 +2069,8 @@ struct LayerArgs {
     GradOf<float> d1_fp32() const { return {(float*)d1.dx, (const float*)d1.add1, (const float*)d1.add2}; }
 };
 
-// Returns the address of a tensor's buffer. In a backward walk, it is the buffer of the tensor that was computed again,
-// if there is one (--use_checkpoint).
+// Returns the address of a tensor's buffer. If this is a backward walk and the tensor was computed again
+// (--use_checkpoint), returns the address of the buffer that holds the new result.
 static act* memory_of(const Walk& walk, int buffer) {
     const bool again = walk.grads && buffer >= 0;
     return buffer_data(walk.net, again ? walk.net->buffers[buffer].again : buffer);
