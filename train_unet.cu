@@ -602,7 +602,7 @@ struct AdamW {
 // A rank owns its parts of all segments. These parts together are called its slice. Each segment has parts of all
 // ranks. So the gradients of one segment can be sent to their owners while those of another segment are still computed.
 // The weights that are read in fp32 lie at the beginning of the array.
-constexpr size_t STRETCH = 1 << 14; // how many floats a stretch has; the gradients' squares are summed in each stretch
+constexpr size_t STRETCH = 1 << 14; // how many floats a stretch has; each stretch has a sum of squares (sum_gradients)
 struct Slice {
     size_t n;
     int segments, stretches, rank, ranks;
@@ -899,9 +899,9 @@ static void keep_known(float* x,           // (B or 2 B, n)
                        const SamplerStep* steps, RandomKey key, bool guided, int B, int n);
 
 // Optimiser, for a slice of the flat arrays. Adds the ranks' gradients in the order of the ranks, and writes the result
-// to sum (flat). If add is true, they are added to the old sum. Then the squares of the gradients of each stretch are
-// added up and written to squares. These sums, like new weights, are written to all ranks whose memory this rank can
-// write to (Everywhere). The comments above step_gradients explain the order, and why there are stretches.
+// to sum (flat). If add is true, they are added to the old sum. Then, for each stretch of sum, the squares of its
+// numbers are added up and written to squares. These totals, like new weights, are written to all ranks whose memory
+// this rank can write to (Everywhere). The comments above step_gradients explain the order, and why there are stretches.
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add);
 // Decides whether a step is good or is skipped (judge_batch).
 static void judge_step(StepState* state, const double* squares, // (stretches)
