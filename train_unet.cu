@@ -901,7 +901,8 @@ static void keep_known(float* x,           // (B or 2 B, n)
 // Optimiser, for a slice of the flat arrays. Adds the ranks' gradients in the order of the ranks, and writes the result
 // to sum (flat). If add is true, they are added to the old sum. Then, for each stretch of sum, the squares of its
 // numbers are added up and written to squares. These totals, like new weights, are written to all ranks whose memory
-// this rank can write to (Everywhere). The comments above step_gradients explain the order, and why there are stretches.
+// this rank can write to (Everywhere). The comments above step_gradients explain the order, and why there are
+// stretches.
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add);
 // Decides whether a step is good or is skipped (judge_batch).
 static void judge_step(StepState* state, const double* squares, // (stretches)
