@@ -226,7 +226,7 @@
 #ifdef __CUDACC__
 #define HD __host__ __device__ // marks functions that both the host and the device call
 #define INLINE __device__ __forceinline__
-typedef void act;                // an element of an activation; its type is known at run time (act_element)
+typedef void act;                // an element of an activation; act_element holds its type at run time
 constexpr int STEPS_AHEAD = 64;  // how many steps the host may start before it reads their results for the log
 constexpr int STEPS_AGREED = 16; // after how many steps the ranks agree again on whether to stop
 // The presets that are used if the command line has no --preset (see default_preset).
@@ -257,8 +257,8 @@ static const char* const PRESET_ELSE = "fashion32";
 //
 // The program does not compile until these are done. The compiler names them, once the type is in this enumeration:
 //   facts_of                   its name and its bytes (below)
-//   with_act                   its case (section 16). This function alone leads from an Element to a type T of C++, so
-//                              its case makes the compiler ask for whatever kernels need of T:
+//   with_act                   a case for the type (section 16). Only this function turns an Element into a C++ type T.
+//                              With that case, the compiler asks for all that kernels need for T:
 //   ElementOf                  its constants (section 14)
 //   unpack, pack               how a piece of 16 bytes becomes floats, and the reverse (section 16)
 //   FourOf, to_floats,         how four of its numbers become floats, and the reverse (section 16)
@@ -266,8 +266,8 @@ static const char* const PRESET_ELSE = "fashion32";
 //   store_two                  how two of its numbers are stored (section 16)
 //   mma, pack_pair             its instruction on the tensor cores, and two numbers in one register of a fragment
 //                              (section 16). Only a type with PARTS = 1 needs them. Fragments are made for numbers of
-//                              2 bytes, where an instruction adds up 16 products for each sum. With 1 byte it adds up
-//                              32, so load_fragment, load_fragments and their callers change, too
+//                              2 bytes, where an instruction adds up 16 products for each sum. With numbers of 1 byte
+//                              it adds up 32, so load_fragment, load_fragments and their callers change, too
 //   tma_type                   its case: TMA's name of the type (section 16)
 //   cast_params, adamw_update  their cases (section 21)
 //
@@ -311,8 +311,8 @@ static size_t act_bytes() { return bytes_of(act_element); }
 // If activations are fp32, there is no copy: kernels read the convolutions' weights themselves.
 static bool weights_have_copy() { return act_element != Element::FP32; }
 
-// FP8 has two formats (Micikevicius et al. 2022, arXiv:2209.05433). Both have a sign, an exponent and a mantissa, and
-// the exponent is stored plus a bias:
+// FP8 has two formats (Micikevicius et al. 2022, arXiv:2209.05433). Both have a sign, an exponent and a mantissa. A
+// bias is added to the exponent before it is stored.
 //   Element::FP8            e4m3: four bits of exponent, three of mantissa. For values: activations and weights.
 //   Element::FP8_GRADIENT   e5m2: five bits of exponent, two of mantissa. For gradients of activations, whose sizes
 //                           differ more.
@@ -325,7 +325,7 @@ struct Fp8Format {
 constexpr Fp8Format E4M3{.mantissa = 3, .bias = 7, .largest = 448, .largest_bits = 0x7E};
 // Only the CPU build uses E5M2. The GPU has an instruction that rounds to e5m2.
 [[maybe_unused]] constexpr Fp8Format E5M2{.mantissa = 2, .bias = 15, .largest = 57344, .largest_bits = 0x7B};
-constexpr uint8_t FP8_NAN = 0x7F; // in both formats
+constexpr uint8_t FP8_NAN = 0x7F; // these bits mean NaN in both formats
 // Rounds v to the nearest FP8 number. Halfway between two FP8 numbers, the result is the one whose last bit is 0. If
 // |v| is larger than the largest FP8 number, the result is that number, with v's sign. Kernels round in the same way
 // (pack_fp8).
@@ -341,7 +341,7 @@ static inline uint8_t fp8_bits(float v, const Fp8Format& f = E4M3) {
     const int smallest_normal = 127 + 1 - f.bias; // the exponent of this number, as fp32 stores it
     if ((int)(bits >> 23) < smallest_normal)
         return sign | (uint8_t)std::lrintf(std::ldexp(size, f.bias - 1 + f.mantissa));
-    const int dropped = 23 - f.mantissa; // the FP8 number keeps the other bits of the mantissa
+    const int dropped = 23 - f.mantissa; // how many bits of the float's mantissa FP8 does not keep
     bits += (1u << (dropped - 1)) - 1 + (bits >> dropped & 1);
     return sign | (uint8_t)((bits >> dropped) - ((127 - f.bias) << f.mantissa));
 }
@@ -362,14 +362,15 @@ struct Fp8Copy {
     const float* factor = nullptr;
 };
 
-// --precision fp8, in training: the factors of values and weights, before they are rounded to FP8 (e4m3). They are
-// powers of 2, so multiplying by them rounds nothing. A value larger than 28, and a weight larger than 3.5, becomes the
-// largest number of FP8. choose_gradient_factor returns the factor of gradients.
+// --precision fp8, in training: values and weights are multiplied by these factors before they are rounded to FP8
+// (e4m3). The factors are powers of 2, so multiplying by them rounds nothing. A value larger than 28, and a weight
+// larger than 3.5, becomes the largest number of FP8. choose_gradient_factor returns the factor of gradients.
 constexpr float FP8_X_FACTOR = 16;
 constexpr float FP8_WEIGHT_FACTOR = 128;
 
 // A convolution whose weights are rounded to FP8 in training (round_weights). offset: where the weights (Cout, 9, Cin)
-// begin in a flat array. turned_alone: only the input gradient is in FP8, so only the copy `turned` is made.
+// begin in a flat array. turned_alone: only the convolution's input gradient is computed in FP8. So only the copy that
+// the input gradient reads is made (`turned` of round_weights).
 struct WeightRounding {
     size_t offset;
     int Cout, Cin;
@@ -380,12 +381,13 @@ struct WeightRounding {
 // C2 channels. With upsample = 1 the convolution is 3x3, its stride is 1, and it reads its input enlarged to 2H x 2W.
 struct ConvShape {
     int B, H, W, C1, C2, Cout, kernel, stride, upsample;
-    Element in = act_element, out = act_element; // the network's own input and output are FP32
+    // The elements of the input and of the output. What the network itself reads and returns is FP32.
+    Element in = act_element, out = act_element;
     HD int out_H() const { return ((H << upsample) + stride - 1) >> (stride - 1); } // stride is 1 or 2
     HD int out_W() const { return ((W << upsample) + stride - 1) >> (stride - 1); }
 };
 
-enum class Nonlinearity : uint8_t { NONE, SILU }; // what a group norm applies to its result (struct Silu)
+enum class Nonlinearity : uint8_t { NONE, SILU }; // the function that a group norm applies to its result
 
 // A group norm of x (B, HW, C1 + C2), which is one array, or two arrays of C1 and C2 channels.
 struct NormShape {
@@ -394,7 +396,8 @@ struct NormShape {
     float eps; // is added to the variance
 };
 
-// A convolution's weight gradient, which is computed later, together with the weight gradients of other layers.
+// The arrays and the shape from which a convolution's weight gradient is computed later, together with the weight
+// gradients of other layers.
 struct WeightWork {
     float *dweight, *dbias;
     float* demb; // (B, emb_stride): the gradient of the embedding, which was added to all pixels of an image; or null
@@ -427,12 +430,12 @@ struct SoftmaxRow {
     float top, log_sum;
 };
 
-// A random draw depends on these members and on the sample's place in the batch.
+// A random draw depends on these values and on the sample's place in the batch.
 struct RandomKey {
     uint64_t seed;
     uint32_t purpose;    // what is drawn: RANDOM_NOISE or another RandomPurpose
-    const int64_t* step; // device; read at each draw, so that a recorded graph draws new numbers in each step
-    int64_t sample0;     // the batch's first sample
+    const int64_t* step; // in device memory; read at each draw, so a recorded graph draws new numbers in each step
+    int64_t sample0;     // the number of the batch's first sample
 };
 
 // Returns the same key with another purpose.
@@ -476,7 +479,7 @@ struct Dropout {
     float p = 0;
     uint64_t seed = 0;
     const int64_t* step = nullptr; // in device memory: the number of the step
-    int64_t sample0 = 0;           // the batch's first sample
+    int64_t sample0 = 0;           // the number of the batch's first sample
     uint32_t layer = 0;            // index of the residual block
 };
 
@@ -534,8 +537,9 @@ struct SigmaDraws {
 };
 
 // What a model is trained on: how noise levels are drawn, and what the loss is. The loss is
-// mse * squared error + bound * variational bound in nats. If mse is 0, the bound also trains the mean. If tuning.on(),
-// the loss is that of tuning_loss instead.
+// mse * squared error + bound * variational bound in nats. If mse is above 0, the bound trains only the variance that
+// the network predicts. If mse is 0, the bound also trains the predicted mean. If tuning.on(), the loss is that of
+// tuning_loss instead.
 struct Objective {
     const NoiseLevel* levels; // device: (steps), the level of each t; null: sigma is drawn, see SigmaDraws
     int steps;                // how many timesteps t there are
@@ -550,7 +554,7 @@ struct Objective {
 };
 
 // A sampler's step from x to x'. The array m is what the sampler remembers from one step to the next, z is new noise,
-// and out is the network's answer:
+// and out is the network's answer. limit leaves its argument as it is, or limits it (see Denoising):
 //   x0 = limit(x0_x x + x0_out out)
 //   x' = next_x x + next_x0 x0 + next_m m + sigma z
 //   m' = m_x x + m_x0 x0
@@ -598,13 +602,13 @@ struct AdamW {
 // A rank owns its parts of all segments. These parts together are called its slice. Each segment has parts of all
 // ranks. So the gradients of one segment can be sent to their owners while those of another segment are still computed.
 // The weights that are read in fp32 lie at the beginning of the array.
-constexpr size_t STRETCH = 1 << 14; // floats of a stretch: gradients' squares are summed by stretches (step_gradients)
+constexpr size_t STRETCH = 1 << 14; // how many floats a stretch has; each stretch has a sum of squares (sum_gradients)
 struct Slice {
     size_t n;
     int segments, stretches, rank, ranks;
-    HD size_t each() const { return stretches * STRETCH; } // floats of a segment that a rank owns
-    HD size_t owned() const { return segments * each(); }  // floats of all segments that a rank owns
-    HD size_t whole() const { return ranks * owned(); }    // floats of a flat array with its padding
+    HD size_t each() const { return stretches * STRETCH; } // how many floats of a segment a rank owns
+    HD size_t owned() const { return segments * each(); }  // how many floats a rank owns in all segments
+    HD size_t whole() const { return ranks * owned(); }    // how many floats a flat array has with its padding
     // Returns where in a flat array rank r's part of a segment begins.
     HD size_t at(int segment, int r) const { return ((size_t)segment * ranks + r) * each(); }
     // Returns where in a flat array the i-th float of this rank's slice lies.
@@ -628,8 +632,8 @@ struct RankGradients {
     }
 };
 
-// An array of this rank, and the same array of the other ranks whose memory this rank can write to. A kernel that has a
-// result writes it to all of these arrays.
+// An array of this rank, and the same array of the other ranks whose memory this rank can write to. A kernel writes
+// its result to all of these arrays.
 constexpr int NEAR = 8; // the largest number of ranks that write to each other's memory
 template <class T> struct Everywhere {
     T* at[NEAR]; // this rank's array is the first
@@ -647,9 +651,10 @@ struct Update {
     const float* sum; // the sum of the ranks' gradients
 };
 
-// The running mean and variance of the loss, and those of the gradient's norm, over healthy steps.
+// The running mean and variance of the loss, and those of the gradient's norm, over steps that
+// `healthy` accepts.
 struct Guard {
-    double n; // how many healthy steps there were
+    double n; // how many such steps there were
     double mean_loss, var_loss, mean_norm, var_norm;
 };
 
@@ -677,7 +682,7 @@ struct ConvSkip {
 // 2. The interface: all that the program asks of a device
 // dev/reference.h implements it in plain loops (the CPU build), and Part II in kernels. Another kind of device would
 // need these functions. Of a function's arguments the outputs come first, then inputs, then sizes. Every function
-// overwrites its outputs: backward functions, too, do not add to the gradients that they write.
+// overwrites its outputs. Backward functions also overwrite gradients: they do not add to the old values.
 // A comment after an argument gives its shape, or says what it is. [Brackets] enclose what may be null.
 
 // A queue of a GPU's operations, which run one after the other. Different streams can run at the same time.
@@ -687,10 +692,10 @@ constexpr int HISTORY = 10;       // how many losses of each t --schedule_sample
 
 HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// Convolution: out = conv([x1 | x2], weight) + bias [+ emb] [+ residual]. The sums that a group norm needs of out are
-// written to stats. With a skip, the convolution also computes a skip connection and adds its result; conv_takes_skip
-// returns whether this is possible. With a skip there is no emb and no residual. If s.in is FP8, x1 and weight are FP8,
-// and out = factors * conv(x1, weight) + the same addends (bias and so on).
+// Convolution: out = conv([x1 | x2], weight) + bias [+ emb] [+ residual]. The sums that a later group norm
+// needs are written to stats. With a skip, the convolution also computes a skip connection and adds its result.
+// conv_takes_skip returns whether this is possible. With a skip there is no emb and no residual. If s.in is FP8, x1 and
+// weight are FP8, and out = factors * conv(x1, weight) + the same addends (bias and so on).
 // For conv_backward_input, s.out is the element of dout. If it is FP8_GRADIENT, dout is in e5m2, weight is the array
 // `turned` of round_weights, in e4m3, and dx1 = factors * (the sums of products). In this case there is only the input
 // x1, and nothing is added to its gradient.
@@ -782,7 +787,7 @@ static void enlarge_pictures(float* cond,        // (B, H, W, C)
                              const float* small, // (B, H / factor, W / factor, C)
                              int factor, PictureDraws draws, int B, int C, int H, int W);
 // --cond gray: grey_images makes grey pictures of the images. --cond mask: mask_images makes copies of the images, with
-// holes and with one more channel that says where the holes are.
+// holes. One more channel is 1 in the holes and -1 elsewhere.
 static void grey_images(float* cond,        // (B, H, W, 1)
                         const void* images, // (B, 3, H, W)
                         PictureDraws draws, int B, int H, int W, int bytes);
@@ -832,8 +837,8 @@ static void finish_gradients(); // completes what backward functions have postpo
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key);
 // If o.tuning.on(): writes the levels of the same samples' teachers, and what the network is told of each level.
 static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key);
-// Mixes noise into images: x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4). It also writes what the network
-// should answer, the target [+ target_teacher teacher].
+// Mixes noise into images: x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4). It also writes target, which
+// is what the network should answer: target_x0 x_0 + target_noise noise [+ target_teacher teacher].
 static void q_sample_forward(float* x_t, float* target, // (B, H, W, C)
                              const NoiseLevel* levels,  // (B)
                              const float* teacher,      // [as target]: the teacher's answer
@@ -850,8 +855,9 @@ static void loss_forward_backward(double* loss,             // (B)
                                   const float* x,           // (B, HW, C): the network's input
                                   const NoiseLevel* levels, // (B)
                                   const Objective& o, float factor, int B, int HW, int C, int Cout);
-// Is called in place of loss_forward_backward if o.tuning.on(). loss = weight (sqrt(D + c^2) - c), the pseudo-Huber
-// distance to the teacher's image, with D = the sum of (x0_out (out - target))^2 over a sample's n values.
+// This function is called in place of loss_forward_backward if o.tuning.on(). loss = weight (sqrt(D + c^2) - c). This
+// is the pseudo-Huber distance to the teacher's image. D is the sum of (x0_out (out - target))^2 over a sample's n
+// values.
 static void tuning_loss_forward_backward(double* loss,             // (B)
                                          float* dout,              // as out
                                          const float* out,         // (B, n)
@@ -884,17 +890,19 @@ static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t*
 static void sampler_step(float* x,         // (B or 2 B, HW, C)
                          const float* out, // (B or 2 B, HW, Cout): the network's answer
                          const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout);
-// Inpainting. It runs after each step, and does nothing if the step's known_x is 0. Where mask is not above 0,
-// x = known_x image + known_sigma z. Then at all pixels x' = back_x x + back_sigma z', with other normals z'.
+// Inpainting. keep_known runs after each step of the sampler, and does nothing if the step's known_x is 0. A pixel of
+// the image is known where mask is not above 0. There x = known_x image + known_sigma z. Then at all pixels
+// x' = back_x x + back_sigma z', with other normals z'.
 static void keep_known(float* x,           // (B or 2 B, n)
                        const float* image, // (B, n)
                        const float* mask,  // (B, n)
                        const SamplerStep* steps, RandomKey key, bool guided, int B, int n);
 
 // Optimiser, for a slice of the flat arrays. Adds the ranks' gradients in the order of the ranks, and writes the result
-// to sum (flat). If add is true, they are added to the old sum. Then squares gets the sum of the squares of each
-// stretch of sum. These sums, like new weights, are written to all ranks whose memory this rank can write to
-// (Everywhere). The comments above step_gradients explain the order, and why there are stretches.
+// to sum (flat). If add is true, they are added to the old sum. Then, for each stretch of sum, the squares of its
+// numbers are added up and written to squares. These totals, like new weights, are written to all ranks whose memory
+// this rank can write to (Everywhere). The comments above step_gradients explain the order, and why there are
+// stretches.
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add);
 // Decides whether a step is good or is skipped (judge_batch).
 static void judge_step(StepState* state, const double* squares, // (stretches)
@@ -937,8 +945,8 @@ static void begin_exchange();
 static void end_exchange();
 
 // open_alloc returns device memory. If world.direct is true, other ranks may write to it, and all_to_all and all_gather
-// write to it directly. at_rank returns the address of the same place in rank r's memory. meet makes each device wait
-// until all devices have called it.
+// write to it directly. at_rank returns the address in rank r's memory that corresponds to p. meet makes each device
+// wait until all devices have called it.
 static void* open_alloc(size_t bytes);
 [[maybe_unused]] static void* at_rank(void* p, int r);
 static void meet();
@@ -958,12 +966,12 @@ static void join_devices(bool direct); // direct: whether devices may write to e
 static void start_device(const std::string& precision, int number);
 static std::string device_name();
 static int count_gpus();        // how many GPUs this process could use; in the CPU build it ends the program
-static size_t device_bytes = 0; // allocated so far
+static size_t device_bytes = 0; // how many bytes of device memory are allocated
 static void* device_alloc_bytes(size_t bytes);
 static size_t device_available();
 static void copy_to_device(void* to, const void* host, size_t bytes);
 static void copy_to_host(void* host, const void* from, size_t bytes);
-static int max_stat_parts(int H, int W); // the largest number of parts in which a tensor's Stats come
+static int max_stat_parts(int H, int W); // the largest Stats::parts of a tensor of this size
 
 // A list of launches that is repeated with the same pointers. On a GPU it is recorded once, and then repeated as one
 // launch.
@@ -996,7 +1004,7 @@ static struct Allowed {
 struct Upload {
     uint8_t *host, *device;
     size_t bytes;
-    void *sent, *released; // on a GPU: events after the copy, and after the work that reads `device`: see release
+    void *sent, *released; // on a GPU: events that mark the ends of the copy and of the work that reads `device`
 };
 static Upload make_upload(size_t bytes);
 static void wait_for_host_side(Upload* u); // waits until u->host may be written
@@ -1018,12 +1026,14 @@ static act* make_copy(float* params, size_t n) {
 // =====================================================================================================================
 // 3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), key = seed,
-// counter = (quartet, sample, step, purpose). A quartet is four random words, which are drawn together; a sample's
-// quartets are numbered. Philox has no state, so any step of any run can be reproduced alone, on any machine.
+// counter = (quartet, sample, step, purpose). A quartet is a group of four random words that are drawn together; the
+// counter holds its number within the sample. Philox has no state, so any step of any run can be reproduced alone, on
+// any machine.
 
-// The last word of the counter is the purpose: what is drawn. Each purpose has its own number. Dropout draws other
-// numbers in each residual block, so for dropout this word also contains the residual block's index, from bit 8 on.
-enum RandomPurpose : uint32_t { // files and the PyTorch twin use these numbers: append new ones at the end
+// The last word of the counter is the purpose: what is drawn. Each purpose has its own number. Dropout must draw
+// different numbers in each residual block. So for dropout this word also contains the residual block's index, from
+// bit 8 on.
+enum RandomPurpose : uint32_t { // files and common/random_numbers.py use these numbers: append new ones at the end
     RANDOM_INIT = 0,
     RANDOM_TIMESTEP,
     RANDOM_NOISE,
@@ -1119,8 +1129,9 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 // Flags have guided-diffusion's names. A preset is a list of flags. The command line has priority over a preset. The
 // flags and presets themselves are in common/flags.h, which the Python programs read, too.
 //
-// In the order in which they run: parse_command_line, take_aliases, apply_preset; then take_model_file and
-// take_data_shape (section 13) set what is still not set; check_model and check_run find what cannot work.
+// These functions run in this order: parse_command_line, take_aliases, apply_preset; then take_model_file and
+// take_data_shape (section 13), which set what is still not set; then check_model and check_run, which find what cannot
+// work.
 
 constexpr double BIG = 1e9;
 struct Config;
@@ -1130,7 +1141,7 @@ struct Config;
 struct Flag {
     const char* name;
     std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
-    int slot;               // the place of the value in the header of a model file (see Model files); 0: it has none
+    int slot;               // the place of the value in the header of a model file (section 10); 0: it is not there
     bool free;              // true: the command line may set another value than a model file holds
     const char* objectives; // the only objectives that use the flag, "a|b"; "": all objectives use it
     const char* heading;    // the heading above the flag in --help
@@ -1212,15 +1223,15 @@ struct Config {
     bool can_be_guided() const { return (class_dropout > 0 && (class_cond || cond_dim > 0)) || cond_dropout > 0; }
     bool goes_by_timesteps() const { return sampler == "ddpm" || sampler == "ddim"; } // steps are the model's timesteps
     bool can_churn() const { return sampler == "euler" || sampler == "heun"; }        // see S_churn
-    int seen_channels() const { return in_channels + cond_channels; } // those of an image and its picture
+    int seen_channels() const { return in_channels + cond_channels; } // channels of an image and its picture
     const string& frame() const { return objective == "ect" ? ect_frame : objective; } // see Frame
     int64_t ect_stage() const { return ect_d > 0 ? ect_d : (max_steps + 7) / 8; }      // how many steps a stage has
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
 };
 
 constexpr int MORE_EMAS = 7; // how many averages of the weights there may be at most, besides the first one
-// --objective ect: the largest q^a that is allowed. The gap between student and teacher is divided by q^a, and a
-// smaller gap would be lost in fp32's rounding.
+// --objective ect: the largest q^a that is allowed. The gap between the sigma of student and teacher is divided by
+// q^a, and a smaller gap would be lost in fp32's rounding.
 constexpr double LARGEST_GAP_DIVISOR = 1e6;
 // The averages of --ema_snapshots weight the parameters of each step by a power of the step's number (Karras et al.
 // 2024, appendix C). These are the exponents. With --ema_snapshots the list of rates (Config::emas) contains them, too.
@@ -1306,7 +1317,7 @@ static void set_flag(Config* c, const Flag& f, const std::string& value, const s
     if (!expected.empty()) die("%s--%s %s: must be %s", where.c_str(), f.name, value.c_str(), expected.c_str());
 }
 
-// Returns a number as text. It has as few digits as possible, but so many that the same number is read from the text.
+// Returns a number as text. It has as few digits as possible, but enough that the text is read as the same number.
 static std::string shortest(float number) {
     std::string value;
     for (int digits = 6; digits <= 9; digits++) {
@@ -1339,7 +1350,7 @@ static std::set<std::string> left_out_of_preset(const Config& c) {
     std::set<std::string> names;
     if (c.given("num_heads")) names.insert("num_head_channels"); // it would have priority over num_heads
     if (c.objective != "ddpm") names.insert({"predict", "min_snr_gamma", "learn_sigma"});
-    if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma"); // the preset's suits the preset's --predict
+    if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma"); // it suits the preset's own --predict
     if (c.given("sampler") || c.changes_images()) names.insert("S_churn");
     if (c.given("class_cond") && !c.class_cond) names.insert({"class_dropout", "guidance_scale"});
     if (c.given("class_dropout") && !c.class_dropout) names.insert("guidance_scale");
@@ -1413,7 +1424,7 @@ static size_t edit_distance(const std::string& a, const std::string& b) {
     return row.back();
 }
 
-// Says what to do instead of using a flag that this program does not have.
+// Returns a text that says what to do instead of using a flag that this program does not have.
 static std::string instead_of(const std::string& name) {
     auto is = [&](std::initializer_list<const char*> names) { return std::ranges::count(names, name) > 0; };
     // These flags belong to guided-diffusion or to dev/bench. What they do is done in another way here, or not at all.
@@ -1451,7 +1462,7 @@ static void parse_command_line(Config* c, int argc, char** argv) {
         if (!f) die("--%s: %s", name.c_str(), instead_of(name).c_str());
         if (c->given(name)) die("--%s: is given twice; once is enough", name.c_str());
 
-        // Without an = the value is the next argument, which is not the next flag.
+        // Without a "=", the value is the next argument. That argument must not be a flag.
         const bool value_follows = equals == arg.size();
         if (value_follows) i++;
         const bool is_missing = i == argc || (value_follows && std::string(argv[i]).starts_with("--"));
@@ -1477,8 +1488,8 @@ static void take_aliases(Config* c) {
         c->on_command_line.insert(name);
     };
     // In guided-diffusion, the learning rate falls over lr_anneal_steps steps, without a warm-up, and then the run
-    // stops. In guided-diffusion, 0 means that the rate stays constant and that the run has no end. In this program, 0
-    // means that the rate stays constant and that --max_steps keeps its value.
+    // stops. With lr_anneal_steps 0, the rate stays constant in both programs. In guided-diffusion such a run has no
+    // end; here --max_steps keeps its value.
     const int64_t steps = c->lr_anneal_steps;
     // An upsampler enlarges images from small_size to large_size.
     // In guided-diffusion, upsamplers to 512 x 512 have another channel_mult than other models of 512 x 512.
@@ -1498,8 +1509,8 @@ static void take_aliases(Config* c) {
 }
 
 // --rescale_learned_sigmas is guided-diffusion's name for two values of --vlb_weight. This function is called when the
-// other flags are known, because one of these values depends on --diffusion_steps. from_file: a model file has set
-// --vlb_weight, so a preset must not change it.
+// other flags are known, because one of these values depends on --diffusion_steps. from_file: whether a model file has
+// set --vlb_weight. If so, a preset must not change it.
 static void take_rescale_learned_sigmas(Config* c, bool from_file) {
     // The command line has priority over a preset. A preset may name rescale_learned_sigmas or vlb_weight.
     const bool given = c->given("rescale_learned_sigmas");
@@ -1540,7 +1551,7 @@ static std::string parse_image_size(Config* c) {
     return wrong(c, "image_size", "must be a number of pixels from 4 to 4096, or HxW");
 }
 
-// --cond makes pictures of images. Returns how many channels these pictures have.
+// Returns how many channels the pictures have that --cond makes of images.
 static int made_channels(const Config& c) {
     if (c.picture_kind == PictureKind::GRAY) return 1;
     return c.in_channels + (c.picture_kind == PictureKind::MASK);
@@ -1576,8 +1587,8 @@ static std::string parse_cond(Config* c) {
     return "";
 }
 
-// Parses --channel_mult: how many channels each level has. Without the flag, the function uses guided-diffusion's
-// values for images of this height.
+// Parses --channel_mult, which has a number for each level. A level has this number times --num_channels channels.
+// Without the flag, the function uses guided-diffusion's numbers for images of this height.
 static std::string parse_channel_mult(Config* c) {
     static const std::map<int, const char*> DEFAULTS = {
         {512, "0.5,1,1,2,2,4,4"}, {256, "1,1,2,2,4,4"}, {128, "1,1,2,3,4"}, {64, "1,2,3,4"}};
@@ -1718,8 +1729,8 @@ static std::string check_model(Config* c) {
         if (!ok && error.empty()) error = wrong(c, name, why);
     };
 
-    // Attention's heads must divide the channels. The number of heads follows from --num_head_channels, or is
-    // --num_heads if that flag is -1.
+    // The number of attention heads must divide the number of channels. The number of heads follows from
+    // --num_head_channels. If that flag is -1, --num_heads is the number of heads.
     const int per_head = c->num_head_channels;
     const int up = c->num_heads_upsample;
     const size_t lowest = c->mult.size() - 1; // middle_block has this level's channels, and always has attention
@@ -1861,7 +1872,8 @@ static void check_run(Config* c, const std::string& where) {
 // =====================================================================================================================
 // 5. The network: a list of layers, made of guided-diffusion's flags
 // build_unet goes through the architecture once, as guided-diffusion's UNetModel does. It appends to two lists:
-// parameters (in state_dict order) and layers (in the order of the forward pass). Each configuration has other lists.
+// parameters (in state_dict order) and layers (in the order of the forward pass). Different configurations
+// have different lists.
 //
 //   t, labels, values -> sinusoids, linear, SiLU, linear [+ label] [+ linear of the values], SiLU, linear:
 //                        the embedding, some columns a block
@@ -1899,7 +1911,7 @@ struct Param {
 // An activation (B, H, W, C).
 struct Tensor {
     int H = 0, W = 0, C = 0;
-    Element element = Element::FP32; // act_element; or FP32: input, output, embeddings, patches; or FP8: see choose_fp8
+    Element element = Element::FP32; // act_element; FP32 for input, output, embeddings and patches; FP8: see choose_fp8
     int buffer = -1;                 // the buffer of its values
     int stats = -1;                  // if a group norm reads it: the buffer of Stats::sums
     int fp8 = -1;                    // if a convolution reads it in FP8: the buffer of the FP8 numbers (plan_fp8)
@@ -1955,7 +1967,7 @@ struct UNet {
     std::vector<Layer> layers;
     std::vector<Buffer> buffers;
     size_t num_params = 0;                 // how many parameters there are, without padding
-    size_t flat_size = 0;                  // floats in a flat array, with padding
+    size_t flat_size = 0;                  // how many floats a flat array has, with padding
     size_t plain_size = 0;                 // the first plain_size floats are read in fp32, not from a copy
     int input = -1, emb = -1, output = -1; // indices of tensors; emb: the embedding's projections for all blocks
     int residual_blocks = 0;
@@ -1998,8 +2010,8 @@ struct Weights {
     Fp8Weights fp8{};
 };
 
-// A walk over the list. If grads is null, it is a forward pass. Otherwise it is a backward pass, and the layers that
-// are computed again for it (--use_checkpoint) are a part of it.
+// A walk over the list of layers. If grads is null, the walk is a forward pass. Otherwise it is a backward pass; then
+// the layers that are computed again (--use_checkpoint) are a part of the walk.
 struct Walk {
     UNet* net;
     Weights weights{};
@@ -2060,8 +2072,8 @@ struct LayerArgs {
     GradOf<float> d1_fp32() const { return {(float*)d1.dx, (const float*)d1.add1, (const float*)d1.add2}; }
 };
 
-// Returns the address of a tensor's buffer. In a backward walk, it is the buffer of the tensor that was computed again,
-// if there is one (--use_checkpoint).
+// Returns the address of a tensor's buffer. If this is a backward walk and the tensor was computed again
+// (--use_checkpoint), returns the address of the buffer that holds the new result.
 static act* memory_of(const Walk& walk, int buffer) {
     const bool again = walk.grads && buffer >= 0;
     return buffer_data(walk.net, again ? walk.net->buffers[buffer].again : buffer);
@@ -2142,7 +2154,7 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     // emb_byte.
     const size_t emb_byte = layer.emb_offset * sizeof(float);
     a.emb = buffer_data<float>(net, net->tensor(layer.emb).buffer, emb_byte);
-    a.emb_stride = net->tensor(net->emb).C; // columns of all blocks together
+    a.emb_stride = net->tensor(net->emb).C; // how many columns all blocks have together
     a.demb = buffer_data<float>(net, layer.demb, emb_byte);
     a.saved = buffer_data<float>(net, layer.saved);
     a.dropout = walk.dropout;
@@ -2181,8 +2193,8 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 // To add a kind, change these places:
 //
 //   1. here: its functions and its LayerKind. If a group norm may read its output, its forward function also writes
-//      the sums that the norm needs, and sets the number of their parts (a.out_stats.parts; see forward_layer). A
-//      setting of its own becomes a member of Layer. The functions can read it as they read a.layer->heads
+//      the sums that the norm needs, and sets the number of their parts (a.out_stats.parts; see forward_layer). If
+//      the kind needs a setting, add a member to Layer. The functions can read it as they read a.layer->heads
 //   2. a line that adds such a layer to the list: add_layer(net, {.kind = &...}, ...) in a function like add_resblock
 //   3. its operation: a prototype in section 2, a kernel in Part II, loops in dev/reference.h
 static double no_flops(const LayerArgs&) { return 0; }
@@ -2333,7 +2345,7 @@ constexpr LayerKind CONV{
 // A group norm, with the nonlinearity and the dropout that follow it.
 static void forward_norm(LayerArgs& a) {
     float* const mean = a.saved;
-    const bool fp8_alone = a.net->tensor(a.layer->out).element == Element::FP8; // when sampling
+    const bool fp8_alone = a.net->tensor(a.layer->out).element == Element::FP8; // only when sampling (plan_fp8)
     groupnorm_forward(fp8_alone ? nullptr : a.out, mean, a.rstd(),              // what it writes
                       a.x1, a.stats1, a.x2, a.stats2,                           // its input and the sums of it
                       a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm(), a.out_fp8);
@@ -2557,7 +2569,8 @@ static int add_resample(UNet* net, Resample resample, const std::string& name, i
 // Ends a residual block or an attention block. The block consists of the layers from `first` on. Returns its output.
 // With --use_checkpoint (Chen et al. 2016, arXiv:1604.06174) only the inputs and the output of such a block are kept.
 // Before the block's backward pass its layers are computed again. Two layers are not computed again: the last one and
-// the shortcut, because the backward passes of the block's layers do not read their results.
+// a residual block's shortcut (see add_resblock). The backward passes of the block's layers do not read the results of
+// these two.
 static int end_block(UNet* net, size_t first) {
     const Layer last = net->layers.back();
     const int end = (int)net->layers.size() - 1;
@@ -2729,7 +2742,8 @@ static int param_group(const Param& p) {
     return p.of_conv && weights_have_copy() ? 3 : 2;
 }
 
-// Chooses where in the flat arrays each parameter lies. From group 2 on, each begins at a multiple of 64 floats.
+// Chooses where in the flat arrays each parameter lies. Each parameter of groups 2 and 3 begins at a
+// multiple of 64 floats.
 static void place_params(UNet* net) {
     auto round_to_64 = [](size_t floats) { return (floats + 63) / 64 * 64; };
     size_t end = 0;
@@ -2750,15 +2764,16 @@ static void place_params(UNet* net) {
 // results of training suffer most if the operands of these convolutions are rounded to FP8 (docs/LEARNT.md).
 constexpr int FP8_SPARED = 4;
 
-// --precision fp8: chooses the 3x3 convolutions that multiply in FP8, which have stride 1 and no upsampling
-// (conv_product_fp8 needs both). Weight gradients are never in FP8. There are two choices:
+// --precision fp8: chooses the 3x3 convolutions that multiply in FP8. All of them have stride 1 and do not enlarge
+// their input (conv_product_fp8 needs both). Weight gradients are never in FP8. The function sets two members of Layer:
 //   fp8            The forward product is in FP8. The convolution reads the result of a group norm. Such a result is a
 //                  tensor of values of about 1, so one factor is right for all of them. The norm itself can write FP8.
 //                  (make_fp8_weights and make_fp8_training look for that norm.)
 //   fp8_gradient   In training, the input gradient is in FP8. It reads the gradient of the output, and one factor is
-//                  right for the gradients of all layers (choose_gradient_factor). At the ends of the network, too,
-//                  this did no damage (docs/LEARNT.md). Only the first and the last convolution are left out. The first
-//                  one has no input gradient. The last one has few output channels, and their gradient is fp32.
+//                  right for the gradients of all layers (choose_gradient_factor). Input gradients in FP8 did no
+//                  damage, even at the ends of the network (docs/LEARNT.md). Only the first and the last convolution
+//                  are left out. The first one has no input gradient. The last one has few output channels, and their
+//                  gradient is fp32.
 // All other tensors, among them the convolutions' results, keep their element. What is rounded in training:
 //
 //   what                  format   its factor               rounded by                         undone by
@@ -2777,7 +2792,7 @@ static void choose_fp8(UNet* net) {
         Layer& conv = *convs[i];
         const auto writer = std::ranges::find(net->layers, conv.x1, &Layer::out);
         const bool reads_norm = writer != net->layers.end() && writer->kind == &GROUPNORM;
-        // The smallest network has 12 such convolutions. So at least 3 of the 4 in middle_block are not spared.
+        // The smallest network has 12 convolutions of 3x3. Even there, 3 of the 4 in middle_block are not spared.
         const bool is_spared = i < FP8_SPARED || i >= last;
         conv.fp8_gradient = conv.stride == 1 && !conv.upsample;
         conv.fp8 = conv.fp8_gradient && reads_norm && !is_spared;
@@ -2840,8 +2855,8 @@ static UNet build_unet(const Config& c) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- FP8: buffers, factors, weights for samples
 // --precision fp8: plans a buffer for each input that a convolution reads in FP8. The group norm that writes this input
-// fills the buffer. When sampling, the norm writes nothing else. In training it also writes the input in the
-// activations' element, which the weight gradient reads.
+// fills the buffer. When sampling, the norm writes nothing else. In training it also writes the same input
+// as an ordinary activation (act_element), because the weight gradient reads that.
 static void plan_fp8(UNet* net, bool training) {
     for (const Layer& conv : net->layers) {
         if (!conv.fp8) continue;
@@ -2879,12 +2894,12 @@ static void plan_fp8_gradients(UNet* net) {
 }
 
 // --sample with --precision fp8: returns the factor that a group norm's output is multiplied by before it is rounded to
-// FP8. weight, bias: the parameters of the norm, which has n channels. Before they are applied, values have a standard
-// deviation of 1, so |weight| + |bias| estimates the size of a channel's values. The factor is chosen such that 32
-// times the largest of these estimates still fits in FP8. Larger values become e4m3's largest number, 448. (The 32 also
-// leaves room for the embedding's scale, which is not known here.) Small values keep their precision, because FP8 is a
-// floating-point format: its largest number is almost 2^15 times its smallest normal number. The factor is a power of
-// 2, so multiplying by it rounds nothing.
+// FP8. weight, bias: the parameters of the norm, which has n channels. Before the norm multiplies by weight and adds
+// bias, its values have a standard deviation of 1. So |weight| + |bias| estimates the size of a channel's values. The
+// factor is chosen such that 32 times the largest of these estimates still fits in FP8. Larger values become e4m3's
+// largest number, 448. (The 32 also leaves room for the embedding's scale, which is not known here.) Small values keep
+// their precision, because FP8 is a floating-point format: its largest number is almost 2^15 times its smallest normal
+// number. The factor is a power of 2, so multiplying by it rounds nothing.
 static float fp8_factor(const float* weight, const float* bias, int n) {
     float size = 0;
     for (int c = 0; c < n; c++) size = std::max(size, std::fabs(weight[c]) + std::fabs(bias[c]));
@@ -2898,9 +2913,10 @@ static float fp8_factor(const float* weight, const float* bias, int n) {
 // parameter lies at the same index in them as in a flat array:
 //   weights   the rounded weights. The weights of an output channel are first divided by a scale, so that the largest
 //             |weight| of the channel becomes FP8's largest number
-//   factors   an array as long as the part of a flat array that is read in fp32 (plain_size). At the index of a norm's
-//             first weight lies the norm's factor (fp8_factor). At the index of the bias of a convolution's output
-//             channel lies scale / factor: the channel's sums times this number are its values
+//   factors   an array as long as the part of a flat array that is read in fp32 (plain_size). The factor of a
+//             norm (fp8_factor) lies at the index of the norm's first weight. The number scale / factor of a
+//             convolution's output channel lies at the index of the channel's bias. The channel's sums are multiplied
+//             by this number
 static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& flat) {
     if (net.config.precision != "fp8") return {};
     std::vector<uint8_t> weights(net.flat_size);
@@ -2939,8 +2955,8 @@ static float choose_gradient_factor(const Config& c) {
 }
 
 // Training with --precision fp8: returns memory for the convolutions' weights in FP8, and the factors that undo the
-// scaling. Each step writes the weights (round_weights). The factors never change; they lie where make_fp8_weights
-// says.
+// scaling. Each step writes the weights (round_weights). The factors never change. They lie at the same places as
+// those of make_fp8_weights.
 static Fp8Weights make_fp8_training(const UNet& net) {
     if (net.config.precision != "fp8") return {};
     std::vector<float> factors(net.plain_size);
@@ -3056,8 +3072,8 @@ static void plan_waits(UNet* net) {
             const Layer& conv = net->layers[k];
             if (conv.kind != &CONV) continue;
             const bool too_old = k > i + weights_lag(net, conv);
-            // If l makes the embedding's projections, it needs their whole gradient, its dout. conv's columns of it
-            // (demb) are computed together with conv's weight gradient.
+            // If l makes the embedding's projections, its dout is the gradient of all projections. It must be complete.
+            // The columns of dout that belong to conv (demb) are computed together with conv's weight gradient.
             const bool has_demb = l.out == net->emb && conv.demb >= 0;
             if (!too_old && !has_demb) continue;
             l.after = k;
@@ -3086,7 +3102,7 @@ static void plan_fusions(UNet* net) {
     }
 }
 
-// Says when each buffer is in use: from the first to the last time at which a layer reads or writes it.
+// Finds out when each buffer is in use: from the first to the last time at which a layer reads or writes it.
 static void plan_lifetimes(UNet* net) {
     const int L = (int)net->layers.size();
     auto use = [&](int time, std::initializer_list<int> buffers) {
