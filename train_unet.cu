@@ -3235,7 +3235,7 @@ static void plan_memory(UNet* net, int B, bool training) {
 // function that takes time stamps.
 enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: all gradients except that of a convolution's weights
 struct Operation {
-    const char* name = nullptr; // the operation's name; null: it is an operation of `layer`
+    const char* name = nullptr; // the operation's name, or null if the operation belongs to `layer`
     const Layer* layer = nullptr;
     Pass pass = FORWARD;
 };
@@ -3253,8 +3253,8 @@ static void forward_layer(const Walk& walk, const Layer& l) {
 
 // The forward pass. It computes net's output (B, H, W, out_channels) from its input, net->t (B) and, if the model uses
 // them, net->labels (B), net->values (B, num_values) and net->cond (B, H, W, cond_channels). The embedding's layers
-// come first in the list. They run on the side stream, at the same time as the layers that follow, until the first
-// layer that reads the embedding.
+// come first in the list. They run on the side stream, at the same time as the layers after them on the main stream.
+// Before the first layer that reads the embedding, the main stream waits for them.
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     const int L = (int)net->layers.size();
     const int reader = first_emb_reader(net);
@@ -3288,8 +3288,8 @@ struct WeightGradients {
     // Launches the weight gradients that wait. After that, the weight gradients of all layers from `last` on have been
     // launched.
     void launch_waiting() {
-        // This launch completes the gradients that lie in the flat arrays from complete_from on. The weights of each
-        // convolution whose weight gradient is not launched yet lie before complete_from.
+        // After this launch, all gradients from index complete_from on are complete. (Each convolution whose weight
+        // gradient is not launched yet has its weights before that index in the flat array of all weights.)
         size_t complete_from = net->plain_size;
         for (int i = 0; i < last; i++) {
             const Layer& l = net->layers[i];
@@ -3320,8 +3320,8 @@ struct WeightGradients {
 };
 
 // The backward pass. It computes grads, the gradients of the parameters, from output_gradient and from what the forward
-// pass of these B samples left in memory. done(n, stream) is called after this stream has been given the work that
-// completes the gradients from the n-th float on.
+// pass of these B samples left in memory. done(n, stream) is called each time that weight gradients have been launched
+// on `stream`. When that work is finished, the gradients from grads[n] on are complete.
 static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B,
                           const std::function<void(size_t, Stream*)>& done = nullptr) {
     const Walk walk{net, weights, dropout, B, grads};
@@ -3337,7 +3337,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         LayerArgs a = layer_args(walk, l);
         if (l.kind == &CONV) {
             // The embedding's layers come last in the backward pass, and they wait for the weight gradients that have
-            // been collected. So those are launched now, and do not wait for that of the first convolution.
+            // been collected. So the collected ones are launched now, before the weight gradient of the network's first
+            // convolution is added to them.
             if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.launch_waiting();
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
             weight_gradients.add(i, a);
@@ -3541,7 +3542,7 @@ HD static inline NoiseLevel teacher_level(const Objective& o, double t) {
 }
 
 // Returns alpha_bar (T): alpha_bar[t] is the product of 1 - beta over all timesteps from 0 to t.
-//   linear: beta rises from 0.0001 to 0.02 (Ho et al. 2020, section 4), scaled for a T other than 1000
+//   linear: beta rises from 0.0001 to 0.02 (Ho et al. 2020, section 4); both limits are multiplied by 1000 / T
 //   cosine: alpha_bar(t) = cos^2((t / T + 0.008) / 1.008 pi / 2), with beta below 0.999 (Nichol & Dhariwal
 //           2021, eq. 17)
 static std::vector<double> alpha_bars(const Config& c) {
@@ -3561,7 +3562,7 @@ static std::vector<double> alpha_bars(const Config& c) {
 }
 
 // What --predict decides: four members of a NoiseLevel, and `error`, which ddpm_level needs for the weight of the loss.
-// An answer that is wrong by e gives an x_0 that is wrong by d: `error` is e^2 / d^2.
+// If the network's answer is wrong by e, the x_0 that is computed from it is wrong by some d. `error` is e^2 / d^2.
 struct Prediction {
     double target_x0, target_noise; // as in NoiseLevel
     double x0_x, x0_out;            // as in NoiseLevel
@@ -3585,8 +3586,9 @@ static NoiseLevel ddpm_level(const Config& c, double alpha_bar, double t) {
     level.target_noise = (float)p.target_noise;
     level.x0_x = (float)p.x0_x;
     level.x0_out = (float)p.x0_out;
-    // Min-SNR (Hang et al. 2023): the squared error of x_0 should have the weight min(snr, gamma). The loss has the
-    // squared error of the answer instead, which is p.error times that of x_0. So its weight is divided by p.error.
+    // Min-SNR (Hang et al. 2023): the squared error of x_0 should have the weight min(snr, gamma). But the loss is the
+    // squared error of the answer, which is p.error times the squared error of x_0. So the weight is divided by
+    // p.error.
     level.weight = c.min_snr_gamma > 0 ? (float)(std::min(snr, (double)c.min_snr_gamma) / p.error) : 1;
     return level;
 }
@@ -3693,9 +3695,9 @@ HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
     return level;
 }
 
-// Draws sigma from a log-normal distribution. This is for edm, for ect, and for flow if --t_std is not 0. Writes to
-// *normal the standard normal number that sigma is computed from, which tells in which quarter of the levels sigma
-// lies.
+// Draws sigma from a log-normal distribution, for edm, for ect, and for flow if --t_std is not 0. Sigma is computed
+// from a standard normal number, which is written to *normal. From that number quarter_of_normal finds in which quarter
+// of the levels sigma lies.
 HD static inline double draw_sigma(const Objective& o, const Words& words, float* normal) {
     float z[4];
     normals(z, words);
@@ -3751,10 +3753,10 @@ HD static inline float image_value(const void* images, int bytes, size_t i) {
 // changed images are of another kind, and does not draw such images when it is told that there is no change.
 // A row of this list first describes a change. After the semicolon are the numbers that the network is told. These
 // numbers are 0 if the image is not changed in this way. z and z' are standard normal numbers, drawn for each change:
-//   mirrored, upside down   left and right are exchanged, top and bottom are exchanged; for each of the two, 1
+//   mirrored, upside down   left and right are exchanged, top and bottom are exchanged; 1 for each of the two
 //   scaled                  by 2^(0.2 z); z
 //   turned                  by an angle; the angle's cosine - 1, its sine
-//   stretched               by 2^(0.2 z) along an axis and by the inverse across it; z times the axis's cosine and sine
+//   stretched               by 2^(0.2 z) along an axis and by the inverse across it; z cos(axis), z sin(axis)
 //   shifted                 by an eighth of the image times (z, z'); z, z'
 
 // A 2 x 2 matrix. It maps (x, y) to (xx x + xy y, yx x + yy y).
@@ -3812,13 +3814,13 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
 // The changed image is made at twice the resolution, so that turning the image neither blurs it nor makes its edges
 // jagged. There are three steps:
 //   1. The wavelet filter sym6 doubles the size of the image.
-//   2. The doubled image is read at the places that the change maps the new pixels to. Between pixels it is
-//      interpolated linearly. The result is the canvas.
-//   3. The same filter halves the canvas.
-// Without a change, the result is the image itself. Steps 1 and 2 together are one sum over the pixels around a place,
-// so the doubled image is never stored. The canvas is stored. At each edge it has a margin of 6 of its own pixels,
-// which the filter needs. Outside its border, the image is continued by its mirror image.
-constexpr int FILTER = 12; // taps of sym6
+//   2. For each pixel of the canvas, the change determines a place in the doubled image. The doubled image is read
+//      there, and interpolated linearly between its pixels.
+//   3. The same filter halves the size of the canvas. The result is the changed image.
+// If nothing is to be changed, these steps return the image as it was. Steps 1 and 2 together are one sum over the
+// pixels around a place, so the doubled image is never stored. The canvas is stored. At each edge it has a margin of 6
+// of its own pixels, which the filter needs. Outside its border, the image is continued by its mirror image.
+constexpr int FILTER = 12; // the number of sym6's coefficients, which are called taps
 // A value of the doubled image, interpolated along a row, depends on this number of pixels of the image's row.
 constexpr int AROUND = 7;
 HD static inline int fine_size(int size) { return 2 * (size + FILTER / 2); } // rows or columns of the canvas
@@ -3930,7 +3932,8 @@ HD static inline float square_mean(const void* channel, int bytes, int y, int x,
 // The standard deviation of the noise on a picture is --cond_noise times a factor, which is drawn uniformly from
 // [0, 1). (Ho et al. 2021, "Cascaded Diffusion Models": a network that was trained on coarse pictures with different
 // amounts of noise is not disturbed by the errors of a sampled coarse picture.)
-// The number of the quartet of random words that the factor is drawn from. The noise uses quartets with lower numbers.
+// NOISE_STRENGTH is the number of the quartet of random words that this factor is drawn from. The noise itself uses
+// quartets with lower numbers.
 constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF;
 HD static inline float noise_strength(const Words& words) { return (words.w[0] >> 8) * 0x1p-24f; }
 
@@ -3972,7 +3975,7 @@ HD static inline float grey_value(const void* images, int bytes, size_t i, int H
 constexpr int HOLES = 4;
 struct Hole {
     bool is_there, is_stroke;
-    int y0, x0, y1, x1; // the two points, which are corners of a rectangle
+    int y0, x0, y1, x1; // the two ends of a stroke, or two opposite corners of a rectangle
     int radius;         // the radius of a stroke, in pixels
 };
 struct Holes {
@@ -4045,10 +4048,11 @@ HD static inline TuningLoss tuning_loss(const NoiseLevel& level, double D, doubl
     return TuningLoss{value, level.weight * level.x0_out * (double)level.x0_out / root};
 }
 
-// The term of one value in the variational bound, in nats, and its derivatives by d and by v. d = output - target is
-// the error of the answer's first half, which predicts the mean. v is the answer's second half, for the variance. The
-// network's variance is exp(log_var + u) with u = log_ratio + range (v + 1) / 2. If v lies between -1 and 1, this
-// variance lies between the two fixed variances (Nichol & Dhariwal 2021, eq. 15). The term is:
+// The term of one value in the variational bound, in nats, and its derivatives by d (d_mean) and by v (d_variance).
+// d = output - target is the error in the answer's first half, which predicts the mean. v is the number in the answer's
+// second half, which predicts the variance. The network's variance is exp(log_var + u) with
+// u = log_ratio + range (v + 1) / 2. If v lies between -1 and 1, this variance lies between the two fixed variances
+// (Nichol & Dhariwal 2021, eq. 15). The term is:
 //   t > 0   the KL divergence of two normal distributions, whose means differ by sqrt(kl exp(log_var)) d
 //   t = 0   minus the log of the probability of the true value among the 256 values of a byte
 struct BoundTerm {
@@ -4067,8 +4071,8 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
     const float slope = 0.5f * level.range; // du / dv
     const float u = level.log_ratio + slope * (v + 1);
     if (!level.t_is_0) {
-        // The term is (exp(-u) - 1 + u + exp(-u) kl d^2) / 2. It is computed in double: for high t, u is so small that
-        // exp(-u) - 1 + u is almost u^2 / 2.
+        // The term is (exp(-u) - 1 + u + exp(-u) kl d^2) / 2. For high t, u is very small, and exp(-u) - 1 + u is only
+        // about u^2 / 2. In fp32 this small sum would lose most of its digits, so it is computed in double.
         const double less = expm1(-(double)u); // exp(-u) - 1
         const double pull = (1 + less) * level.kl * d;
         const double value = 0.5 * (less + u + pull * d);
@@ -4111,8 +4115,9 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
 //   dx / dsigma = (x - x0) / sigma                                     (Karras et al. 2022, eq. 1 and 3)
 //
 // Below, each sampler is a function that makes one of its steps, from x to the next x, which is called x'. In these
-// functions, s is the sigma of x, n is the sigma of x', and z is new noise. Every step is linear in x, x0, z and m, one
-// image that the sampler remembers. The coefficients are members of a Move, written here as .x, .x0 and so on:
+// functions, s is the sigma of x, n is the sigma of x', and z is new noise. m is an image that the sampler remembers
+// from one step to the next, where it is replaced by m'. The results x' and m' are weighted sums. The coefficients are
+// members of a Move, written here as .x, .x0 and so on:
 //
 //   x' = (.x) x + (.x0) x0 + (.m) m + (.noise) z           m' = (.m_x) x + (.m_x0) x0
 //
@@ -4216,7 +4221,7 @@ static std::vector<int> strided_timesteps(int T, const std::string& respacing) {
 // Returns the timesteps of a sampler in ascending order, as guided-diffusion's space_timesteps does. respacing:
 //   ""            all timesteps
 //   "ddimN"       N timesteps at equal distances, from 0 on
-//   "n1,n2,..."   [0, T) is divided into equal parts; n1 timesteps of the first part, n2 of the second, and so on
+//   "n1,n2,..."   [0, T) is divided into equal parts; n1 timesteps are kept in the first part, n2 in the second, etc.
 static std::vector<int> space_timesteps(int T, const std::string& respacing) {
     if (respacing.starts_with("ddim")) return strided_timesteps(T, respacing);
     const std::string flag = "--timestep_respacing " + respacing;
@@ -4288,9 +4293,9 @@ static std::vector<double> sampler_sigmas(const Config& c, const std::vector<dou
 }
 
 // Returns the order in which a sampler takes its N steps, as a list of the steps' numbers. With --inpaint some steps
-// are taken again (Lugmayr et al. 2022, "RePaint"): after every --jump_length steps the sampler goes back by so many
-// steps, until it has taken these steps --jump_n_sample times. Then it goes on with the next steps. The last step is
-// taken once. The first (N - 1) % jump_length steps are taken once, too.
+// are taken again (Lugmayr et al. 2022, "RePaint"): after every --jump_length steps the sampler goes back by
+// --jump_length steps, until it has taken these steps --jump_n_sample times. Then it goes on with the next steps. The
+// last step is taken once. The first (N - 1) % jump_length steps are taken once, too.
 static std::vector<int> step_order(const Config& c, int N) {
     // For each level of noise: how many times the sampler still has to go back from it. Level 0 is the least noise, and
     // -1 is no noise.
@@ -4323,8 +4328,8 @@ struct Route {
     int64_t first_move = 0; // the move that sampling begins with: the first move of the step that first_step returns
 };
 
-// Adds the moves of a step from sigma s to sigma n. before: the sigma at which the step before this one began. 0: there
-// is no step before this one, or its x0 may not be used.
+// Adds the moves of a step from sigma s to sigma n. before: the sigma at which the step before this one began, or 0 if
+// this step is the first one, or follows a jump back (--inpaint).
 static void add_step(std::vector<Move>* moves, const Config& c, double before, double s, double n) {
     if (c.sampler == "ddpm") moves->push_back(ddpm_step(c, s, n));
     else if (c.sampler == "ddim") moves->push_back(ddim_step(s, n, c.eta));
@@ -4403,7 +4408,7 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
         step.range = (float)std::log(move.learned_high / move.learned_low);
     }
     // keep_known replaces the known part of x by the given image plus noise of sigma `end`. If an earlier step comes
-    // next, it then adds noise to all of x, to go back to the sigma at which that step begins.
+    // next, keep_known also adds noise to all of x, to go back to the sigma at which that step begins.
     if (keeps_known) {
         const double back = signal_at(then);
         const double added = std::sqrt(std::max(then * then - end * end, 0.0)); // noise, in the scale of x
@@ -4447,8 +4452,8 @@ static SamplerPlan plan_sampler(const Config& c) {
     return plan;
 }
 
-// A sampler's memory. Members marked (device) point to device memory. Their sizes do not depend on how many images are
-// sampled: B is the number of images in a batch.
+// A sampler's memory. Members marked (device) point to device memory. B is the number of images in a batch. So the
+// sizes of these arrays do not depend on how many images are sampled in all.
 struct Sampler {
     SamplerPlan plan;
     SamplerStep* steps; // (device) the plan's steps
@@ -4484,7 +4489,7 @@ static Sampler make_sampler(const Config& c, int B) {
     if (c.cond_channels > 0) s.cond = device_alloc<float>((size_t)B * c.H * c.W * c.cond_channels);
     if (world.size > 1) s.all = device_alloc<float>(world.size * B * n);
     // --dynamic_threshold q: x0 is limited to the ceil(q n)-th smallest |x0| of an image's n values, or to 1 if 1 is
-    // larger. denoising.rank is the number ceil(q n), but counted from 0.
+    // larger. denoising.rank is the place of that |x0| in ascending order, counted from 0: ceil(q n) - 1.
     const int rank = (int)std::ceil(c.dynamic_threshold * (double)n) - 1;
     bool remembers = false; // whether some step writes m
     for (const SamplerStep& step : s.plan.steps) remembers = remembers || step.m_x != 0 || step.m_x0 != 0;
@@ -4837,9 +4842,9 @@ static void read_behind_images(Dataset* d, uint32_t body_crc) {
     const size_t bytes = behind.size() * sizeof(int32_t);
     d->read(behind.data(), bytes, d->image_at(d->count));
     if (d->version == 2) d->image_crc.assign(behind.end() - d->count, behind.end());
-    // In version 1 the body's checksum begins with the images, so it can only be checked if all images are read. In
-    // version 2 it covers only `behind`. Then check_images compares each image with its own checksum, and returns 0,
-    // which is the start value of a checksum.
+    // In version 1, body_crc covers the images and then `behind`, so it can only be checked if all images are read. In
+    // version 2, body_crc covers only `behind`. There, check_images compares each image with its own checksum. It
+    // returns 0, the value that a checksum starts from.
     const bool reads_all = d->size <= READ_AT_START;
     const uint32_t images_crc = reads_all ? check_images(d) : 0;
     const bool can_check = d->version == 2 || (d->version == 1 && reads_all);
@@ -4963,8 +4968,9 @@ static void prepare_folder(const Config& c, const std::string& file) {
          "there is no python3 in PATH, which prepares it; run " + by_hand + " where there is one");
     must(code == 0, flag, "was not prepared, for the reason above; once that is mended, run this again, or " + by_hand);
 
-    // The file's time is set to that of the folder's last change before the file was made. If a picture was changed
-    // while the file was made, the file is then older than the folder, and will be made again.
+    // The file's time is set to `changed`, the time of the folder's last change, which was read before the file was
+    // made. So if a picture was changed while the file was made, the file is older than the folder, and the next run
+    // makes it again.
     constexpr int64_t SECOND = 1000000000; // in nanoseconds
     const struct timespec times[2] = {{0, UTIME_OMIT}, {changed / SECOND, changed % SECOND}};
     utimensat(AT_FDCWD, file.c_str(), times, 0);
@@ -5057,8 +5063,8 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
         for (int p = 0; p < HW; p++) picture.push_back(grey_value(image, bytes, p, HW));
         return picture;
     }
-    // Each hole is drawn from two quartets of random words. Their step is always 0, so a run that is resumed shows the
-    // same holes in its grids as before.
+    // Each hole is drawn from two quartets of random words. They do not depend on the training step (the step is always
+    // 0 here), so a run that is resumed shows the same holes in its grids as before.
     Words words[2 * HOLES];
     for (int k = 0; k < 2 * HOLES; k++) words[k] = philox((uint64_t)c.seed, k, (uint32_t)number, 0, RANDOM_MASK);
     const Holes holes = draw_holes(words, c.H, c.W);
@@ -5077,7 +5083,7 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
 // H, W), which are used in turn; empty: the holes are drawn.
 static std::vector<float> made_pictures(const Config& c, Dataset d, int most, const std::vector<float>& masks) {
     std::vector<float> pictures;
-    // Made of floats, so that it is aligned for an image of floats.
+    // This is a vector of floats, so that its memory is aligned even for an image of floats.
     std::vector<float> image(d.image_bytes() / sizeof(float) + 1);
     uint8_t* const bytes = (uint8_t*)image.data();
     for (int i = 0; i < std::min<int64_t>(d.count, most); i++) {
