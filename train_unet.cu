@@ -4116,8 +4116,8 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
 //
 // Below, each sampler is a function that makes one of its steps, from x to the next x, which is called x'. In these
 // functions, s is the sigma of x, n is the sigma of x', and z is new noise. m is an image that the sampler remembers
-// from one step to the next, where it is replaced by m'. The results x' and m' are weighted sums. The coefficients are
-// members of a Move, written here as .x, .x0 and so on:
+// from one step to the next. Each step replaces x by x', and m by m'. The coefficients of both sums are members of a
+// Move, written here as .x, .x0 and so on:
 //
 //   x' = (.x) x + (.x0) x0 + (.m) m + (.noise) z           m' = (.m_x) x + (.m_x0) x0
 //
@@ -5277,8 +5277,8 @@ constexpr int SLOT_ECT = 107;       // with --objective ect: the first slot of t
 constexpr int SLOT_ECT_END = 113;   // the first slot after these flags
 constexpr int SLOT_COND_CRC = 113;  // with cond_channels: the header_crc of --cond_file; the next slot holds cond_noise
 constexpr int SLOT_COND_END = 115;  // the first of the slots that are unused, up to SLOT_PATH
-constexpr int SLOT_PATH = 128;      // 512 bytes: data_file, a 0, cond_file
-constexpr int MOST_LEVELS = 8;      // the largest number of levels, and of attention_resolutions
+constexpr int SLOT_PATH = 128;      // 512 bytes: the path data_file, a byte 0, the path cond_file
+constexpr int MOST_LEVELS = 8;      // how many numbers channel_mult may have, and how many attention_resolutions
 
 // Returns the word of the objective whose number a header holds, or "" if the file is damaged.
 static std::string objective_of(const Header& h) {
@@ -5496,16 +5496,16 @@ static void check_size(const ModelFile& m, const UNet& net) {
 static Slice slice_of(size_t n, int rank = 0, int ranks = 1) {
     int segments = 1;
     if (ranks > 1) segments = world.direct ? 16 : 8; // fewer with NCCL, which needs a call for each segment
-    const size_t row = STRETCH * segments * ranks;   // floats of an array in which each part is a single stretch
-    const size_t stretches = (n + row - 1) / row;    // of each part; rounded up
+    const size_t row = STRETCH * segments * ranks;   // how many floats all parts hold if each part is one stretch
+    const size_t stretches = (n + row - 1) / row;    // how many stretches each part needs for n floats; rounded up
     return Slice{n, segments, (int)stretches, rank, ranks};
 }
 
-// Copies a rank's slice of a flat array from the host to the device. device: where the slice begins there.
+// Copies a rank's slice of a flat array from the host to the device. device: where the slice begins in device memory.
 static void copy_slice(float* device, const std::vector<float>& flat, const Slice& own) {
     for (int s = 0; s < own.segments; s++) {
         const size_t first = own.at(s, own.rank);
-        if (first >= own.n) continue; // this part is padding
+        if (first >= own.n) continue; // this part holds only padding
         const size_t count = std::min(own.each(), own.n - first);
         copy_to_device(device + s * own.each(), flat.data() + first, count * sizeof(float));
     }
@@ -5647,9 +5647,9 @@ HD static inline void add_loss(LossSums* s, double loss, int quarter) {
     }
 }
 
-// Judges a step. When it is called, state->grad_norm is already set. It sets the losses, the learning rate and the
-// counters of steps in *state, and updates the guard. It also sets `ok`, which is 1 if the step may change the weights.
-// B: the size of the batch.
+// Judges a step, after its state->grad_norm has been set. This function sets the losses, the learning rate and the
+// counters of steps in *state, and updates the guard. It sets state->ok to 1 if the step may change the weights, and
+// otherwise to 0. B: the size of the batch.
 HD static inline void judge_batch(StepState* state, const LossSums& losses, AdamW h, int B) {
     state->loss = (losses.sum[0] + losses.sum[1] + losses.sum[2] + losses.sum[3]) / B;
     for (int q = 0; q < 4; q++) {
@@ -5708,7 +5708,7 @@ struct Trainer {
     float *m, *v;             // AdamW's moments
     std::vector<float*> emas; // the averages, one for each --ema_rate
 
-    double* squares;            // for each stretch of a flat array: the sum of the squares of the step's gradient
+    double* squares;            // one number for each stretch: the sum of the squares of the step's gradient there
     StepState *state, *records; // the state after the newest step, and the states after the latest RECORDS steps
     Upload batch[2];            // this rank's images, labels, numbers and pictures of a batch: see load_batch
     Graph graph[2];             // graph[i]: a training step on batch[i]
@@ -5731,7 +5731,7 @@ struct Trainer {
     int64_t* last_step;   // the run's last step. Validation uses that step's gap between student and teacher.
     // --schedule_sampler loss-second-moment
     float* history;     // (T, HISTORY + 1): the latest losses at each t (remember_losses); null: none are kept
-    double* rms_losses; // (T): the root mean square of these losses; -1: a t has fewer than HISTORY losses
+    double* rms_losses; // (T): for each t, the root mean square of these losses, or -1 if there are fewer than HISTORY
 };
 constexpr int RECORDS = 128;
 
@@ -5762,7 +5762,7 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.objective = make_objective(c);
     tr.adamw = optimiser_settings(c);
     const int N = world.size;
-    const int samples = std::max(c.batch_size, N * tr.net.B); // the most in a step or a round of validation
+    const int samples = std::max(c.batch_size, N * tr.net.B); // in a step, or in a round of validation
     tr.own = slice_of(tr.net.flat_size, world.rank, N);
     const size_t whole = tr.own.whole(), stretches = whole / STRETCH;
     tr.grads = device_alloc<float>(whole);
