@@ -3231,8 +3231,8 @@ static void plan_memory(UNet* net, int B, bool training) {
 // A step calls unet_forward, which calls forward_layer for each layer, and then unet_backward, which goes from the last
 // layer to the first and collects the convolutions' weight gradients on the way (WeightGradients).
 
-// `mark` is called before each operation is started. It does nothing here. dev/benchmarks/bench.cu assigns to it a
-// function that takes time stamps.
+// `mark` is called before each operation is started. In this program it does nothing. dev/benchmarks/bench.cu replaces
+// it by a function that takes time stamps.
 enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: all gradients except that of a convolution's weights
 struct Operation {
     const char* name = nullptr; // the operation's name, or null if the operation belongs to `layer`
@@ -3246,8 +3246,8 @@ static void forward_layer(const Walk& walk, const Layer& l) {
     mark({.layer = &l});
     LayerArgs a = layer_args(walk, l);
     l.kind->forward(a);
-    // The operation has set a.out_stats.parts: how many parts the sums over the output's pixels consist of. The norm
-    // that reads the output needs this number.
+    // If a norm reads the output, the operation has also summed the output over its pixels, in several parts (Stats).
+    // It has set a.out_stats.parts to the number of these parts, which the norm needs.
     walk.net->tensors[l.out].parts = a.out_stats.parts;
 }
 
@@ -3329,7 +3329,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
     weight_gradients.ticket.assign(net->layers.size(), -1);
     for (int i = (int)net->layers.size() - 1; i >= 0; i--) {
         const Layer& l = net->layers[i];
-        if (l.dout < 0) continue; // it has no backward pass
+        if (l.dout < 0) continue; // this layer has no backward pass
         if (l.after >= 0) weight_gradients.wait_for(l.after);
         // With --use_checkpoint: if a block ends with l, computes again what the block's layers read.
         for (const Layer& before : net->layers)
@@ -3342,7 +3342,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
             if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.launch_waiting();
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
             weight_gradients.add(i, a);
-            if (!a.d1.dx && !a.d2.dx) continue; // its input is the images, whose gradient nobody needs
+            if (!a.d1.dx && !a.d2.dx) continue; // the layer reads the images, which need no gradient
         }
         mark({.layer = &l, .pass = BACKWARD});
         l.kind->backward(a);
@@ -3859,7 +3859,8 @@ HD static inline Around pixels_around(double u, int size, bool flip) {
     const bool odd = (i - 5) & 1;
     Around a;
     for (int j = 0; j < AROUND; j++) {
-        // This pixel is multiplied by the tap `here` in value i of the doubled row, and by `next` in value i + 1.
+        // Value i of the doubled row contains this pixel times the tap `here`. Value i + 1 contains it times the tap
+        // `next`.
         const float here = odd ? sym6(11 - 2 * j) : sym6(10 - 2 * j);
         const float next = odd ? sym6(12 - 2 * j) : sym6(11 - 2 * j);
         a.weight[j] = (1 - fraction) * here + fraction * next;
@@ -3868,11 +3869,12 @@ HD static inline Around pixels_around(double u, int size, bool flip) {
     return a;
 }
 
-// The pixels of the image that the canvas's value at row `fine_y` and column `fine_x` is made of, and their weights.
-// They are the same in all channels.
+// A value of the canvas is a weighted sum of the image's values in these rows and columns. The weight of a value is the
+// product of the weight of its row and the weight of its column. All channels have the same weights.
 struct CanvasPlace {
     Around rows, columns;
 };
+// Returns the CanvasPlace of the canvas's value at row `fine_y` and column `fine_x`.
 HD static inline CanvasPlace canvas_place(const Augmentation& a, int fine_y, int fine_x, int H, int W) {
     // (x, y): the place in the changed image, in pixels from the centre. (from_x, from_y): the place in the original
     // image that is shown there. The last two lines convert that place to rows and columns of the doubled image.
@@ -3897,8 +3899,8 @@ HD static inline float canvas_value(const CanvasPlace& place, const void* channe
         }
         sum += place.rows.weight[i] * of_row;
     }
-    // A byte stands for byte / 127.5 - 1. The 49 products of weights add up to 1 / 2 here, so the -1 becomes -0.5. (The
-    // 144 products of taps in `halved` add up to 2.)
+    // A byte stands for byte / 127.5 - 1. The 49 products of weights add up to 1 / 2 here, so the -1 becomes -0.5. (In
+    // `halved` the 144 products of taps add up to 2, so the changed image is as bright as the original one.)
     return bytes == 1 ? sum / 127.5f - 0.5f : sum;
 }
 
@@ -4396,7 +4398,8 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
     step.t = level.t;
     step.x0_x = level.x0_x;
     step.x0_out = level.x0_out;
-    // The coefficients of u' and m'. In the formulas of a Move, x is u / signal, and u' is next times x'.
+    // The coefficients of u' and m'. They follow from the formulas of a Move, because x = u / signal, and because
+    // u' = next x', where `next` is the signal at the sigma of x'.
     step.next_x = (float)(next * move.x / level.signal);
     step.next_x0 = (float)(next * move.x0);
     step.next_m = (float)(next * move.m);
@@ -4681,9 +4684,10 @@ constexpr int BATCHES_AHEAD = 8;                  // how many batches in advance
 constexpr int MOST_VALUES = 4096;                 // the most numbers per image, the limit of --cond_dim
 constexpr int MOST_NAME_BYTES = 1 << 20;          // the most bytes of all the numbers' names together
 
-// All files of this program begin with these two slots. The slots of a data file follow.
+// All files of this program begin with a header of 256 slots of 4 bytes. Its first two slots are the same in all files.
 constexpr int SLOT_MAGIC = 0;
 constexpr int SLOT_VERSION = 1; // the version of the format
+// The other slots of a data file's header:
 constexpr int DATA_SLOT_COUNT = 2;
 constexpr int DATA_SLOT_CHANNELS = 3;
 constexpr int DATA_SLOT_HEIGHT = 4;
