@@ -3233,7 +3233,7 @@ static void plan_memory(UNet* net, int B, bool training) {
 
 // `mark` is called before each operation is started. In this program it does nothing. dev/benchmarks/bench.cu replaces
 // it by a function that takes time stamps.
-enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: all gradients except that of a convolution's weights
+enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: all gradients except a convolution's weight gradient
 struct Operation {
     const char* name = nullptr; // the operation's name, or null if the operation belongs to `layer`
     const Layer* layer = nullptr;
@@ -3495,7 +3495,7 @@ HD static inline NoiseLevel make_level(const Question& q) {
 // answer of each is turned into an image:
 //   x0_x input + x0_out answer = (x0_x signal) x_0 + (x0_x sigma) noise + x0_out answer
 // The student's image should equal the teacher's image. So the target of the student's answer is a weighted sum of x_0,
-// noise and the teacher's answer. At r = 0 the teacher's image is x_0 itself, and the target is that of edm or flow.
+// noise and the teacher's answer. At r = 0 the teacher's image is x_0 itself, and the target is as in edm or flow.
 
 // Returns the teacher's sigma r for a student's sigma t (Geng et al. 2024, section 3): r / t = 1 - n(t) / q^a, where
 // n(t) = 1 + k sigmoid(-b t). If this r is negative, 0 is returned. a begins at 1 and grows by 1 every d steps, so r
@@ -4116,10 +4116,10 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
 //
 //   dx / dsigma = (x - x0) / sigma                                     (Karras et al. 2022, eq. 1 and 3)
 //
-// Below, each sampler is a function that makes one of its steps, from x to the next x, which is called x'. In these
-// functions, s is the sigma of x, n is the sigma of x', and z is new noise. m is an image that the sampler remembers
-// from one step to the next. Each step replaces x by x', and m by m'. The coefficients of both sums are members of a
-// Move, written here as .x, .x0 and so on:
+// Below, each sampler has a function that computes the coefficients of one step, from x to the next x, which is called
+// x'. In these functions, s is the sigma of x, n is the sigma of x', and z is new noise. m is an image that the sampler
+// remembers from one step to the next. A step replaces x by x'. It also replaces m by m' if .m_x or .m_x0 is not 0. The
+// coefficients are members of a Move, written here as .x, .x0 and so on:
 //
 //   x' = (.x) x + (.x0) x0 + (.m) m + (.noise) z           m' = (.m_x) x + (.m_x0) x0
 //
@@ -4471,7 +4471,7 @@ struct Sampler {
     float* cond;                   // (device) a batch's pictures (B, H, W, cond_channels); null: there are none
     std::vector<float> pictures;   // on the host: (count, H, W, cond_channels); they are used again like value_rows
     std::vector<float> truth;      // on the host: the data's images that the pictures belong to, for a run's grids
-    // With --start_from and --inpaint, on the host: images (count, H, W, C) and masks; they are used again, too.
+    // With --start_from and --inpaint, on the host: images (count, H, W, C) and masks, used again like value_rows
     std::vector<float> images, masks;
     float *known, *mask; // (device) with --inpaint: the images and masks of a batch (B, H, W, C)
 };
@@ -4684,7 +4684,8 @@ constexpr int BATCHES_AHEAD = 8;                  // how many batches in advance
 constexpr int MOST_VALUES = 4096;                 // the most numbers per image, the limit of --cond_dim
 constexpr int MOST_NAME_BYTES = 1 << 20;          // the most bytes of all the numbers' names together
 
-// All files of this program begin with a header of 256 slots of 4 bytes. Its first two slots are the same in all files.
+// All files of this program begin with a header of 256 slots of 4 bytes. The first two slots have the same meaning in
+// all files:
 constexpr int SLOT_MAGIC = 0;
 constexpr int SLOT_VERSION = 1; // the version of the format
 // The other slots of a data file's header:
@@ -5925,10 +5926,10 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
 
 // Computes this rank's slice of the gradient of a step. The result is in tr->sum.
 //
-// Why N ranks compute the same bits as one. Sums of floats depend on their order, so the results of a run on N ranks
-// could be rounded differently from those of a run on one rank. But they are rounded in the same way, because all that
-// is computed depends only on the batch and the microbatch, and not on which rank computes it. (So the runs must have
-// the same microbatch. Without --microbatch, the microbatch is a rank's share of the batch, which depends on N.)
+// Why do N ranks compute the same bits as one rank? Sums of floats depend on their order, so the results of a run on N
+// ranks could be rounded differently from those of a run on one rank. But they are rounded in the same way, because all
+// that is computed depends only on the batch and the microbatch, and not on which rank computes it. (So the runs must
+// have the same microbatch. Without --microbatch, the microbatch is a rank's share of the batch, which depends on N.)
 //
 // 1. The same draws. Noise, noise levels, flips, dropout, and the choice of a sample's image: each is a function of the
 //    seed, the step and the sample's index in the step. No draw depends on the rank that draws it, or on earlier draws.
@@ -5941,7 +5942,7 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
 //    computes the gradients one after the other, and adds each to the sum. With N ranks, rank r computes g(r),
 //    g(N + r), g(2 N + r), ... (first_sample). So in round k of the loop below, the ranks hold g(k N) to
 //    g(k N + N - 1), which are the next terms of the sum. Every rank sends each part of its gradient to the rank that
-//    owns this part. The owner adds its own part and those that it receives to its sum, in the order of the ranks
+//    owns this part. The owner adds its own part and the received parts to its sum, in the order of the ranks
 //    (sum_gradients). So each float is summed by one rank, in the order in which a single rank would sum it. The
 //    kernels that compute a microbatch's gradient never add it to the sum, because each of them would add in another
 //    order.
