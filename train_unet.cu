@@ -3814,8 +3814,8 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
 // The changed image is made at twice the resolution, so that turning the image neither blurs it nor makes its edges
 // jagged. There are three steps:
 //   1. The wavelet filter sym6 doubles the size of the image.
-//   2. For each pixel of the canvas, the change determines a place in the doubled image. The doubled image is read
-//      there, and interpolated linearly between its pixels.
+//   2. A second image of about this size is made: the canvas. For each of its pixels, the change determines a place in
+//      the doubled image. The doubled image is read there, and interpolated linearly between its pixels.
 //   3. The same filter halves the size of the canvas. The result is the changed image.
 // If nothing is to be changed, these steps return the image as it was. Steps 1 and 2 together are one sum over the
 // pixels around a place, so the doubled image is never stored. The canvas is stored. At each edge it has a margin of 6
@@ -3823,9 +3823,9 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
 constexpr int FILTER = 12; // the number of sym6's coefficients, which are called taps
 // A value of the doubled image, interpolated along a row, depends on this number of pixels of the image's row.
 constexpr int AROUND = 7;
-HD static inline int fine_size(int size) { return 2 * (size + FILTER / 2); } // rows or columns of the canvas
+HD static inline int fine_size(int size) { return 2 * (size + FILTER / 2); } // how many rows (columns) the canvas has
 
-// Returns tap k of sym6 (Daubechies 1992, table 6.2); 0 if k is not one of the 12. The squares of the taps add up to 1.
+// Returns tap k of sym6 (Daubechies 1992, table 6.2); 0 if k is below 0 or above 11. The squares of the taps add up to 1.
 HD static inline float sym6(int k) {
     const float taps[FILTER] = {0.015404109327027373f, 0.0034907120842174702f, -0.11799011114819057f,
                                 -0.048311742585633f,   0.4910559419267466f,    0.787641141030194f,
@@ -4237,7 +4237,7 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
     std::vector<int> steps;
     int start = 0; // where the part begins
     for (int i = 0; i < parts; i++) {
-        const bool one_more = i < T % parts; // if the parts don't divide T, the first ones are longer
+        const bool one_more = i < T % parts; // if T is no multiple of `parts`, the first parts are longer
         const int size = T / parts + one_more;
         const float count = counts[i];
         must(count >= least && count <= size && count == std::floor(count), flag,
@@ -5394,7 +5394,7 @@ static void check_field(const std::string& path, const char* field, int64_t valu
             path.c_str(), field, value, low, high);
 }
 
-// Checks the lengths of the header's lists. Checks also that every slot that has no meaning in this file is 0.
+// Checks the lengths of the header's lists, and that every slot that has no meaning in this file is 0.
 static void check_lists(const ModelFile& m) {
     const int* s = m.header.slot;
     check_field(m.path, "levels", s[SLOT_LEVELS], 1, MOST_LEVELS);
