@@ -3825,7 +3825,7 @@ constexpr int FILTER = 12; // the number of sym6's coefficients, which are calle
 constexpr int AROUND = 7;
 HD static inline int fine_size(int size) { return 2 * (size + FILTER / 2); } // how many rows (columns) the canvas has
 
-// Returns tap k of sym6 (Daubechies 1992, table 6.2); 0 if k is below 0 or above 11. The squares of the taps add up to 1.
+// Returns tap k of sym6 (Daubechies 1992, table 6.2); 0 if k is not from 0 to 11. The squares of the taps add up to 1.
 HD static inline float sym6(int k) {
     const float taps[FILTER] = {0.015404109327027373f, 0.0034907120842174702f, -0.11799011114819057f,
                                 -0.048311742585633f,   0.4910559419267466f,    0.787641141030194f,
