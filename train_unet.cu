@@ -6,126 +6,126 @@
 // Map (make map renews the line numbers)
 //    221  Part I. The program
 //    224     1. Types at the interface: what operations are called with
-//    677     2. The interface: all that the program asks of a device
-//   1019     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1118     4. Configuration: flags, presets, help, what can work and what cannot
-//   1862     5. The network: a list of layers, made of guided-diffusion's flags
-//   2831     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2841         FP8: buffers, factors, weights for samples
-//   2978         gradients, and buffers
-//   3232     7. Forward and backward: two walks over the list
-//   3357     8. Diffusion: noise schedules, objectives, samplers
-//   3647         the level of a training sample, drawn, and its share of the loss
-//   4107         samplers
-//   4663     9. Data: .bin files that may be larger than memory, the order of their images
-//   5214    10. Model files: weights and checkpoints, initial weights
-//   5571    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5586         the learning rate, the verdict on a step, averages of the weights
-//   5677         what a trainer holds
-//   5819         a step
-//   6125    12. A run: log, guard, checkpoints, resume, samples
-//   6151         the log in memory, as the page shows it
-//   6263         what a run holds
-//   6331         the log and the status line
-//   6523         checkpoints, snapshots and grids
-//   6789         the start of a run: new, from a file's weights, or resumed
-//   7021         the loop over the steps
-//   7138         a run from its first to its last line
-//   7313         samples, without a run
-//   7475    13. main: the command line, then a run or samples
-//   7781         what ranks must have in common
-//   7855         main
-//   7984  Part II. The device
-//   7987    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8067    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8137    16. The GPU: what all kernels share
-//   8204         Launches, which may overlap
-//   8250         Decisions: what kernels are chosen with
-//   8300         Single instructions: shared memory, mbarriers, clusters
-//   8386         Activations: pieces of 16 bytes
-//   8706         each_kernel: a thread for an element
-//   8720         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8885         Swizzle: how rows lie in shared memory
-//   8903         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9156         building blocks of Hopper's kernels (sm_90a)
-//   9457    17. Small operations: resampling, embeddings, diffusion
-//   9460         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9662         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10022         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10559    18. Group norm
-//  10562         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11120         groupnorm_backward_whole: an image's slab in shared memory
-//  11509    19. Attention
-//  11615         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12164         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12304         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  12988    20. Convolution
-//  13031         ConvOut: results, 4 channels of a pixel at a time
-//  13271         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13336         conv_halo: 3x3, stride 1, any GPU
-//  13752         conv_gather: any kernel size and stride, any GPU
-//  14018         conv_few: the first and the last layer
-//  14194         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14781         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14904         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15379         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15827         conv_weight_tma: weight gradients (sm_90a)
-//  16123         FP8 in training: weights and gradients are rounded
-//  16236    21. The optimiser
-//  16239         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16477    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16480         groupnorm_backward
-//  16639         attention: forward and, where a has dout, backward
-//  16703         convolution: forward and input gradient
-//  17203         convolution: weight gradients
-//  17554    23. The GPU: memory, copies, repeated work
-//  17780    24. Between ranks: from device to device
+//    682     2. The interface: all that the program asks of a device
+//   1027     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1128     4. Configuration: flags, presets, help, what can work and what cannot
+//   1873     5. The network: a list of layers, made of guided-diffusion's flags
+//   2846     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2856         FP8: buffers, factors, weights for samples
+//   2994         gradients, and buffers
+//   3248     7. Forward and backward: two walks over the list
+//   3374     8. Diffusion: noise schedules, objectives, samplers
+//   3665         the level of a training sample, drawn, and its share of the loss
+//   4129         samplers
+//   4687     9. Data: .bin files that may be larger than memory, the order of their images
+//   5241    10. Model files: weights and checkpoints, initial weights
+//   5604    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5619         the learning rate, the verdict on a step, averages of the weights
+//   5710         what a trainer holds
+//   5852         a step
+//   6158    12. A run: log, guard, checkpoints, resume, samples
+//   6184         the log in memory, as the page shows it
+//   6296         what a run holds
+//   6364         the log and the status line
+//   6556         checkpoints, snapshots and grids
+//   6822         the start of a run: new, from a file's weights, or resumed
+//   7054         the loop over the steps
+//   7171         a run from its first to its last line
+//   7346         samples, without a run
+//   7508    13. main: the command line, then a run or samples
+//   7814         what ranks must have in common
+//   7888         main
+//   8017  Part II. The device
+//   8020    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8100    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8170    16. The GPU: what all kernels share
+//   8237         Launches, which may overlap
+//   8283         Decisions: what kernels are chosen with
+//   8333         Single instructions: shared memory, mbarriers, clusters
+//   8419         Activations: pieces of 16 bytes
+//   8739         each_kernel: a thread for an element
+//   8753         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8918         Swizzle: how rows lie in shared memory
+//   8936         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9189         building blocks of Hopper's kernels (sm_90a)
+//   9490    17. Small operations: resampling, embeddings, diffusion
+//   9493         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9695         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10055         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10592    18. Group norm
+//  10595         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11153         groupnorm_backward_whole: an image's slab in shared memory
+//  11542    19. Attention
+//  11648         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12197         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12337         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13021    20. Convolution
+//  13064         ConvOut: results, 4 channels of a pixel at a time
+//  13304         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13369         conv_halo: 3x3, stride 1, any GPU
+//  13785         conv_gather: any kernel size and stride, any GPU
+//  14051         conv_few: the first and the last layer
+//  14227         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14814         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14937         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15412         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15860         conv_weight_tma: weight gradients (sm_90a)
+//  16156         FP8 in training: weights and gradients are rounded
+//  16269    21. The optimiser
+//  16272         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16510    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16513         groupnorm_backward
+//  16672         attention: forward and, where a has dout, backward
+//  16736         convolution: forward and input gradient
+//  17236         convolution: weight gradients
+//  17587    23. The GPU: memory, copies, repeated work
+//  17813    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 7980, run_program 7916, train 7269, run_step 7071, train_step 6059, load_batch 5167 (read_image 4749);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17685):
-//     step_gradients 5952: draw_levels 10039 (the formulas: draw_level 3716), forward_and_loss 5865,
-//     q_sample_forward 10247, unet_forward 3260, forward_layer 3246 (a function of the layer's kind),
-//     loss_forward_backward 10361, unet_backward 3327, conv_backward_weights 17547 (weight gradients, on the side
-//     stream), finish_gradients 11455 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16288;
-//     judge_step 16335 (the verdict: judge_batch 5650), update_slice 6024, adamw_update 16449 (adamw_kernel 16406),
-//     next_step 16341, record_step 16347; later collect_steps 7025
-//   pictures, from noise: sample_batch 4578, plan_route 4341, device_step 4386, euler_step 4137 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 17055 draws all of its roads):
-//     forward_conv 2298; conv_forward 17092, with conv_product above it, which asks conv_is_wgmma 16710;
-//     on Hopper, large images: pick_conv_tiles_3x3 17005; conv_tiles 15364, with conv_tiles_kernel above it;
-//     Accumulators 9377 (its function multiply); Wgmma 8968;
-//     on Hopper, small images: pick_conv_small 16861; conv_small 15813, with conv_small_kernel and multiply_small above
-//     it; Wgmma 8968;
-//     on any other GPU pick_conv_halo_bf16 16777; conv_halo 13739, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8771
-//   why several GPUs compute the bits of one: step_gradients 5952
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 388, Silu 8030, with_nonlinearity 8040 (a case);
-//     BEHIND_NORMS, in front of add_norm 2525, chooses it. The embedding has SiLU as a layer: silu_forward 9942
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3575
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 503, and beside each other edm_question 3417,
-//     ask 3452, frame_of 3462, sigma_draws 3468, has_steps_of_t 3474; the head of their section lists the changes
-//   a kind of layer: forward_linear 2218 and what stands beside it, with a list of all places in front of
-//     LayerKind 2190; add_resblock 2576 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 8013, run_program 7949, train 7302, run_step 7104, train_step 6092, load_batch 5194 (read_image 4775);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17718):
+//     step_gradients 5985: draw_levels 10072 (the formulas: draw_level 3734), forward_and_loss 5898,
+//     q_sample_forward 10280, unet_forward 3276, forward_layer 3262 (a function of the layer's kind),
+//     loss_forward_backward 10394, unet_backward 3343, conv_backward_weights 17580 (weight gradients, on the side
+//     stream), finish_gradients 11488 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16321;
+//     judge_step 16368 (the verdict: judge_batch 5683), update_slice 6057, adamw_update 16482 (adamw_kernel 16439),
+//     next_step 16374, record_step 16380; later collect_steps 7058
+//   pictures, from noise: sample_batch 4602, plan_route 4364, device_step 4409, euler_step 4160 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 17088 draws all of its roads):
+//     forward_conv 2310; conv_forward 17125, with conv_product above it, which asks conv_is_wgmma 16743;
+//     on Hopper, large images: pick_conv_tiles_3x3 17038; conv_tiles 15397, with conv_tiles_kernel above it;
+//     Accumulators 9410 (its function multiply); Wgmma 9001;
+//     on Hopper, small images: pick_conv_small 16894; conv_small 15846, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9001;
+//     on any other GPU pick_conv_halo_bf16 16810; conv_halo 13772, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8804
+//   why several GPUs compute the bits of one: step_gradients 5985
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 390, Silu 8063, with_nonlinearity 8073 (a case);
+//     BEHIND_NORMS, in front of add_norm 2537, chooses it. The embedding has SiLU as a layer: silu_forward 9975
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3592
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 506, and beside each other edm_question 3434,
+//     ask 3469, frame_of 3479, sigma_draws 3485, has_steps_of_t 3491; the head of their section lists the changes
+//   a kind of layer: forward_linear 2230 and what stands beside it, with a list of all places in front of
+//     LayerKind 2202; add_resblock 2589 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 289, with a list of all places in front of it
-//   FP8 (--precision fp8): choose_fp8 2771 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 2845 and plan_fp8_gradients 2863 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 2904 for samples, make_fp8_training 2944 for training; add_fp8_args 2071
-//     hands them to the layers. forward_conv 2298 and backward_conv 2309 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17153 makes an input gradient a forward convolution; conv_product_fp8 17085 picks the
-//     kernel, multiply_fp8 9409 and WgmmaFp8 9004 multiply; print_fp8 6969 says whether it pays
+//   FP8 (--precision fp8): choose_fp8 2786 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 2860 and plan_fp8_gradients 2878 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 2920 for samples, make_fp8_training 2960 for training; add_fp8_args 2083
+//     hands them to the layers. forward_conv 2310 and backward_conv 2321 choose between bf16 and FP8;
+//     conv_backward_input_fp8 17186 makes an input gradient a forward convolution; conv_product_fp8 17118 picks the
+//     kernel, multiply_fp8 9442 and WgmmaFp8 9037 multiply; print_fp8 7002 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
-//     refuse or must (host/files.h), of wrong 1332 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5381 and check_unused (host/files.h): look at their
+//     refuse or must (host/files.h), of wrong 1343 (a flag's value), or of a function beside it whose name ends in
+//     _unless. For a damaged header they stand in check_field 5414 and check_unused (host/files.h): look at their
 //     callers.
-//     unknown_word 1246 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1252.
-//     Two functions print a message while the run goes on: report_bad_step 6777 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6567 that a file could not be written yet.
-//     stop_run 6541 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     unknown_word 1257 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1263.
+//     Two functions print a message while the run goes on: report_bad_step 6810 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6600 that a file could not be written yet.
+//     stop_run 6574 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -3249,11 +3249,11 @@ static void plan_memory(UNet* net, int B, bool training) {
 // A step calls unet_forward, which calls forward_layer for each layer, and then unet_backward, which goes from the last
 // layer to the first and collects the convolutions' weight gradients on the way (WeightGradients).
 
-// `mark` is called before each operation is started. It does nothing here. dev/benchmarks/bench.cu assigns to it a
-// function that takes time stamps.
-enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: all gradients except that of a convolution's weights
+// `mark` is called before each operation is started. In this program it does nothing. dev/benchmarks/bench.cu replaces
+// it by a function that takes time stamps.
+enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: all gradients except a convolution's weight gradient
 struct Operation {
-    const char* name = nullptr; // the operation's name; null: it is an operation of `layer`
+    const char* name = nullptr; // the operation's name, or null if the operation belongs to `layer`
     const Layer* layer = nullptr;
     Pass pass = FORWARD;
 };
@@ -3264,15 +3264,15 @@ static void forward_layer(const Walk& walk, const Layer& l) {
     mark({.layer = &l});
     LayerArgs a = layer_args(walk, l);
     l.kind->forward(a);
-    // The operation has set a.out_stats.parts: how many parts the sums over the output's pixels consist of. The norm
-    // that reads the output needs this number.
+    // If a norm reads the output, the operation has also summed the output over its pixels, in several parts (Stats).
+    // It has set a.out_stats.parts to the number of these parts, which the norm needs.
     walk.net->tensors[l.out].parts = a.out_stats.parts;
 }
 
 // The forward pass. It computes net's output (B, H, W, out_channels) from its input, net->t (B) and, if the model uses
 // them, net->labels (B), net->values (B, num_values) and net->cond (B, H, W, cond_channels). The embedding's layers
-// come first in the list. They run on the side stream, at the same time as the layers that follow, until the first
-// layer that reads the embedding.
+// come first in the list. They run on the side stream, at the same time as the layers after them on the main stream.
+// Before the first layer that reads the embedding, the main stream waits for them.
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     const int L = (int)net->layers.size();
     const int reader = first_emb_reader(net);
@@ -3306,8 +3306,8 @@ struct WeightGradients {
     // Launches the weight gradients that wait. After that, the weight gradients of all layers from `last` on have been
     // launched.
     void launch_waiting() {
-        // This launch completes the gradients that lie in the flat arrays from complete_from on. The weights of each
-        // convolution whose weight gradient is not launched yet lie before complete_from.
+        // After this launch, all gradients from index complete_from on are complete. (Each convolution whose weight
+        // gradient is not launched yet has its weights before that index in the flat array of all weights.)
         size_t complete_from = net->plain_size;
         for (int i = 0; i < last; i++) {
             const Layer& l = net->layers[i];
@@ -3338,8 +3338,8 @@ struct WeightGradients {
 };
 
 // The backward pass. It computes grads, the gradients of the parameters, from output_gradient and from what the forward
-// pass of these B samples left in memory. done(n, stream) is called after this stream has been given the work that
-// completes the gradients from the n-th float on.
+// pass of these B samples left in memory. done(n, stream) is called each time that weight gradients have been launched
+// on `stream`. When that work is finished, the gradients from grads[n] on are complete.
 static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B,
                           const std::function<void(size_t, Stream*)>& done = nullptr) {
     const Walk walk{net, weights, dropout, B, grads};
@@ -3347,7 +3347,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
     weight_gradients.ticket.assign(net->layers.size(), -1);
     for (int i = (int)net->layers.size() - 1; i >= 0; i--) {
         const Layer& l = net->layers[i];
-        if (l.dout < 0) continue; // it has no backward pass
+        if (l.dout < 0) continue; // this layer has no backward pass
         if (l.after >= 0) weight_gradients.wait_for(l.after);
         // With --use_checkpoint: if a block ends with l, computes again what the block's layers read.
         for (const Layer& before : net->layers)
@@ -3355,11 +3355,12 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         LayerArgs a = layer_args(walk, l);
         if (l.kind == &CONV) {
             // The embedding's layers come last in the backward pass, and they wait for the weight gradients that have
-            // been collected. So those are launched now, and do not wait for that of the first convolution.
+            // been collected. So the collected ones are launched now, before the weight gradient of the network's first
+            // convolution is added to them.
             if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.launch_waiting();
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
             weight_gradients.add(i, a);
-            if (!a.d1.dx && !a.d2.dx) continue; // its input is the images, whose gradient nobody needs
+            if (!a.d1.dx && !a.d2.dx) continue; // the layer reads the images, which need no gradient
         }
         mark({.layer = &l, .pass = BACKWARD});
         l.kind->backward(a);
@@ -3512,7 +3513,7 @@ HD static inline NoiseLevel make_level(const Question& q) {
 // answer of each is turned into an image:
 //   x0_x input + x0_out answer = (x0_x signal) x_0 + (x0_x sigma) noise + x0_out answer
 // The student's image should equal the teacher's image. So the target of the student's answer is a weighted sum of x_0,
-// noise and the teacher's answer. At r = 0 the teacher's image is x_0 itself, and the target is that of edm or flow.
+// noise and the teacher's answer. At r = 0 the teacher's image is x_0 itself, and the target is as in edm or flow.
 
 // Returns the teacher's sigma r for a student's sigma t (Geng et al. 2024, section 3): r / t = 1 - n(t) / q^a, where
 // n(t) = 1 + k sigmoid(-b t). If this r is negative, 0 is returned. a begins at 1 and grows by 1 every d steps, so r
@@ -3559,7 +3560,7 @@ HD static inline NoiseLevel teacher_level(const Objective& o, double t) {
 }
 
 // Returns alpha_bar (T): alpha_bar[t] is the product of 1 - beta over all timesteps from 0 to t.
-//   linear: beta rises from 0.0001 to 0.02 (Ho et al. 2020, section 4), scaled for a T other than 1000
+//   linear: beta rises from 0.0001 to 0.02 (Ho et al. 2020, section 4); both limits are multiplied by 1000 / T
 //   cosine: alpha_bar(t) = cos^2((t / T + 0.008) / 1.008 pi / 2), with beta below 0.999 (Nichol & Dhariwal
 //           2021, eq. 17)
 static std::vector<double> alpha_bars(const Config& c) {
@@ -3579,7 +3580,7 @@ static std::vector<double> alpha_bars(const Config& c) {
 }
 
 // What --predict decides: four members of a NoiseLevel, and `error`, which ddpm_level needs for the weight of the loss.
-// An answer that is wrong by e gives an x_0 that is wrong by d: `error` is e^2 / d^2.
+// If the network's answer is wrong by e, the x_0 that is computed from it is wrong by some d. `error` is e^2 / d^2.
 struct Prediction {
     double target_x0, target_noise; // as in NoiseLevel
     double x0_x, x0_out;            // as in NoiseLevel
@@ -3603,8 +3604,9 @@ static NoiseLevel ddpm_level(const Config& c, double alpha_bar, double t) {
     level.target_noise = (float)p.target_noise;
     level.x0_x = (float)p.x0_x;
     level.x0_out = (float)p.x0_out;
-    // Min-SNR (Hang et al. 2023): the squared error of x_0 should have the weight min(snr, gamma). The loss has the
-    // squared error of the answer instead, which is p.error times that of x_0. So its weight is divided by p.error.
+    // Min-SNR (Hang et al. 2023): the squared error of x_0 should have the weight min(snr, gamma). But the loss is the
+    // squared error of the answer, which is p.error times the squared error of x_0. So the weight is divided by
+    // p.error.
     level.weight = c.min_snr_gamma > 0 ? (float)(std::min(snr, (double)c.min_snr_gamma) / p.error) : 1;
     return level;
 }
@@ -3711,9 +3713,9 @@ HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
     return level;
 }
 
-// Draws sigma from a log-normal distribution. This is for edm, for ect, and for flow if --t_std is not 0. Writes to
-// *normal the standard normal number that sigma is computed from, which tells in which quarter of the levels sigma
-// lies.
+// Draws sigma from a log-normal distribution, for edm, for ect, and for flow if --t_std is not 0. Sigma is computed
+// from a standard normal number, which is written to *normal. From that number quarter_of_normal finds in which quarter
+// of the levels sigma lies.
 HD static inline double draw_sigma(const Objective& o, const Words& words, float* normal) {
     float z[4];
     normals(z, words);
@@ -3769,10 +3771,10 @@ HD static inline float image_value(const void* images, int bytes, size_t i) {
 // changed images are of another kind, and does not draw such images when it is told that there is no change.
 // A row of this list first describes a change. After the semicolon are the numbers that the network is told. These
 // numbers are 0 if the image is not changed in this way. z and z' are standard normal numbers, drawn for each change:
-//   mirrored, upside down   left and right are exchanged, top and bottom are exchanged; for each of the two, 1
+//   mirrored, upside down   left and right are exchanged, top and bottom are exchanged; 1 for each of the two
 //   scaled                  by 2^(0.2 z); z
 //   turned                  by an angle; the angle's cosine - 1, its sine
-//   stretched               by 2^(0.2 z) along an axis and by the inverse across it; z times the axis's cosine and sine
+//   stretched               by 2^(0.2 z) along an axis and by the inverse across it; z cos(axis), z sin(axis)
 //   shifted                 by an eighth of the image times (z, z'); z, z'
 
 // A 2 x 2 matrix. It maps (x, y) to (xx x + xy y, yx x + yy y).
@@ -3830,18 +3832,18 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
 // The changed image is made at twice the resolution, so that turning the image neither blurs it nor makes its edges
 // jagged. There are three steps:
 //   1. The wavelet filter sym6 doubles the size of the image.
-//   2. The doubled image is read at the places that the change maps the new pixels to. Between pixels it is
-//      interpolated linearly. The result is the canvas.
-//   3. The same filter halves the canvas.
-// Without a change, the result is the image itself. Steps 1 and 2 together are one sum over the pixels around a place,
-// so the doubled image is never stored. The canvas is stored. At each edge it has a margin of 6 of its own pixels,
-// which the filter needs. Outside its border, the image is continued by its mirror image.
-constexpr int FILTER = 12; // taps of sym6
+//   2. A second image of about this size is made: the canvas. For each of its pixels, the change determines a place in
+//      the doubled image. The doubled image is read there, and interpolated linearly between its pixels.
+//   3. The same filter halves the size of the canvas. The result is the changed image.
+// If nothing is to be changed, these steps return the image as it was. Steps 1 and 2 together are one sum over the
+// pixels around a place, so the doubled image is never stored. The canvas is stored. At each edge it has a margin of 6
+// of its own pixels, which the filter needs. Outside its border, the image is continued by its mirror image.
+constexpr int FILTER = 12; // the number of sym6's coefficients, which are called taps
 // A value of the doubled image, interpolated along a row, depends on this number of pixels of the image's row.
 constexpr int AROUND = 7;
-HD static inline int fine_size(int size) { return 2 * (size + FILTER / 2); } // rows or columns of the canvas
+HD static inline int fine_size(int size) { return 2 * (size + FILTER / 2); } // how many rows (columns) the canvas has
 
-// Returns tap k of sym6 (Daubechies 1992, table 6.2); 0 if k is not one of the 12. The squares of the taps add up to 1.
+// Returns tap k of sym6 (Daubechies 1992, table 6.2); 0 if k is not from 0 to 11. The squares of the taps add up to 1.
 HD static inline float sym6(int k) {
     const float taps[FILTER] = {0.015404109327027373f, 0.0034907120842174702f, -0.11799011114819057f,
                                 -0.048311742585633f,   0.4910559419267466f,    0.787641141030194f,
@@ -3875,7 +3877,8 @@ HD static inline Around pixels_around(double u, int size, bool flip) {
     const bool odd = (i - 5) & 1;
     Around a;
     for (int j = 0; j < AROUND; j++) {
-        // This pixel is multiplied by the tap `here` in value i of the doubled row, and by `next` in value i + 1.
+        // Value i of the doubled row contains this pixel times the tap `here`. Value i + 1 contains it times the tap
+        // `next`.
         const float here = odd ? sym6(11 - 2 * j) : sym6(10 - 2 * j);
         const float next = odd ? sym6(12 - 2 * j) : sym6(11 - 2 * j);
         a.weight[j] = (1 - fraction) * here + fraction * next;
@@ -3884,11 +3887,12 @@ HD static inline Around pixels_around(double u, int size, bool flip) {
     return a;
 }
 
-// The pixels of the image that the canvas's value at row `fine_y` and column `fine_x` is made of, and their weights.
-// They are the same in all channels.
+// A value of the canvas is a weighted sum of the image's values in these rows and columns. The weight of a value is the
+// product of the weight of its row and the weight of its column. All channels have the same weights.
 struct CanvasPlace {
     Around rows, columns;
 };
+// Returns the CanvasPlace of the canvas's value at row `fine_y` and column `fine_x`.
 HD static inline CanvasPlace canvas_place(const Augmentation& a, int fine_y, int fine_x, int H, int W) {
     // (x, y): the place in the changed image, in pixels from the centre. (from_x, from_y): the place in the original
     // image that is shown there. The last two lines convert that place to rows and columns of the doubled image.
@@ -3913,8 +3917,8 @@ HD static inline float canvas_value(const CanvasPlace& place, const void* channe
         }
         sum += place.rows.weight[i] * of_row;
     }
-    // A byte stands for byte / 127.5 - 1. The 49 products of weights add up to 1 / 2 here, so the -1 becomes -0.5. (The
-    // 144 products of taps in `halved` add up to 2.)
+    // A byte stands for byte / 127.5 - 1. The 49 products of weights add up to 1 / 2 here, so the -1 becomes -0.5. (In
+    // `halved` the 144 products of taps add up to 2, so the changed image is as bright as the original one.)
     return bytes == 1 ? sum / 127.5f - 0.5f : sum;
 }
 
@@ -3948,7 +3952,8 @@ HD static inline float square_mean(const void* channel, int bytes, int y, int x,
 // The standard deviation of the noise on a picture is --cond_noise times a factor, which is drawn uniformly from
 // [0, 1). (Ho et al. 2021, "Cascaded Diffusion Models": a network that was trained on coarse pictures with different
 // amounts of noise is not disturbed by the errors of a sampled coarse picture.)
-// The number of the quartet of random words that the factor is drawn from. The noise uses quartets with lower numbers.
+// NOISE_STRENGTH is the number of the quartet of random words that this factor is drawn from. The noise itself uses
+// quartets with lower numbers.
 constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF;
 HD static inline float noise_strength(const Words& words) { return (words.w[0] >> 8) * 0x1p-24f; }
 
@@ -3990,7 +3995,7 @@ HD static inline float grey_value(const void* images, int bytes, size_t i, int H
 constexpr int HOLES = 4;
 struct Hole {
     bool is_there, is_stroke;
-    int y0, x0, y1, x1; // the two points, which are corners of a rectangle
+    int y0, x0, y1, x1; // the two ends of a stroke, or two opposite corners of a rectangle
     int radius;         // the radius of a stroke, in pixels
 };
 struct Holes {
@@ -4063,10 +4068,11 @@ HD static inline TuningLoss tuning_loss(const NoiseLevel& level, double D, doubl
     return TuningLoss{value, level.weight * level.x0_out * (double)level.x0_out / root};
 }
 
-// The term of one value in the variational bound, in nats, and its derivatives by d and by v. d = output - target is
-// the error of the answer's first half, which predicts the mean. v is the answer's second half, for the variance. The
-// network's variance is exp(log_var + u) with u = log_ratio + range (v + 1) / 2. If v lies between -1 and 1, this
-// variance lies between the two fixed variances (Nichol & Dhariwal 2021, eq. 15). The term is:
+// The term of one value in the variational bound, in nats, and its derivatives by d (d_mean) and by v (d_variance).
+// d = output - target is the error in the answer's first half, which predicts the mean. v is the number in the answer's
+// second half, which predicts the variance. The network's variance is exp(log_var + u) with
+// u = log_ratio + range (v + 1) / 2. If v lies between -1 and 1, this variance lies between the two fixed variances
+// (Nichol & Dhariwal 2021, eq. 15). The term is:
 //   t > 0   the KL divergence of two normal distributions, whose means differ by sqrt(kl exp(log_var)) d
 //   t = 0   minus the log of the probability of the true value among the 256 values of a byte
 struct BoundTerm {
@@ -4085,8 +4091,8 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
     const float slope = 0.5f * level.range; // du / dv
     const float u = level.log_ratio + slope * (v + 1);
     if (!level.t_is_0) {
-        // The term is (exp(-u) - 1 + u + exp(-u) kl d^2) / 2. It is computed in double: for high t, u is so small that
-        // exp(-u) - 1 + u is almost u^2 / 2.
+        // The term is (exp(-u) - 1 + u + exp(-u) kl d^2) / 2. For high t, u is very small, and exp(-u) - 1 + u is only
+        // about u^2 / 2. In fp32 this small sum would lose most of its digits, so it is computed in double.
         const double less = expm1(-(double)u); // exp(-u) - 1
         const double pull = (1 + less) * level.kl * d;
         const double value = 0.5 * (less + u + pull * d);
@@ -4128,9 +4134,10 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
 //
 //   dx / dsigma = (x - x0) / sigma                                     (Karras et al. 2022, eq. 1 and 3)
 //
-// Below, each sampler is a function that makes one of its steps, from x to the next x, which is called x'. In these
-// functions, s is the sigma of x, n is the sigma of x', and z is new noise. Every step is linear in x, x0, z and m, one
-// image that the sampler remembers. The coefficients are members of a Move, written here as .x, .x0 and so on:
+// Below, each sampler has a function that computes the coefficients of one step, from x to the next x, which is called
+// x'. In these functions, s is the sigma of x, n is the sigma of x', and z is new noise. m is an image that the sampler
+// remembers from one step to the next. A step replaces x by x'. It also replaces m by m' if .m_x or .m_x0 is not 0. The
+// coefficients are members of a Move, written here as .x, .x0 and so on:
 //
 //   x' = (.x) x + (.x0) x0 + (.m) m + (.noise) z           m' = (.m_x) x + (.m_x0) x0
 //
@@ -4234,7 +4241,7 @@ static std::vector<int> strided_timesteps(int T, const std::string& respacing) {
 // Returns the timesteps of a sampler in ascending order, as guided-diffusion's space_timesteps does. respacing:
 //   ""            all timesteps
 //   "ddimN"       N timesteps at equal distances, from 0 on
-//   "n1,n2,..."   [0, T) is divided into equal parts; n1 timesteps of the first part, n2 of the second, and so on
+//   "n1,n2,..."   [0, T) is divided into equal parts; n1 timesteps are kept in the first part, n2 in the second, etc.
 static std::vector<int> space_timesteps(int T, const std::string& respacing) {
     if (respacing.starts_with("ddim")) return strided_timesteps(T, respacing);
     const std::string flag = "--timestep_respacing " + respacing;
@@ -4248,7 +4255,7 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
     std::vector<int> steps;
     int start = 0; // where the part begins
     for (int i = 0; i < parts; i++) {
-        const bool one_more = i < T % parts; // if the parts don't divide T, the first ones are longer
+        const bool one_more = i < T % parts; // if T is no multiple of `parts`, the first parts are longer
         const int size = T / parts + one_more;
         const float count = counts[i];
         must(count >= least && count <= size && count == std::floor(count), flag,
@@ -4306,9 +4313,9 @@ static std::vector<double> sampler_sigmas(const Config& c, const std::vector<dou
 }
 
 // Returns the order in which a sampler takes its N steps, as a list of the steps' numbers. With --inpaint some steps
-// are taken again (Lugmayr et al. 2022, "RePaint"): after every --jump_length steps the sampler goes back by so many
-// steps, until it has taken these steps --jump_n_sample times. Then it goes on with the next steps. The last step is
-// taken once. The first (N - 1) % jump_length steps are taken once, too.
+// are taken again (Lugmayr et al. 2022, "RePaint"): after every --jump_length steps the sampler goes back by
+// --jump_length steps, until it has taken these steps --jump_n_sample times. Then it goes on with the next steps. The
+// last step is taken once. The first (N - 1) % jump_length steps are taken once, too.
 static std::vector<int> step_order(const Config& c, int N) {
     // For each level of noise: how many times the sampler still has to go back from it. Level 0 is the least noise, and
     // -1 is no noise.
@@ -4341,8 +4348,8 @@ struct Route {
     int64_t first_move = 0; // the move that sampling begins with: the first move of the step that first_step returns
 };
 
-// Adds the moves of a step from sigma s to sigma n. before: the sigma at which the step before this one began. 0: there
-// is no step before this one, or its x0 may not be used.
+// Adds the moves of a step from sigma s to sigma n. before: the sigma at which the step before this one began, or 0 if
+// this step is the first one, or follows a jump back (--inpaint).
 static void add_step(std::vector<Move>* moves, const Config& c, double before, double s, double n) {
     if (c.sampler == "ddpm") moves->push_back(ddpm_step(c, s, n));
     else if (c.sampler == "ddim") moves->push_back(ddim_step(s, n, c.eta));
@@ -4409,7 +4416,8 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
     step.t = level.t;
     step.x0_x = level.x0_x;
     step.x0_out = level.x0_out;
-    // The coefficients of u' and m'. In the formulas of a Move, x is u / signal, and u' is next times x'.
+    // The coefficients of u' and m'. They follow from the formulas of a Move, because x = u / signal, and because
+    // u' = next x', where `next` is the signal at the sigma of x'.
     step.next_x = (float)(next * move.x / level.signal);
     step.next_x0 = (float)(next * move.x0);
     step.next_m = (float)(next * move.m);
@@ -4421,7 +4429,7 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
         step.range = (float)std::log(move.learned_high / move.learned_low);
     }
     // keep_known replaces the known part of x by the given image plus noise of sigma `end`. If an earlier step comes
-    // next, it then adds noise to all of x, to go back to the sigma at which that step begins.
+    // next, keep_known also adds noise to all of x, to go back to the sigma at which that step begins.
     if (keeps_known) {
         const double back = signal_at(then);
         const double added = std::sqrt(std::max(then * then - end * end, 0.0)); // noise, in the scale of x
@@ -4465,8 +4473,8 @@ static SamplerPlan plan_sampler(const Config& c) {
     return plan;
 }
 
-// A sampler's memory. Members marked (device) point to device memory. Their sizes do not depend on how many images are
-// sampled: B is the number of images in a batch.
+// A sampler's memory. Members marked (device) point to device memory. B is the number of images in a batch. So the
+// sizes of these arrays do not depend on how many images are sampled in all.
 struct Sampler {
     SamplerPlan plan;
     SamplerStep* steps; // (device) the plan's steps
@@ -4481,7 +4489,7 @@ struct Sampler {
     float* cond;                   // (device) a batch's pictures (B, H, W, cond_channels); null: there are none
     std::vector<float> pictures;   // on the host: (count, H, W, cond_channels); they are used again like value_rows
     std::vector<float> truth;      // on the host: the data's images that the pictures belong to, for a run's grids
-    // With --start_from and --inpaint, on the host: images (count, H, W, C) and masks; they are used again, too.
+    // With --start_from and --inpaint, on the host: images (count, H, W, C) and masks, used again like value_rows
     std::vector<float> images, masks;
     float *known, *mask; // (device) with --inpaint: the images and masks of a batch (B, H, W, C)
 };
@@ -4502,7 +4510,7 @@ static Sampler make_sampler(const Config& c, int B) {
     if (c.cond_channels > 0) s.cond = device_alloc<float>((size_t)B * c.H * c.W * c.cond_channels);
     if (world.size > 1) s.all = device_alloc<float>(world.size * B * n);
     // --dynamic_threshold q: x0 is limited to the ceil(q n)-th smallest |x0| of an image's n values, or to 1 if 1 is
-    // larger. denoising.rank is the number ceil(q n), but counted from 0.
+    // larger. denoising.rank is the place of that |x0| in ascending order, counted from 0: ceil(q n) - 1.
     const int rank = (int)std::ceil(c.dynamic_threshold * (double)n) - 1;
     bool remembers = false; // whether some step writes m
     for (const SamplerStep& step : s.plan.steps) remembers = remembers || step.m_x != 0 || step.m_x0 != 0;
@@ -4694,9 +4702,11 @@ constexpr int BATCHES_AHEAD = 8;                  // how many batches in advance
 constexpr int MOST_VALUES = 4096;                 // the most numbers per image, the limit of --cond_dim
 constexpr int MOST_NAME_BYTES = 1 << 20;          // the most bytes of all the numbers' names together
 
-// All files of this program begin with these two slots. The slots of a data file follow.
+// All files of this program begin with a header of 256 slots of 4 bytes. The first two slots have the same meaning in
+// all files:
 constexpr int SLOT_MAGIC = 0;
 constexpr int SLOT_VERSION = 1; // the version of the format
+// The other slots of a data file's header:
 constexpr int DATA_SLOT_COUNT = 2;
 constexpr int DATA_SLOT_CHANNELS = 3;
 constexpr int DATA_SLOT_HEIGHT = 4;
@@ -4855,9 +4865,9 @@ static void read_behind_images(Dataset* d, uint32_t body_crc) {
     const size_t bytes = behind.size() * sizeof(int32_t);
     d->read(behind.data(), bytes, d->image_at(d->count));
     if (d->version == 2) d->image_crc.assign(behind.end() - d->count, behind.end());
-    // In version 1 the body's checksum begins with the images, so it can only be checked if all images are read. In
-    // version 2 it covers only `behind`. Then check_images compares each image with its own checksum, and returns 0,
-    // which is the start value of a checksum.
+    // In version 1, body_crc covers the images and then `behind`, so it can only be checked if all images are read. In
+    // version 2, body_crc covers only `behind`. There, check_images compares each image with its own checksum. It
+    // returns 0, the value that a checksum starts from.
     const bool reads_all = d->size <= READ_AT_START;
     const uint32_t images_crc = reads_all ? check_images(d) : 0;
     const bool can_check = d->version == 2 || (d->version == 1 && reads_all);
@@ -4981,8 +4991,9 @@ static void prepare_folder(const Config& c, const std::string& file) {
          "there is no python3 in PATH, which prepares it; run " + by_hand + " where there is one");
     must(code == 0, flag, "was not prepared, for the reason above; once that is mended, run this again, or " + by_hand);
 
-    // The file's time is set to that of the folder's last change before the file was made. If a picture was changed
-    // while the file was made, the file is then older than the folder, and will be made again.
+    // The file's time is set to `changed`, the time of the folder's last change, which was read before the file was
+    // made. So if a picture was changed while the file was made, the file is older than the folder, and the next run
+    // makes it again.
     constexpr int64_t SECOND = 1000000000; // in nanoseconds
     const struct timespec times[2] = {{0, UTIME_OMIT}, {changed / SECOND, changed % SECOND}};
     utimensat(AT_FDCWD, file.c_str(), times, 0);
@@ -5075,8 +5086,8 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
         for (int p = 0; p < HW; p++) picture.push_back(grey_value(image, bytes, p, HW));
         return picture;
     }
-    // Each hole is drawn from two quartets of random words. Their step is always 0, so a run that is resumed shows the
-    // same holes in its grids as before.
+    // Each hole is drawn from two quartets of random words. They do not depend on the training step (the step is always
+    // 0 here), so a run that is resumed shows the same holes in its grids as before.
     Words words[2 * HOLES];
     for (int k = 0; k < 2 * HOLES; k++) words[k] = philox((uint64_t)c.seed, k, (uint32_t)number, 0, RANDOM_MASK);
     const Holes holes = draw_holes(words, c.H, c.W);
@@ -5095,7 +5106,7 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
 // H, W), which are used in turn; empty: the holes are drawn.
 static std::vector<float> made_pictures(const Config& c, Dataset d, int most, const std::vector<float>& masks) {
     std::vector<float> pictures;
-    // Made of floats, so that it is aligned for an image of floats.
+    // This is a vector of floats, so that its memory is aligned even for an image of floats.
     std::vector<float> image(d.image_bytes() / sizeof(float) + 1);
     uint8_t* const bytes = (uint8_t*)image.data();
     for (int i = 0; i < std::min<int64_t>(d.count, most); i++) {
@@ -5289,8 +5300,8 @@ constexpr int SLOT_ECT = 107;       // with --objective ect: the first slot of t
 constexpr int SLOT_ECT_END = 113;   // the first slot after these flags
 constexpr int SLOT_COND_CRC = 113;  // with cond_channels: the header_crc of --cond_file; the next slot holds cond_noise
 constexpr int SLOT_PRECISION = 115; // the slots after it are unused, up to SLOT_PATH
-constexpr int SLOT_PATH = 128;      // 512 bytes: data_file, a 0, cond_file
-constexpr int MOST_LEVELS = 8;      // the largest number of levels, and of attention_resolutions
+constexpr int SLOT_PATH = 128;      // 512 bytes: the path data_file, a byte 0, the path cond_file
+constexpr int MOST_LEVELS = 8;      // how many numbers channel_mult may have, and how many attention_resolutions
 
 // Returns the word of the objective whose number a header holds, or "" if the file is damaged.
 static std::string objective_of(const Header& h) {
@@ -5401,7 +5412,7 @@ static void check_field(const std::string& path, const char* field, int64_t valu
             path.c_str(), field, value, low, high);
 }
 
-// Checks the lengths of the header's lists. Checks also that every slot that has no meaning in this file is 0.
+// Checks the lengths of the header's lists, and that every slot that has no meaning in this file is 0.
 static void check_lists(const ModelFile& m) {
     const int* s = m.header.slot;
     check_field(m.path, "levels", s[SLOT_LEVELS], 1, MOST_LEVELS);
@@ -5509,16 +5520,16 @@ static void check_size(const ModelFile& m, const UNet& net) {
 static Slice slice_of(size_t n, int rank = 0, int ranks = 1) {
     int segments = 1;
     if (ranks > 1) segments = world.direct ? 16 : 8; // fewer with NCCL, which needs a call for each segment
-    const size_t row = STRETCH * segments * ranks;   // floats of an array in which each part is a single stretch
-    const size_t stretches = (n + row - 1) / row;    // of each part; rounded up
+    const size_t row = STRETCH * segments * ranks;   // how many floats all parts hold if each part is one stretch
+    const size_t stretches = (n + row - 1) / row;    // how many stretches each part needs for n floats; rounded up
     return Slice{n, segments, (int)stretches, rank, ranks};
 }
 
-// Copies a rank's slice of a flat array from the host to the device. device: where the slice begins there.
+// Copies a rank's slice of a flat array from the host to the device. device: where the slice begins in device memory.
 static void copy_slice(float* device, const std::vector<float>& flat, const Slice& own) {
     for (int s = 0; s < own.segments; s++) {
         const size_t first = own.at(s, own.rank);
-        if (first >= own.n) continue; // this part is padding
+        if (first >= own.n) continue; // this part holds only padding
         const size_t count = std::min(own.each(), own.n - first);
         copy_to_device(device + s * own.each(), flat.data() + first, count * sizeof(float));
     }
@@ -5660,9 +5671,9 @@ HD static inline void add_loss(LossSums* s, double loss, int quarter) {
     }
 }
 
-// Judges a step. When it is called, state->grad_norm is already set. It sets the losses, the learning rate and the
-// counters of steps in *state, and updates the guard. It also sets `ok`, which is 1 if the step may change the weights.
-// B: the size of the batch.
+// Judges a step, after its state->grad_norm has been set. This function sets the losses, the learning rate and the
+// counters of steps in *state, and updates the guard. It sets state->ok to 1 if the step may change the weights, and
+// otherwise to 0. B: the size of the batch.
 HD static inline void judge_batch(StepState* state, const LossSums& losses, AdamW h, int B) {
     state->loss = (losses.sum[0] + losses.sum[1] + losses.sum[2] + losses.sum[3]) / B;
     for (int q = 0; q < 4; q++) {
@@ -5721,7 +5732,7 @@ struct Trainer {
     float *m, *v;             // AdamW's moments
     std::vector<float*> emas; // the averages, one for each --ema_rate
 
-    double* squares;            // for each stretch of a flat array: the sum of the squares of the step's gradient
+    double* squares;            // one number for each stretch: the sum of the squares of the step's gradient there
     StepState *state, *records; // the state after the newest step, and the states after the latest RECORDS steps
     Upload batch[2];            // this rank's images, labels, numbers and pictures of a batch: see load_batch
     Graph graph[2];             // graph[i]: a training step on batch[i]
@@ -5744,7 +5755,7 @@ struct Trainer {
     int64_t* last_step;   // the run's last step. Validation uses that step's gap between student and teacher.
     // --schedule_sampler loss-second-moment
     float* history;     // (T, HISTORY + 1): the latest losses at each t (remember_losses); null: none are kept
-    double* rms_losses; // (T): the root mean square of these losses; -1: a t has fewer than HISTORY losses
+    double* rms_losses; // (T): for each t, the root mean square of these losses, or -1 if there are fewer than HISTORY
 };
 constexpr int RECORDS = 128;
 
@@ -5775,7 +5786,7 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.objective = make_objective(c);
     tr.adamw = optimiser_settings(c);
     const int N = world.size;
-    const int samples = std::max(c.batch_size, N * tr.net.B); // the most in a step or a round of validation
+    const int samples = std::max(c.batch_size, N * tr.net.B); // in a step, or in a round of validation
     tr.own = slice_of(tr.net.flat_size, world.rank, N);
     const size_t whole = tr.own.whole(), stretches = whole / STRETCH;
     tr.grads = device_alloc<float>(whole);
@@ -5934,10 +5945,10 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
 
 // Computes this rank's slice of the gradient of a step. The result is in tr->sum.
 //
-// Why N ranks compute the same bits as one. Sums of floats depend on their order, so the results of a run on N ranks
-// could be rounded differently from those of a run on one rank. But they are rounded in the same way, because all that
-// is computed depends only on the batch and the microbatch, and not on which rank computes it. (So the runs must have
-// the same microbatch. Without --microbatch, the microbatch is a rank's share of the batch, which depends on N.)
+// Why do N ranks compute the same bits as one rank? Sums of floats depend on their order, so the results of a run on N
+// ranks could be rounded differently from those of a run on one rank. But they are rounded in the same way, because all
+// that is computed depends only on the batch and the microbatch, and not on which rank computes it. (So the runs must
+// have the same microbatch. Without --microbatch, the microbatch is a rank's share of the batch, which depends on N.)
 //
 // 1. The same draws. Noise, noise levels, flips, dropout, and the choice of a sample's image: each is a function of the
 //    seed, the step and the sample's index in the step. No draw depends on the rank that draws it, or on earlier draws.
@@ -5950,7 +5961,7 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
 //    computes the gradients one after the other, and adds each to the sum. With N ranks, rank r computes g(r),
 //    g(N + r), g(2 N + r), ... (first_sample). So in round k of the loop below, the ranks hold g(k N) to
 //    g(k N + N - 1), which are the next terms of the sum. Every rank sends each part of its gradient to the rank that
-//    owns this part. The owner adds its own part and those that it receives to its sum, in the order of the ranks
+//    owns this part. The owner adds its own part and the received parts to its sum, in the order of the ranks
 //    (sum_gradients). So each float is summed by one rank, in the order in which a single rank would sum it. The
 //    kernels that compute a microbatch's gradient never add it to the sum, because each of them would add in another
 //    order.
