@@ -6131,8 +6131,8 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 // that could not be written are kept in memory and tried again. Instead of a checkpoint that could not be written, a
 // checkpoint of a later step is written.
 //
-// In the order in which they run: train makes the run; start_weights or restore fills its arrays; then run_step is
-// called again and again. run_step calls train_step (section 11). When something is due, it also calls collect_steps,
+// These functions do a run, in this order: train makes the Run; start_weights or restore fills its arrays; then run_step
+// is called again and again. run_step calls train_step (section 11). When something is due, it also calls collect_steps,
 // which logs the steps that the device has done, and then save_checkpoint, save_snapshot or save_grid. At the end
 // finish_complete or finish_stopped is called. Without a run, sample_and_stop draws images.
 
@@ -6167,7 +6167,7 @@ static LogValues parse_row(const std::string& row) {
 }
 
 // Summarises a few neighbouring rows of log.csv for the page. While a run is short, each part summarises one row. The
-// arrays hold one element for each of the nine columns from loss to val_loss.
+// arrays `sum` and `n` hold one element for each of the nine columns from loss to val_loss.
 struct LogPart {
     int64_t first;   // the first row's step
     int64_t last;    // the last row's step
@@ -6230,16 +6230,17 @@ void LogSummary::add(const std::string& row) {
     const double loss = values[COLUMN_LOSS];
     const double ms = values[COLUMN_MS];
     const double logged = values[COLUMN_SECONDS];
-    // The length of the run. Older programs wrote no seconds into a row. For such a row, the time of its step is added.
+    // `seconds` becomes the length of the run. Older programs wrote no seconds into a row. For such a row, the time of
+    // its step is added to `seconds`.
     if (logged >= seconds && logged < BIG) seconds = logged;
     else if (ms > 0 && ms < BIG) seconds += ms / 1000;
 
     // The run's guard judged the step by the same rule. So `skipped` is true if the run skipped the step.
     const bool skipped = !healthy(&guard, loss, values[COLUMN_GRAD_NORM]);
     const LogPart part = part_of_row(values, seconds, skipped);
-    // The share of the newest of n losses in the mean is 10 / (n + 9). Then the weight of the k-th loss is about
-    // proportional to k^9. From n = 491 on the share stays 0.02, so that the mean depends on about the last fifty
-    // steps.
+    // The mean is updated with one loss at a time. The newest loss, number n, gets the share 10 / (n + 9) of the mean.
+    // Then the share of the k-th of the n losses is about proportional to k^9, so the latest losses matter most. From
+    // n = 491 on the newest loss always gets the share 0.02. Then the mean depends on about the last fifty losses.
     const double share = std::max(10 / (guard.n + 9), 0.02);
     if (part.n[0] && std::fabs(loss) < 1e9) mean += (loss - mean) * share;
 
@@ -6290,7 +6291,7 @@ struct Run {
     int64_t proven_step = -1;     // the step of the newest checkpoint after which a good step was seen
     int64_t snapshot_step = 0;    // the step of the newest snapshot
     int64_t snapshot_updates = 0; // how many updates had been done when that snapshot was written
-    double best_loss = INFINITY;  // at rank 0: the loss of best.bin, the lowest so far; infinite: unknown
+    double best_loss = INFINITY;  // at rank 0: the validation loss of best.bin, the lowest so far; infinite: unknown
 
     // The log, the page and the line on the terminal.
     int log_file = -1;               // the file descriptor of log.csv
@@ -6463,7 +6464,7 @@ static std::string status_line(const Run& run, double val, double eta) {
     // These speeds are computed from the mean time of recent steps.
     const double ms = run.per_step * 1e3;
     const double images_per_s = c.batch_size / run.per_step;
-    // A backward pass costs about as much as two forward passes, so a step costs about as much as three.
+    // A backward pass costs about as much as two forward passes. So a step costs about as much as three forward passes.
     const double gflop_per_s = 3 * run.trainer.net.flops * c.batch_size / run.per_step / 1e9;
     std::string line = text("step %ld/%ld | loss %.4f (mean %.4f)", s.step, c.max_steps, s.loss, run.summary.mean);
     line += text(" | lr %.2e | norm %.3f | %.1f ms", s.lr, s.grad_norm, ms);
@@ -6509,7 +6510,7 @@ static void print_step(Run* run, double val) {
                    duration(eta).c_str(), (long)(s.step + 3600 / per_step), per_step);
         }
     }
-    // On a terminal the next status line replaces this one. Elsewhere each status line is a line of its own.
+    // On a terminal the next status line replaces this one. In a file or a pipe all status lines stay, one a line.
     const size_t columns = (size_t)terminal_columns();
     show_status(shorten_status(status_line(*run, val, eta), columns));
     run->status_line_open = columns > 0;
@@ -6605,7 +6606,7 @@ static bool save_arrays(Run* run, const std::string& name, Header header, const 
         file.write(data, n);
     };
     header.set(SLOT_PARAMS, net.num_params);
-    write(header.slot, 1024); // SLOT_CRC is still 0: the checksum is defined so
+    write(header.slot, 1024); // SLOT_CRC is still 0, because the checksum is defined for a header with this 0
 
     std::vector<float> flat(net.flat_size); // an array in our layout
     std::vector<float> tensor;              // one parameter of the array, in PyTorch's layout
@@ -6829,7 +6830,8 @@ static void restore_history(const Trainer& tr, const ModelFile& m) {
     if (bytes) copy_to_device(tr.history, history.data(), bytes);
 }
 
-// Brings a resumed run into the state of its checkpoint: weights, moments, averages, counters, the guard, the losses.
+// Gives a resumed run the state that is in its checkpoint: weights, AdamW's moments, averages, the counters and the
+// guard of StepState, and the history of losses.
 static void restore(Run* run, const ModelFile& m) {
     const Config& c = run->config;
     Trainer& tr = run->trainer;
@@ -6856,8 +6858,8 @@ static void restore(Run* run, const ModelFile& m) {
     if (tr.history) update_rms_losses(tr.rms_losses, tr.history, nullptr, nullptr, tr.state, c.diffusion_steps, 0);
     printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), s.step, c.max_steps, s.updates,
            c.seed);
-    // The images of a step begin at position step * B of the stream of images. So with another batch size, the run
-    // continues with other images.
+    // The images of a step begin at position step * B of the stream of images. If the batch size B is changed, this
+    // position changes, and the run continues with other images.
     const int B = c.batch_size;
     const int before = m.header.slot[SLOT_BATCH_SIZE];
     if (B != before)
@@ -6878,8 +6880,8 @@ static void check_output_dir(const Config& c, const Folder& output, const std::s
     const bool from_best = std::filesystem::equivalent(output.name(BEST), resume, error);
     must(!c.keep_best || has_checkpoint || from_best || !output.has(BEST), output.name(BEST),
          "is another run's; move it away, or choose another --output_dir");
-    // A log without a checkpoint was left by a run that was killed early. Such a folder holds no run for
-    // --resume_checkpoint auto, which starts a new run there.
+    // A log without a checkpoint was left by a run that was killed early. With --resume_checkpoint auto, such a folder
+    // is used as if it held no run: a new run starts in it.
     const bool holds_run = has_checkpoint || (output.has("log.csv") && c.resume_checkpoint != "auto");
     if (!holds_run) return;
 
@@ -6974,7 +6976,7 @@ static void print_fp8(const Config& c, const UNet& net) {
         const Tensor& out = net.tensors[l.out];
         flops += 2.0 * out.H * out.W * (double)net.params[l.weight].size; // as in conv_flops
     }
-    const double gflops = flops * c.micro() / convs * 1e-9; // a convolution's, in a forward pass of a microbatch
+    const double gflops = flops * c.micro() / convs * 1e-9; // the mean work of these convolutions, for a microbatch
     constexpr double LITTLE = 10; // GFLOP; with 8 GFLOP a step takes 4 % less time; with 15, 7 % (docs/GUIDE.md)
     const char* const advice =
         gflops < LITTLE
@@ -7030,7 +7032,8 @@ static void collect_steps(Run* run, bool validate, bool show) {
 
     const double count = (double)(run->issued - logged);
     // per_step is a mean over recent steps. Each new step has a weight of 0.1 in it, and the mean so far has a weight
-    // of 0.9. The first three steps are slower. So as long as fewer than three steps were logged, the mean begins anew.
+    // of 0.9. The first three steps are slower than the others. So if fewer than three steps were logged before this
+    // call, the mean so far is dropped.
     const double kept = logged < run->first_step + 3 ? 0 : std::pow(0.9, count);
     run->per_step = kept * run->per_step + (1 - kept) * elapsed / count;
     run->seconds += elapsed;
@@ -7133,7 +7136,7 @@ static void save_at_the_end(Run* run) {
 // --- a run from its first to its last line
 
 // Opens --val_data_file, if there is one, and checks that its images are like those of the training data. Without
-// --val_data_file the result is an empty data set. Its count is 0, which tells the callers that there is no validation.
+// --val_data_file the result is an empty data set: its count is 0, and the callers measure no validation loss.
 static Dataset open_validation_data(const Config& c, const Dataset& data) {
     if (c.val_data_file.empty()) return Dataset{};
     Dataset val = open_dataset(c.val_data_file);
@@ -7190,7 +7193,7 @@ static void take_folder(Run* run, const std::string& resume) {
     const Folder& folder = run->folder;
     lock_folder(folder, true);
     must(folder.has_its_name(), c.output_dir, "was moved or replaced while the run began; start it again");
-    check_output_dir(c, folder, resume, run->first_step); // again, now that no other run can change it
+    check_output_dir(c, folder, resume, run->first_step); // again: from now on no other run can change the folder
     // Remove the files that a killed process left unfinished.
     folder.remove_leftovers({"model_", "samples_", "log.csv.", "index.html.", "ema_", "best.bin."});
     leave_later_snapshots(folder, run->first_step);
