@@ -6131,10 +6131,10 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 // that could not be written are kept in memory and tried again. Instead of a checkpoint that could not be written, a
 // checkpoint of a later step is written.
 //
-// These functions do a run, in this order: train makes the Run; start_weights or restore fills its arrays; then run_step
-// is called again and again. run_step calls train_step (section 11). When something is due, it also calls collect_steps,
-// which logs the steps that the device has done, and then save_checkpoint, save_snapshot or save_grid. At the end
-// finish_complete or finish_stopped is called. Without a run, sample_and_stop draws images.
+// These functions do a run, in this order: train makes the Run; start_weights or restore fills its arrays; then
+// run_step is called again and again. run_step calls train_step (section 11). When something is due, run_step also
+// calls collect_steps, which logs the steps that the device has done, and then save_checkpoint, save_snapshot or
+// save_grid. At the end finish_complete or finish_stopped is called. Without a run, sample_and_stop draws images.
 
 // A checkpoint that can't be written is tried again every RETRY_AFTER seconds, for PATIENCE seconds at most, while
 // training goes on. Ten minutes are enough for somebody who sees the message to make room. If nobody makes room, the
@@ -6314,7 +6314,7 @@ struct Run {
 
     // The clock.
     double seconds = 0;     // the time that this process has spent in steps
-    double steps_began = 0; // when the first of the steps began that are issued and not yet logged
+    double steps_began = 0; // when the oldest step began that is issued but not logged yet
     double began = 0;       // when the run would have begun if it had never paused
     double per_step = 0;    // the seconds that a step takes: a mean over recent steps; 0: not known yet
 };
@@ -6456,8 +6456,8 @@ static void log_step(Run* run, double ms, double val, double seconds) {
     run->summary.add(row);
 }
 
-// Returns the whole status line; shorten_status makes it fit. val: a validation loss, or NaN. eta: the seconds until
-// the run ends.
+// Returns the whole status line, which shorten_status then makes fit into the terminal. val: a validation loss, or NaN.
+// eta: the seconds until the run ends.
 static std::string status_line(const Run& run, double val, double eta) {
     const Config& c = run.config;
     const StepState& s = run.state;
@@ -6854,7 +6854,8 @@ static void restore(Run* run, const ModelFile& m) {
     run->snapshot_step = s.step;
     run->snapshot_updates = s.updates;
     copy_to_device(tr.state, &s, sizeof s);
-    // The probability of each t depends on rms_losses, which are computed from the history. B = 0 adds no new losses.
+    // The probability of each t depends on rms_losses, which are computed from the history. The last argument is the
+    // number of new losses: 0.
     if (tr.history) update_rms_losses(tr.rms_losses, tr.history, nullptr, nullptr, tr.state, c.diffusion_steps, 0);
     printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), s.step, c.max_steps, s.updates,
            c.seed);
@@ -7444,7 +7445,8 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
         sampler.mask = device_alloc<float>(batch_values);
     }
 
-    // The time from `start` to `seconds` is printed below. On a GPU with bf16 the network reads a copy of the weights.
+    // The seconds from here until all images are drawn are printed below. On a GPU with bf16 the network reads a copy
+    // of the weights.
     const double start = now();
     act* copy = make_copy(params, net.flat_size);
     cast_params(copy, params, net.flat_size);
@@ -7480,9 +7482,9 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
 //   5. the flag's default
 // A setting on the command line must agree with the model file, unless this setting may change from run to run.
 //
-// In the order in which they run: run_program calls parse_command_line, and then complete_config, which reads presets
-// (apply_preset) and model files (take_model_file). With --sample, sample_and_stop follows. For a run, check_run,
-// take_data_shape and train follow.
+// These functions are called in this order: run_program calls parse_command_line, and then complete_config, which reads
+// presets (apply_preset) and model files (take_model_file). With --sample, it then calls sample_and_stop. For a run, it
+// then calls check_run, take_data_shape and train.
 
 // Returns the settings of a model file of unet.cu. The file's header holds the shape of the network, but nothing about
 // the diffusion. We assume the diffusion that unet.cu itself trains with: 1000 steps and the linear schedule. The flags
@@ -7969,13 +7971,14 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 // on the type, except those that follow from the type's size. (Enum Element, in section 1, lists what else a new type
 // needs.)
 template <class T> struct ElementOf;
-template <class T> constexpr bool IS_MISSING = false; // for a static_assert where each type needs code of its own
+// False for every T. static_assert(IS_MISSING<T>) stops the compilation if a type has no specialisation of a function.
+template <class T> constexpr bool IS_MISSING = false;
 template <> struct ElementOf<float> {
     static constexpr Element ELEMENT = Element::FP32;
     static constexpr bool FAST_EXP = false; // whether the hardware's approximate e^x is exact enough for this type
     static constexpr int PARTS = 2;         // into how many fp16 numbers one number is split for the tensor cores
-    static constexpr uint32_t TWO_ONES = 0x3C003C00; // two ones in the type that the tensor cores multiply: fp16
-    static constexpr int FEW_PARTS = 1;              // conv_few stores a float as a sum of so many numbers of this type
+    static constexpr uint32_t TWO_ONES = 0x3C003C00; // 1 and 1, in the type that the tensor cores multiply: fp16
+    static constexpr int FEW_PARTS = 1;              // conv_few stores a float as a sum of FEW_PARTS numbers of type T
 };
 #ifdef __CUDACC__
 typedef __nv_bfloat16 bf16;
@@ -7992,9 +7995,9 @@ template <> struct ElementOf<bf16> {
 // the derivative at z, but its argument is u = Z_FACTOR<T> z. (If df needs z itself, it begins with
 // z = u / Z_FACTOR<T>.) Then add a value to enum Nonlinearity, and its case to with_nonlinearity.
 //
-// The group norms of both builds call f and df, and contain no formula of a nonlinearity themselves. In the embedding,
-// SiLU is a layer (its kind is SILU), so with_nonlinearity does not choose it. A model file does not record which
-// nonlinearity the model was trained with.
+// The group norms of the CPU build and of the GPU build call f and df. They contain no formula of a nonlinearity. In
+// the embedding, SiLU is a layer (its kind is SILU), so with_nonlinearity does not choose it. A model file does not
+// record which nonlinearity the model was trained with.
 //
 // Why df is given u: the sigmoid is computed fastest from u. For bf16, u = -z log2(e), since the hardware computes 2^u,
 // which is then e^-z. For fp32, u is z. The factor costs nothing: a norm's z is x * scale + shift, and the norm
@@ -8075,7 +8078,7 @@ static void* device_alloc_bytes(size_t bytes) {
     return p;
 }
 
-static size_t device_available() { return SIZE_MAX; } // not known; device_alloc_bytes fails if it is too little
+static size_t device_available() { return SIZE_MAX; } // how much is available is not known
 [[maybe_unused]] static void device_free(void* p) { free(p); }
 static void copy_to_device(void* device, const void* host, size_t bytes) { memcpy(device, host, bytes); }
 static void copy_to_host(void* host, const void* device, size_t bytes) { memcpy(host, device, bytes); }
@@ -8135,13 +8138,13 @@ struct Gpu {
     int sms;                             // multiprocessors
     int shared_per_sm, shared_per_block; // bytes of shared memory of a multiprocessor, and the limit of one block
     bool overlap;                        // this binary has code of sm_90 or later for this GPU, so launches may overlap
-    bool clusters;                       // the binary has such code, and clusters of blocks are allowed
-    bool wgmma;                          // the code is for sm_90a, and its wgmma and TMA are allowed
+    bool clusters;                       // the binary has code of sm_90 or later, and clusters of blocks are allowed
+    bool wgmma;                          // the binary has code of sm_90a, whose wgmma and TMA are allowed
 
     // shared_for returns how many bytes of dynamic shared memory each block can have if a multiprocessor has to run
-    // `blocks` blocks. blocks_of returns how many blocks it can run if each has `bytes` bytes of dynamic shared memory.
-    // In addition, every block needs 1 KB, which CUDA reserves, and `statics` bytes for the __shared__ variables that
-    // its kernel declares.
+    // `blocks` blocks. blocks_of returns how many blocks a multiprocessor can run if each block has `bytes` bytes of
+    // dynamic shared memory. In addition, every block needs 1 KB, which CUDA reserves, and `statics` bytes for the
+    // __shared__ variables that its kernel declares.
     constexpr int shared_for(int blocks, int statics = 0) const {
         return std::min(shared_per_sm / blocks - 1024, shared_per_block) - statics;
     }
@@ -8159,7 +8162,7 @@ struct Stream {
     cudaStream_t queue = nullptr;
     char* workspace = nullptr;
     size_t workspace_bytes = 0;
-    bool joined = false; // whether the next launch must not overlap, for example since it waits for another stream
+    bool joined = false; // true: the next launch must not overlap, for example since it waits for another stream
 };
 
 // A Device is the main stream. It also holds a side stream, whose kernels run at the same time as those of the main
@@ -8255,7 +8258,8 @@ template <class F> static auto with_act(F f) {
 // for bf16. (conv_tiles and conv_small are also written for FP8.)
 static bool act_has_wgmma() { return gpu.wgmma && act_element == Element::BF16; }
 
-// best is the candidate with the least measured cost. If several candidates have this cost, it is the first of them.
+// `best` is the candidate with the lowest cost c of all that were given to consider. If several candidates have the
+// lowest cost, `best` is the first of them.
 template <class T> struct Cheapest {
     T best = {};
     double cost = INFINITY;
@@ -8286,8 +8290,8 @@ constexpr bool CLUSTERS = ARCH >= 900;
 #define PTX(TEXT, ...) asm volatile(TEXT ::__VA_ARGS__ : "memory")
 
 // Waits until the kernels before this one have ended and their writes can be seen (see launch_on). After that, it lets
-// the next kernel start. With the opposite order, three kernels could overlap, although the third kernel waits only for
-// the second one.
+// the next kernel start. (A and B are the kernels in the drawing at launch_on. In the opposite order, B would let a
+// kernel C start while A still runs, although C waits only for B.)
 INLINE void await_previous_kernel() {
     if (CLUSTERS) PTX("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;");
 }
@@ -8321,7 +8325,7 @@ INLINE void store_shared(uint32_t to, uint4 v) {
 INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
     PTX("mbarrier.init.shared::cta.b64 [%0], %1;", "r"(barrier), "r"(arrivals));
 }
-INLINE void mbarrier_expect(uint32_t barrier, int bytes) { // arrives, and announces that so many bytes will come
+INLINE void mbarrier_expect(uint32_t barrier, int bytes) { // arrives, and announces that `bytes` bytes will come
     PTX("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;", "r"(barrier), "r"(bytes));
 }
 INLINE void mbarrier_arrive(uint32_t barrier) { PTX("mbarrier.arrive.shared::cta.b64 _, [%0];", "r"(barrier)); }
@@ -8355,8 +8359,8 @@ INLINE void store_to_block(uint32_t p, uint32_t barrier, float4 v) {
     PTX("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];", //
         "r"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier));
 }
-// Arrives at another block's barrier. The arrival is relaxed, which means that it orders no writes. With release, the
-// compiler would insert a fence for all of the GPU's memory.
+// Arrives at another block's barrier. The arrival is .relaxed, which means that it orders no writes. With .release
+// instead of .relaxed, the compiler would insert a fence for all of the GPU's memory.
 INLINE void arrive_at_block(uint32_t barrier) {
     PTX("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];", "r"(barrier));
 }
@@ -8371,7 +8375,7 @@ static int act_vec() { return 16 / (int)act_bytes(); }
 
 INLINE uint4 load16(const void* p) { return *(const uint4*)p; }
 
-// A bf16 is the upper half of a float: unpacking is a shift or a mask.
+// Unpacks the two bf16 in v. A bf16 is the upper 16 bits of a float, so a shift or a mask is enough.
 INLINE float2 unpack_bf16(uint32_t v) {
     return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
 }
@@ -8379,7 +8383,8 @@ INLINE void add_bf16(float* sum, uint32_t v) {
     sum[0] += unpack_bf16(v).x;
     sum[1] += unpack_bf16(v).y;
 }
-// Each type of elements has its own specialisations of these conversions. The compiler refuses a type that lacks one.
+// Each type of elements has its own specialisation of unpack, pack, to_floats and from_floats. If a type lacks one of
+// them, the program does not compile.
 template <class T> INLINE void unpack(float (&v)[VEC<T>], uint4 r) { static_assert(IS_MISSING<T>, "another type"); }
 template <> INLINE void unpack<float>(float (&v)[4], uint4 r) {
     v[0] = __uint_as_float(r.x);
@@ -8660,7 +8665,9 @@ template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
 // THREADS, V and columns are powers of 2. `shared` is an array of at least 2 V (THREADS + columns) floats.
 template <int THREADS, int V, class F>
 INLINE void fold_columns(float* shared, int columns, const float (&first)[V], const float (&second)[V], F result) {
-    const int pitch = THREADS + columns; // from one k to the next; padded, so that different k lie in different banks
+    // The number of floats from one k to the next. `columns` of them are padding, so that different k lie in different
+    // banks.
+    const int pitch = THREADS + columns;
     UNROLL_FOR (int i = 0; i < V; i++) {
         shared[2 * i * pitch + threadIdx.x] = first[i];
         shared[(2 * i + 1) * pitch + threadIdx.x] = second[i];
@@ -8737,8 +8744,9 @@ MMA(mma_fp16, "f32.f16.f16.f32")
 // a power of two and then split into the sum of two fp16 numbers of 11 bits each, high + low. The relative error is at
 // most 2^-22. A product of two floats is then three products of fp16: high high' + high low' + low high' (low low' is
 // too small to matter). A fragment of floats has twice as many registers as one of bf16: all high parts, then all low
-// parts. fp16 has a small range of exponents, so numbers that are split together share one scale, which depends on the
-// largest of them. Numbers that are smaller than the largest by a factor of 2^17 or more lose bits.
+// parts. fp16 has a small range of exponents. So numbers that are split together are multiplied by the same scale,
+// which depends on the largest of them. Numbers that are smaller than the largest one by a factor of 2^17 or more lose
+// bits.
 // PARTS: how many numbers an element is split into. A fragment has PARTS times as many registers as one of bf16.
 template <class T> constexpr int PARTS = ElementOf<T>::PARTS;
 static int act_parts() {
@@ -8762,7 +8770,7 @@ struct PartScale {
     INLINE float apply() const { return __uint_as_float((268 - exponent) << 23); } // brings top to 2^14 ... 2^15
     INLINE float undo() const { return __uint_as_float((exponent - 14) << 23); }   // 1 / apply()
 };
-// Splits v and w. `high` receives the high parts of both, and `low` receives the low parts.
+// Splits v * scale and w * scale. `high` receives the two high parts, and `low` receives the two low parts.
 INLINE void take_apart_pair(float v, float w, float scale, uint32_t& high, uint32_t& low) {
     const __half2 h = __floats2half2_rn(v * scale, w * scale);
     const __half2 l = __floats2half2_rn(v * scale - __low2float(h), w * scale - __high2float(h));
@@ -8772,8 +8780,8 @@ INLINE void take_apart_pair(float v, float w, float scale, uint32_t& high, uint3
 
 // Splits N fragments, which are in a warp's registers. Before, each register holds a float, and each pair of registers
 // holds two neighbours along k. Afterwards the first half of a fragment's registers holds high parts, and the second
-// half holds low parts. Within 16 values of k, any order is right if it is the same order in a and in b. Returns the
-// factor that undoes the scale. For bf16 the function does nothing and returns 1.
+// half holds low parts. The 16 values of k may be in another order than in the drawing above, if the order is the same
+// in a and in b. Returns the factor that undoes the scale. For bf16 the function does nothing and returns 1.
 template <class T, int N, int R> INLINE float take_apart_fragments(uint32_t (&x)[N][R]) {
     if (PARTS<T> == 1) return 1;
     float top = 0;
@@ -8795,7 +8803,7 @@ template <class T, int N, int R> INLINE float take_apart_fragments(uint32_t (&x)
 // place holds 8 floats: one piece at an address, and one piece at this address with bit 4 toggled. After the split, the
 // first piece holds the 8 high parts, in the layout of 8 bf16. The second piece holds the 8 low parts. Each thread
 // splits the floats that it has copied itself, so no barrier is needed between copy and split. places(f) calls
-// f(address) for all of a thread's places.
+// f(address) for each place that this thread splits.
 // There are two steps, with a __syncthreads between them. In find_top each warp writes the largest magnitude of its
 // floats into `tops`. take_apart_places finds the largest magnitude of all warps, and scales the floats by a factor
 // that depends on this magnitude. Then it splits the floats, and returns the factor that undoes the scale.
@@ -8915,8 +8923,8 @@ INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id
 
 // wgmma (PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate"): a warpgroup, 4 warps, computes
 // D (64, N) += A (64, 16) * B (16, N) in the background. B is in shared memory. A is in shared memory, too, or in
-// registers: then each warp holds 16 rows of A, as a fragment a of mma_bf16. D is in registers: float d[N / 2] of each
-// thread.
+// registers. If A is in registers, each warp holds 16 rows of A, as a fragment a of mma_bf16. D is in registers: each
+// thread holds N / 2 elements of D, float d[N / 2].
 //
 //   thread t of the 128:   r = t / 32 * 16 + t % 32 / 4,   c = 8 j + t % 4 * 2          for j = 0 ... N / 8 - 1
 //   d[4 j] = D(r, c)       d[4 j + 1] = D(r, c + 1)        d[4 j + 2] = D(r + 8, c)     d[4 j + 3] = D(r + 8, c + 1)
@@ -8927,8 +8935,8 @@ INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id
 // The order of calls:   wgmma_fence, add, add, ..., wgmma_commit   (a group, which now runs),   multiplied<PENDING>(d)
 enum { K_MAJOR = 0, MN_MAJOR = 1 };
 template <int N> struct Wgmma;
-// An asm statement names every register, so each N needs a text of its own. The parameters of WGMMA are numbers of the
-// asm's operands (%0, %1, ...), except the last:
+// An asm statement names every register, so each N needs a text of its own. The parameters of WGMMA after N are numbers
+// of the asm's operands (%0, %1, ...), except the last parameter:
 //   D              D's registers
 //   OP1 ... OP7    the operands that follow D's registers. What they are depends on where A is:
 //
@@ -9025,7 +9033,7 @@ constexpr int slice_channels(Element e) { return SLICE_BYTES / (int)bytes_of(e);
 constexpr int SWIZZLE_BYTES = 8 * SLICE_BYTES; // the swizzle's period; a tile must begin at a multiple of this
 static_assert(SLICE_BYTES == 128, "the widest row that TMA and wgmma swizzle");
 constexpr int BYTES_OF_64_ROWS =
-    SLICE_CHANNELS * SLICE_BYTES; // such as the weights of one tap, for a slice of output channels
+    SLICE_CHANNELS * SLICE_BYTES; // in bf16, for example one tap's weights for 64 input and 64 output channels
 constexpr int whole_swizzles(int bytes) { return (bytes + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES; }
 
 // An operand in shared memory, in the form of wgmma's descriptors (PTX ISA, "Matrix descriptor"). The operand
@@ -9073,8 +9081,8 @@ INLINE uint32_t kilobyte_aligned(const void* shared) {
 // them.
 INLINE uint32_t uniform(uint32_t v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
 
-// The type of the driver's function that makes tensor maps, and a search for this function. The search happens at run
-// time, so that the program need not be linked with -lcuda.
+// EncodeTensorMap is the type of the driver's function that makes tensor maps. find_encode_tensor_map finds this
+// function at run time, so that the program need not be linked with -lcuda.
 typedef decltype(&cuTensorMapEncodeTiled) EncodeTensorMap;
 static EncodeTensorMap find_encode_tensor_map() {
     void* f = nullptr;
