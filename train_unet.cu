@@ -6755,7 +6755,7 @@ static std::string describe(const UNet& net) {
 }
 
 // Returns true if the folder holds a run, and `name` is a name that the run gives to its own files. Nobody else may
-// write a file of such a name into the folder of a run: the run would replace this file, or read it as one of its own.
+// write a file of such a name into the folder of a run. The run would replace this file, or read it as its own file.
 static bool is_name_of_run(const Folder& folder, const std::string& name) {
     const bool holds_run = folder.has("log.csv") || !folder.list().empty();
     if (!holds_run) return false;
@@ -6815,7 +6815,8 @@ static int array_for_average(const Config& c, const ModelFile& m, int k) {
 }
 
 // Reads the losses that --schedule_sampler loss-second-moment remembers. They lie at the end of a checkpoint. For every
-// t there are HISTORY + 1 numbers: HISTORY places for losses and, as the last number, how many places are filled.
+// timestep t there are HISTORY + 1 numbers. The first HISTORY numbers are places for losses, and the last number is how
+// many of these places are filled.
 static void restore_history(const Trainer& tr, const ModelFile& m) {
     std::vector<float> history(tr.history ? m.history() : 0); // empty if this run has --schedule_sampler uniform
     const size_t bytes = history.size() * sizeof(float);
@@ -7147,7 +7148,7 @@ static Dataset open_validation_data(const Config& c, const Dataset& data) {
     if (val.count && c.cond_dim && val.K != c.cond_dim)
         die("--val_data_file %s: has %d numbers an image and the model takes --cond_dim %d", val.path.c_str(), val.K,
             c.cond_dim);
-    // A model with classes also needs labels of the validation images, and at most as many classes as --num_classes.
+    // For a model with classes, the validation images must have labels, of at most --num_classes classes.
     const bool labels_fit = !val.labels.empty() && val.classes <= c.num_classes;
     if (val.count && c.class_cond && !labels_fit)
         die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is",
@@ -7236,8 +7237,8 @@ static void finish_complete(Run* run) {
     const double peak_mib = usage.ru_maxrss / 1024.0; // Linux gives it in KiB
     printf("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step, ms, peak_mib,
            c.output_dir.c_str());
-    // Old checkpoints are removed only when a good step has followed the newest checkpoint. So one more step is done,
-    // only to find out whether the last checkpoint is good.
+    // Old checkpoints are removed only when a good step has followed the newest checkpoint. So if there are too many
+    // checkpoints now, one more step is done, only to find out whether the newest checkpoint is good.
     const int keep = c.keep_checkpoints;
     const bool too_many = !world.rank && keep && (int)run->folder.list().size() > keep;
     // Only rank 0 has opened the folder. But all ranks must do the step together, because they exchange gradients. So
@@ -7768,8 +7769,8 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
 // is read. So the first 1024 bytes of these files would be enough. But files of unet.cu hold no checksum. Therefore up
 // to 64 MiB of any file are read: the whole file or, if it is larger, 256 excerpts at equal distances. The first
 // excerpt is at the file's beginning, and the last excerpt is at its end. So files with other images or weights, and
-// files that were cut short, have another checksum. Only if two large files of unet.cu differ in just a few images, the
-// checksums may be the same.
+// files that were cut short, have another checksum. Two files that differ may have the same checksum only if they are
+// large files of unet.cu and differ in just a few images.
 static uint32_t sample_checksum(const InputFile& file) {
     constexpr size_t EXCERPTS = 256;
     constexpr size_t EXCERPT = 256 << 10; // bytes
@@ -8321,7 +8322,7 @@ INLINE void store_shared(uint32_t to, uint4 v) {
 // An mbarrier is a counter of 8 bytes in shared memory. It goes through phases 0, 1, 2, ... A phase ends when two
 // things have happened: `arrivals` threads (see mbarrier_init) have arrived, and TMA or st.async has written all bytes
 // that were announced for the phase. A thread that waits for a phase gives only the phase's parity (0 for phases 0, 2,
-// 4, ...), so no thread may be two phases late.
+// 4, ...). A phase and the second phase after it have the same parity, so no thread may be two phases late.
 INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
     PTX("mbarrier.init.shared::cta.b64 [%0], %1;", "r"(barrier), "r"(arrivals));
 }
@@ -8638,8 +8639,9 @@ template <int... BITS> INLINE float lane_max(float v) {
 }
 
 // Adds the values of two lanes whose numbers differ by `offset`, and leaves half of the sums in each lane. Before, each
-// lane holds 2 HALF values in v. Afterwards the first HALF elements of v are sums: in the lower lane those of the first
-// HALF values, and in the upper lane those of the last HALF values. Returns whether this lane is the upper lane.
+// lane holds 2 HALF values in v. Afterwards the first HALF elements of v are sums: in the lower lane the sums of the
+// first HALF values, and in the upper lane the sums of the last HALF values. Returns whether this lane is the upper
+// lane.
 template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
     const bool upper = threadIdx.x & offset;
     UNROLL_FOR (int i = 0; i < HALF; i++) {
@@ -8713,9 +8715,9 @@ template <class F> static void each(size_t n, F f) { each_on(MAIN_STREAM, n, f);
 //   row g   [    a[0]      a[2]   ]   2q, 2q+1 [ b[0] ]             row g    [ d[0] d[1] ]
 //   row g+8 [    a[1]      a[3]   ]   2q+8, +9 [ b[1] ]             row g+8  [ d[2] d[3] ]
 //
-// Each register of a and b holds two elements that are neighbours along k. So two neighbouring tiles of a result d,
-// packed to bf16, can be used as a fragment a of another product. Attention does this with its probabilities, which
-// therefore need not be written to shared memory.
+// Each register of a and b holds two elements that are neighbours along k. d[0] and d[1] are neighbours in a row, too.
+// So two neighbouring tiles of a result d, packed to bf16, can be used as a fragment a of another product. Attention
+// does this with its probabilities, which therefore need not be written to shared memory.
 
 // ldmatrix loads four 8x8 matrices of 16-bit elements from shared memory into v[0], v[1], w[0], w[1]. The four matrices
 // are one fragment a or two fragments b. Lanes 8i ... 8i + 7 pass the addresses of matrix i's rows. Lane l receives two
@@ -8894,7 +8896,7 @@ template <int CHUNKS> INLINE int swizzle_key(int row) {
 // describes the tensor and the size of the box. a, b, c, d are the coordinates of the box's first element; a belongs to
 // the innermost dimension. For an activation, a to d are channel, column, row and image. Where a box lies outside of
 // the tensor, tma_load reads zeros, and tma_store writes nothing. A load reports its bytes to an mbarrier when they
-// have arrived. Before, mbarrier_expect must tell this mbarrier how many bytes will come.
+// have arrived. Before the load, mbarrier_expect must tell this mbarrier how many bytes will come.
 INLINE void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b, int c, int d = 0) {
     PTX("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3,%4,%5,%6}], [%2];",
@@ -8945,7 +8947,7 @@ template <int N> struct Wgmma;
 //                    A in registers       OP1 to OP4: the four registers of A;
 //                                         OP5: the descriptor of B; OP6: its major; OP7: ADD
 //
-//   ...            D's registers, as C++ operands of the asm
+//   ...            the same registers of D, as C++ operands of the asm: "+f"(d[0]), "+f"(d[1]), ...
 // In the instruction, "1, 1, 1" means: add to D, do not negate A, do not negate B.
 #define PRODUCT_64(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
 #define IF_NOT_0(OP) "{.reg .pred p; setp.ne.b32 p, " OP ", 0; "
