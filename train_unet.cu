@@ -6979,7 +6979,7 @@ static void print_fp8(const Config& c, const UNet& net) {
         flops += 2.0 * out.H * out.W * (double)net.params[l.weight].size; // as in conv_flops
     }
     const double gflops = flops * c.micro() / convs * 1e-9; // the mean work of these convolutions, for a microbatch
-    constexpr double LITTLE = 10; // GFLOP; with 8 GFLOP a step takes 4 % less time; with 15, 7 % (docs/GUIDE.md)
+    constexpr double LITTLE = 10; // GFLOP; with 8 GFLOP a step takes 5 % less time; with 15, 7 % (docs/GUIDE.md)
     const char* const advice =
         gflops < LITTLE
             ? "; that is so little that FP8 hardly saves time: it pays with more channels, or more images at a time"
