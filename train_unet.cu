@@ -6161,10 +6161,10 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 // that could not be written are kept in memory and tried again. Instead of a checkpoint that could not be written, a
 // checkpoint of a later step is written.
 //
-// In the order in which they run: train makes the run; start_weights or restore fills its arrays; then run_step is
-// called again and again. run_step calls train_step (section 11). When something is due, it also calls collect_steps,
-// which logs the steps that the device has done, and then save_checkpoint, save_snapshot or save_grid. At the end
-// finish_complete or finish_stopped is called. Without a run, sample_and_stop draws images.
+// These functions do a run, in this order: train makes the Run; start_weights or restore fills its arrays; then
+// run_step is called again and again. run_step calls train_step (section 11). When something is due, run_step also
+// calls collect_steps, which logs the steps that the device has done, and then save_checkpoint, save_snapshot or
+// save_grid. At the end finish_complete or finish_stopped is called. Without a run, sample_and_stop draws images.
 
 // A checkpoint that can't be written is tried again every RETRY_AFTER seconds, for PATIENCE seconds at most, while
 // training goes on. Ten minutes are enough for somebody who sees the message to make room. If nobody makes room, the
@@ -6197,7 +6197,7 @@ static LogValues parse_row(const std::string& row) {
 }
 
 // Summarises a few neighbouring rows of log.csv for the page. While a run is short, each part summarises one row. The
-// arrays hold one element for each of the nine columns from loss to val_loss.
+// arrays `sum` and `n` hold one element for each of the nine columns from loss to val_loss.
 struct LogPart {
     int64_t first;   // the first row's step
     int64_t last;    // the last row's step
@@ -6260,16 +6260,17 @@ void LogSummary::add(const std::string& row) {
     const double loss = values[COLUMN_LOSS];
     const double ms = values[COLUMN_MS];
     const double logged = values[COLUMN_SECONDS];
-    // The length of the run. Older programs wrote no seconds into a row. For such a row, the time of its step is added.
+    // `seconds` becomes the length of the run. Older programs wrote no seconds into a row. For such a row, the time of
+    // its step is added to `seconds`.
     if (logged >= seconds && logged < BIG) seconds = logged;
     else if (ms > 0 && ms < BIG) seconds += ms / 1000;
 
     // The run's guard judged the step by the same rule. So `skipped` is true if the run skipped the step.
     const bool skipped = !healthy(&guard, loss, values[COLUMN_GRAD_NORM]);
     const LogPart part = part_of_row(values, seconds, skipped);
-    // The share of the newest of n losses in the mean is 10 / (n + 9). Then the weight of the k-th loss is about
-    // proportional to k^9. From n = 491 on the share stays 0.02, so that the mean depends on about the last fifty
-    // steps.
+    // The mean is updated with one loss at a time. The newest loss, number n, gets the share 10 / (n + 9) of the mean.
+    // Then the share of the k-th of the n losses is about proportional to k^9, so the latest losses matter most. From
+    // n = 491 on the newest loss always gets the share 0.02. Then the mean depends on about the last fifty losses.
     const double share = std::max(10 / (guard.n + 9), 0.02);
     if (part.n[0] && std::fabs(loss) < 1e9) mean += (loss - mean) * share;
 
@@ -6320,7 +6321,7 @@ struct Run {
     int64_t proven_step = -1;     // the step of the newest checkpoint after which a good step was seen
     int64_t snapshot_step = 0;    // the step of the newest snapshot
     int64_t snapshot_updates = 0; // how many updates had been done when that snapshot was written
-    double best_loss = INFINITY;  // at rank 0: the loss of best.bin, the lowest so far; infinite: unknown
+    double best_loss = INFINITY;  // at rank 0: the validation loss of best.bin, the lowest so far; infinite: unknown
 
     // The log, the page and the line on the terminal.
     int log_file = -1;               // the file descriptor of log.csv
@@ -6343,7 +6344,7 @@ struct Run {
 
     // The clock.
     double seconds = 0;     // the time that this process has spent in steps
-    double steps_began = 0; // when the first of the steps began that are issued and not yet logged
+    double steps_began = 0; // when the oldest step began that is issued but not logged yet
     double began = 0;       // when the run would have begun if it had never paused
     double per_step = 0;    // the seconds that a step takes: a mean over recent steps; 0: not known yet
 };
@@ -6485,15 +6486,15 @@ static void log_step(Run* run, double ms, double val, double seconds) {
     run->summary.add(row);
 }
 
-// Returns the whole status line; shorten_status makes it fit. val: a validation loss, or NaN. eta: the seconds until
-// the run ends.
+// Returns the whole status line, which shorten_status then makes fit into the terminal. val: a validation loss, or NaN.
+// eta: the seconds until the run ends.
 static std::string status_line(const Run& run, double val, double eta) {
     const Config& c = run.config;
     const StepState& s = run.state;
     // These speeds are computed from the mean time of recent steps.
     const double ms = run.per_step * 1e3;
     const double images_per_s = c.batch_size / run.per_step;
-    // A backward pass costs about as much as two forward passes, so a step costs about as much as three.
+    // A backward pass costs about as much as two forward passes. So a step costs about as much as three forward passes.
     const double gflop_per_s = 3 * run.trainer.net.flops * c.batch_size / run.per_step / 1e9;
     std::string line = text("step %ld/%ld | loss %.4f (mean %.4f)", s.step, c.max_steps, s.loss, run.summary.mean);
     line += text(" | lr %.2e | norm %.3f | %.1f ms", s.lr, s.grad_norm, ms);
@@ -6539,7 +6540,7 @@ static void print_step(Run* run, double val) {
                    duration(eta).c_str(), (long)(s.step + 3600 / per_step), per_step);
         }
     }
-    // On a terminal the next status line replaces this one. Elsewhere each status line is a line of its own.
+    // On a terminal the next status line replaces this one. In a file or a pipe all status lines stay, one a line.
     const size_t columns = (size_t)terminal_columns();
     show_status(shorten_status(status_line(*run, val, eta), columns));
     run->status_line_open = columns > 0;
@@ -6635,7 +6636,7 @@ static bool save_arrays(Run* run, const std::string& name, Header header, const 
         file.write(data, n);
     };
     header.set(SLOT_PARAMS, net.num_params);
-    write(header.slot, 1024); // SLOT_CRC is still 0: the checksum is defined so
+    write(header.slot, 1024); // SLOT_CRC is still 0, because the checksum is defined for a header with this 0
 
     std::vector<float> flat(net.flat_size); // an array in our layout
     std::vector<float> tensor;              // one parameter of the array, in PyTorch's layout
@@ -6784,7 +6785,7 @@ static std::string describe(const UNet& net) {
 }
 
 // Returns true if the folder holds a run, and `name` is a name that the run gives to its own files. Nobody else may
-// write a file of such a name into the folder of a run: the run would replace this file, or read it as one of its own.
+// write a file of such a name into the folder of a run. The run would replace this file, or read it as its own file.
 static bool is_name_of_run(const Folder& folder, const std::string& name) {
     const bool holds_run = folder.has("log.csv") || !folder.list().empty();
     if (!holds_run) return false;
@@ -6844,7 +6845,8 @@ static int array_for_average(const Config& c, const ModelFile& m, int k) {
 }
 
 // Reads the losses that --schedule_sampler loss-second-moment remembers. They lie at the end of a checkpoint. For every
-// t there are HISTORY + 1 numbers: HISTORY places for losses and, as the last number, how many places are filled.
+// timestep t there are HISTORY + 1 numbers. The first HISTORY numbers are places for losses, and the last number is how
+// many of these places are filled.
 static void restore_history(const Trainer& tr, const ModelFile& m) {
     std::vector<float> history(tr.history ? m.history() : 0); // empty if this run has --schedule_sampler uniform
     const size_t bytes = history.size() * sizeof(float);
@@ -6859,7 +6861,8 @@ static void restore_history(const Trainer& tr, const ModelFile& m) {
     if (bytes) copy_to_device(tr.history, history.data(), bytes);
 }
 
-// Brings a resumed run into the state of its checkpoint: weights, moments, averages, counters, the guard, the losses.
+// Gives a resumed run the state that is in its checkpoint: weights, AdamW's moments, averages, the counters and the
+// guard of StepState, and the history of losses.
 static void restore(Run* run, const ModelFile& m) {
     const Config& c = run->config;
     Trainer& tr = run->trainer;
@@ -6882,12 +6885,13 @@ static void restore(Run* run, const ModelFile& m) {
     run->snapshot_step = s.step;
     run->snapshot_updates = s.updates;
     copy_to_device(tr.state, &s, sizeof s);
-    // The probability of each t depends on rms_losses, which are computed from the history. B = 0 adds no new losses.
+    // The probability of each t depends on rms_losses, which are computed from the history. The last argument is the
+    // number of new losses: 0.
     if (tr.history) update_rms_losses(tr.rms_losses, tr.history, nullptr, nullptr, tr.state, c.diffusion_steps, 0);
     printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), s.step, c.max_steps, s.updates,
            c.seed);
-    // The images of a step begin at position step * B of the stream of images. So with another batch size, the run
-    // continues with other images.
+    // The images of a step begin at position step * B of the stream of images. If the batch size B is changed, this
+    // position changes, and the run continues with other images.
     const int B = c.batch_size;
     const int before = m.header.slot[SLOT_BATCH_SIZE];
     if (B != before)
@@ -6908,8 +6912,8 @@ static void check_output_dir(const Config& c, const Folder& output, const std::s
     const bool from_best = std::filesystem::equivalent(output.name(BEST), resume, error);
     must(!c.keep_best || has_checkpoint || from_best || !output.has(BEST), output.name(BEST),
          "is another run's; move it away, or choose another --output_dir");
-    // A log without a checkpoint was left by a run that was killed early. Such a folder holds no run for
-    // --resume_checkpoint auto, which starts a new run there.
+    // A log without a checkpoint was left by a run that was killed early. With --resume_checkpoint auto, such a folder
+    // is used as if it held no run: a new run starts in it.
     const bool holds_run = has_checkpoint || (output.has("log.csv") && c.resume_checkpoint != "auto");
     if (!holds_run) return;
 
@@ -7004,8 +7008,8 @@ static void print_fp8(const Config& c, const UNet& net) {
         const Tensor& out = net.tensors[l.out];
         flops += 2.0 * out.H * out.W * (double)net.params[l.weight].size; // as in conv_flops
     }
-    const double gflops = flops * c.micro() / convs * 1e-9; // a convolution's, in a forward pass of a microbatch
-    constexpr double LITTLE = 10; // GFLOP; with 8 GFLOP a step takes 4 % less time; with 15, 7 % (docs/GUIDE.md)
+    const double gflops = flops * c.micro() / convs * 1e-9; // the mean work of these convolutions, for a microbatch
+    constexpr double LITTLE = 10; // GFLOP; with 8 GFLOP a step takes 5 % less time; with 15, 7 % (docs/GUIDE.md)
     const char* const advice =
         gflops < LITTLE
             ? "; that is so little that FP8 hardly saves time: it pays with more channels, or more images at a time"
@@ -7062,7 +7066,8 @@ static void collect_steps(Run* run, bool validate, bool show) {
 
     const double count = (double)(run->issued - logged);
     // per_step is a mean over recent steps. Each new step has a weight of 0.1 in it, and the mean so far has a weight
-    // of 0.9. The first three steps are slower. So as long as fewer than three steps were logged, the mean begins anew.
+    // of 0.9. The first three steps are slower than the others. So if fewer than three steps were logged before this
+    // call, the mean so far is dropped.
     const double kept = logged < run->first_step + 3 ? 0 : std::pow(0.9, count);
     run->per_step = kept * run->per_step + (1 - kept) * elapsed / count;
     run->seconds += elapsed;
@@ -7165,7 +7170,7 @@ static void save_at_the_end(Run* run) {
 // --- a run from its first to its last line
 
 // Opens --val_data_file, if there is one, and checks that its images are like those of the training data. Without
-// --val_data_file the result is an empty data set. Its count is 0, which tells the callers that there is no validation.
+// --val_data_file the result is an empty data set: its count is 0, and the callers measure no validation loss.
 static Dataset open_validation_data(const Config& c, const Dataset& data) {
     if (c.val_data_file.empty()) return Dataset{};
     Dataset val = open_dataset(c.val_data_file);
@@ -7175,7 +7180,7 @@ static Dataset open_validation_data(const Config& c, const Dataset& data) {
     if (val.count && c.cond_dim && val.K != c.cond_dim)
         die("--val_data_file %s: has %d numbers an image and the model takes --cond_dim %d", val.path.c_str(), val.K,
             c.cond_dim);
-    // A model with classes also needs labels of the validation images, and at most as many classes as --num_classes.
+    // For a model with classes, the validation images must have labels, of at most --num_classes classes.
     const bool labels_fit = !val.labels.empty() && val.classes <= c.num_classes;
     if (val.count && c.class_cond && !labels_fit)
         die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is",
@@ -7222,7 +7227,7 @@ static void take_folder(Run* run, const std::string& resume) {
     const Folder& folder = run->folder;
     lock_folder(folder, true);
     must(folder.has_its_name(), c.output_dir, "was moved or replaced while the run began; start it again");
-    check_output_dir(c, folder, resume, run->first_step); // again, now that no other run can change it
+    check_output_dir(c, folder, resume, run->first_step); // again: from now on no other run can change the folder
     // Remove the files that a killed process left unfinished.
     folder.remove_leftovers({"model_", "samples_", "log.csv.", "index.html.", "ema_", "best.bin."});
     leave_later_snapshots(folder, run->first_step);
@@ -7264,8 +7269,8 @@ static void finish_complete(Run* run) {
     const double peak_mib = usage.ru_maxrss / 1024.0; // Linux gives it in KiB
     printf("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step, ms, peak_mib,
            c.output_dir.c_str());
-    // Old checkpoints are removed only when a good step has followed the newest checkpoint. So one more step is done,
-    // only to find out whether the last checkpoint is good.
+    // Old checkpoints are removed only when a good step has followed the newest checkpoint. So if there are too many
+    // checkpoints now, one more step is done, only to find out whether the newest checkpoint is good.
     const int keep = c.keep_checkpoints;
     const bool too_many = !world.rank && keep && (int)run->folder.list().size() > keep;
     // Only rank 0 has opened the folder. But all ranks must do the step together, because they exchange gradients. So
@@ -7473,7 +7478,8 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
         sampler.mask = device_alloc<float>(batch_values);
     }
 
-    // The time from `start` to `seconds` is printed below. On a GPU with bf16 the network reads a copy of the weights.
+    // The seconds from here until all images are drawn are printed below. On a GPU with bf16 the network reads a copy
+    // of the weights.
     const double start = now();
     act* copy = make_copy(params, net.flat_size);
     cast_params(copy, params, net.flat_size);
@@ -7509,9 +7515,9 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
 //   5. the flag's default
 // A setting on the command line must agree with the model file, unless this setting may change from run to run.
 //
-// In the order in which they run: run_program calls parse_command_line, and then complete_config, which reads presets
-// (apply_preset) and model files (take_model_file). With --sample, sample_and_stop follows. For a run, check_run,
-// take_data_shape and train follow.
+// These functions are called in this order: run_program calls parse_command_line, and then complete_config, which reads
+// presets (apply_preset) and model files (take_model_file). With --sample, it then calls sample_and_stop. For a run, it
+// then calls check_run, take_data_shape and train.
 
 // Returns the settings of a model file of unet.cu. The file's header holds the shape of the network, but nothing about
 // the diffusion. We assume the diffusion that unet.cu itself trains with: 1000 steps and the linear schedule. The flags
@@ -7813,8 +7819,8 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
 // is read. So the first 1024 bytes of these files would be enough. But files of unet.cu hold no checksum. Therefore up
 // to 64 MiB of any file are read: the whole file or, if it is larger, 256 excerpts at equal distances. The first
 // excerpt is at the file's beginning, and the last excerpt is at its end. So files with other images or weights, and
-// files that were cut short, have another checksum. Only if two large files of unet.cu differ in just a few images, the
-// checksums may be the same.
+// files that were cut short, have another checksum. Two files that differ may have the same checksum only if they are
+// large files of unet.cu and differ in just a few images.
 static uint32_t sample_checksum(const InputFile& file) {
     constexpr size_t EXCERPTS = 256;
     constexpr size_t EXCERPT = 256 << 10; // bytes
@@ -8017,13 +8023,14 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 // on the type, except those that follow from the type's size. (Enum Element, in section 1, lists what else a new type
 // needs.)
 template <class T> struct ElementOf;
-template <class T> constexpr bool IS_MISSING = false; // for a static_assert where each type needs code of its own
+// False for every T. static_assert(IS_MISSING<T>) stops the compilation if a type has no specialisation of a function.
+template <class T> constexpr bool IS_MISSING = false;
 template <> struct ElementOf<float> {
     static constexpr Element ELEMENT = Element::FP32;
     static constexpr bool FAST_EXP = false; // whether the hardware's approximate e^x is exact enough for this type
     static constexpr int PARTS = 2;         // into how many fp16 numbers one number is split for the tensor cores
-    static constexpr uint32_t TWO_ONES = 0x3C003C00; // two ones in the type that the tensor cores multiply: fp16
-    static constexpr int FEW_PARTS = 1;              // conv_few stores a float as a sum of so many numbers of this type
+    static constexpr uint32_t TWO_ONES = 0x3C003C00; // 1 and 1, in the type that the tensor cores multiply: fp16
+    static constexpr int FEW_PARTS = 1;              // conv_few stores a float as a sum of FEW_PARTS numbers of type T
 };
 #ifdef __CUDACC__
 typedef __nv_bfloat16 bf16;
@@ -8040,9 +8047,9 @@ template <> struct ElementOf<bf16> {
 // the derivative at z, but its argument is u = Z_FACTOR<T> z. (If df needs z itself, it begins with
 // z = u / Z_FACTOR<T>.) Then add a value to enum Nonlinearity, and its case to with_nonlinearity.
 //
-// The group norms of both builds call f and df, and contain no formula of a nonlinearity themselves. In the embedding,
-// SiLU is a layer (its kind is SILU), so with_nonlinearity does not choose it. A model file does not record which
-// nonlinearity the model was trained with.
+// The group norms of the CPU build and of the GPU build call f and df. They contain no formula of a nonlinearity. In
+// the embedding, SiLU is a layer (its kind is SILU), so with_nonlinearity does not choose it. A model file does not
+// record which nonlinearity the model was trained with.
 //
 // Why df is given u: the sigmoid is computed fastest from u. For bf16, u = -z log2(e), since the hardware computes 2^u,
 // which is then e^-z. For fp32, u is z. The factor costs nothing: a norm's z is x * scale + shift, and the norm
@@ -8123,7 +8130,7 @@ static void* device_alloc_bytes(size_t bytes) {
     return p;
 }
 
-static size_t device_available() { return SIZE_MAX; } // not known; device_alloc_bytes fails if it is too little
+static size_t device_available() { return SIZE_MAX; } // how much is available is not known
 [[maybe_unused]] static void device_free(void* p) { free(p); }
 static void copy_to_device(void* device, const void* host, size_t bytes) { memcpy(device, host, bytes); }
 static void copy_to_host(void* host, const void* device, size_t bytes) { memcpy(host, device, bytes); }
@@ -8183,13 +8190,13 @@ struct Gpu {
     int sms;                             // multiprocessors
     int shared_per_sm, shared_per_block; // bytes of shared memory of a multiprocessor, and the limit of one block
     bool overlap;                        // this binary has code of sm_90 or later for this GPU, so launches may overlap
-    bool clusters;                       // the binary has such code, and clusters of blocks are allowed
-    bool wgmma;                          // the code is for sm_90a, and its wgmma and TMA are allowed
+    bool clusters;                       // the binary has code of sm_90 or later, and clusters of blocks are allowed
+    bool wgmma;                          // the binary has code of sm_90a, whose wgmma and TMA are allowed
 
     // shared_for returns how many bytes of dynamic shared memory each block can have if a multiprocessor has to run
-    // `blocks` blocks. blocks_of returns how many blocks it can run if each has `bytes` bytes of dynamic shared memory.
-    // In addition, every block needs 1 KB, which CUDA reserves, and `statics` bytes for the __shared__ variables that
-    // its kernel declares.
+    // `blocks` blocks. blocks_of returns how many blocks a multiprocessor can run if each block has `bytes` bytes of
+    // dynamic shared memory. In addition, every block needs 1 KB, which CUDA reserves, and `statics` bytes for the
+    // __shared__ variables that its kernel declares.
     constexpr int shared_for(int blocks, int statics = 0) const {
         return std::min(shared_per_sm / blocks - 1024, shared_per_block) - statics;
     }
@@ -8207,7 +8214,7 @@ struct Stream {
     cudaStream_t queue = nullptr;
     char* workspace = nullptr;
     size_t workspace_bytes = 0;
-    bool joined = false; // whether the next launch must not overlap, for example since it waits for another stream
+    bool joined = false; // true: the next launch must not overlap, for example since it waits for another stream
 };
 
 // A Device is the main stream. It also holds a side stream, whose kernels run at the same time as those of the main
@@ -8303,7 +8310,8 @@ template <class F> static auto with_act(F f) {
 // for bf16. (conv_tiles and conv_small are also written for FP8.)
 static bool act_has_wgmma() { return gpu.wgmma && act_element == Element::BF16; }
 
-// best is the candidate with the least measured cost. If several candidates have this cost, it is the first of them.
+// `best` is the candidate with the lowest cost c of all that were given to consider. If several candidates have the
+// lowest cost, `best` is the first of them.
 template <class T> struct Cheapest {
     T best = {};
     double cost = INFINITY;
@@ -8334,8 +8342,8 @@ constexpr bool CLUSTERS = ARCH >= 900;
 #define PTX(TEXT, ...) asm volatile(TEXT ::__VA_ARGS__ : "memory")
 
 // Waits until the kernels before this one have ended and their writes can be seen (see launch_on). After that, it lets
-// the next kernel start. With the opposite order, three kernels could overlap, although the third kernel waits only for
-// the second one.
+// the next kernel start. (A and B are the kernels in the drawing at launch_on. In the opposite order, B would let a
+// kernel C start while A still runs, although C waits only for B.)
 INLINE void await_previous_kernel() {
     if (CLUSTERS) PTX("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;");
 }
@@ -8365,11 +8373,11 @@ INLINE void store_shared(uint32_t to, uint4 v) {
 // An mbarrier is a counter of 8 bytes in shared memory. It goes through phases 0, 1, 2, ... A phase ends when two
 // things have happened: `arrivals` threads (see mbarrier_init) have arrived, and TMA or st.async has written all bytes
 // that were announced for the phase. A thread that waits for a phase gives only the phase's parity (0 for phases 0, 2,
-// 4, ...), so no thread may be two phases late.
+// 4, ...). A phase and the second phase after it have the same parity, so no thread may be two phases late.
 INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
     PTX("mbarrier.init.shared::cta.b64 [%0], %1;", "r"(barrier), "r"(arrivals));
 }
-INLINE void mbarrier_expect(uint32_t barrier, int bytes) { // arrives, and announces that so many bytes will come
+INLINE void mbarrier_expect(uint32_t barrier, int bytes) { // arrives, and announces that `bytes` bytes will come
     PTX("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;", "r"(barrier), "r"(bytes));
 }
 INLINE void mbarrier_arrive(uint32_t barrier) { PTX("mbarrier.arrive.shared::cta.b64 _, [%0];", "r"(barrier)); }
@@ -8403,8 +8411,8 @@ INLINE void store_to_block(uint32_t p, uint32_t barrier, float4 v) {
     PTX("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];", //
         "r"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier));
 }
-// Arrives at another block's barrier. The arrival is relaxed, which means that it orders no writes. With release, the
-// compiler would insert a fence for all of the GPU's memory.
+// Arrives at another block's barrier. The arrival is .relaxed, which means that it orders no writes. With .release
+// instead of .relaxed, the compiler would insert a fence for all of the GPU's memory.
 INLINE void arrive_at_block(uint32_t barrier) {
     PTX("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];", "r"(barrier));
 }
@@ -8419,7 +8427,7 @@ static int act_vec() { return 16 / (int)act_bytes(); }
 
 INLINE uint4 load16(const void* p) { return *(const uint4*)p; }
 
-// A bf16 is the upper half of a float: unpacking is a shift or a mask.
+// Unpacks the two bf16 in v. A bf16 is the upper 16 bits of a float, so a shift or a mask is enough.
 INLINE float2 unpack_bf16(uint32_t v) {
     return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
 }
@@ -8427,7 +8435,8 @@ INLINE void add_bf16(float* sum, uint32_t v) {
     sum[0] += unpack_bf16(v).x;
     sum[1] += unpack_bf16(v).y;
 }
-// Each type of elements has its own specialisations of these conversions. The compiler refuses a type that lacks one.
+// Each type of elements has its own specialisation of unpack, pack, to_floats and from_floats. If a type lacks one of
+// them, the program does not compile.
 template <class T> INLINE void unpack(float (&v)[VEC<T>], uint4 r) { static_assert(IS_MISSING<T>, "another type"); }
 template <> INLINE void unpack<float>(float (&v)[4], uint4 r) {
     v[0] = __uint_as_float(r.x);
@@ -8681,8 +8690,9 @@ template <int... BITS> INLINE float lane_max(float v) {
 }
 
 // Adds the values of two lanes whose numbers differ by `offset`, and leaves half of the sums in each lane. Before, each
-// lane holds 2 HALF values in v. Afterwards the first HALF elements of v are sums: in the lower lane those of the first
-// HALF values, and in the upper lane those of the last HALF values. Returns whether this lane is the upper lane.
+// lane holds 2 HALF values in v. Afterwards the first HALF elements of v are sums: in the lower lane the sums of the
+// first HALF values, and in the upper lane the sums of the last HALF values. Returns whether this lane is the upper
+// lane.
 template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
     const bool upper = threadIdx.x & offset;
     UNROLL_FOR (int i = 0; i < HALF; i++) {
@@ -8708,7 +8718,9 @@ template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
 // THREADS, V and columns are powers of 2. `shared` is an array of at least 2 V (THREADS + columns) floats.
 template <int THREADS, int V, class F>
 INLINE void fold_columns(float* shared, int columns, const float (&first)[V], const float (&second)[V], F result) {
-    const int pitch = THREADS + columns; // from one k to the next; padded, so that different k lie in different banks
+    // The number of floats from one k to the next. `columns` of them are padding, so that different k lie in different
+    // banks.
+    const int pitch = THREADS + columns;
     UNROLL_FOR (int i = 0; i < V; i++) {
         shared[2 * i * pitch + threadIdx.x] = first[i];
         shared[(2 * i + 1) * pitch + threadIdx.x] = second[i];
@@ -8754,9 +8766,9 @@ template <class F> static void each(size_t n, F f) { each_on(MAIN_STREAM, n, f);
 //   row g   [    a[0]      a[2]   ]   2q, 2q+1 [ b[0] ]             row g    [ d[0] d[1] ]
 //   row g+8 [    a[1]      a[3]   ]   2q+8, +9 [ b[1] ]             row g+8  [ d[2] d[3] ]
 //
-// Each register of a and b holds two elements that are neighbours along k. So two neighbouring tiles of a result d,
-// packed to bf16, can be used as a fragment a of another product. Attention does this with its probabilities, which
-// therefore need not be written to shared memory.
+// Each register of a and b holds two elements that are neighbours along k. d[0] and d[1] are neighbours in a row, too.
+// So two neighbouring tiles of a result d, packed to bf16, can be used as a fragment a of another product. Attention
+// does this with its probabilities, which therefore need not be written to shared memory.
 
 // ldmatrix loads four 8x8 matrices of 16-bit elements from shared memory into v[0], v[1], w[0], w[1]. The four matrices
 // are one fragment a or two fragments b. Lanes 8i ... 8i + 7 pass the addresses of matrix i's rows. Lane l receives two
@@ -8785,8 +8797,9 @@ MMA(mma_fp16, "f32.f16.f16.f32")
 // a power of two and then split into the sum of two fp16 numbers of 11 bits each, high + low. The relative error is at
 // most 2^-22. A product of two floats is then three products of fp16: high high' + high low' + low high' (low low' is
 // too small to matter). A fragment of floats has twice as many registers as one of bf16: all high parts, then all low
-// parts. fp16 has a small range of exponents, so numbers that are split together share one scale, which depends on the
-// largest of them. Numbers that are smaller than the largest by a factor of 2^17 or more lose bits.
+// parts. fp16 has a small range of exponents. So numbers that are split together are multiplied by the same scale,
+// which depends on the largest of them. Numbers that are smaller than the largest one by a factor of 2^17 or more lose
+// bits.
 // PARTS: how many numbers an element is split into. A fragment has PARTS times as many registers as one of bf16.
 template <class T> constexpr int PARTS = ElementOf<T>::PARTS;
 static int act_parts() {
@@ -8810,7 +8823,7 @@ struct PartScale {
     INLINE float apply() const { return __uint_as_float((268 - exponent) << 23); } // brings top to 2^14 ... 2^15
     INLINE float undo() const { return __uint_as_float((exponent - 14) << 23); }   // 1 / apply()
 };
-// Splits v and w. `high` receives the high parts of both, and `low` receives the low parts.
+// Splits v * scale and w * scale. `high` receives the two high parts, and `low` receives the two low parts.
 INLINE void take_apart_pair(float v, float w, float scale, uint32_t& high, uint32_t& low) {
     const __half2 h = __floats2half2_rn(v * scale, w * scale);
     const __half2 l = __floats2half2_rn(v * scale - __low2float(h), w * scale - __high2float(h));
@@ -8820,8 +8833,8 @@ INLINE void take_apart_pair(float v, float w, float scale, uint32_t& high, uint3
 
 // Splits N fragments, which are in a warp's registers. Before, each register holds a float, and each pair of registers
 // holds two neighbours along k. Afterwards the first half of a fragment's registers holds high parts, and the second
-// half holds low parts. Within 16 values of k, any order is right if it is the same order in a and in b. Returns the
-// factor that undoes the scale. For bf16 the function does nothing and returns 1.
+// half holds low parts. The 16 values of k may be in another order than in the drawing above, if the order is the same
+// in a and in b. Returns the factor that undoes the scale. For bf16 the function does nothing and returns 1.
 template <class T, int N, int R> INLINE float take_apart_fragments(uint32_t (&x)[N][R]) {
     if (PARTS<T> == 1) return 1;
     float top = 0;
@@ -8843,7 +8856,7 @@ template <class T, int N, int R> INLINE float take_apart_fragments(uint32_t (&x)
 // place holds 8 floats: one piece at an address, and one piece at this address with bit 4 toggled. After the split, the
 // first piece holds the 8 high parts, in the layout of 8 bf16. The second piece holds the 8 low parts. Each thread
 // splits the floats that it has copied itself, so no barrier is needed between copy and split. places(f) calls
-// f(address) for all of a thread's places.
+// f(address) for each place that this thread splits.
 // There are two steps, with a __syncthreads between them. In find_top each warp writes the largest magnitude of its
 // floats into `tops`. take_apart_places finds the largest magnitude of all warps, and scales the floats by a factor
 // that depends on this magnitude. Then it splits the floats, and returns the factor that undoes the scale.
@@ -8934,7 +8947,7 @@ template <int CHUNKS> INLINE int swizzle_key(int row) {
 // describes the tensor and the size of the box. a, b, c, d are the coordinates of the box's first element; a belongs to
 // the innermost dimension. For an activation, a to d are channel, column, row and image. Where a box lies outside of
 // the tensor, tma_load reads zeros, and tma_store writes nothing. A load reports its bytes to an mbarrier when they
-// have arrived. Before, mbarrier_expect must tell this mbarrier how many bytes will come.
+// have arrived. Before the load, mbarrier_expect must tell this mbarrier how many bytes will come.
 INLINE void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int a, int b, int c, int d = 0) {
     PTX("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3,%4,%5,%6}], [%2];",
@@ -8963,8 +8976,8 @@ INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id
 
 // wgmma (PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate"): a warpgroup, 4 warps, computes
 // D (64, N) += A (64, 16) * B (16, N) in the background. B is in shared memory. A is in shared memory, too, or in
-// registers: then each warp holds 16 rows of A, as a fragment a of mma_bf16. D is in registers: float d[N / 2] of each
-// thread.
+// registers. If A is in registers, each warp holds 16 rows of A, as a fragment a of mma_bf16. D is in registers: each
+// thread holds N / 2 elements of D, float d[N / 2].
 //
 //   thread t of the 128:   r = t / 32 * 16 + t % 32 / 4,   c = 8 j + t % 4 * 2          for j = 0 ... N / 8 - 1
 //   d[4 j] = D(r, c)       d[4 j + 1] = D(r, c + 1)        d[4 j + 2] = D(r + 8, c)     d[4 j + 3] = D(r + 8, c + 1)
@@ -8975,8 +8988,8 @@ INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id
 // The order of calls:   wgmma_fence, add, add, ..., wgmma_commit   (a group, which now runs),   multiplied<PENDING>(d)
 enum { K_MAJOR = 0, MN_MAJOR = 1 };
 template <int N> struct Wgmma;
-// An asm statement names every register, so each N needs a text of its own. The parameters of WGMMA are numbers of the
-// asm's operands (%0, %1, ...), except the last:
+// An asm statement names every register, so each N needs a text of its own. The parameters of WGMMA after N are numbers
+// of the asm's operands (%0, %1, ...), except the last parameter:
 //   D              D's registers
 //   OP1 ... OP7    the operands that follow D's registers. What they are depends on where A is:
 //
@@ -8985,7 +8998,7 @@ template <int N> struct Wgmma;
 //                    A in registers       OP1 to OP4: the four registers of A;
 //                                         OP5: the descriptor of B; OP6: its major; OP7: ADD
 //
-//   ...            D's registers, as C++ operands of the asm
+//   ...            the same registers of D, as C++ operands of the asm: "+f"(d[0]), "+f"(d[1]), ...
 // In the instruction, "1, 1, 1" means: add to D, do not negate A, do not negate B.
 #define PRODUCT_64(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
 #define IF_NOT_0(OP) "{.reg .pred p; setp.ne.b32 p, " OP ", 0; "
@@ -9073,7 +9086,7 @@ constexpr int slice_channels(Element e) { return SLICE_BYTES / (int)bytes_of(e);
 constexpr int SWIZZLE_BYTES = 8 * SLICE_BYTES; // the swizzle's period; a tile must begin at a multiple of this
 static_assert(SLICE_BYTES == 128, "the widest row that TMA and wgmma swizzle");
 constexpr int BYTES_OF_64_ROWS =
-    SLICE_CHANNELS * SLICE_BYTES; // such as the weights of one tap, for a slice of output channels
+    SLICE_CHANNELS * SLICE_BYTES; // in bf16, for example one tap's weights for 64 input and 64 output channels
 constexpr int whole_swizzles(int bytes) { return (bytes + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES; }
 
 // An operand in shared memory, in the form of wgmma's descriptors (PTX ISA, "Matrix descriptor"). The operand
@@ -9121,8 +9134,8 @@ INLINE uint32_t kilobyte_aligned(const void* shared) {
 // them.
 INLINE uint32_t uniform(uint32_t v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
 
-// The type of the driver's function that makes tensor maps, and a search for this function. The search happens at run
-// time, so that the program need not be linked with -lcuda.
+// EncodeTensorMap is the type of the driver's function that makes tensor maps. find_encode_tensor_map finds this
+// function at run time, so that the program need not be linked with -lcuda.
 typedef decltype(&cuTensorMapEncodeTiled) EncodeTensorMap;
 static EncodeTensorMap find_encode_tensor_map() {
     void* f = nullptr;
