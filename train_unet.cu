@@ -9136,8 +9136,8 @@ static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int
 // memory, counters, sums), and all their functions are inlined. So the compiler keeps the structs in registers. If some
 // code took the address of such a struct, the struct would lie in local memory.
 
-// Returns how many bytes of dynamic shared memory each block can have if a multiprocessor runs `blocks` of them. Static
-// variables take at most 128 bytes.
+// Returns how many bytes of dynamic shared memory each block can have if a multiprocessor runs `blocks` of them. In
+// addition, a kernel's __shared__ variables may have 128 bytes.
 constexpr int hopper_shared(int blocks) { return H200.shared_for(blocks, 128); }
 // Returns how many bytes of shared memory a kernel needs in addition to its tiles. They are 8 for each mbarrier, and
 // 1 KB for the gap before the tiles, which begin at a multiple of 1 KB.
@@ -9171,8 +9171,8 @@ struct SharedMemory {
 // Invariant: all roles use the stages in the same order, and a stage is filled again only after it has been released
 // `readers` times. Each role has its own copy of the struct, with its own place in the ring; only the stages and their
 // barriers are shared.
-//   readers = 0     no stage has an empty barrier: either each stage is filled only once (kept), or the caller knows
-//                   that the next stage is free (next)
+//   readers = 0     no stage has an empty barrier: either each stage is filled only once (readers call `kept`), or the
+//                   caller knows that the next stage is free (it calls `next` in place of `acquire`)
 //   writers > 1     several warps fill a stage with ordinary stores: acquire, store, warp_stored
 //   BYTES = 0       the ring has barriers, but no memory: the data lies elsewhere
 //
@@ -9204,7 +9204,7 @@ INLINE void warp_stored(uint32_t full) {
 template <int BYTES, int OWNERS = 1> struct Pipeline {
     static_assert(BYTES % SWIZZLE_BYTES == 0, "a tile must begin at a whole kilobyte");
     uint32_t stages_at, full_at, empty_at; // addresses of stage 0 and its barriers; a stage has OWNERS full barriers
-    int size, readers, writers;            // number of stages; numbers of arrivals that free and that fill a stage
+    int size, readers, writers;            // number of stages; how many arrivals free a stage; how many fill it
     int place = 0;                         // the next stage: the loading role fills it, a reader waits for it
     int done = 0;                          // the stage that this reader releases next
     uint32_t phase = 0;  // the parity to wait for at the full barrier of `place`. At its empty barrier, the parity to
@@ -9282,10 +9282,11 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         done = place;
     }
 };
-// The ring through which results leave a kernel. It has barriers, but no memory. A warpgroup writes its results into
-// stages of the ring of pixels, when it no longer needs what lies there. It does not release such a stage itself.
-// Instead, it calls warp_stored with the full barrier that has the same stage number in Results. The storing warp waits
-// at this barrier, stores the results, and frees the stage in the ring of pixels.
+// The ring through which results leave a kernel. It has barriers, but no memory. Another ring of the kernel holds the
+// input pixels. A warpgroup writes its results into stages of that ring, when it no longer needs the pixels there. It
+// does not release such a stage itself. Instead, it calls warp_stored with a full barrier of Results: that of the stage
+// with the same number. The storing warp waits at this barrier, stores the results, and frees the stage in the ring of
+// pixels.
 typedef Pipeline<0, 2> Results;
 
 // init_barriers and ready both initialise the barriers of several pipelines. One thread calls init_barriers. All
@@ -9328,7 +9329,7 @@ struct TileWalk : Origin {
 
 // Returns where chunk `chunk` (16 bytes) of row `row` lies in a box, in bytes from its beginning. A row of the box has
 // CHANNELS bf16. TMA swizzles the rows: it XORs some bits of an element's address with higher bits of the same address.
-// In rows of 128 bytes these are bits 4-6 with bits 7-9, in rows of 64 bytes bits 4-5 with bits 7-8.
+// If rows have 128 bytes, it XORs bits 4-6 with bits 7-9. If rows have 64 bytes, it XORs bits 4-5 with bits 7-8.
 template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
     if (CHANNELS == SLICE_CHANNELS) return row * SLICE_BYTES + ((chunk ^ (row & 7)) << 4);
     return row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
@@ -9348,8 +9349,8 @@ template <int PITCH> struct Halo {
     }
 };
 
-// A warpgroup's sums for N pixels (the columns of D) and for OUT_SLICES slices of 64 output channels (the rows of D).
-// Invariant: nobody reads d between multiply and wait.
+// A warpgroup's sums for N pixels and for OUT_SLICES slices of 64 output channels. wgmma computes them as a matrix:
+// each row is an output channel, and each column is a pixel. Invariant: nobody reads d between multiply and wait.
 template <int OUT_SLICES, int N> struct Accumulators {
     float d[OUT_SLICES][N / 2];
     // The sums begin with the bias. A thread holds the sums of two channels of each slice b. d[b][k] belongs to the
@@ -9480,7 +9481,7 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // 
     const int b = blockIdx.z;
     const int c = (blockIdx.y * columns + threadIdx.x % columns) * V; // this thread's first channel
     const int rows = THREADS / columns;
-    const int odd = R == PICK; // is added before sizes are halved: PICK rounds up, POOL down
+    const int odd = R == PICK; // is added to H and W before they are halved: PICK rounds up, POOL down
     const int small_H = R == REPEAT ? H : (H + odd) / 2;
     const int small_W = R == REPEAT ? W : (W + odd) / 2;
     const int large_W = R == REPEAT ? 2 * W : W;
@@ -9654,9 +9655,9 @@ constexpr int LINEAR_ROWS = 32;
 // out (B, Cout) = x (B, Cin) weight^T + bias. grid (Cout / OUTPUTS, B / 32): a block computes OUTPUTS outputs of 32
 // images.
 //   lane    works on one image
-//   warp    multiplies every eighth quad of each row. (A quad is 4 neighbouring inputs.)
+//   warp    multiplies every eighth quad of an image's inputs. (A quad is 4 neighbouring inputs.)
 // Shared memory holds 64 quads of the block's weights, and the same quads of its images' inputs.
-//   1. All threads copy 64 quads of each row to shared memory.
+//   1. All threads copy the next 64 quads of these weights and inputs to shared memory.
 //   2. Each warp multiplies its share of the quads: acc += x w. Steps 1 and 2 are repeated while inputs are left.
 //   3. The partial sums of the 8 warps are added, in the order of the warps, and stored.
 // All lanes read the same weight at once, and shared memory sends it to all of them in one access. The previous kernel
@@ -9835,8 +9836,8 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
                 float* const bias = p.dbias + o0 + bias_output;
                 if (bias_row == 0 && o0 + bias_output < p.Cout) *bias = b0 ? *bias + sum : sum;
             }
-            // Each turn of this loop is for one output. For the 32 images, it adds the output's share to dx, and adds
-            // to the output's row of dweight, which it stores.
+            // Each turn of this loop is for one output. It adds the output's share to the dx of the 32 images. It also
+            // adds the share of these images to the output's row of dweight, and stores this row.
             float* to = p.dweight + (size_t)o0 * p.Cin + i;
             const int outs = inside ? min(LINEAR_OUTS, p.Cout - o0) : 0;
             NO_UNROLL_FOR (int o = 0; o < LINEAR_OUTS; o++, to += p.Cin) {
@@ -10010,8 +10011,8 @@ INLINE Words random_words(const RandomKey& key, uint32_t quartet, int b) {
     return philox(key.seed, quartet, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
 }
 
-// draw_levels draws a noise level for each sample. draw_teachers draws the levels of the same samples' teachers
-// (--objective ect). Each thread works on one sample.
+// draw_levels draws a noise level for each sample. With --objective ect, draw_teachers draws the noise level of each
+// sample's teacher. Each thread works on one sample.
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key) {
     each(B, [=] __device__(size_t b) {
         const NoiseLevel l = draw_level(o, random_words(key, 0, (int)b));
@@ -10069,7 +10070,8 @@ static void augment_images(float* out, Augmentation* drawn, float* canvas, float
 }
 
 // Used with --schedule_sampler loss-second-moment. Each thread works on one t, and looks through the batch for samples
-// with this t. So only one thread writes the row of a t, and this thread stores the losses in the order of the batch.
+// with this t. So only one thread writes the row of `history` that holds the losses of this t. The thread stores these
+// losses in the order of the batch.
 // Every rank holds the losses of the whole batch, so all ranks compute the same rows.
 static void update_rms_losses(double* rms_losses, float* history, const NoiseLevel* levels, const double* loss,
                               const StepState* state, int T, int B) {
@@ -10081,9 +10083,9 @@ static void update_rms_losses(double* rms_losses, float* history, const NoiseLev
 }
 
 // each_quad calls f(b, e) for elements e ... e + 3 of image b; an image has n elements. Each thread works on four
-// elements, because one quartet of Philox gives four random words. Each image begins with a new quad, so its last
-// quad may have fewer than four elements. f has to check this. The number of a quad in its image is e / 4. It is also
-// the number of the quad's quartet.
+// elements (a quad), because one quartet of Philox gives four random words. Each image begins with a new quad, so its
+// last quad may have fewer than four elements. f has to check this. The number of a quad in its image is e / 4. f draws
+// the quad's random words from the quartet with the same number.
 template <class F> struct Quads {
     F f;
     int n;
@@ -10124,7 +10126,7 @@ INLINE bool picture_is_left_out(const PictureDraws& draws, int b) {
 }
 
 // The functions from here to mask_images make the pictures of a batch, which the network reads as its condition. Each
-// thread writes one element of the result. Only in mask_images, a thread writes all channels of a pixel.
+// thread writes one element of the result. Only in mask_images, each thread writes all channels of a pixel.
 static void take_pictures(float* cond, const void* pictures, PictureDraws draws, int B, int K, int H, int W,
                           int bytes) {
     // Element i of the result is channel k of a pixel: (B, H, W, K). The data file's pictures are (B, K, H, W).
@@ -10310,7 +10312,7 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
     NO_UNROLL_FOR (int i = blockIdx.x * 1024 + threadIdx.x; i < HW * C; i += LOSS_PARTS * 1024) {
         const int p = i / C; // the pixel of element i; c is its channel
         const int c = i - p * C;
-        const size_t at_mean = first + (size_t)p * Cout + c; // the place in out of the network's answer for element i
+        const size_t at_mean = first + (size_t)p * Cout + c; // where `out` holds the network's answer for element i
         const size_t at_variance = at_mean + C;
         const float wanted = target[first_target + i];
         const float d = out[at_mean] - wanted;
@@ -10617,7 +10619,8 @@ template <class T, int PIXELS> struct NormColumn {
     const NormArgs& a;
     int b;
     int slab0 = blockIdx.y * a.slab; // the slab's first channel
-    // this thread's first element, counted within `rows` pixels of the slab
+    // The block works on `rows` pixels at a time. `place` is the number of this thread's first element among the slab's
+    // elements in these pixels.
     int place = threadIdx.x * VEC<T>;
     int c = slab0 + (place & (a.slab - 1));                   // this thread's first channel
     int rows = NORM_THREADS * VEC<T> >> a.log_slab;           // how many pixels the block works on at a time
@@ -11161,7 +11164,7 @@ constexpr int MAX_WHOLE_THREADS = 384; // threads of a block; a multiprocessor h
 // thread works on V neighbouring channels of `count` pixels, each of which lies `rows` pixels after the one before.
 template <class T, bool DROPOUT> struct NormSlab {
     static constexpr int V = VEC<T>;
-    static constexpr int COPY_GROUPS = 4; // dout is copied in this many groups; sums begin when the first one is there
+    static constexpr int COPY_GROUPS = 4; // dout is copied in 4 groups; adding up begins when the first group is there
     static constexpr int BATCH = 2;       // the addends of this many pixels are loaded together
     const NormArgs& a;
     const NormWhole& w;
@@ -11198,9 +11201,9 @@ template <class T, bool DROPOUT> struct NormSlab {
     int end = busy ? min(a.s.HW, ((int)blockIdx.x + 1) * w.chunk) : 0;
     int count = end > first ? ceil_div(end - first, rows) : 0;
     bool in_x1 = c < a.s.C1;                                                     // false: the channels belong to x2
-    int pitch = in_x1 ? a.s.C1 : a.s.C2;                                         // elements that a pixel has there
+    int pitch = in_x1 ? a.s.C1 : a.s.C2;                                         // elements in a pixel of x1 (or x2)
     int stride = rows * pitch;                                                   // elements to the thread's next pixel
-    size_t at = ((size_t)b * a.s.HW + first) * pitch + (in_x1 ? c : c - a.s.C1); // where this pixel lies in x and dx
+    size_t at = ((size_t)b * a.s.HW + first) * pitch + (in_x1 ? c : c - a.s.C1); // the first pixel's place in x and dx
 
     // The addends of the next BATCH pixels. The addends of the first pixels are loaded before the sums are complete.
     // (An addend may be dx itself.)
@@ -11342,8 +11345,8 @@ template <class T, bool DROPOUT, class GRAD>
 static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     groupnorm_backward_whole_kernel(GRAD dx1, GRAD dx2, const T* dout, NormArgs a, NormWhole w) {
     constexpr int V = VEC<T>;
-    // `kept` is aligned to 128 bytes. Otherwise it would begin 16 bytes after `barrier`, and 128 bytes of a row would
-    // lie in two rows of banks.
+    // `kept` is aligned to 128 bytes. Otherwise it would begin 16 bytes after `barrier`. Then the 128 bytes that 8
+    // neighbouring threads read together would not begin at bank 0, and would lie in two rows of the 32 banks.
     extern __shared__ __align__(128) uint4 kept[];
     __shared__ uint64_t barrier;
     NormSlab<T, DROPOUT> slab{a, w, kept};
@@ -11367,8 +11370,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
         slab.channels[tid] = make_float4(channel.mean, channel.rstd, channel.dxhat_factor(), 0);
     }
     __syncthreads();
-    // The sums of other blocks may have arrived here already. The barrier's phase ends when this thread has arrived at
-    // it and all announced bytes have arrived, in any order.
+    // Sums of other blocks may have arrived in this block already. The barrier's phase ends when thread 0 has arrived
+    // at the barrier and all announced bytes have arrived. It does not matter which of them arrives first.
     if (blocks > 1 && tid == 0) mbarrier_expect(all_here, blocks * w.slab * (int)sizeof(float2));
     float scale[V], shift[V];
     float v[2 * V] = {}; // sums of dz and dz x of each channel
@@ -11450,9 +11453,9 @@ static dim3 norm_grid(NormArgs& a, int per_sm, int max_chunks) {
     return dim3(ceil_div(a.s.HW, a.chunk), slabs, a.s.B);
 }
 
-// Returns how many bytes the chunks' sums need at most, for any batch of up to s.B images. Either there is one
-// chunk for each slab (of_batch), or all blocks fit on the GPU at the same time (on_chip): norm_grid makes more chunks
-// only then.
+// Returns how many bytes the chunks' sums need at most, for any batch of up to s.B images. norm_grid divides an image
+// into several chunks only if all blocks fit on the GPU at the same time. Then there are at most on_chip sums.
+// Otherwise an image is one chunk, and there are of_batch sums: one for each image and channel.
 static size_t groupnorm_backward_workspace(const NormShape& s) {
     const int on_chip = norm_backward_blocks(false) * gpu.sms * NORM_SLAB;
     const int of_batch = s.B * (s.C1 + s.C2);
@@ -11546,7 +11549,7 @@ struct HeadTile {
     }
 };
 
-// The operands of the portable backward kernels, as in the table above. owns_keys: whether the block owns keys
+// The operands of the portable backward kernels, as in section 19's table. owns_keys: whether the block owns keys
 template <class T> struct BackwardOperands {
     HeadRows<const T> A1, A2, B1, B2;
     INLINE BackwardOperands(const HeadTile& tile, const AttentionCall& a, bool owns_keys) {
@@ -11676,7 +11679,7 @@ template <class Tile> struct OwnRows {
     static constexpr int SLOTS = Tile::KEEP ? Tile::DIM / 16 : 1;
     const typename Tile::T* rows; // the address that this lane gives to ldmatrix to read the first columns
     uint32_t kept[SLOTS][Tile::MT][4 * Tile::PARTS];
-    float scale[SLOTS]; // products of a slot are multiplied by it: it undoes the scaling of take_apart_fragments
+    float scale[SLOTS]; // a slot's products are multiplied by its scale, which undoes take_apart_fragments' scaling
 
     // own: the block's rows in shared memory
     __device__ void load(const typename Tile::T* own) {
