@@ -9327,9 +9327,10 @@ struct TileWalk : Origin {
     }
 };
 
-// Returns where chunk `chunk` (16 bytes) of row `row` lies in a box, in bytes from its beginning. A row of the box has
-// CHANNELS bf16. TMA swizzles the rows: it XORs some bits of an element's address with higher bits of the same address.
-// If rows have 128 bytes, it XORs bits 4-6 with bits 7-9. If rows have 64 bytes, it XORs bits 4-5 with bits 7-8.
+// A box is what one TMA instruction copies. box_place returns where chunk `chunk` (16 bytes) of row `row` lies in a box
+// in shared memory, in bytes from the beginning of the box. A row of the box has CHANNELS bf16. TMA swizzles the rows:
+// it XORs some bits of an element's address with higher bits of the same address. If rows have 128 bytes, it XORs bits
+// 4-6 with bits 7-9. If rows have 64 bytes, it XORs bits 4-5 with bits 7-8.
 template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
     if (CHANNELS == SLICE_CHANNELS) return row * SLICE_BYTES + ((chunk ^ (row & 7)) << 4);
     return row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
@@ -9466,8 +9467,9 @@ template <class T> INLINE void add_square(float (&sum)[VEC<T>], const T* x, int 
 //   pixel 1       [        4     5     6     7 ]      then all go on to the next THREADS / columns pixels
 //
 // A "pixel" p belongs to the smaller image, which is x for REPEAT, and `out` for POOL and PICK. In the larger image, p
-// is a square of 2x2. With stats, one block reads all pixels of its slab and computes their sums. Each thread sums its
-// pixels in fp32, and the threads' sums are added up in double. Shared memory is used only for these sums, at the end.
+// is a square of 2x2 pixels. With stats, one block reads all pixels of its slab and computes their sums. Each thread
+// sums its pixels in fp32, and the threads' sums are added up in double. Shared memory is used only for these sums, at
+// the end.
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // (B, new H, new W, C)
                                                               double* stats, // (B, C, 2), or null
@@ -9578,7 +9580,7 @@ static __global__ void __launch_bounds__(256)
                              int H, int W, int C) {
     static_assert(R == POOL || R == REPEAT, "another one needs its formula here; the gradient of PICK is spread");
     constexpr int V = VEC<T>;
-    const int pieces = C / V; // of each pixel
+    const int pieces = C / V; // how many pieces a pixel has
     const int b = blockIdx.x / H;
     const int h = blockIdx.x % H;
     const int Ho = H / 2;
@@ -10129,7 +10131,7 @@ INLINE bool picture_is_left_out(const PictureDraws& draws, int b) {
 // thread writes one element of the result. Only in mask_images, each thread writes all channels of a pixel.
 static void take_pictures(float* cond, const void* pictures, PictureDraws draws, int B, int K, int H, int W,
                           int bytes) {
-    // Element i of the result is channel k of a pixel: (B, H, W, K). The data file's pictures are (B, K, H, W).
+    // The result is (B, H, W, K), so its element i is channel k of a pixel. The data file's pictures are (B, K, H, W).
     each((size_t)B * H * W * K, [=] __device__(size_t i) {
         const int k = (int)(i % K);
         const int w = (int)(i / K % W);
@@ -10195,7 +10197,8 @@ static void grey_images(float* cond, const void* images, PictureDraws draws, int
 
 // cond is (B, HW, C + 1): the image without its holes, and then the mask. All threads of a sample draw the same holes.
 // The holes are placed in the image as the network sees it, which may be mirrored already. So the holes themselves are
-// not mirrored. A picture that is left out is 0 in all channels. Its mask is then neither 1 (a hole) nor -1 (known).
+// not mirrored. A picture that is left out is 0 in all channels, the mask included. Other masks are 1 (a hole) or -1
+// (known).
 static void mask_images(float* cond, const void* images, PictureDraws draws, int B, int C, int H, int W, int bytes) {
     const int HW = H * W;
     const RandomKey key = of_purpose(draws.key, RANDOM_MASK);
@@ -10320,7 +10323,7 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
         if (BOUND) { // the bound's term needs the predicted variance and the true x0
             const float v = Cout > C ? out[at_variance] : 0.0f;
             // The formula that computes x0 from an answer returns the true x0 if the answer equals the target. So here
-            // it is given the target.
+            // the formula is given the target in place of the answer.
             const float x0 = l.x0_x * x[first_target + i] + l.x0_out * wanted;
             term = bound_term(l, d, v, x0);
         }
@@ -11694,7 +11697,7 @@ template <class Tile> struct OwnRows {
     __device__ void read(int k) {
         const int slot = Tile::KEEP ? k : 0;
         UNROLL_FOR (int m = 0; m < Tile::MT; m++)
-            UNROLL_FOR (int h = 0; h < Tile::PARTS; h++) { // reads 16 bytes of rows 0 - 15, then their next 16 bytes
+            UNROLL_FOR (int h = 0; h < Tile::PARTS; h++) { // one ldmatrix reads 32 bytes of each of 16 rows
                 uint32_t* const a = kept[slot][m] + 4 * h;
                 const auto* from = rows + 16 * m * Tile::PITCH + 16 * k + 8 * h;
                 ldmatrix(a, a + 2, shared_address(from));
@@ -11767,7 +11770,8 @@ INLINE void multiply_add(RowSums<Tile, CT>& sums, const Scores<Tile>& p, const T
         load_fragments<Tile>(a, p, k);
         const float a_scale = take_apart_fragments<T>(a);
         UNROLL_FOR (int n = 0; n < CT; n += AT_ONCE) {
-            // Loads the streamed rows 16 k ... 16 k + 15 as B fragments. For bf16 one ldmatrix loads two fragments.
+            // Loads the streamed rows n0 + 16 k ... n0 + 16 k + 15 as B fragments. For bf16 one ldmatrix loads two
+            // fragments.
             uint32_t b[AT_ONCE][2 * PARTS];
             UNROLL_FOR (int i = 0; i < AT_ONCE; i++) {
                 const int offset = 16 * k * Tile::PITCH + 8 * (n + i);
@@ -11775,7 +11779,7 @@ INLINE void multiply_add(RowSums<Tile, CT>& sums, const Scores<Tile>& p, const T
                 if constexpr (PARTS == 1) {
                     if (i % 2 == 0) ldmatrix_trans(b[i], b[i + 1], from);
                 } else {
-                    UNROLL_FOR (int r = 0; r < 4; r++) { // rows 2q, 2q + 1, 2q + 8, 2q + 9
+                    UNROLL_FOR (int r = 0; r < 4; r++) { // rows 2q, 2q + 1, 2q + 8, 2q + 9 (q = lane % 4)
                         const int row = r / 2 * 8 + r % 2;
                         const float v = load_float(from + row * Tile::PITCH * 4);
                         b[i][r] = __float_as_uint(v);
@@ -11840,11 +11844,11 @@ template <class Tile> INLINE void mask_columns(Scores<Tile>& scores, int valid) 
             }
 }
 
-// The softmax over all scores that have been computed so far for a thread's rows (FlashAttention, algorithm 1). With
-// new scores S:
+// The softmax over all scores that have been computed so far for a thread's rows (FlashAttention, algorithm 1). top is
+// the highest score of a row so far, and sum is the sum of its P. New scores S change them:
 //   top' = max(top, max S)    shrink = e^((top - top') / sqrt(d))    P = e^((S - top') / sqrt(d))
 //   sum' = shrink sum + rowsum(P)                                    out' = shrink out + P v (by multiply_add)
-// scale: log2(e) / sqrt(d). In top and in sum, [m][0] and [m][1] belong to rows g and g + 8 of tile m.
+// scale: log2(e) / sqrt(d). In top and in sum, [m][0] belongs to row g = lane / 4 of tile m, and [m][1] to row g + 8.
 template <class Tile> struct RunningSoftmax {
     float top[Tile::MT][2];
     float sum[Tile::MT][2] = {}; // the sum of P over this thread's columns
@@ -12008,9 +12012,9 @@ struct Query {
 //   P = e^((S - top) / sqrt(d)) / sum = 2^((S - top) scale2 - log_sum)
 //   dS = P (dP - D)
 // If the block owns queries, each row belongs to a query: own_queries[m][0] is the Query of row g of tile m, and
-// own_queries[m][1] is the Query of row g + 8. If the block owns keys (OWNS_KEYS), each column belongs to a streamed
-// query. The values of these queries lie in shared memory: rows (SUB, 2) holds their top and log_sum, and dots (SUB)
-// holds their D.
+// own_queries[m][1] is the Query of row g + 8 (g = lane / 4). If the block owns keys (OWNS_KEYS), each column belongs
+// to a streamed query. The values of these queries lie in shared memory: rows (SUB, 2) holds their top and log_sum, and
+// dots (SUB) holds their D.
 template <class Tile, bool OWNS_KEYS>
 INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&own_queries)[Tile::MT][2],
                              const float* rows, const float* dots, float scale2) {
