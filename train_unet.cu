@@ -9134,7 +9134,7 @@ static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int
 // warpgroups multiply and finish their tiles. Other warps store results or add up statistics. Roles exchange data
 // through rings of stages in shared memory (Pipeline). The structs below hold only numbers (addresses in shared
 // memory, counters, sums), and all their functions are inlined. So the compiler keeps the structs in registers. If some
-// code took the address of such a struct, the struct would lie in local memory.
+// code took the address of such a struct, the struct would lie in local memory, which is slower.
 
 // Returns how many bytes of dynamic shared memory each block can have if a multiprocessor runs `blocks` of them. In
 // addition, a kernel's __shared__ variables may have 128 bytes.
@@ -9176,8 +9176,8 @@ struct SharedMemory {
 //   writers > 1     several warps fill a stage with ordinary stores: acquire, store, warp_stored
 //   BYTES = 0       the ring has barriers, but no memory: the data lies elsewhere
 //
-// The roles must follow two rules. Each rule was violated once, which caused a bug. dev/test/test_pipelines.py models
-// the roles of every kernel.
+// The roles must follow two rules. Each rule was violated once, which caused a bug. dev/test/test_pipelines.py
+// simulates the roles of every kernel on the CPU. It also simulates violations of the rules, which must fail.
 //
 // 1. If two warpgroups take turns with a ring, each waits at a full barrier of its own (OWNERS = 2). A waiting thread
 //    cannot distinguish phase 1 from phase 3, because it only sees the parity. So it must wait for every phase of its
@@ -9257,7 +9257,7 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         if (OWNERS == 2) phases ^= 1u << i;
         return next().address;
     }
-    // Returns the address of stage i, which is filled only once. wait: whether to wait for its arrival, which is
+    // Returns the address of stage i, which is filled only once. wait: whether to wait until the stage is full. This is
     // necessary only the first time.
     INLINE uint32_t kept(int i, bool wait) const {
         if (wait) mbarrier_wait(stage(i).full, 0);
@@ -9507,7 +9507,7 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // 
             }
             piece = pack<T>(v);
         } else piece = load16(from);
-        unpack<T>(v, piece); // the sums are of the rounded values that are written
+        unpack<T>(v, piece); // the statistics are those of the rounded values
         UNROLL_FOR (int k = 0; k < COPIES; k++) {
             *(uint4*)(to + in_square(k, 2 * W, C)) = piece;
         }
@@ -10117,7 +10117,7 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
 }
 
 // picture_is_mirrored returns whether the picture of sample b is mirrored, which it is if the sample's image is
-// mirrored. picture_is_left_out returns whether the picture of sample b is left out.
+// mirrored. picture_is_left_out returns whether the picture of sample b is replaced by zeros (--cond_dropout).
 INLINE bool picture_is_mirrored(const PictureDraws& draws, int b) {
     return draws.random_flip && (random_words(of_purpose(draws.key, RANDOM_FLIP), 0, b).w[0] & 1);
 }
@@ -11116,10 +11116,11 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 //   and work waits for the loads of x. So loops are not unrolled, and the few values that other work waits for are
 //   loaded first.
 
-// Adds up v over those lanes of a warp whose numbers differ by multiples of `columns` (a power of 2). In each step two
-// lanes exchange half of their values and add. After a step each lane works on half as many values as before. When only
-// one pair of values is left, the lanes add whole pairs. At the end a lane has one or several pairs of sums, which
-// begin at v[0]. (The more columns, the more pairs.) Returns the index that the lane's first sum had in v.
+// Adds up v over those lanes of a warp whose numbers differ by multiples of `columns` (a power of 2). In each step, a
+// lane gives half of its values to another lane, and adds the values that it receives to its other half. So after each
+// step a lane has half as many values. When only one pair of values is left, the lanes add whole pairs. At the end a
+// lane has one or several pairs of sums, which begin at v[0]. (The more columns, the more pairs.) Returns the index
+// that the lane's first sum had in v.
 template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int columns) {
     int first = 0;
     if (OFFSET >= columns && halve<HALF>(v, OFFSET)) first = HALF;
@@ -11156,7 +11157,7 @@ struct NormWhole {
     int bytes() const {
         const int pieces = 2 * slots() * threads; // x and dout
         const int per_channel = sizeof(float2) + sizeof(float4);
-        const int sums = (1 << log_warps) + (chunks > 1 ? chunks : 0); // rows: of each row_warp, and of each block
+        const int sums = (1 << log_warps) + (chunks > 1 ? chunks : 0); // a row for each row_warp, and for each block
         return pieces * 16 + slab * per_channel + sums * pitch() * (int)sizeof(float2);
     }
 };
@@ -11209,7 +11210,7 @@ template <class T, bool DROPOUT> struct NormSlab {
     size_t at = ((size_t)b * a.s.HW + first) * pitch + (in_x1 ? c : c - a.s.C1); // the first pixel's place in x and dx
 
     // The addends of the next BATCH pixels. The addends of the first pixels are loaded before the sums are complete.
-    // (An addend may be dx itself.)
+    // (An addend may be dx itself. So each addend is read before dx is written to the same place.)
     uint4 add1[BATCH] = {}, add2[BATCH] = {};
 
     INLINE void load_x() const {
