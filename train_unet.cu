@@ -9198,10 +9198,10 @@ static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int
 // warpgroups multiply and finish their tiles. Other warps store results or add up statistics. Roles exchange data
 // through rings of stages in shared memory (Pipeline). The structs below hold only numbers (addresses in shared
 // memory, counters, sums), and all their functions are inlined. So the compiler keeps the structs in registers. If some
-// code took the address of such a struct, the struct would lie in local memory.
+// code took the address of such a struct, the struct would lie in local memory, which is slower.
 
-// Returns how many bytes of dynamic shared memory each block can have if a multiprocessor runs `blocks` of them. Static
-// variables take at most 128 bytes.
+// Returns how many bytes of dynamic shared memory each block can have if a multiprocessor runs `blocks` of them. In
+// addition, a kernel's __shared__ variables may have 128 bytes.
 constexpr int hopper_shared(int blocks) { return H200.shared_for(blocks, 128); }
 // Returns how many bytes of shared memory a kernel needs in addition to its tiles. They are 8 for each mbarrier, and
 // 1 KB for the gap before the tiles, which begin at a multiple of 1 KB.
@@ -9235,13 +9235,13 @@ struct SharedMemory {
 // Invariant: all roles use the stages in the same order, and a stage is filled again only after it has been released
 // `readers` times. Each role has its own copy of the struct, with its own place in the ring; only the stages and their
 // barriers are shared.
-//   readers = 0     no stage has an empty barrier: either each stage is filled only once (kept), or the caller knows
-//                   that the next stage is free (next)
+//   readers = 0     no stage has an empty barrier: either each stage is filled only once (readers call `kept`), or the
+//                   caller knows that the next stage is free (it calls `next` in place of `acquire`)
 //   writers > 1     several warps fill a stage with ordinary stores: acquire, store, warp_stored
 //   BYTES = 0       the ring has barriers, but no memory: the data lies elsewhere
 //
-// The roles must follow two rules. Each rule was violated once, which caused a bug. dev/test/test_pipelines.py models
-// the roles of every kernel.
+// The roles must follow two rules. Each rule was violated once, which caused a bug. dev/test/test_pipelines.py
+// simulates the roles of every kernel on the CPU. It also simulates violations of the rules, which must fail.
 //
 // 1. If two warpgroups take turns with a ring, each waits at a full barrier of its own (OWNERS = 2). A waiting thread
 //    cannot distinguish phase 1 from phase 3, because it only sees the parity. So it must wait for every phase of its
@@ -9268,7 +9268,7 @@ INLINE void warp_stored(uint32_t full) {
 template <int BYTES, int OWNERS = 1> struct Pipeline {
     static_assert(BYTES % SWIZZLE_BYTES == 0, "a tile must begin at a whole kilobyte");
     uint32_t stages_at, full_at, empty_at; // addresses of stage 0 and its barriers; a stage has OWNERS full barriers
-    int size, readers, writers;            // number of stages; numbers of arrivals that free and that fill a stage
+    int size, readers, writers;            // number of stages; how many arrivals free a stage; how many fill it
     int place = 0;                         // the next stage: the loading role fills it, a reader waits for it
     int done = 0;                          // the stage that this reader releases next
     uint32_t phase = 0;  // the parity to wait for at the full barrier of `place`. At its empty barrier, the parity to
@@ -9321,7 +9321,7 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         if (OWNERS == 2) phases ^= 1u << i;
         return next().address;
     }
-    // Returns the address of stage i, which is filled only once. wait: whether to wait for its arrival, which is
+    // Returns the address of stage i, which is filled only once. wait: whether to wait until the stage is full. This is
     // necessary only the first time.
     INLINE uint32_t kept(int i, bool wait) const {
         if (wait) mbarrier_wait(stage(i).full, 0);
@@ -9346,10 +9346,11 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         done = place;
     }
 };
-// The ring through which results leave a kernel. It has barriers, but no memory. A warpgroup writes its results into
-// stages of the ring of pixels, when it no longer needs what lies there. It does not release such a stage itself.
-// Instead, it calls warp_stored with the full barrier that has the same stage number in Results. The storing warp waits
-// at this barrier, stores the results, and frees the stage in the ring of pixels.
+// The ring through which results leave a kernel. It has barriers, but no memory. Another ring of the kernel holds the
+// input pixels. A warpgroup writes its results into stages of that ring, when it no longer needs the pixels there. It
+// does not release such a stage itself. Instead, it calls warp_stored with a full barrier of Results: that of the stage
+// with the same number. The storing warp waits at this barrier, stores the results, and frees the stage in the ring of
+// pixels.
 typedef Pipeline<0, 2> Results;
 
 // init_barriers and ready both initialise the barriers of several pipelines. One thread calls init_barriers. All
@@ -9390,9 +9391,10 @@ struct TileWalk : Origin {
     }
 };
 
-// Returns where chunk `chunk` (16 bytes) of row `row` lies in a box, in bytes from its beginning. A row of the box has
-// CHANNELS bf16. TMA swizzles the rows: it XORs some bits of an element's address with higher bits of the same address.
-// In rows of 128 bytes these are bits 4-6 with bits 7-9, in rows of 64 bytes bits 4-5 with bits 7-8.
+// A box is what one TMA instruction copies. box_place returns where chunk `chunk` (16 bytes) of row `row` lies in a box
+// in shared memory, in bytes from the beginning of the box. A row of the box has CHANNELS bf16. TMA swizzles the rows:
+// it XORs some bits of an element's address with higher bits of the same address. If rows have 128 bytes, it XORs bits
+// 4-6 with bits 7-9. If rows have 64 bytes, it XORs bits 4-5 with bits 7-8.
 template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
     if (CHANNELS == SLICE_CHANNELS) return row * SLICE_BYTES + ((chunk ^ (row & 7)) << 4);
     return row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
@@ -9412,8 +9414,8 @@ template <int PITCH> struct Halo {
     }
 };
 
-// A warpgroup's sums for N pixels (the columns of D) and for OUT_SLICES slices of 64 output channels (the rows of D).
-// Invariant: nobody reads d between multiply and wait.
+// A warpgroup's sums for N pixels and for OUT_SLICES slices of 64 output channels. wgmma computes them as a matrix:
+// each row is an output channel, and each column is a pixel. Invariant: nobody reads d between multiply and wait.
 template <int OUT_SLICES, int N> struct Accumulators {
     float d[OUT_SLICES][N / 2];
     // The sums begin with the bias. A thread holds the sums of two channels of each slice b. d[b][k] belongs to the
@@ -9529,8 +9531,9 @@ template <class T> INLINE void add_square(float (&sum)[VEC<T>], const T* x, int 
 //   pixel 1       [        4     5     6     7 ]      then all go on to the next THREADS / columns pixels
 //
 // A "pixel" p belongs to the smaller image, which is x for REPEAT, and `out` for POOL and PICK. In the larger image, p
-// is a square of 2x2. With stats, one block reads all pixels of its slab and computes their sums. Each thread sums its
-// pixels in fp32, and the threads' sums are added up in double. Shared memory is used only for these sums, at the end.
+// is a square of 2x2 pixels. With stats, one block reads all pixels of its slab and computes their sums. Each thread
+// sums its pixels in fp32, and the threads' sums are added up in double. Shared memory is used only for these sums, at
+// the end.
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // (B, new H, new W, C)
                                                               double* stats, // (B, C, 2), or null
@@ -9544,7 +9547,7 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // 
     const int b = blockIdx.z;
     const int c = (blockIdx.y * columns + threadIdx.x % columns) * V; // this thread's first channel
     const int rows = THREADS / columns;
-    const int odd = R == PICK; // is added before sizes are halved: PICK rounds up, POOL down
+    const int odd = R == PICK; // is added to H and W before they are halved: PICK rounds up, POOL down
     const int small_H = R == REPEAT ? H : (H + odd) / 2;
     const int small_W = R == REPEAT ? W : (W + odd) / 2;
     const int large_W = R == REPEAT ? 2 * W : W;
@@ -9568,7 +9571,7 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // 
             }
             piece = pack<T>(v);
         } else piece = load16(from);
-        unpack<T>(v, piece); // the sums are of the rounded values that are written
+        unpack<T>(v, piece); // the statistics are those of the rounded values
         UNROLL_FOR (int k = 0; k < COPIES; k++) {
             *(uint4*)(to + in_square(k, 2 * W, C)) = piece;
         }
@@ -9641,7 +9644,7 @@ static __global__ void __launch_bounds__(256)
                              int H, int W, int C) {
     static_assert(R == POOL || R == REPEAT, "another one needs its formula here; the gradient of PICK is spread");
     constexpr int V = VEC<T>;
-    const int pieces = C / V; // of each pixel
+    const int pieces = C / V; // how many pieces a pixel has
     const int b = blockIdx.x / H;
     const int h = blockIdx.x % H;
     const int Ho = H / 2;
@@ -9718,9 +9721,9 @@ constexpr int LINEAR_ROWS = 32;
 // out (B, Cout) = x (B, Cin) weight^T + bias. grid (Cout / OUTPUTS, B / 32): a block computes OUTPUTS outputs of 32
 // images.
 //   lane    works on one image
-//   warp    multiplies every eighth quad of each row. (A quad is 4 neighbouring inputs.)
+//   warp    multiplies every eighth quad of an image's inputs. (A quad is 4 neighbouring inputs.)
 // Shared memory holds 64 quads of the block's weights, and the same quads of its images' inputs.
-//   1. All threads copy 64 quads of each row to shared memory.
+//   1. All threads copy the next 64 quads of these weights and inputs to shared memory.
 //   2. Each warp multiplies its share of the quads: acc += x w. Steps 1 and 2 are repeated while inputs are left.
 //   3. The partial sums of the 8 warps are added, in the order of the warps, and stored.
 // All lanes read the same weight at once, and shared memory sends it to all of them in one access. The previous kernel
@@ -9899,8 +9902,8 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
                 float* const bias = p.dbias + o0 + bias_output;
                 if (bias_row == 0 && o0 + bias_output < p.Cout) *bias = b0 ? *bias + sum : sum;
             }
-            // Each turn of this loop is for one output. For the 32 images, it adds the output's share to dx, and adds
-            // to the output's row of dweight, which it stores.
+            // Each turn of this loop is for one output. It adds the output's share to the dx of the 32 images. It also
+            // adds the share of these images to the output's row of dweight, and stores this row.
             float* to = p.dweight + (size_t)o0 * p.Cin + i;
             const int outs = inside ? min(LINEAR_OUTS, p.Cout - o0) : 0;
             NO_UNROLL_FOR (int o = 0; o < LINEAR_OUTS; o++, to += p.Cin) {
@@ -10074,8 +10077,8 @@ INLINE Words random_words(const RandomKey& key, uint32_t quartet, int b) {
     return philox(key.seed, quartet, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
 }
 
-// draw_levels draws a noise level for each sample. draw_teachers draws the levels of the same samples' teachers
-// (--objective ect). Each thread works on one sample.
+// draw_levels draws a noise level for each sample. With --objective ect, draw_teachers draws the noise level of each
+// sample's teacher. Each thread works on one sample.
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key) {
     each(B, [=] __device__(size_t b) {
         const NoiseLevel l = draw_level(o, random_words(key, 0, (int)b));
@@ -10133,7 +10136,8 @@ static void augment_images(float* out, Augmentation* drawn, float* canvas, float
 }
 
 // Used with --schedule_sampler loss-second-moment. Each thread works on one t, and looks through the batch for samples
-// with this t. So only one thread writes the row of a t, and this thread stores the losses in the order of the batch.
+// with this t. So only one thread writes the row of `history` that holds the losses of this t. The thread stores these
+// losses in the order of the batch.
 // Every rank holds the losses of the whole batch, so all ranks compute the same rows.
 static void update_rms_losses(double* rms_losses, float* history, const NoiseLevel* levels, const double* loss,
                               const StepState* state, int T, int B) {
@@ -10145,9 +10149,9 @@ static void update_rms_losses(double* rms_losses, float* history, const NoiseLev
 }
 
 // each_quad calls f(b, e) for elements e ... e + 3 of image b; an image has n elements. Each thread works on four
-// elements, because one quartet of Philox gives four random words. Each image begins with a new quad, so its last
-// quad may have fewer than four elements. f has to check this. The number of a quad in its image is e / 4. It is also
-// the number of the quad's quartet.
+// elements (a quad), because one quartet of Philox gives four random words. Each image begins with a new quad, so its
+// last quad may have fewer than four elements. f has to check this. The number of a quad in its image is e / 4. f draws
+// the quad's random words from the quartet with the same number.
 template <class F> struct Quads {
     F f;
     int n;
@@ -10177,7 +10181,7 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
 }
 
 // picture_is_mirrored returns whether the picture of sample b is mirrored, which it is if the sample's image is
-// mirrored. picture_is_left_out returns whether the picture of sample b is left out.
+// mirrored. picture_is_left_out returns whether the picture of sample b is replaced by zeros (--cond_dropout).
 INLINE bool picture_is_mirrored(const PictureDraws& draws, int b) {
     return draws.random_flip && (random_words(of_purpose(draws.key, RANDOM_FLIP), 0, b).w[0] & 1);
 }
@@ -10188,10 +10192,10 @@ INLINE bool picture_is_left_out(const PictureDraws& draws, int b) {
 }
 
 // The functions from here to mask_images make the pictures of a batch, which the network reads as its condition. Each
-// thread writes one element of the result. Only in mask_images, a thread writes all channels of a pixel.
+// thread writes one element of the result. Only in mask_images, each thread writes all channels of a pixel.
 static void take_pictures(float* cond, const void* pictures, PictureDraws draws, int B, int K, int H, int W,
                           int bytes) {
-    // Element i of the result is channel k of a pixel: (B, H, W, K). The data file's pictures are (B, K, H, W).
+    // The result is (B, H, W, K), so its element i is channel k of a pixel. The data file's pictures are (B, K, H, W).
     each((size_t)B * H * W * K, [=] __device__(size_t i) {
         const int k = (int)(i % K);
         const int w = (int)(i / K % W);
@@ -10257,7 +10261,8 @@ static void grey_images(float* cond, const void* images, PictureDraws draws, int
 
 // cond is (B, HW, C + 1): the image without its holes, and then the mask. All threads of a sample draw the same holes.
 // The holes are placed in the image as the network sees it, which may be mirrored already. So the holes themselves are
-// not mirrored. A picture that is left out is 0 in all channels. Its mask is then neither 1 (a hole) nor -1 (known).
+// not mirrored. A picture that is left out is 0 in all channels, the mask included. Other masks are 1 (a hole) or -1
+// (known).
 static void mask_images(float* cond, const void* images, PictureDraws draws, int B, int C, int H, int W, int bytes) {
     const int HW = H * W;
     const RandomKey key = of_purpose(draws.key, RANDOM_MASK);
@@ -10374,7 +10379,7 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
     NO_UNROLL_FOR (int i = blockIdx.x * 1024 + threadIdx.x; i < HW * C; i += LOSS_PARTS * 1024) {
         const int p = i / C; // the pixel of element i; c is its channel
         const int c = i - p * C;
-        const size_t at_mean = first + (size_t)p * Cout + c; // the place in out of the network's answer for element i
+        const size_t at_mean = first + (size_t)p * Cout + c; // where `out` holds the network's answer for element i
         const size_t at_variance = at_mean + C;
         const float wanted = target[first_target + i];
         const float d = out[at_mean] - wanted;
@@ -10382,7 +10387,7 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
         if (BOUND) { // the bound's term needs the predicted variance and the true x0
             const float v = Cout > C ? out[at_variance] : 0.0f;
             // The formula that computes x0 from an answer returns the true x0 if the answer equals the target. So here
-            // it is given the target.
+            // the formula is given the target in place of the answer.
             const float x0 = l.x0_x * x[first_target + i] + l.x0_out * wanted;
             term = bound_term(l, d, v, x0);
         }
@@ -10681,7 +10686,8 @@ template <class T, int PIXELS> struct NormColumn {
     const NormArgs& a;
     int b;
     int slab0 = blockIdx.y * a.slab; // the slab's first channel
-    // this thread's first element, counted within `rows` pixels of the slab
+    // The block works on `rows` pixels at a time. `place` is the number of this thread's first element among the slab's
+    // elements in these pixels.
     int place = threadIdx.x * VEC<T>;
     int c = slab0 + (place & (a.slab - 1));                   // this thread's first channel
     int rows = NORM_THREADS * VEC<T> >> a.log_slab;           // how many pixels the block works on at a time
@@ -11174,10 +11180,11 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 //   and work waits for the loads of x. So loops are not unrolled, and the few values that other work waits for are
 //   loaded first.
 
-// Adds up v over those lanes of a warp whose numbers differ by multiples of `columns` (a power of 2). In each step two
-// lanes exchange half of their values and add. After a step each lane works on half as many values as before. When only
-// one pair of values is left, the lanes add whole pairs. At the end a lane has one or several pairs of sums, which
-// begin at v[0]. (The more columns, the more pairs.) Returns the index that the lane's first sum had in v.
+// Adds up v over those lanes of a warp whose numbers differ by multiples of `columns` (a power of 2). In each step, a
+// lane gives half of its values to another lane, and adds the values that it receives to its other half. So after each
+// step a lane has half as many values. When only one pair of values is left, the lanes add whole pairs. At the end a
+// lane has one or several pairs of sums, which begin at v[0]. (The more columns, the more pairs.) Returns the index
+// that the lane's first sum had in v.
 template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int columns) {
     int first = 0;
     if (OFFSET >= columns && halve<HALF>(v, OFFSET)) first = HALF;
@@ -11214,7 +11221,7 @@ struct NormWhole {
     int bytes() const {
         const int pieces = 2 * slots() * threads; // x and dout
         const int per_channel = sizeof(float2) + sizeof(float4);
-        const int sums = (1 << log_warps) + (chunks > 1 ? chunks : 0); // rows: of each row_warp, and of each block
+        const int sums = (1 << log_warps) + (chunks > 1 ? chunks : 0); // a row for each row_warp, and for each block
         return pieces * 16 + slab * per_channel + sums * pitch() * (int)sizeof(float2);
     }
 };
@@ -11225,7 +11232,7 @@ constexpr int MAX_WHOLE_THREADS = 384; // threads of a block; a multiprocessor h
 // thread works on V neighbouring channels of `count` pixels, each of which lies `rows` pixels after the one before.
 template <class T, bool DROPOUT> struct NormSlab {
     static constexpr int V = VEC<T>;
-    static constexpr int COPY_GROUPS = 4; // dout is copied in this many groups; sums begin when the first one is there
+    static constexpr int COPY_GROUPS = 4; // dout is copied in 4 groups; adding up begins when the first group is there
     static constexpr int BATCH = 2;       // the addends of this many pixels are loaded together
     const NormArgs& a;
     const NormWhole& w;
@@ -11262,12 +11269,12 @@ template <class T, bool DROPOUT> struct NormSlab {
     int end = busy ? min(a.s.HW, ((int)blockIdx.x + 1) * w.chunk) : 0;
     int count = end > first ? ceil_div(end - first, rows) : 0;
     bool in_x1 = c < a.s.C1;                                                     // false: the channels belong to x2
-    int pitch = in_x1 ? a.s.C1 : a.s.C2;                                         // elements that a pixel has there
+    int pitch = in_x1 ? a.s.C1 : a.s.C2;                                         // elements in a pixel of x1 (or x2)
     int stride = rows * pitch;                                                   // elements to the thread's next pixel
-    size_t at = ((size_t)b * a.s.HW + first) * pitch + (in_x1 ? c : c - a.s.C1); // where this pixel lies in x and dx
+    size_t at = ((size_t)b * a.s.HW + first) * pitch + (in_x1 ? c : c - a.s.C1); // the first pixel's place in x and dx
 
     // The addends of the next BATCH pixels. The addends of the first pixels are loaded before the sums are complete.
-    // (An addend may be dx itself.)
+    // (An addend may be dx itself. So each addend is read before dx is written to the same place.)
     uint4 add1[BATCH] = {}, add2[BATCH] = {};
 
     INLINE void load_x() const {
@@ -11406,8 +11413,8 @@ template <class T, bool DROPOUT, class GRAD>
 static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     groupnorm_backward_whole_kernel(GRAD dx1, GRAD dx2, const T* dout, NormArgs a, NormWhole w) {
     constexpr int V = VEC<T>;
-    // `kept` is aligned to 128 bytes. Otherwise it would begin 16 bytes after `barrier`, and 128 bytes of a row would
-    // lie in two rows of banks.
+    // `kept` is aligned to 128 bytes. Otherwise it would begin 16 bytes after `barrier`. Then the 128 bytes that 8
+    // neighbouring threads read together would not begin at bank 0, and would lie in two rows of the 32 banks.
     extern __shared__ __align__(128) uint4 kept[];
     __shared__ uint64_t barrier;
     NormSlab<T, DROPOUT> slab{a, w, kept};
@@ -11431,8 +11438,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
         slab.channels[tid] = make_float4(channel.mean, channel.rstd, channel.dxhat_factor(), 0);
     }
     __syncthreads();
-    // The sums of other blocks may have arrived here already. The barrier's phase ends when this thread has arrived at
-    // it and all announced bytes have arrived, in any order.
+    // Sums of other blocks may have arrived in this block already. The barrier's phase ends when thread 0 has arrived
+    // at the barrier and all announced bytes have arrived. It does not matter which of them arrives first.
     if (blocks > 1 && tid == 0) mbarrier_expect(all_here, blocks * w.slab * (int)sizeof(float2));
     float scale[V], shift[V];
     float v[2 * V] = {}; // sums of dz and dz x of each channel
@@ -11514,9 +11521,9 @@ static dim3 norm_grid(NormArgs& a, int per_sm, int max_chunks) {
     return dim3(ceil_div(a.s.HW, a.chunk), slabs, a.s.B);
 }
 
-// Returns how many bytes the chunks' sums need at most, for any batch of up to s.B images. Either there is one
-// chunk for each slab (of_batch), or all blocks fit on the GPU at the same time (on_chip): norm_grid makes more chunks
-// only then.
+// Returns how many bytes the chunks' sums need at most, for any batch of up to s.B images. norm_grid divides an image
+// into several chunks only if all blocks fit on the GPU at the same time. Then there are at most on_chip sums.
+// Otherwise an image is one chunk, and there are of_batch sums: one for each image and channel.
 static size_t groupnorm_backward_workspace(const NormShape& s) {
     const int on_chip = norm_backward_blocks(false) * gpu.sms * NORM_SLAB;
     const int of_batch = s.B * (s.C1 + s.C2);
@@ -11610,7 +11617,7 @@ struct HeadTile {
     }
 };
 
-// The operands of the portable backward kernels, as in the table above. owns_keys: whether the block owns keys
+// The operands of the portable backward kernels, as in section 19's table. owns_keys: whether the block owns keys
 template <class T> struct BackwardOperands {
     HeadRows<const T> A1, A2, B1, B2;
     INLINE BackwardOperands(const HeadTile& tile, const AttentionCall& a, bool owns_keys) {
@@ -11740,7 +11747,7 @@ template <class Tile> struct OwnRows {
     static constexpr int SLOTS = Tile::KEEP ? Tile::DIM / 16 : 1;
     const typename Tile::T* rows; // the address that this lane gives to ldmatrix to read the first columns
     uint32_t kept[SLOTS][Tile::MT][4 * Tile::PARTS];
-    float scale[SLOTS]; // products of a slot are multiplied by it: it undoes the scaling of take_apart_fragments
+    float scale[SLOTS]; // a slot's products are multiplied by its scale, which undoes take_apart_fragments' scaling
 
     // own: the block's rows in shared memory
     __device__ void load(const typename Tile::T* own) {
@@ -11755,7 +11762,7 @@ template <class Tile> struct OwnRows {
     __device__ void read(int k) {
         const int slot = Tile::KEEP ? k : 0;
         UNROLL_FOR (int m = 0; m < Tile::MT; m++)
-            UNROLL_FOR (int h = 0; h < Tile::PARTS; h++) { // reads 16 bytes of rows 0 - 15, then their next 16 bytes
+            UNROLL_FOR (int h = 0; h < Tile::PARTS; h++) { // one ldmatrix reads 32 bytes of each of 16 rows
                 uint32_t* const a = kept[slot][m] + 4 * h;
                 const auto* from = rows + 16 * m * Tile::PITCH + 16 * k + 8 * h;
                 ldmatrix(a, a + 2, shared_address(from));
@@ -11828,7 +11835,8 @@ INLINE void multiply_add(RowSums<Tile, CT>& sums, const Scores<Tile>& p, const T
         load_fragments<Tile>(a, p, k);
         const float a_scale = take_apart_fragments<T>(a);
         UNROLL_FOR (int n = 0; n < CT; n += AT_ONCE) {
-            // Loads the streamed rows 16 k ... 16 k + 15 as B fragments. For bf16 one ldmatrix loads two fragments.
+            // Loads the streamed rows n0 + 16 k ... n0 + 16 k + 15 as B fragments. For bf16 one ldmatrix loads two
+            // fragments.
             uint32_t b[AT_ONCE][2 * PARTS];
             UNROLL_FOR (int i = 0; i < AT_ONCE; i++) {
                 const int offset = 16 * k * Tile::PITCH + 8 * (n + i);
@@ -11836,7 +11844,7 @@ INLINE void multiply_add(RowSums<Tile, CT>& sums, const Scores<Tile>& p, const T
                 if constexpr (PARTS == 1) {
                     if (i % 2 == 0) ldmatrix_trans(b[i], b[i + 1], from);
                 } else {
-                    UNROLL_FOR (int r = 0; r < 4; r++) { // rows 2q, 2q + 1, 2q + 8, 2q + 9
+                    UNROLL_FOR (int r = 0; r < 4; r++) { // rows 2q, 2q + 1, 2q + 8, 2q + 9 (q = lane % 4)
                         const int row = r / 2 * 8 + r % 2;
                         const float v = load_float(from + row * Tile::PITCH * 4);
                         b[i][r] = __float_as_uint(v);
@@ -11901,11 +11909,11 @@ template <class Tile> INLINE void mask_columns(Scores<Tile>& scores, int valid) 
             }
 }
 
-// The softmax over all scores that have been computed so far for a thread's rows (FlashAttention, algorithm 1). With
-// new scores S:
+// The softmax over all scores that have been computed so far for a thread's rows (FlashAttention, algorithm 1). top is
+// the highest score of a row so far, and sum is the sum of its P. New scores S change them:
 //   top' = max(top, max S)    shrink = e^((top - top') / sqrt(d))    P = e^((S - top') / sqrt(d))
 //   sum' = shrink sum + rowsum(P)                                    out' = shrink out + P v (by multiply_add)
-// scale: log2(e) / sqrt(d). In top and in sum, [m][0] and [m][1] belong to rows g and g + 8 of tile m.
+// scale: log2(e) / sqrt(d). In top and in sum, [m][0] belongs to row g = lane / 4 of tile m, and [m][1] to row g + 8.
 template <class Tile> struct RunningSoftmax {
     float top[Tile::MT][2];
     float sum[Tile::MT][2] = {}; // the sum of P over this thread's columns
@@ -12069,9 +12077,9 @@ struct Query {
 //   P = e^((S - top) / sqrt(d)) / sum = 2^((S - top) scale2 - log_sum)
 //   dS = P (dP - D)
 // If the block owns queries, each row belongs to a query: own_queries[m][0] is the Query of row g of tile m, and
-// own_queries[m][1] is the Query of row g + 8. If the block owns keys (OWNS_KEYS), each column belongs to a streamed
-// query. The values of these queries lie in shared memory: rows (SUB, 2) holds their top and log_sum, and dots (SUB)
-// holds their D.
+// own_queries[m][1] is the Query of row g + 8 (g = lane / 4). If the block owns keys (OWNS_KEYS), each column belongs
+// to a streamed query. The values of these queries lie in shared memory: rows (SUB, 2) holds their top and log_sum, and
+// dots (SUB) holds their D.
 template <class Tile, bool OWNS_KEYS>
 INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&own_queries)[Tile::MT][2],
                              const float* rows, const float* dots, float scale2) {
