@@ -12449,8 +12449,8 @@ INLINE int this_warpgroup() { return uniform(threadIdx.x / 128); }
 // The softmax of a thread's two rows (the second one is 8 rows below the first) over chunks of N scores:
 //   P = e^((S - top) / sqrt(d))      sum += rowsum(P)
 // FlashAttention raises `top` for each higher score, so that P is at most 1. Here `top` is the highest score of the
-// first chunk, so P may be larger than 1. P does not overflow when it is rounded to bf16, because bf16 has the same
-// exponents as fp32. Only if a sum grows beyond 2^60, `top` is raised and the sums are rescaled.
+// first chunk, so P may be larger than 1. Rounding such a P to bf16 does not overflow, because bf16 and fp32 have the
+// same range of exponents. Only if a sum grows beyond 2^60, `top` is raised and the sums are rescaled.
 // Four neighbouring lanes share a row, and each of them holds two of every 8 columns. s[4 j] and s[4 j + 1] belong to
 // the first row, s[4 j + 2] and s[4 j + 3] to the second one.
 template <int N> struct Softmax {
@@ -12715,7 +12715,9 @@ template <class T> struct BackwardBlock {
             d[1][k] = load16((const bf16*)p.out + i + 8 * k);
         }
     }
-    INLINE void send_dots(const Dots& d, int tile) { // four lanes share two rows; each sends both -D to some blocks
+    // Four neighbouring lanes compute -D of two rows. Each of them sends both values to some of the blocks. (If a block
+    // computes a whole head, the first of these lanes stores both values.)
+    INLINE void send_dots(const Dots& d, int tile) {
         float sum = 0;
         UNROLL_FOR (int k = 0; k < DIM / 16; k++) {
             float x[8], y[8];
@@ -12776,7 +12778,7 @@ template <class T> struct BackwardBlock {
             NO_UNROLL_FOR (int i = 0; i < steps; i++) {
                 const bool begun = !T::ALONE && i >= WARPGROUPS;       // dq comes from the block before
                 const bool ends = T::ALONE || i >= steps - WARPGROUPS; // this block is the chunk's last one
-                const int tile = i - max(steps / 2 - 1, 0); // the 64 queries of the next head whose -D is computed
+                const int tile = i - max(steps / 2 - 1, 0); // -D of this tile of the next head is computed now
                 const bool dots_now = tile >= 0 && tile < WARPGROUPS && head + head_stride < p.all_heads;
                 Dots dot = {};
                 // What -D of the next head needs is loaded while the products are computed.
@@ -12974,8 +12976,8 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //   weights (Cout, taps x Cin)   times   patches (taps x Cin, pixels)   =   out (Cout, pixels)
 //
 // Column p of the patches holds the inputs that the filter reads for output pixel p. The patches never exist in global
-// memory. A block copies the pixels that it needs to shared memory, with zeros for the padding, and multiplies them
-// there.
+// memory. A block copies the pixels that it needs to shared memory, with zeros for the padding. The tensor cores'
+// operands are read from there.
 //
 // Words of this section (tile, stage, ring, fragment and swizzle are explained at the head of this file):
 //   tap     a position (kh, kw) of the filter, which has 1 or 9 positions; a tap's number is kh * kernel + kw
@@ -13051,7 +13053,7 @@ struct ConvCall {
 // What one thread needs to know in order to store channels c .. c + 3 of image n.
 template <class T> struct OutputLane {
     int pitch;            // channels of a pixel in the tensor that is written (part1 or part2)
-    int count;            // how many of the 4 channels are stored: fewer at the end of the tensor; 0: nothing is stored
+    int count;            // how many channels are stored: 4, or fewer at the end of the tensor; 0: nothing is stored
     T* out;               // the address that channel c of pixel 0 is written to
     const T *add1, *add2; // the addresses of channel c of pixel 0 in the addends; null: no addend
     float shift[4];       // bias + embedding, which is added to all pixels
@@ -13612,9 +13614,9 @@ template <class Tile, bool BACKWARD, int M, class Copy>
 INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, int kw, float scale, Copy copy_in_gap) {
     typedef typename Tile::T T;
     typedef HaloWeights<Tile, BACKWARD> Weights;
-    // Product i has tap kh_of(i) and the m_of(i)-th 16 output channels. With bf16, the loop over output channels is the
-    // inner one. With floats, the loop over taps is the inner one, because the three taps are summed before the sum is
-    // added to acc.
+    // Product i is that of tap kh_of(i) and the m_of(i)-th group of 16 output channels. With bf16, the loop over output
+    // channels is the inner one. With floats, the loop over taps is the inner one, because the three taps are summed
+    // before the sum is added to acc.
     auto kh_of = [](int i) { return PARTS<T> == 1 ? i / M : i % 3; };
     auto m_of = [](int i) { return PARTS<T> == 1 ? i % M : i / 3; };
     UNROLL_FOR (int k = 0; k < Tile::K16; k++) {
@@ -13853,7 +13855,8 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
         const int c = first_channel + upper_c * 8 + row_of_matrix;
         return c * ROW_BYTES + chunk_place<T>(upper_k, row_of_matrix);
     }
-    // Loads the fragment of the warp's m-th 16 output channels and the slice's k-th 16 input channels.
+    // Loads one fragment: the weights of the m-th group of 16 output channels of the warp, and of the k-th group of 16
+    // input channels of the slice.
     static INLINE void load(FragmentA<T>& a, uint32_t lane, int m, int k) {
         if (BACKWARD) load_fragment<T, true>(a, channels_on<T>(lane, 16 * m), k * 16 * ROW_BYTES);
         else load_fragment<T, false>(a, channels_on<T>(lane, 16 * k), m * 16 * ROW_BYTES);
@@ -14295,9 +14298,9 @@ template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Ea
 
 // The second kernel, conv_weight_sum, adds up the partials. The first blocks of a layer add up the partials of the
 // bias, and its other blocks add up the partials of the weights. For weights a block has 8 rows of 32 threads. A thread
-// sums one float4 over ranges. To share the ranges, several rows of threads sum the same 32 float4. If there are
-// `groups` such rows, each row adds up every groups-th range. weight_sum_groups returns `groups`. A thread adds up at
-// most 8 ranges, if there are at most 64 ranges.
+// sums one float4 over ranges. If there are many ranges, several rows of threads share them: `groups` rows sum the same
+// 32 float4, and each of these rows adds up every groups-th range. weight_sum_groups returns `groups`. A thread adds up
+// at most 8 ranges, if there are at most 64 ranges.
 HD static inline int weight_sum_groups(int splits) {
     if (splits > 32) return 8;
     if (splits > 16) return 4;
