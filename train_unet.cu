@@ -12217,7 +12217,7 @@ template <class T> static float* launch_attention_dots(const AttentionCall& a) {
 //   with, mostly from the caches.
 
 constexpr int GENERAL_WARPS = 8;   // warps of a block
-constexpr int GENERAL_COLUMNS = 8; // a lane computes this many columns, which lie 32 apart; a warp: 256
+constexpr int GENERAL_COLUMNS = 8; // a lane computes this many columns, which lie 32 apart; a warp computes 256 columns
 
 // Returns the dot product of a and b, which have d elements each. All lanes of a warp work on it together, and each
 // lane returns the whole product.
@@ -12229,8 +12229,8 @@ template <class T> INLINE float warp_dot(const T* a, const T* b, int d) {
     return warp_sum(sum);
 }
 
-// Calls f(i, c) for i = 0, 1, ...: c is this lane's i-th column of the 256 columns of chunk blockIdx.y. Columns
-// c >= d are left out.
+// A row is divided into chunks of 256 columns, and this block computes chunk blockIdx.y. Calls f(i, c) for each of this
+// lane's columns in the chunk: c is the number of the lane's i-th column. Columns c >= d are left out.
 template <class F> INLINE void each_column(int d, F f) {
     UNROLL_FOR (int i = 0; i < GENERAL_COLUMNS; i++) {
         const int c = (blockIdx.y * GENERAL_COLUMNS + i) * 32 + threadIdx.x % 32;
@@ -12273,8 +12273,9 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
 }
 
 // grid (B * heads * tiles of T, chunks of d, 2): blocks with z = 0 own keys, blocks with z = 1 own queries. A warp owns
-// one row, and reads the streamed rows one after the other. For each streamed row:
-//   S = A1 B1^T,   P,   dP = A2 B2^T,   dS = P (dP - D),   sum1 += dS B1,   sum2 += P B2
+// one row, and reads the streamed rows one after the other. A1 and A2 belong to the own row, B1 and B2 to the streamed
+// row, as in the table at the head of section 19. For each streamed row:
+//   S = A1 B1^T,   P,   dP = A2 B2^T,   dS = P (dP - D),   sum1 += dS B1,   and if the warp owns a key: sum2 += P B2
 template <class T>
 static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     attention_backward_general_kernel(AttentionCall a, const float* D) {
@@ -12290,11 +12291,11 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     const float scale2 = LOG2E * scale;
     float sum1[GENERAL_COLUMNS] = {}; // dq or dk, before the factor 1 / sqrt(d)
     float sum2[GENERAL_COLUMNS] = {}; // dv
-    for (int j = 0; j < a.T; j++) {   // row j streams past: a query if the warp owns a key
+    for (int j = 0; j < a.T; j++) {   // the streamed row j: a query if the warp owns a key, otherwise a key
         const T* const b1 = operands.B1.row(j);
         const T* const b2 = operands.B2.row(j);
         const size_t query = tile.row_index(owns_keys ? j : row);
-        const SoftmaxRow& r = a.rows[query]; // P is computed again from S and this row's top and log_sum
+        const SoftmaxRow& r = a.rows[query]; // P is computed again from S and from the query's top and log_sum
         const float S = warp_dot(a1, b1, a.d);
         const float dP = warp_dot(a2, b2, a.d);
         const float P = exp2f((S - r.top) * scale2 - r.log_sum);
@@ -12324,11 +12325,11 @@ template <class T> static void launch_attention_general(const AttentionCall& a) 
     launch(attention_backward_general_kernel<T>, grid, threads, 0, a, launch_attention_dots<T>(a));
 }
 
-// Launches forward or backward, for heads of up to DIM channels. A warp owns 32 rows (MT = 2) if the rows are short and
-// there are enough of them. Otherwise a warp owns 16 rows.
+// Launches forward or backward, for heads of up to DIM channels. A warp owns 32 rows (MT = 2) if a row has at most 128
+// bytes and a head has enough rows. Otherwise a warp owns 16 rows.
 template <class T, int DIM, int MT = DIM * sizeof(T) <= 128 ? 2 : 1>
 static void launch_attention(const AttentionCall& a) {
-    // Small images have too few rows for MT = 2: there would not be enough blocks.
+    // Small images have few rows. With MT = 2 there would be too few blocks for the GPU.
     const int few_rows = a.dout ? 64 : 256;
     if (MT == 2 && a.T <= few_rows) {
         launch_attention<T, DIM, 1>(a);
@@ -12353,7 +12354,7 @@ static size_t attention_backward_workspace(int B, int T, int, int heads) { // th
 // Used when: bf16, heads of 32 or 64 channels, T a multiple of 64. Backward: T = 64, or a multiple of 128 from 256 to
 //   1024; otherwise attention_backward_kernel computes the backward pass.
 // How: A warpgroup owns 64 rows of a head. TMA brings tiles of the other rows to shared memory. wgmma multiplies these
-//   tiles. P, and for dk also dS, are A operands straight from the registers in which they were computed.
+//   tiles. P (and for dk also dS) is computed in registers. The next product reads it there, as its operand A.
 //   Forward: warpgroups own queries, and keys and values stream past.
 //   Backward: warpgroups own keys, and queries stream past in chunks of 64. A cluster of blocks computes a head. Each
 //   block has 128 of the head's keys in shared memory. All blocks work on every chunk, one block after the other. Each
@@ -12372,8 +12373,8 @@ static size_t attention_backward_workspace(int B, int T, int, int heads) { // th
 // Costs: The backward pass takes five products of T x T x d; the portable kernels take seven. It reads everything once.
 
 struct AttentionTma : AttentionCall {
-    CUtensorMap qkv_rows, dout_rows; // TMA loads boxes of 64 rows of a head from them
-    CUtensorMap keys;                // the same for the forward pass, boxes of KEYS rows
+    CUtensorMap qkv_rows, dout_rows; // qkv and dout, from which TMA loads boxes of 64 rows of a head
+    CUtensorMap keys;                // qkv again: the forward pass loads keys and values in boxes of KEYS rows
 };
 
 // Returns how many blocks of the forward pass a multiprocessor has room for. Registers and shared memory limit this
@@ -12414,7 +12415,8 @@ template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     // Registers of a thread in the warpgroup that computes the queries' gradients, and in the warpgroups that own keys.
     static constexpr int DQ_REGISTERS = ALONE ? 80 : 136;
     static constexpr int KEY_REGISTERS = ALONE ? 176 : 184;
-    // The number of stages of each ring in shared memory, and the bytes of a stage. A tile is 64 rows of a head.
+    // What lies in shared memory: at most BARRIERS mbarriers, and the rings. For each ring, the number of its stages
+    // and the bytes of a stage. A tile is 64 rows of a head.
     static constexpr int BARRIERS = 32;
     static constexpr int TILE_BYTES = 64 * 2 * DIM;
     static constexpr int ROWS_BYTES = 64 * sizeof(SoftmaxRow);
@@ -12426,14 +12428,14 @@ template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     static constexpr int DS_BYTES = KEYS * SLICE_BYTES; // dS^T: KEYS rows of 64 queries
     static constexpr int SUM_STAGES = ALONE ? 0 : 3;
     static constexpr int SUM_BYTES = 64 * DIM * 4;        // dq of a chunk
-    static constexpr int DOT_BYTES = ALONE ? 1024 : 4096; // a stage: -D of each query, a float (there are two stages)
+    static constexpr int DOT_BYTES = ALONE ? 1024 : 4096; // -D of a head's queries, in fp32; there are two stages
     static constexpr int TILES =
         2 * KEYS_BYTES + CHUNK_STAGES * CHUNK_PLACE + DS_STAGES * DS_BYTES + SUM_STAGES * SUM_BYTES + 2 * DOT_BYTES;
     static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + TILES;
 };
 
-// Returns an operand of wgmma: rows of one head (DIM elements each), which TMA has written to shared memory. at(2) is
-// the operand that begins 16 columns further on. at(2 DIM) is the operand that begins 16 rows further on.
+// Returns an operand of wgmma: rows of one head (DIM elements each), which TMA has written to shared memory. The offset
+// of Operand::at is in units of 16 bytes. So at(2) begins 16 columns further on, and at(2 DIM) 16 rows further on.
 template <int DIM> INLINE Operand head_rows(uint32_t address) {
     constexpr uint32_t SWIZZLE = DIM == 64 ? 1 : 2; // in a descriptor, 1 is a swizzle of 128 bytes, 2 of 64 bytes
     return {Operand::rows(address, 8).low, DIM | SWIZZLE << 30};
@@ -12453,7 +12455,7 @@ template <int DIM, int M> INLINE void multiply_abt(float (&d)[M], const Operand&
 template <int MAJOR = MN_MAJOR, int ADD = 1, int M, int K>
 INLINE void multiply_ab(float (&d)[M], const uint32_t (&a)[K][4], const Operand& b) {
     using Product = Wgmma<2 * M>;
-    constexpr int STEP = MAJOR == K_MAJOR ? 2 : 4 * M; // from 16 values of k to the next 16, in units of 16 bytes
+    constexpr int STEP = MAJOR == K_MAJOR ? 2 : 4 * M; // distance to the next 16 values of k, in units of 16 bytes
     wgmma_fence();
     Product::template add<MAJOR, ADD>(d, a[0], b.at(0));
     UNROLL_FOR (int k = 1; k < K; k++) {
@@ -12496,7 +12498,9 @@ INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], 
     __syncwarp();
     UNROLL_FOR (int j = 0; j < M / 8; j++) { // 16 columns at a time
         uint32_t v[4];
-        UNROLL_FOR (int i = 0; i < 4; i++) { // factor[0] is for this thread's row in rows 0 - 7, [1] in 8 - 15
+        // A thread holds parts of two rows: one of rows 0 - 7, which has factor[0], and one of rows 8 - 15, which has
+        // factor[1].
+        UNROLL_FOR (int i = 0; i < 4; i++) {
             const float low = d[8 * j + 2 * i] * factor[i % 2];
             const float high = d[8 * j + 2 * i + 1] * factor[i % 2];
             v[i] = pack_bf16(low, high);
@@ -12516,14 +12520,14 @@ INLINE int this_warpgroup() { return uniform(threadIdx.x / 128); }
 
 // The softmax of a thread's two rows (the second one is 8 rows below the first) over chunks of N scores:
 //   P = e^((S - top) / sqrt(d))      sum += rowsum(P)
-// FlashAttention raises `top` for each higher score, so that P is at most 1. Here P may be larger: it is rounded to
-// bf16, which has fp32's range of exponents. So `top` is the highest score of the first chunk. Only if a sum grows
-// beyond 2^60, `top` is raised and the sums are rescaled.
+// FlashAttention raises `top` for each higher score, so that P is at most 1. Here `top` is the highest score of the
+// first chunk, so P may be larger than 1. Rounding such a P to bf16 does not overflow, because bf16 and fp32 have the
+// same range of exponents. Only if a sum grows beyond 2^60, `top` is raised and the sums are rescaled.
 // Four neighbouring lanes share a row, and each of them holds two of every 8 columns. s[4 j] and s[4 j + 1] belong to
 // the first row, s[4 j + 2] and s[4 j + 3] to the second one.
 template <int N> struct Softmax {
     float scale;           // log2(e) / sqrt(d)
-    float top[2];          // one value for each of the two rows
+    float top[2];          // for each of the two rows, what is subtracted from its scores
     float sum[2] = {0, 0}; // the sum of P over this thread's columns
 
     INLINE Softmax(const float (&s)[N / 2], float scale) : scale(scale) { highest(top, s); }
@@ -12700,7 +12704,7 @@ template <class T> struct BackwardBlock {
     int blocks = T::ALONE ? 1 : p.T / T::KEYS;             // how many blocks the cluster has
     int cluster_rank = T::ALONE ? 0 : blockIdx.x % blocks; // this block's number in the cluster
     int first_head = blockIdx.x / blocks;                  // this cluster's first head
-    int head_stride = gridDim.x / blocks; // the number of clusters, and the step from one head of a cluster to its next
+    int head_stride = gridDim.x / blocks; // the number of clusters; each cluster computes every head_stride-th head
     int steps = blocks * WARPGROUPS;      // how many steps a head takes
     int lane = threadIdx.x % 32;
     int thread = threadIdx.x % 128; // the number of the thread in its warpgroup
@@ -12725,7 +12729,8 @@ template <class T> struct BackwardBlock {
         for (int i = 0; i < T::SUM_STAGES; i++) mbarrier_expect(sums.stage(i).full, T::SUM_BYTES);
         for (int i = 0; i < 2 && !T::ALONE; i++) mbarrier_expect(dots.stage(i).full, 4 * p.T);
     }
-    // Returns the index of the element at which a row of a head begins in a matrix (B, T, parts C).
+    // Returns the index of the element at which a row of a head begins in a matrix (B, T, parts * C). parts: 3 for qkv
+    // and dqkv, 1 for out and dout.
     INLINE size_t element(int head, int row, int parts) const {
         const size_t pixel = (size_t)(head / p.heads) * p.T + row;
         return pixel * parts * p.C + head % p.heads * DIM;
@@ -12782,7 +12787,9 @@ template <class T> struct BackwardBlock {
             d[1][k] = load16((const bf16*)p.out + i + 8 * k);
         }
     }
-    INLINE void send_dots(const Dots& d, int tile) { // four lanes share two rows; each sends both -D to some blocks
+    // Four neighbouring lanes compute -D of two rows. Each of them sends both values to some of the blocks. (If a block
+    // computes a whole head, the first of these lanes stores both values.)
+    INLINE void send_dots(const Dots& d, int tile) {
         float sum = 0;
         UNROLL_FOR (int k = 0; k < DIM / 16; k++) {
             float x[8], y[8];
@@ -12843,10 +12850,10 @@ template <class T> struct BackwardBlock {
             NO_UNROLL_FOR (int i = 0; i < steps; i++) {
                 const bool begun = !T::ALONE && i >= WARPGROUPS;       // dq comes from the block before
                 const bool ends = T::ALONE || i >= steps - WARPGROUPS; // this block is the chunk's last one
-                const int tile = i - max(steps / 2 - 1, 0); // the 64 queries of the next head whose -D is computed
+                const int tile = i - max(steps / 2 - 1, 0); // -D of this tile of the next head is computed now
                 const bool dots_now = tile >= 0 && tile < WARPGROUPS && head + head_stride < p.all_heads;
                 Dots dot = {};
-                // The loads for the next head are started before the products, and arrive while these are computed.
+                // What -D of the next head needs is loaded while the products are computed.
                 if (dots_now) load_dots(dot, head + head_stride, tile);
                 if (dots_now && T::ALONE) send_dots(dot, tile); // at once: ALONE has too few registers to keep dot
                 float dq[DIM / 2] = {};
@@ -12900,10 +12907,10 @@ template <class T> struct BackwardBlock {
 
     // Role: dk and dv of a warpgroup's 64 keys. Here keys are rows and queries are columns. So P^T and dS^T, which are
     // computed in registers, can be A operands. In each step:
-    //   1. The product dP^T - D is started: v dout^T, added to -D.
+    //   1. The product v dout^T is started. It is added to -D, so its result is dP^T - D.
     //   2. Meanwhile P^T is computed from S^T of this chunk. Then dv += P^T dout.
     //   3. dS^T = P^T (dP^T - D), element by element. dS^T is also written to `ds`.
-    //   4. S^T = k q^T of the next chunk, and dk += dS^T q of this chunk
+    //   4. S^T = k q^T is computed for the next chunk, and at the same time dk += dS^T q for this chunk.
     INLINE void key_gradients(int warpgroup) {
         float s[32], dp[32]; // s: S^T, then P^T; dp: dP^T - D, then dS^T. Each is 64 keys x 64 queries.
         float dk[DIM / 2], dv[DIM / 2];
@@ -12922,7 +12929,7 @@ template <class T> struct BackwardBlock {
             NO_UNROLL_FOR (int i = 0; i < steps; i++) {
                 const Operand q = head_rows<DIM>(chunk);
                 const Operand dout = head_rows<DIM>(chunk + T::TILE_BYTES);
-                UNROLL_FOR (int j = 0; j < 8; j++) { // two of every 8 queries are columns of this thread
+                UNROLL_FOR (int j = 0; j < 8; j++) { // this thread holds two of every 8 columns (queries)
                     const auto [even, odd] = load_shared_2(minus_D + chunk_row(i) * 4 + 32 * j);
                     dp[4 * j] = dp[4 * j + 2] = even;
                     dp[4 * j + 1] = dp[4 * j + 3] = odd;
@@ -12930,7 +12937,7 @@ template <class T> struct BackwardBlock {
                 accumulators_ready(dp);
                 multiply_abt<DIM>(dp, head_rows<DIM>(own_values), dout);
                 UNROLL_FOR (int j = 0; j < 8; j++) {
-                    float rows[4]; // SoftmaxRow of two queries
+                    float rows[4]; // the SoftmaxRows of two queries: top, log_sum, top, log_sum
                     unpack<float>(rows, load_shared(chunk + 2 * T::TILE_BYTES + lane % 4 * 16 + 64 * j));
                     UNROLL_FOR (int e = 4 * j; e < 4 * j + 4; e++) {
                         s[e] = probability(s[e], rows + e % 2 * 2);
@@ -12985,7 +12992,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
     if (threadIdx.x == 0) block.init();
     cluster_sync();
     const int role = block.first_head < p.all_heads ? this_warpgroup() : -1; // -1: this cluster has no head
-    // The forward pass wrote the keys, so this load need not wait for the previous kernel.
+    // The forward pass wrote the keys, not the previous kernel. So this load need not wait for the previous kernel.
     if (role == T::WARPGROUPS && block.thread == 0) block.load_keys(block.first_head);
     await_previous_kernel();
     if (role == T::WARPGROUPS) {
@@ -13000,7 +13007,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
 }
 
 static AttentionTma attention_tma(const AttentionCall& a, int keys) {
-    // Makes a tensor map for boxes of n rows of one head of a matrix (B, T, parts C).
+    // Makes a tensor map of a matrix (B, T, parts * C), for boxes of n rows of one head.
     auto rows = [&](const act* x, int parts, int n) {
         const int channels = parts * a.C;
         return tensor_map(x, {channels, a.T, a.B}, {a.d, n});
@@ -13041,8 +13048,8 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //   weights (Cout, taps x Cin)   times   patches (taps x Cin, pixels)   =   out (Cout, pixels)
 //
 // Column p of the patches holds the inputs that the filter reads for output pixel p. The patches never exist in global
-// memory. A block copies the pixels that it needs to shared memory, with zeros for the padding, and multiplies them
-// there.
+// memory. A block copies the pixels that it needs to shared memory, with zeros for the padding. The tensor cores'
+// operands are read from there.
 //
 // Words of this section (tile, stage, ring, fragment and swizzle are explained at the head of this file):
 //   tap     a position (kh, kw) of the filter, which has 1 or 9 positions; a tap's number is kh * kernel + kw
@@ -13110,15 +13117,15 @@ struct ConvCall {
     int slices = 0;               // slices of the Cin1 channels
     int taps = 0;                 // conv_gather: taps of the filter
     int source_pixels = 0;        // conv_gather: pixels of an image of the input
-    // (Cout), used only if s.in is FP8 or FP8_GRADIENT (then weight is FP8). The sums of channel c are multiplied by
-    // factors[c].
+    // (Cout): the sums of channel c are multiplied by factors[c]. It is used only if s.in is FP8 or FP8_GRADIENT. Then
+    // the weights are FP8, too.
     const float* factors = nullptr;
 };
 
 // What one thread needs to know in order to store channels c .. c + 3 of image n.
 template <class T> struct OutputLane {
     int pitch;            // channels of a pixel in the tensor that is written (part1 or part2)
-    int count;            // 4, or less if the tensor has fewer channels after c; 0: nothing is stored
+    int count;            // how many channels are stored: 4, or fewer at the end of the tensor; 0: nothing is stored
     T* out;               // the address that channel c of pixel 0 is written to
     const T *add1, *add2; // the addresses of channel c of pixel 0 in the addends; null: no addend
     float shift[4];       // bias + embedding, which is added to all pixels
@@ -13166,8 +13173,8 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
 
 // Stores what a lane has to store in one round of store_product: 4 channels of N pixels. The lane's pixel i becomes
 // pixel index_of(i) of the output. If index_of(i) is -1, pixel i is not stored.
-//   staged        the address in shared memory of the fp32 sums of the lane's first pixel, as the first K group has
-//                 computed them. The sums of K group g lie g * k_group_floats floats further on.
+//   staged        where the sums of the lane's first pixel lie in shared memory, in fp32. These are the sums that the
+//                 first K group has computed. Those of K group g lie g * k_group_floats floats further on.
 //   addends       the values of l.add1 at these pixels. They were loaded earlier, so that nothing waits for them here.
 //   sum, square   the lane's sums for the statistics. The stored (rounded) values are added to `sum`, and their squares
 //                 to `square`.
@@ -13202,7 +13209,7 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
             }
             if (!BACKWARD) v[k] = v[k] + (const float4&)l.shift;
         }
-        if (l.add1) // one branch encloses all pixels: the compiler does not group stores of different branches
+        if (l.add1) // one branch for all pixels, because the compiler does not group the stores of different branches
             UNROLL_FOR (int k = 0; k < BATCH; k++)
                 if (index_of(first + k) >= 0) v[k] = v[k] + to_floats<T>(addends[first + k]);
         if (BACKWARD && l.add2)
@@ -13236,9 +13243,10 @@ INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int 
     }
 }
 
-// The end of conv_halo and conv_gather: stores the sums acc[8 pixels][16 channels] of each warp. A thread's registers
-// of a fragment hold neighbouring pixels of one channel, but neighbouring channels are to be stored together. So the
-// sums are written to shared memory and read again, in ROUNDS rounds. In each round the sums of the K groups are added.
+// The end of conv_halo and conv_gather: stores the sums of each warp. acc[r][m] is a fragment of 8 pixels x 16
+// channels. A thread's registers of a fragment hold neighbouring pixels of one channel, but neighbouring channels are
+// to be stored together. So the sums are written to shared memory and read again, in ROUNDS rounds. In each round the
+// sums of the K groups are added.
 //
 //   acc of a thread: 2 pixels x channels c, c + 8    ->    staged: 64 / ROUNDS pixels    ->    a lane stores 4 channels
 //   (g = lane / 4: c = g, pixels 2q, 2q + 1)               of PITCH floats each                of every STEP-th pixel
@@ -13252,7 +13260,7 @@ template <class Tile, class TO, int ROUNDS, bool BACKWARD, int M>
 INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, const ConvOut& o, int n0, int c0,
                           int tile, int tiles, auto pixel) {
     constexpr int ROUND_PIXELS = 64 / ROUNDS;                                    // pixels of a warp in a round
-    constexpr int N = ROUND_PIXELS / Tile::K_GROUPS / Tile::STEP;                // how many of them a lane stores
+    constexpr int N = ROUND_PIXELS / Tile::K_GROUPS / Tile::STEP;                // how many pixels a lane stores
     constexpr int WARP_FLOATS = ROUND_PIXELS * Tile::PITCH;                      // a warp's part of shared memory
     constexpr int K_GROUP_FLOATS = Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH; // a K group's part of shared memory
     constexpr int IMAGE_WARPS = Tile::PIXEL_WARPS / Tile::IMAGES;
@@ -13321,8 +13329,8 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
 // floats. Most differences between the types lie in the code below, in `multiply`, multiply_tap and copy_channels.
 //
 //                               bf16         float
-//   a chunk of 8 channels       16 bytes     32 bytes: first two pieces of 4 floats, as they are copied; later a piece
-//   in shared memory                         with 8 high parts and a piece with 8 low parts (take_apart_places)
+//   a chunk of 8 channels       16 bytes     32 bytes: two pieces of 4 floats, as they were copied. After
+//   in shared memory                         take_apart_places: a piece of 8 high parts and a piece of 8 low parts
 //   registers of a fragment A   4            8: first the registers of the high parts, then those of the low parts
 //   registers of a fragment B   2            4: in the same order
 //   take_apart_copies           nothing      turns floats into high and low parts, all scaled by a power of two
@@ -13335,9 +13343,10 @@ template <class T> using FragmentB = uint32_t[2 * PARTS<T>]; // 16 k x 8 columns
 template <class T> INLINE uint32_t chunk_place(int chunk, int key) { return (chunk * PARTS<T> ^ key) << 4; }
 
 // Returns the place that lies `channels` channels after `place` in the same row. XOR finds it, whatever the key is: the
-// place of a chunk is chunk ^ key, and (chunk ^ key) ^ step = (chunk ^ step) ^ key. Two conditions must hold. The row
-// begins at a multiple of its length or of 128 bytes. And in binary, the step (channels / 8 chunks) has ones only where
-// the number of place's chunk has zeros, so that adding the step is the same as XOR.
+// place of a chunk is chunk ^ key, and (chunk ^ key) ^ step = (chunk ^ step) ^ key. Two conditions must hold:
+//   1. The row begins at a multiple of its length or of 128 bytes.
+//   2. In binary, the step (channels / 8 chunks) has ones only where the number of the chunk at `place` has zeros. Then
+//      chunk ^ step = chunk + step.
 template <class T> INLINE uint32_t channels_on(uint32_t place, int channels) {
     return place ^ channels * (int)sizeof(T);
 }
@@ -13451,7 +13460,8 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static constexpr int WEIGHT_BYTES = 3 * CHANNELS * PIXEL_BYTES; // bytes of the weights of the three taps of one kw
     static constexpr int WEIGHTS_AT = 2 * HALO_BYTES;
     static constexpr int SOURCES_AT = WEIGHTS_AT + 3 * WEIGHT_BYTES;
-    static constexpr int MAIN_BYTES = SOURCES_AT + (PIXELS + 64) * 4; // + 64: the last copies read beyond PIXELS
+    // `sources` has 4 bytes for each pixel. + 64: the last copies read `sources` beyond PIXELS.
+    static constexpr int MAIN_BYTES = SOURCES_AT + (PIXELS + 64) * 4;
     // At the end the results are written to the same memory. If it is too small for all results, there are two rounds.
     static constexpr int ROUNDS = Base::STAGED_BYTES > MAIN_BYTES ? 2 : 1;
     static constexpr int SHARED_BYTES = std::max(MAIN_BYTES, Base::STAGED_BYTES / ROUNDS);
@@ -13556,7 +13566,7 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
     static constexpr int TAP_BYTES = ROWS * ROW_BYTES;
     static constexpr int ROWS_AT_ONCE = Tile::THREADS / CHUNKS;     // rows that all threads copy at a time
     static constexpr int TAP_COPIES = ceil_div(ROWS, ROWS_AT_ONCE); // how many chunks a thread copies for one tap
-    static constexpr int COPIES = 3 * TAP_COPIES;                   // and for a stage
+    static constexpr int COPIES = 3 * TAP_COPIES;                   // how many chunks a thread copies for a stage
     static constexpr bool NO_THREAD_LEFT_OVER = Tile::THREADS % CHUNKS == 0 && ROWS % ROWS_AT_ONCE == 0;
     const ConvCall& p;
     const int c0; // the block's first output channel
@@ -13655,7 +13665,7 @@ INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int k
             mma<T>(acc[r][m], a, b[r + kh]);
         }
     } else
-        UNROLL_FOR (int first = 0; first < 8; first += 4) { // four sums take turns, as in `multiply`
+        UNROLL_FOR (int first = 0; first < 8; first += 4) { // four sums take turns, which hides an mma's latency
             UNROLL_FOR (int i = 0; i < 16 && kh == 0; i++) {
                 sum[first + i / 4][i % 4] = 0;
             }
@@ -13676,9 +13686,9 @@ template <class Tile, bool BACKWARD, int M, class Copy>
 INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, int kw, float scale, Copy copy_in_gap) {
     typedef typename Tile::T T;
     typedef HaloWeights<Tile, BACKWARD> Weights;
-    // Product i has tap kh_of(i) and the m_of(i)-th 16 output channels. With bf16, the loop over output channels is the
-    // inner one. With floats, the loop over taps is the inner one, because the three taps are summed before the sum is
-    // added to acc.
+    // Product i is that of tap kh_of(i) and the m_of(i)-th group of 16 output channels. With bf16, the loop over output
+    // channels is the inner one. With floats, the loop over taps is the inner one, because the three taps are summed
+    // before the sum is added to acc.
     auto kh_of = [](int i) { return PARTS<T> == 1 ? i / M : i % 3; };
     auto m_of = [](int i) { return PARTS<T> == 1 ? i % M : i / 3; };
     UNROLL_FOR (int k = 0; k < Tile::K16; k++) {
@@ -13917,7 +13927,8 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
         const int c = first_channel + upper_c * 8 + row_of_matrix;
         return c * ROW_BYTES + chunk_place<T>(upper_k, row_of_matrix);
     }
-    // Loads the fragment of the warp's m-th 16 output channels and the slice's k-th 16 input channels.
+    // Loads one fragment: the weights of the m-th group of 16 output channels of the warp, and of the k-th group of 16
+    // input channels of the slice.
     static INLINE void load(FragmentA<T>& a, uint32_t lane, int m, int k) {
         if (BACKWARD) load_fragment<T, true>(a, channels_on<T>(lane, 16 * m), k * 16 * ROW_BYTES);
         else load_fragment<T, false>(a, channels_on<T>(lane, 16 * k), m * 16 * ROW_BYTES);
@@ -14117,7 +14128,7 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
     const int first = threadIdx.x * V;
     const int part_width = p.R / p.parts;
     int tap[V];      // the tap of each of the V values; if it is 9 or more, 0 is written
-    int distance[V]; // floats of x from the pixel's own first channel to the value under the tap
+    int distance[V]; // in x, in floats: from the pixel's own first channel to the value under the tap
     int t = first / p.F;
     int f = first % p.F;
     UNROLL_FOR (int j = 0; j < V; j++) {
@@ -14173,7 +14184,7 @@ static __global__ void conv_few_gradient(const ConvFew p) {
     const int part_width = p.R / 2; // the distance in a row between an upper part and its lower part
     await_previous_kernel();
     if (p.is_last_layer && i < p.F) {
-        const float* const sum = p.bias + 4 * p.F + i; // tap 4 reads the pixel itself, so its sum is that of dout
+        const float* const sum = p.bias + 4 * p.F + i; // tap 4 is the pixel itself: the sum of dout's channel i
         p.dbias[i] = p.parts == 2 ? sum[0] + sum[part_width] : sum[0];
     }
     if (i >= p.C * K) return;
@@ -14266,9 +14277,9 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 // `splits` is how many ranges there are.
 struct ConvWeight : WeightWork {
     float4* partial; // (splits, tiles, taps, 1024): 64 x 64 weights are 1024 float4, in the order of weight_place
-    // (splits + B, Cout). Row s + n holds the sum of dout over the pixels that are both in range s and in image n. No
-    // two pairs (s, n) that contain pixels share a row: if one goes through the pixels in their order, s and n never
-    // decrease, and from one pair to the next at least one of them grows. So s + n grows, too.
+    // (splits + B, Cout). Row s + n holds the sum of dout over the pixels that are both in range s and in image n. Each
+    // pair (s, n) that contains pixels has a row of its own: in the order of the pixels, s and n never decrease, and
+    // from each pair to the next pair at least one of them grows. So s + n grows, too.
     float* bias_partial;
     int bias_images;        // B; or 1 if all images are treated as one (conv_weight_tma, if demb is not needed)
     int taps;               // taps of the filter
@@ -14281,7 +14292,7 @@ struct ConvWeight : WeightWork {
     int warpgroups;         // warpgroups of a block of conv_weight_tma
     int block_co, block_ci; // how many tiles of output channels and of input channels a block owns
     int co_tiles;           // tiles of 64 channels of Cout
-    int input_groups;       // groups of block_ci tiles among the channel_tiles
+    int input_groups;       // how many groups of block_ci tiles the channel_tiles make
 };
 
 // Layers are collected until their weight gradients together take this many cycles (25 us). Then conv_weight_batch
@@ -14359,9 +14370,9 @@ template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Ea
 
 // The second kernel, conv_weight_sum, adds up the partials. The first blocks of a layer add up the partials of the
 // bias, and its other blocks add up the partials of the weights. For weights a block has 8 rows of 32 threads. A thread
-// sums one float4 over ranges. To share the ranges, several rows of threads sum the same 32 float4. If there are
-// `groups` such rows, each row adds up every groups-th range. weight_sum_groups returns `groups`. A thread adds up at
-// most 8 ranges, if there are at most 64 ranges.
+// sums one float4 over ranges. If there are many ranges, several rows of threads share them: `groups` rows sum the same
+// 32 float4, and each of these rows adds up every groups-th range. weight_sum_groups returns `groups`. A thread adds up
+// at most 8 ranges, if there are at most 64 ranges.
 HD static inline int weight_sum_groups(int splits) {
     if (splits > 32) return 8;
     if (splits > 16) return 4;
@@ -14432,8 +14443,9 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     else sum_biases(p, block);
 }
 
-// Sums dout over each image's pixels, for 16 M channels of the warp, from channel co on. The two kernels below call
-// these functions in their main loops. The sums are computed as a product, too: dout^T times a matrix of ones.
+// Sums dout over the pixels of the block's range, for each image by itself, and for the 16 M channels from co on. The
+// two kernels below call these functions in their main loops. The sums are computed as a product, too: dout^T times a
+// matrix of ones.
 template <class T, int M> struct BiasSum {
     const ConvWeight& p;
     bool sums_bias; // false: another warp sums these channels, and this warp does nothing
@@ -14456,7 +14468,7 @@ template <class T, int M> struct BiasSum {
     }
     INLINE void put() { // stores the sums of `image`, and sets them to 0
         if (!sums_bias) return;
-        UNROLL_FOR (int i = 0; i < 2 * M; i++) { // all 8 columns of the product are equal
+        UNROLL_FOR (int i = 0; i < 2 * M; i++) { // all 8 columns of the product are equal, so column 0 is stored
             const int c = co + i * 8 + threadIdx.x % 32 / 4;
             if (threadIdx.x % 4 == 0 && c < p.shape.Cout)
                 p.bias_partial[(size_t)(split + image) * p.shape.Cout + c] = acc[i / 2][i % 2 * 2];
@@ -14677,7 +14689,7 @@ template <class T, int N> struct WeightGatherCopies {
     const ConvWeight& p;
     const uint32_t base; // the address where shared memory begins
     const int tap;
-    const int co_tile, ci_tile; // the block's first tiles of channels
+    const int co_tile, ci_tile; // the block's first tile of output channels and of input channels
     const int first;            // the block's first pixel tile
     const int chunk = (int)threadIdx.x % CHUNKS;
     const int row = (int)threadIdx.x / CHUNKS; // the row that this thread copies first
@@ -14806,8 +14818,8 @@ static __global__ void __launch_bounds__(128, 4 - N)
     bias.put();
     put_weights(p, split, [&](auto put) {
         // For weight_place, a tile of 64 x 64 weights belongs to four warps. Here a warp may compute a whole tile, so
-        // the code below finds out which tile a fragment belongs to, and which number it has there. The fragment lies
-        // in a square of 32 x 32 weights, which is the block's a-th square along Cout, and the b-th along Cin.
+        // the code below finds out which tile a fragment belongs to, and which number it has in this tile. The
+        // fragment lies in a square of 32 x 32 weights: the block's a-th square along Cout, and the b-th along Cin.
         UNROLL_FOR (int f = 0; f < 2 * M * M; f++) {
             const int i = f / (2 * M);
             const int j = f % (2 * M);
@@ -14854,9 +14866,10 @@ static __global__ void __launch_bounds__(128, 4 - N)
 // instruction is wgmma.m64nNk32, and the function that starts it is multiply_fp8. An FP8 number is a value times a
 // factor. In training the factors never change: FP8_X_FACTOR for x, FP8_WEIGHT_FACTOR for weights, and for gradients
 // the number that choose_gradient_factor returns. For --sample, each norm has a factor for its output x, and each
-// output channel has a factor for its weights (make_fp8_weights). A sum of products x * weight is too large by both
-// factors. So ConvTma::factors holds 1 / (the product of both factors), and the kernels multiply the sums by this
-// number before they add anything to them. An input gradient in FP8 is a forward convolution (conv_backward_input_fp8).
+// output channel has a factor for its weights (make_fp8_weights). So the sum of the products of the FP8 numbers is the
+// true sum times both factors. ConvTma::factors holds 1 / (the product of both factors), and the kernels multiply the
+// sums by this number before they add anything to them. An input gradient in FP8 is a forward convolution
+// (conv_backward_input_fp8).
 
 // A tensor that has one part or two parts. Two parts are concatenated inputs, or their gradients. The tensor is divided
 // into slices of 64 channels (in FP8, of 128). A slice belongs to only one part.
@@ -14895,7 +14908,7 @@ struct ConvTma {
     const float* factors; // FP8: (C); the sums of channel c are multiplied by factors[c]
 };
 
-// Makes the TMA descriptors of x1 and x2, which have C1 and C2 channels and s.B images of s.H x s.W pixels. channels,
+// Makes the tensor maps of x1 and x2, which have C1 and C2 channels and s.B images of s.H x s.W pixels. channels,
 // columns, rows and images are the size of a box.
 static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const auto& s, int channels, int columns,
                           int rows, int images, Element element = Element::BF16) {
@@ -15014,7 +15027,7 @@ struct ConvTiles {
     // Weights.
     static constexpr int WEIGHT_BYTES = OUT_SLICES * BYTES_OF_64_ROWS; // bytes of the weights of one tap of one slice
     static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4;         // stages of weights, if weights are streamed
-    // Statistics: the number of image rows of a part, unless the whole tile is one part (ConvTma::one_image).
+    // How many image rows one part of the statistics sums, unless the whole tile is one part (ConvTma::one_image).
     static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;
     static constexpr int MAX_STAGES = 16;
     static constexpr int BARRIERS = 128; // at most 5 for each stage of pixels, and 2 for each stage of weights
