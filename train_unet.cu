@@ -15016,13 +15016,13 @@ template <class T> struct TileWork {
     }
 };
 
-// The loading thread's place in its work: which item of which tile it loads next into the ring of pixels, and for which
-// warpgroup.
+// What the loading thread loads next into the ring of pixels: an item of a tile (see TileWork), for one of the
+// warpgroups.
 template <class T> struct PixelLoader {
     const TileWork<T>& work;
     typename T::Pixels& pixels;
     TileWalk tile = work.tiles(0, T::UNIT);
-    TileWalk partner = work.tiles(1, T::UNIT); // UNIT = 2: the second warpgroup's tile, in the same stage
+    TileWalk partner = work.tiles(1, T::UNIT); // UNIT = 2: the second warpgroup's tile, which shares the stage
     int item = 0;
     int owner = 0; // UNIT = 1: the warpgroup that computes this tile
 
@@ -15117,7 +15117,7 @@ template <class T> struct Epilogue {
     const TileWork<T>& work;
     const ConvTma& p;
     int c;                           // this thread's first channel: it has c and c + 8 of each slice of 64 channels
-    int lane_place;                  // in a stage of results: where the row begins that this lane gives to ldmatrix
+    int lane_place;                  // where in a stage the row begins whose address this lane passes to ldmatrix
     float bias[T::OUT_SLICES][2];    // bias of channels c and c + 8 of each slice of 64 channels
     float emb[2];                    // embedding of channels c and c + 8, for one slice of 64 channels
     float factors[T::OUT_SLICES][2]; // FP8: the factors of the same channels
@@ -15146,8 +15146,9 @@ template <class T> struct Epilogue {
             emb[k] = wanted ? p.out.emb[(size_t)n * p.out.emb_stride + channel] : 0;
         }
     }
-    // Adds the addend to d. d[4 j ... 4 j + 7] belong to image rows j and j + 1. They are four pairs of neighbouring
-    // pixels: of (row j, channel c), (row j, c + 8), (row j + 1, c), (row j + 1, c + 8).
+    // Adds the addend to d. d[4 j ... 4 j + 7] belong to image rows j and j + 1. They are four pairs, and each pair
+    // belongs to two neighbouring pixels. The pairs belong to (row j, channel c), (row j, channel c + 8),
+    // (row j + 1, channel c) and (row j + 1, channel c + 8).
     // In D a pixel is a column, but in shared memory a pixel is a row. So ldmatrix and stmatrix transpose 8 x 8
     // matrices. In shared memory an image row of 8 pixels takes up 1024 bytes.
     INLINE void add_addend(float (&d)[T::PIXELS / 2], uint32_t place) const {
@@ -15212,7 +15213,8 @@ template <class T> struct Epilogue {
         UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) {
             const int stage = pixels.hand_over();
             const uint32_t place = pixels.stage(stage).address + T::pixels_at(warpgroup) + lane_place;
-            // A stage that no product has read holds an addend or nothing. The warpgroup has not waited for it yet.
+            // If no product has read this stage, it holds an addend or nothing. The warpgroup has not waited for this
+            // stage before, so it waits here.
             if (work.first_result + b >= work.products) pixels.arrived(warpgroup);
             if (b) load_embedding(tile.n, b);
             if constexpr (T::IS_FP8) { // with a skip connection, conv_tiles_kernel has scaled the sums already
@@ -15367,7 +15369,7 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //
 //     shared memory: | barriers | HALOS halos | WEIGHT_STAGES steps of weights | results | pushed sums | shifts |
 //
-//   SPLIT = 2: the two blocks of a cluster have the same tile, and each of them computes half of the steps. At the end
+//   SPLIT = 2: the two blocks of a cluster work on the same tile. Each of them computes half of the steps. At the end
 //   each block sends the sums of N / 2 channels to the other block, and finishes the N / 2 channels that it keeps:
 //
 //     block 0: steps of the first half    sums of channels 0 .. N - 1     keeps 0 .. N / 2 - 1,  gets the same from 1
@@ -15375,7 +15377,7 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //
 //   From the top down: pick_conv_small (section 22) picks a tile. conv_small launches conv_small_kernel. The kernel's
 //   warpgroups call multiply_small, which calls Wgmma<N>::add STEP_TAPS x K times for each step.
-//   ELEMENT: as in conv_tiles.
+//   ELEMENT: the element of pixels and weights (BF16, FP8 or FP8_GRADIENT), as ConvTiles explains.
 // Costs: a tile's halo is read once for every N output channels. The weights of N channels are read once for every
 //   tile.
 template <bool BACKWARD_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int PER_SM_,
@@ -15407,7 +15409,8 @@ struct SmallTile {
     static constexpr int BOX = OUT_N % SLICE_CHANNELS == 0 ? SLICE_CHANNELS : SLICE_CHANNELS / 2;
     static constexpr int BOX_BYTES = 64 * BOX * 2;
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
-    // Bytes of statistics, two floats for each channel, from one of the four warps of each warpgroup.
+    // How many bytes of statistics one warp of each warpgroup writes: two floats for each channel. (A warpgroup has
+    // four warps.)
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8;
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_GROUPS * CONSUMERS * 16 : 0; // sums from the other block
     static constexpr int SHIFTS_BYTES = CONSUMERS * (IS_FP8 ? 16 : 8); // bias + embedding and, for FP8, factors
@@ -15502,14 +15505,16 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
     // steps, the tensor cores would be idle while the warpgroup waits for the next stage and issues the next products.
     constexpr int IN_FLIGHT = T::STEP_TAPS == 1 ? 2 : 1;
     constexpr int B_MAJOR = T::BACKWARD ? MN_MAJOR : K_MAJOR;
-    constexpr int B_STEP = T::BACKWARD ? 128 : 2; // from 16 input channels (k) to the next 16, in units of 16 bytes
-    constexpr int TAP_STEP = T::TAP_BYTES / 16;   // from a tap's weights to the next tap's weights, in the same units
+    // Distances in shared memory, in units of 16 bytes. B_STEP leads from the weights of 16 input channels (k) to those
+    // of the next 16. TAP_STEP leads from the weights of a tap to those of the next tap.
+    constexpr int B_STEP = T::BACKWARD ? 128 : 2;
+    constexpr int TAP_STEP = T::TAP_BYTES / 16;
     const int image = wg / T::ACROSS;
     const int square = wg % T::ACROSS;
     // where in a halo this warpgroup's pixels begin, in bytes
     const int own_pixels = (image * 10 * T::PITCH + square * 8) * SLICE_BYTES;
     int step_of_slice = work.first % T::SLICE_STEPS; // the number of `step` within its slice
-    int step_done = step_of_slice;                   // the same, of the step whose weights are released next
+    int step_done = step_of_slice;                   // the same number, of the step whose weights are released next
     uint32_t halo = 0;
     for (int step = work.first; step < work.end; step++) {
         if (step == work.first || step_of_slice == 0) halo = halos.arrived() + own_pixels;
@@ -15629,8 +15634,8 @@ template <class T> struct SmallEpilogue {
     // lies in shared memory, and the results are written over it.
     INLINE void round(float (&d)[T::N / 2], uint32_t results, uint32_t shifts) const {
         // ldmatrix and stmatrix move four matrices of 8 x 8: (pixels 0-7, group j), (pixels 8-15, group j), (pixels
-        // 0-7, group j + 1), (pixels 8-15, group j + 1), where group j is the channels 8 j to 8 j + 7. Each lane gives
-        // them the address of one row of a matrix; place returns this address.
+        // 0-7, group j + 1), (pixels 8-15, group j + 1), where group j is the channels 8 j to 8 j + 7. Each lane passes
+        // the address of one row of a matrix to the instruction. place returns this address.
         auto place = [&](int j) {
             const uint32_t in_box = box_place<T::BOX>(warp * 16 + (lane & 15), j * 8 % T::BOX / 8 + (lane >> 4));
             return results + j * 8 / T::BOX * T::BOX_BYTES + in_box;
@@ -15681,7 +15686,7 @@ template <class T> struct SmallEpilogue {
                     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[k]) : "r"(from) : "memory");
                 }
                 UNROLL_FOR (int k = 0; k < LOADS; k++) {
-                    const int i = i0 + k * PIXELS_AT_ONCE; // number among the warp's pixels
+                    const int i = i0 + k * PIXELS_AT_ONCE; // the pixel's number among the warp's 16 pixels
                     const float2 x = unpack_bf16(i / 8 < rows && i % 8 < columns ? v[k] : 0);
                     t[0] += x.x;
                     t[1] += x.x * x.x;
@@ -15714,13 +15719,13 @@ template <class T> struct SmallEpilogue {
     }
 };
 
-// Phases:
+// The phases of a block:
 //   1. One thread initialises the barriers and starts to load the weights of the first WEIGHT_STAGES steps.
 //   2. The loading warp loads halos, addends, and further weights. The warpgroups multiply all steps.
 //   3. Each warpgroup exchanges sums with the cluster's other block (SPLIT = 2). It adds bias, embedding and addend,
 //      rounds the sums, and adds up the results for the statistics.
 //   4. One thread of each warpgroup stores the results by TMA. All threads of the warpgroup store the statistics.
-template <class T, int K_STEPS> // T: a SmallTile; K_STEPS: how many products a tap takes, 4 or 2
+template <class T, int K_STEPS> // T: a SmallTile; K_STEPS: how many products each tap needs, 4 or 2
 static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
     SharedMemory shared(T::BARRIERS);
@@ -15805,7 +15810,7 @@ template <class T> static void conv_small(const ConvCall& p) {
 //
 // Used when: bf16, stride 1, many input channels and many output channels; 3x3 of one input, or 1x1.
 // How: A = dout and B = x. The product sums over pixels (k). Both operands are read as they lie in memory, where a
-//   pixel is a row of 64 channels; wgmma transposes them. The columns of a warpgroup's result D[64 Cout][192] are
+//   pixel is a row of 64 channels; wgmma transposes them. The columns of a warpgroup's result D[64 Cout][192] are:
 //     3x3   the three taps of a filter row x 64 Cin. The three thirds of B, for the taps kw = 0, 1, 2, lie in the same
 //           halo. Each third begins one pixel after the third before it. So the descriptor's "leading" distance, from
 //           one third to the next, is ONE PIXEL
@@ -15823,7 +15828,7 @@ template <class T> static void conv_small(const ConvCall& p) {
 //   One warp loads. Further warps sum dout over the pixels. These sums are the bias gradient. They are needed only
 //   once, so only the blocks of filter row 0 and input tile 0 compute them. If there is only one range, D is the
 //   gradient, and TMA stores it in dweight. Otherwise D is a partial, and conv_weight_sum adds up the partials. One
-//   launch computes several layers, since a small layer alone would leave most of the GPU idle.
+//   launch computes the weight gradients of several layers, since a small layer alone would leave most of the GPU idle.
 //
 //   Shared memory: | barriers | a ring of STAGES, each a pixel tile: X_PARTS slices of x, DOUT_PARTS slices of dout |
 // Costs: the time to read x and dout from the L2 (large tensors: from memory), or the time of the products, whichever
@@ -15868,14 +15873,15 @@ struct ConvWeightTma {
 };
 typedef WeightBatch<ConvWeightTma> TmaBatch;
 
-// A block's work: which products it computes, and for which range of pixel tiles.
+// A block's work: which products it computes, and for which range of pixel tiles. An input group is block_ci tiles of
+// 64 input channels. An output group is block_co tiles of 64 output channels. A block's number is made as follows:
 //
 //   block = split + splits * (row0 + ROWS * (input group + input_groups * output group))
 template <class T> struct WeightBlock {
     const ConvWeightTma& maps;
     const int block; // its number among the layer's blocks
     const ConvWeight& p = maps.p;
-    int split = block % p.splits;           // number of its range of pixel tiles
+    int split = block % p.splits;           // the number of its range of pixel tiles
     int row0 = block / p.splits % T::ROWS;  // its first filter row
     int group = block / p.splits / T::ROWS; // input group + input_groups * output group
     int output_group = group / p.input_groups;
@@ -15883,16 +15889,16 @@ template <class T> struct WeightBlock {
     int ci_tile = (group - output_group * p.input_groups) * p.block_ci; // its first tile of 64 input channels
     int first = first_pixel_tile(p, split);                             // pixel tiles first .. end - 1
     int end = first_pixel_tile(p, split + 1);
-    int parts = min(p.block_ci, p.channel_tiles - ci_tile);                          // how many tiles of Cin it has
-    int dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile); // how many tiles of Cout it has
+    int parts = min(p.block_ci, p.channel_tiles - ci_tile);                          // the number of its tiles of Cin
+    int dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile); // the number of its tiles of Cout
     int busy_warpgroups = T::IS_3X3 ? T::WARPGROUPS : dout_parts;                    // how many warpgroups have work
     int bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS; // how many warps sum dout, if sums_bias
     bool sums_bias = row0 == 0 && ci_tile == 0;
     bool final = p.splits == 1; // the block's sums are the whole gradients, not partials
     INLINE explicit WeightBlock(const WorkBlock<ConvWeightTma>& own) : maps(own.work), block(own.block) {}
-    // v is the sum of channel c of dout over the pixels of image n that lie in this block's range. (If bias_images is
-    // 1, all images are treated as image 0.) Stores v as a partial or, if the range has all pixels, as the embedding's
-    // gradient (demb), if that is needed.
+    // Stores v, the sum of channel c of dout over the pixels of image n that lie in this block's range. (If bias_images
+    // is 1, all images are treated as image 0.) If there are several ranges, v is a partial. Otherwise v is the
+    // embedding's gradient. Then it is stored in demb, or nowhere if demb is null.
     INLINE void put_image_sum(int n, int c, float v) const {
         if (c >= p.shape.Cout) return;
         if (!final) p.bias_partial[(size_t)(split + n) * p.shape.Cout + c] = v;
@@ -15925,11 +15931,12 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
     }
 }
 
-// Adds up 64 channels of dout: `sum` over the pixels of the current image, `total` over all images of the block's
-// range. WARPS warps share the 64 channels: each warp adds up CHUNKS chunks of 8 channels. A lane adds up one chunk of
-// every (4 WARPS)-th pixel. The pixels are distributed so that any 8 neighbouring lanes read from all banks. At the end
-// of an image the lanes that have summed the same chunk add up their sums. For this, pairs of lanes exchange halves of
-// their channels (halve), until each lane has the full sums of VALUES channels. The first of these channels is c.
+// The sums of 64 channels of dout. `sum` is the sum over the pixels of the current image, and `total` is the sum over
+// all pixels of the block's range. WARPS warps share the 64 channels: each warp adds up CHUNKS chunks of 8 channels. A
+// lane adds up one chunk of every (4 WARPS)-th pixel. Each lane's first pixel is chosen so that any 8 neighbouring
+// lanes read from all banks. At the end of an image the lanes that have summed the same chunk add up their sums. For
+// this, pairs of lanes exchange halves of their channels (halve), until each lane holds the full sums of VALUES
+// channels. The first of these channels is c.
 template <class T> struct ChannelSums {
     static constexpr int WARPS = T::DOUT_PARTS > 1 ? 1 : T::BIAS_WARPS;
     static constexpr int CHUNKS = 8 / WARPS;
