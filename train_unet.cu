@@ -16106,10 +16106,10 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 // --- FP8 in training: weights and gradients are rounded
 // Used when: round_weights runs at the beginning of each step. round_gradient runs before an input gradient, if the
 //   kernel that wrote dout did not also write dout in FP8.
-// How: A block of round_weights_kernel rounds a tile of 64 output channels x 64 input channels of one tap.
-//   Unless turned_alone, it writes the tile to `weights`, in the order of the bf16 weights. It also writes the tile to
-//   `turned`, where input and output channels have changed places. For this the tile goes through shared memory. One
-//   launch rounds the weights of up to MAX_ROUNDINGS layers.
+// How: A block of round_weights_kernel rounds a tile of 64 output channels x 64 input channels of one tap. It writes
+//   the tile to `weights`, in the order of the bf16 weights, unless the layer's turned_alone is true. It always writes
+//   the tile to `turned`, where input and output channels have changed places. For this the tile goes through shared
+//   memory. One launch rounds the weights of up to MAX_ROUNDINGS layers.
 // Costs: memory traffic. For each weight, 2 bytes are read, and 2 are written (1 with turned_alone).
 
 constexpr int ROUNDING_TILE = 64;
@@ -16150,8 +16150,8 @@ static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weig
     await_previous_kernel();
 
     // A thread rounds 8 neighbouring input channels of two output channels. All of these convolutions have multiples of
-    // 32 channels (conv_is_few). So the 8 input channels lie all inside the weights or all outside. The same is true of
-    // the 16 output channels that a thread writes below.
+    // 32 channels, since conv_is_few is false for them. So the 8 input channels lie all inside the weights or all
+    // outside. The same is true of the 16 output channels that a thread writes below.
     const int column = threadIdx.x % 8 * 8;
     UNROLL_FOR (int i = 0; i < 2; i++) {
         const int row = threadIdx.x / 8 + i * 32;
@@ -16226,10 +16226,10 @@ static void round_gradient(Fp8Copy fp8, const act* dout, size_t n) {
 // Costs: memory traffic. adamw_kernel reads sum, params, ema, m and v. It writes params, ema, m, v and the bf16 copy.
 
 // Adds up the gradients of all ranks, in the order of the ranks, and writes the result to `sum`. If `add` is true, the
-// old content of `sum` is the first term: the sum over the earlier microbatches of this step. squares: |sum|^2 of each
-// stretch, written to this rank and to all ranks whose memory this rank can write to. There is one block for each
-// stretch of this rank's slice. A stretch has STRETCH floats. A quad is 4 neighbouring floats. A thread adds up QUADS
-// quads of the stretch, which are 1024 quads apart.
+// old content of `sum` is the first term: the sum over the earlier microbatches of this step. The kernel also writes
+// |sum|^2 of each stretch to the array `squares` of this rank, and to the same array of every rank whose memory this
+// rank can write to. There is one block for each stretch of this rank's slice. A stretch has STRETCH floats. A quad is
+// 4 neighbouring floats. A thread adds up QUADS quads of the stretch, which are 1024 quads apart.
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     sum_gradients_kernel(float* sum,                                         // a flat array
                          const __grid_constant__ Everywhere<double> squares, // (all stretches)
@@ -16241,8 +16241,8 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     const size_t n = grads.slice.n;
     const size_t at = grads.slice.flat(blockIdx.x * STRETCH); // the stretch's place in the flat arrays
     const size_t first = at / 4 + threadIdx.x;                // this thread's first quad
-    // How many quads the stretch has from this thread's first quad on. Quads beyond the n floats are not counted,
-    // because they must not be read.
+    // How many quads the stretch has from this thread's first quad on. Quads after the array's n floats must not be
+    // read, so they are not counted.
     const int quads_left = (int)(min(at + STRETCH, n) / 4 - min(at, n) / 4) - (int)threadIdx.x;
     const int first_source = -(int)add; // source -1 is the old sum; source r >= 0 is rank r
     float4 g[QUADS];
@@ -16265,7 +16265,7 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
         total += (x * x + y * y) + (z * z + w * w);
     }
     total = block_sum(total);
-    if (threadIdx.x < squares.ranks) squares.at[threadIdx.x][at / STRETCH] = total; // to one of the ranks
+    if (threadIdx.x < squares.ranks) squares.at[threadIdx.x][at / STRETCH] = total; // thread r writes to the r-th array
 }
 
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add) {
@@ -16276,8 +16276,9 @@ static void sum_gradients(float* sum, const Everywhere<double>& squares, const R
 }
 
 // Computes the gradient's norm and the batch's losses, both over all ranks, and decides whether this step is good or is
-// skipped. There is one block, which adds up in a fixed order: first each thread adds up its numbers, then each warp
-// the sums of its threads, then thread 0 the sums of the 8 warps. Then thread 0 decides (judge_batch).
+// skipped. There is one block. It adds up in a fixed order: first each thread adds up its numbers, then each warp adds
+// up the sums of its threads, and then thread 0 adds up the sums of the 8 warps. At the end thread 0 decides
+// (judge_batch).
 static __global__ void __launch_bounds__(256)
     judge_step_kernel(StepState* state,      // the norm and the decision are written to it
                       const double* squares, // (stretches): |gradient|^2 of each stretch
@@ -16320,7 +16321,7 @@ static void judge_step(StepState* state, const double* squares, size_t stretches
     launch(judge_step_kernel, 1, 256, 0, state, squares, stretches, loss, quarters, h, B);
 }
 
-// Adds 1 to *step. It is called after all kernels that draw random numbers for this step.
+// Adds 1 to *step. It is called after all kernels that draw random numbers for this step, because they read *step.
 static void next_step(int64_t* step) {
     each(1, [=] __device__(size_t) { ++*step; });
 }
@@ -16355,10 +16356,10 @@ static void cast_params(act* copy, const float* params, size_t n) {
     }
 }
 
-// Factors that are the same for all parameters in an update. t in their formulas is the
-// number of updates, including this one (StepState::updates).
+// Factors that are the same for all parameters in an update. In their formulas, t is the number of updates, including
+// this one (StepState::updates).
 struct AdamWFactors {
-    float clip;      // factor of the gradient, as in torch's clip_grad_norm_
+    float clip;      // the gradient is multiplied by it, as in torch's clip_grad_norm_
     float decay;     // 1 - lr weight_decay
     float step_size; // lr / (1 - beta1^t)
     float root;      // sqrt(1 - beta2^t)
@@ -16375,16 +16376,16 @@ INLINE AdamWFactors adamw_factors(const StepState* state, const AdamW& h) {
 
 // AdamW (Loshchilov & Hutter 2019) and the average of the parameters, for one rank's slice:
 //
-//   g   = clip sum                            sum: the gradient, added up over all ranks
+//   g   = clip sum                                            sum: the gradient, added up over all ranks
 //   m   = beta1 m + (1 - beta1) g
 //   v   = beta2 v + (1 - beta2) g^2
-//   p   = decay p - step_size m / (sqrt(v) / root + eps)
+//   p   = decay p - step_size m / (sqrt(v) / root + eps)      p: the parameter
 //   ema = ema_rate ema + (1 - ema_rate) p
 //
 // A thread updates four neighbouring weights at a time. They are elements 4 i ... 4 i + 3 of the slice's arrays (ema, m
 // and v), and elements 4 k ... 4 k + 3 of the flat arrays (params, copy, sum).
 // u is a __grid_constant__, so it stays in constant memory. Without this the compiler would copy u to local memory,
-// because it does not know the index r of params.at[r].
+// because the index r in u.params.at[r] is only known at run time.
 static __global__ void __launch_bounds__(256)
     adamw_kernel(const __grid_constant__ Update u, const StepState* state, AdamW h, Slice own) {
     await_previous_kernel();
@@ -16441,7 +16442,7 @@ static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice
     }
 }
 
-// Updates a further average of the parameters, by the formula in ema_step. Each thread updates one element.
+// Updates one of the other averages of the parameters, by the formula in ema_step. Each thread updates one element.
 static __global__ void __launch_bounds__(256)
     ema_kernel(float* ema, const float* params, const StepState* state, float rate, Slice own) {
     __shared__ float step;
@@ -16469,15 +16470,15 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 //
 // latency: the time that a block waits even if there are few blocks. It waits for loads, and for the rounds in which
 // sums are added and exchanged. throughput: the time that all blocks on one multiprocessor need together for their
-// bytes and instructions. Latency and throughput overlap in part, so together they take less time than their sum, and
-// more than the larger of both. hypot also lies between these limits. tensors: how many tensors of the size of x are
-// read or written.
+// bytes and instructions. (In the code the variable `throughput` is the time of a single block.) Latency and throughput
+// overlap in part, so together they take less time than their sum, and more than the larger of both. hypot also lies
+// between these limits. The argument `tensors` is the number of tensors of the size of x that are read or written.
 static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensors) {
     // How many microseconds each of these takes:
     constexpr double START = 1.9;    // a launch, and the wait for the previous kernel
     constexpr double CLUSTER = 0.65; // blocks of a cluster wait for each other
-    constexpr double PART = 0.1;     // one more sum, of a warp or of another block, is added
-    constexpr double SLOT = 0.394;   // the latency of one more vector for each thread
+    constexpr double PART = 0.1;     // the sum of one more warp, or of one more block, is added
+    constexpr double SLOT = 0.394;   // the latency of one more vector (16 bytes) for each thread
     constexpr double SLOTS = 0.081;  // the instructions of one more vector for each of 1,024 threads
     constexpr double PER_KB = 0.037; // a multiprocessor reads or writes one KB
     constexpr double WARPS = 0.34;   // a block has 256 more threads
@@ -16485,7 +16486,7 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     const double elements = act_vec() / 8.0; // SLOT and SLOTS were fitted for vectors of 8 elements
 
     // Memory moves whole sectors of 32 bytes; whole rows of 128 bytes are the most efficient.
-    const int row_bytes = w.slab / act_vec() * 16; // the slab's channels in one pixel
+    const int row_bytes = w.slab / act_vec() * 16; // bytes of the slab's channels in one pixel
     double loss = 0;
     if (row_bytes < 128) loss += 0.07;
     if (row_bytes % 32 > 0) loss += 0.1;
@@ -16551,9 +16552,9 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     return plan.best;
 }
 
-// These functions return the kernel that does everything, the first of two passes, and the second pass. Each kernel has
-// one version with dropout and one without. The second pass also has versions with and without addends. GRAD:
-// GradOf<T>, or Fp8GradOf<T> if gradients are also written in FP8.
+// norm_whole_kernel returns the kernel that computes everything in one pass. norm_first_pass and norm_second_pass
+// return the kernels of the two passes. Each kernel has one version with dropout and one without. The second pass also
+// has versions with and without addends. GRAD: GradOf<T>, or Fp8GradOf<T> if gradients are also written in FP8.
 template <class T, class GRAD> static auto norm_whole_kernel(bool drop) {
     if (drop) return groupnorm_backward_whole_kernel<T, true, GRAD>;
     return groupnorm_backward_whole_kernel<T, false, GRAD>;
@@ -16581,7 +16582,8 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
     const bool addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2;
 
     // The gradients of weight and bias are sums over the images. Each image's term stays in memory until
-    // finish_gradients adds up the terms. It is called here if there is no room for the terms of this group norm.
+    // finish_gradients adds up the terms. In general this happens later, for many group norms together. But if there is
+    // no room for one more group norm, finish_gradients is called here. After that the memory can be used again.
     const size_t bytes = norm_sums_bytes(s);
     if (norm_sums_count == MAX_NORM_SUMS || norm_sums_used + bytes > device.norm_sums_bytes) finish_gradients();
     float2* const sums = (float2*)(device.norm_sums + norm_sums_used);
