@@ -16623,9 +16623,9 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention: forward and, where a has dout, backward
 // Launches Hopper's kernels for bf16. Heads have DIM = 32 or 64 channels, and the number of tokens (T) is a multiple of
-// 64. Backward pass: a head of 64 tokens is computed by one block. A head of 256 to 1,024 tokens, if this is a multiple
-// of 128, is computed by a cluster, whose blocks have 128 tokens each. For all other heads the portable kernel computes
-// the backward pass.
+// 64. Backward pass: one block computes a head of 64 tokens. If a head has 256 to 1,024 tokens, and this number is a
+// multiple of 128, a cluster computes the head, and each of its blocks owns 128 keys. For all other heads the portable
+// kernel computes the backward pass.
 template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
     using Alone = AttentionBackward<DIM, 1>;
     using Cluster = AttentionBackward<DIM, 2>;
@@ -16700,8 +16700,8 @@ static bool conv_is_wgmma(const ConvShape& s) {
 // a convolution with stride 1, whose output has the size of its input. For upsampling, the upsampled input is first
 // written to the workspace. For the gradients of a convolution with stride 2, the gradient of its output is first
 // written to the workspace, with zeros between its pixels. (A forward pass of stride 2 has a detour of another kind,
-// see conv_forward.) The detour moves more bytes. But it can use wgmma, so it is two to four times as fast. With
-// mma.sync only the gradient of an upsampled input takes the detour, which saves 17 to 33 % of the time.
+// see conv_forward.) The detour moves more bytes. But it can use wgmma, so it is two to four times as fast. Without
+// wgmma (with mma.sync) only the gradient of an upsampled input takes the detour, which saves 17 to 33 % of the time.
 static ConvShape conv_without_detour(ConvShape s) { // returns the convolution that replaces s
     s.H <<= s.upsample;
     s.W <<= s.upsample;
@@ -16754,7 +16754,7 @@ static bool halo_is_last(const ConvCall& c) { return c.s.out == Element::FP32 &&
 static bool halo_is_small(const ConvCall& c) { return c.H <= 8 || c.W <= 8; }
 static bool halo_fills_gpu(const ConvCall& c) {
     const int tiles = count_tiles(c, 1, 16, 16) * ceil_div(c.Cout, 64);
-    const int enough = c.Cout % 64 ? 2 : 1; // so many tiles for each multiprocessor
+    const int enough = c.Cout % 64 ? 2 : 1; // more tiles than this for each multiprocessor fill the GPU
     return tiles > enough * gpu.sms;
 }
 
@@ -16807,7 +16807,7 @@ template <bool BACKWARD> static void pick_conv_halo_fp32(const ConvCall& c) {
 // pixels x 64 channels or, in bf16 only, 128 pixels x 128 channels.
 template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c) {
     const int HW = c.H * c.W;
-    const int tiles_of_128 = c.B * ceil_div(HW, 128); // tiles of 128 pixels
+    const int tiles_of_128 = c.B * ceil_div(HW, 128); // how many tiles of 128 pixels there are
     const bool many_128 = HW > 64 && tiles_of_128 * ceil_div(c.Cout, 64) >= gpu.sms;
     //                pixels / 64, channels, channels of a warp, stages
     using Pixels64 = GatherTile<T, 1, 64, 32, 3>;
@@ -16957,8 +16957,8 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
 template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
     ConvCall p = c;
     // A 1x1 convolution can treat all images as one image of width 8. Then all tiles are full. This is impossible with
-    // an embedding, which differs from image to image. With statistics it is only possible if no tile of 64 pixels has
-    // pixels of two images.
+    // an embedding, which differs from image to image. With statistics it is only possible if no tile of 64 pixels
+    // contains pixels of two images.
     const int HW = p.H * p.W;
     const bool as_one = !p.out.emb && HW % 8 == 0 && (!p.out.stats || HW % 64 == 0);
     if (as_one) {
@@ -16989,7 +16989,7 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
 // the tile whatever the size of the images.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_3x3(const ConvCall& c) {
     const int slices = ceil_div(c.Cin1, slice_channels(E));
-    const bool skip = c.out.skip.weight;               // only tiles with RESIDENT weights can compute it
+    const bool skip = c.out.skip.weight;               // only tiles with RESIDENT weights can compute a skip connection
     const bool half_slice = c.Cin1 <= 64 && is_fp8(E); // half a slice has too few products for tiles of 32 rows
     const bool one_slice_and_32_rows = slices == 1 && !half_slice && c.Cout > 64 && c.H >= 64;
     const bool fills_32_rows = c.H % 32 == 0 || c.H > 64;
@@ -17085,8 +17085,8 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         const ConvShape one = conv_without_detour(s);
         return conv_forward(out, stats, workspace, nullptr, weight, bias, emb, emb_stride, residual, one);
     }
-    // Stride 2: compute all pixels with stride 1, and keep every fourth pixel. This is faster if there are so few
-    // pixels that launches cost more than products.
+    // Stride 2: one way is to compute all pixels with stride 1, and to keep every fourth pixel. This is faster if there
+    // are so few pixels that launches cost more than products.
     const bool few_pixels = s.B * s.H * s.W <= 1 << 16;
     if (detour && !residual && few_pixels) {
         const ConvShape one = conv_without_detour(s);
@@ -17219,9 +17219,9 @@ static int weight_tile_cycles(const ConvWeight& p) {
     if (s.kernel == 1) return wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
     if (s.out_W() <= 8) return wide ? 1450 : 600;
     if (wide) return 2400;
-    // A block with one warpgroup reads x and dout for only one filter row. The more channels and the fewer tiles of
-    // weights there are, the more time this reading takes. It takes even more if the tensors have more than 100 MB,
-    // since they do not stay in the L2.
+    // A block with one warpgroup reads x and dout for only one filter row. The time of this reading grows with the
+    // number of channels divided by the number of tiles of weights. It grows faster if the tensors have more than
+    // 100 MB, since they do not stay in the L2.
     const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8;
     return 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
 }
@@ -17233,7 +17233,8 @@ static WeightCosts weight_costs(const ConvWeight& p) {
         if (p.warpgroups == 3) return {gpu.sms, tile, filter, 9000, 12000, 4000};
         return {gpu.sms, tile, filter, 5000, 5000, 4000};
     }
-    // The costs of the portable kernels. Floats need three products where bf16 needs one. They take twice the time.
+    // The costs of the portable kernels. Where bf16 needs one product, floats need three, but the measured time is only
+    // twice as long (slow = 2).
     const int slow = act_parts();
     const int most = 4 * MAX_WEIGHT_PARTIALS;
     if (conv_is_halo(s)) return {gpu.sms, 2500 * slow, 1, 15000 * slow, 15000 * slow, 0, most};
@@ -17241,12 +17242,11 @@ static WeightCosts weight_costs(const ConvWeight& p) {
     return {3 * gpu.sms, 1900 * slow, p.taps, 3800 * slow, 3800 * slow, 0, most};
 }
 
-// Sets how the tiles of 64 channels are divided among the blocks of conv_weight_tma, if a block has `warpgroups`
-// warpgroups.
-// 3x3: a block has one tile of Cin and one tile of Cout. 1x1: a block has up to three tiles of Cin, and up to one tile
-// of Cout for each warpgroup.
+// Sets how the tiles of 64 channels are divided among the blocks of conv_weight_tma. `warpgroups` is the number of
+// warpgroups of a block. 3x3: a block computes one tile of Cin and one tile of Cout. 1x1: a block computes up to three
+// tiles of Cin, and up to one tile of Cout for each warpgroup.
 static void set_warpgroups(ConvWeight* p, int warpgroups) {
-    // Returns how many tiles a block has if it may have at most `most`, and all tiles are divided as equally as
+    // Returns how many tiles a block computes if it may compute at most `most`, and all tiles are divided as equally as
     // possible.
     auto share = [](int tiles, int most) { return ceil_div(tiles, ceil_div(tiles, most)); };
     p->warpgroups = warpgroups;
@@ -17360,7 +17360,7 @@ static size_t conv_workspace(ConvShape s) {
 
 typedef std::vector<ConvWeight> WeightPlans;
 // Launches a kernel once for all works. A work is the weight gradient of one layer. work_of(p) returns what the kernel
-// is told about work p, and blocks_of(p) the number of its blocks.
+// is told about work p, and blocks_of(p) returns the number of blocks that compute work p.
 template <class Work, int WORKS>
 static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const WeightPlans& works, Stream* stream,
                            dim3 threads, int bytes, auto work_of, auto blocks_of) {
@@ -17409,7 +17409,8 @@ template <class T, int N> static void conv_weight_gather(const WeightPlans& work
                     128, WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>);
 }
 
-// The kinds of weight gradients; works of one kind share a launch.
+// The kinds of weight gradients; works of one kind share a launch. NARROW: images of at most 8 pixels across. WIDE: a
+// block computes 2 x 2 tiles of weights.
 enum WeightKind { TMA_1X1, TMA_3X3, TMA_3X3_NARROW, HALO_3X3, GATHER, GATHER_WIDE };
 static WeightKind weight_kind(const ConvWeight& p) {
     const ConvShape& s = p.shape;
@@ -17458,7 +17459,7 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Stream* stre
         p.bias_images = conv_is_wgmma(w.shape) && !w.demb ? 1 : w.shape.B;
         kinds[weight_kind(p)].push_back(p);
     }
-    // Plan each kind as a whole, and give its works their places in the workspace.
+    // Each kind is planned as a whole, and the partials of each work are given a place in the workspace.
     size_t workspace_used = 0;
     for (auto& [kind, plans] : kinds) {
         if (plans.size() > 1) plan_weights(plans);
@@ -17509,7 +17510,8 @@ static void conv_weight_one(WeightWork w, Stream* stream) {
 }
 
 // A launch for weight gradients should have a certain amount of work (WEIGHT_LAUNCH_CYCLES). Returns what fraction of
-// this amount the layer's weight gradient has. If it is 1 or more, the launch needs no other layers.
+// this amount the layer's weight gradient has. If it is 1 or more, the launch needs no other layers. It is at least
+// 1 / WEIGHT_BATCH, because a launch can't compute more than WEIGHT_BATCH layers.
 static double conv_weight_load(const ConvShape& s) {
     if (conv_weight_alone(s)) return 1;
     ConvWeight p = plan_weight(s);
@@ -17560,8 +17562,8 @@ static int count_gpus() {
     return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
 }
 
-// Returns the number of the GPU that this process uses. With one process this is `number` (--device). If the process
-// can't use this GPU, ends the program with a message that tells the reason.
+// Returns the number of the GPU that this process uses. If there is only one process, this is the argument `number`
+// (--device). If the process can't use this GPU, the function ends the program with a message that tells the reason.
 static int choose_device(int number) {
     int count = 0, driver = 0;
     const cudaError_t error = cudaGetDeviceCount(&count);
@@ -17694,8 +17696,8 @@ static void record(cudaEvent_t* moment, cudaStream_t queue) {
     if (!*moment) CUDA_CHECK(cudaEventCreateWithFlags(moment, cudaEventDisableTiming));
     CUDA_CHECK(cudaEventRecord(*moment, queue));
 }
-// Makes all later work of the stream wait for the event `moment`. The second form of the function makes it wait for all
-// work that is in the stream `other` now.
+// Makes all later work of the stream wait for the event `moment`. The second form of the function makes this work wait
+// for all work that is in the stream `other` now.
 static void follow(Stream* stream, cudaEvent_t moment) {
     CUDA_CHECK(cudaStreamWaitEvent(stream->queue, moment));
     stream->joined = true;
@@ -17764,7 +17766,7 @@ static void reserve(const Workspace& most, bool training) {
 // =====================================================================================================================
 // 24. Between ranks: from device to device
 // A rank is a process with a device of its own (host/ranks.h). This section has three ways to exchange data between
-// devices, and a build contains one of them:
+// devices, and a build contains one of these ways:
 //   USE_NCCL   GPUs: NCCL or, if GPUs of one machine can access each other's memory, direct copies (world.direct)
 //   USE_MPI    CPUs: MPI
 //   neither    one process, which has nothing to exchange
@@ -17796,8 +17798,8 @@ static void nccl_check(ncclResult_t error) {
     if (error != ncclSuccess) die("%s", nccl_error(error).c_str());
 }
 
-// Returns the error of a call that NCCL is still working on, or "" if there is no error. The watch in host/ranks.h
-// calls this from time to time.
+// Returns the error of a call that NCCL is still working on, or "" if there is no error. The watch, a thread that
+// host/ranks.h starts, calls this function from time to time.
 static std::string device_trouble() {
     ncclResult_t error = ncclSuccess;
     if (communicator) ncclCommGetAsyncError(communicator, &error);
@@ -17842,7 +17844,7 @@ static void* open_alloc(size_t bytes) {
     std::vector<char*> at(world.size, own);
     cudaIpcMemHandle_t handle = {};
     cudaError_t error = cudaIpcGetMemHandle(&handle, own);
-    CUDA_CHECK(cudaStreamSynchronize(device.queue)); // wait until it is filled with zeros
+    CUDA_CHECK(cudaStreamSynchronize(device.queue)); // wait until the new memory is filled with zeros
     const std::vector<cudaIpcMemHandle_t> handles = gather_host("opening memory for others", handle);
     for (int r = 0; r < world.size && !error; r++) {
         if (r == world.rank) continue;
@@ -17871,11 +17873,12 @@ static void join_devices(bool direct) {
     printf("exchange: %s\n", world.direct ? "the GPUs write into each other's memory" : "by NCCL");
 }
 
-// Each rank waits here until all ranks have reached this meeting. The kernel has one warp. Thread 0 counts the meeting.
-// Each thread k > 0 works for one other rank: it writes the number of this meeting to that rank's memory, and waits
-// until that rank has written the same number (or a larger one) here. The first fence makes all earlier writes of this
-// rank visible to the other ranks before they see the number. After the second fence this rank sees the earlier writes
-// of the others. The numbers may overflow: this does no harm, because only the sign of their difference matters.
+// Each rank waits here until all ranks have reached this meeting. The kernel has one warp. Thread 0 writes the number of
+// this meeting to meetings[NEAR] of this rank. Each thread k > 0 is responsible for one other rank: it writes the number
+// to that rank's memory, and waits until that rank has written the same number (or a larger one) here. The first fence
+// makes all earlier writes of this rank visible to the other ranks before they see the number. After the second fence
+// this rank sees the earlier writes of the other ranks. The numbers may overflow: this does no harm, because only the
+// sign of their difference matters.
 static __global__ void meet_kernel(const __grid_constant__ Everywhere<unsigned> meetings, int rank) {
     await_previous_kernel();
     volatile unsigned* const own = meetings.at[0];
