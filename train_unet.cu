@@ -15057,11 +15057,12 @@ template <class T> struct PixelLoader {
 // Role: load.
 // Resident weights: the thread loads them before the previous kernel has ended, since that kernel does not write them.
 // Streamed weights: half way through the weights of slice i, the thread loads the next item. This is slice i + 1 or,
-// after the last slice, the first addend or the next tile's first slice. The item needs a free stage. There are at
-// least two stages, so the stage that it gets has held slice i - 1 or an earlier slice. The warpgroups release this
-// stage after the first tap of slice i, or before. The weights of that tap have been loaded already. So the thread
-// never waits for products whose weights it has not loaded yet. When it has started the loads of all weights of a tile,
-// it loads the remaining items, up to and including the next tile's first slice.
+// after the last slice, the first addend or the next tile's first slice. When the thread has started the loads of all
+// weights of a tile, it loads the remaining items, up to and including the next tile's first slice.
+// In this order the thread never waits for products whose weights it has not loaded yet (rule 2 in the comments above
+// Stage): To load the next item, the thread waits for a free stage. There are at least two stages, so this stage has
+// held slice i - 1 or an earlier slice. The warpgroups release the stage after the first tap of slice i, or before. The
+// thread has already started to load the weights of that tap, so the wait ends.
 template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels, auto& weights) {
     prefetch_tensor_map(&work.p.weight);
     prefetch_tensor_map(&work.p.x.map1);
@@ -15186,8 +15187,8 @@ template <class T> struct Epilogue {
         }
     }
     // Stores the tile's sums for the statistics. Four threads hold sums of the same channels, but of different pixels.
-    // These sums are added up, and one of the four threads stores the total. A tile is either one part of the
-    // statistics, or PARTS parts, one below the other.
+    // These sums are added up, and one of the four threads stores the total. If one_image is true, a tile is one part
+    // of the statistics. Otherwise it consists of PARTS parts, one below the other.
     static INLINE float sum_of_four(float v) { return lane_sum<1, 2>(v); }
     INLINE void store_stats(StatSums& sums, int channel, int n, int h, int w) const {
         constexpr int PARTS = T::ROWS / T::STATS_ROWS;
@@ -15841,7 +15842,7 @@ template <int KERNEL_, int WARPGROUPS_, int TILE_W_, int STAGES_> struct WeightT
     static constexpr int TILE_H = 8;
     static constexpr int TILE_W = TILE_W_;
     static constexpr int PIXELS = TILE_H * TILE_W;
-    static constexpr bool IS_3X3 = KERNEL == 3;              // a warpgroup's D has the taps of one filter row
+    static constexpr bool IS_3X3 = KERNEL == 3;              // true: a warpgroup's D holds the taps of a filter row
     static constexpr int ROWS = IS_3X3 ? 3 / WARPGROUPS : 1; // how many blocks share the filter rows
     // The order of the warps: first the warps that multiply, then the warp that loads (LOADER), then the warps that sum
     // dout for the bias gradient.
@@ -16143,7 +16144,8 @@ static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weig
         else low = middle;
     }
     const RoundingList::Work& work = list.works[low];
-    const int index = blockIdx.x - work.first_tile; // (tile of output channels, tap, tile of input channels)
+    // The tile's number within the work. It is made of (tile of output channels, tap, tile of input channels).
+    const int index = blockIdx.x - work.first_tile;
     const int ci0 = index % work.tiles_in() * TILE;
     const int tap = index / work.tiles_in() % 9;
     const int co0 = index / work.tiles_in() / 9 * TILE;
@@ -17265,7 +17267,7 @@ static int64_t range_blocks(const ConvWeight& p) {
 // tiles), from the largest down, until there would be too many partials (most_partials). For conv_weight_tma it tries
 // each size with one warpgroup and with three.
 static void plan_weights(std::span<ConvWeight> works) {
-    Cheapest<std::pair<int, int>> cut; // warpgroups, pixel tiles of a range
+    Cheapest<std::pair<int, int>> cut; // the best plan: warpgroups, pixel tiles of a range
     for (int warpgroups : {1, 3}) {
         int most_tiles = 1;  // pixel tiles of the largest layer
         int tile_cycles = 0; // cycles of a block for a pixel tile of the slowest layer
@@ -17545,12 +17547,12 @@ static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* 
 // the GPU while the current batch is computed. CUDA events order the work of different streams: a stream waits for an
 // event of another stream, while the host goes on.
 
-// Returns the largest number of parts that a tensor's Stats can have for an image of H x W pixels. A part belongs to a
-// convolution's tile, or to 8 rows of a tile. So it belongs to at least 8 x 8 pixels.
+// Returns the largest number of parts that a tensor's Stats can have for an image of H x W pixels. A part holds sums
+// over a convolution's tile, or over 8 rows of a tile. So a part covers at least 8 x 8 pixels.
 static int max_stat_parts(int H, int W) { return ceil_div(H, 8) * ceil_div(W, 8); }
 
 // A kernel that does nothing. code_version asks the runtime for which architecture this kernel was compiled. All
-// kernels of this binary were compiled for the same one.
+// kernels of this binary were compiled for the same architecture.
 static __global__ void nothing_kernel() { await_previous_kernel(); }
 
 static cudaDeviceProp properties; // what CUDA tells about the GPU of this process
@@ -17818,7 +17820,7 @@ struct Opened {
 static std::vector<Opened> opened;
 static Stream sender;        // the stream that copies to other ranks
 static bool sending = false; // copies have begun, and end_exchange has to wait for them
-// meetings[r]: how many meetings (meet_kernel) rank r has reached; rank r itself writes this number here.
+// meetings[r]: how many meetings (meet_kernel) rank r has reached; rank r itself writes it to this array.
 // meetings[NEAR]: how many meetings this rank has reached.
 static unsigned* meetings;
 
@@ -17873,12 +17875,12 @@ static void join_devices(bool direct) {
     printf("exchange: %s\n", world.direct ? "the GPUs write into each other's memory" : "by NCCL");
 }
 
-// Each rank waits here until all ranks have reached this meeting. The kernel has one warp. Thread 0 writes the number of
-// this meeting to meetings[NEAR] of this rank. Each thread k > 0 is responsible for one other rank: it writes the number
-// to that rank's memory, and waits until that rank has written the same number (or a larger one) here. The first fence
-// makes all earlier writes of this rank visible to the other ranks before they see the number. After the second fence
-// this rank sees the earlier writes of the other ranks. The numbers may overflow: this does no harm, because only the
-// sign of their difference matters.
+// Each rank waits here until all ranks have reached this meeting. The kernel has one warp. Thread 0 writes the number
+// of this meeting to this rank's meetings[NEAR]. Each thread k > 0 is responsible for one other rank: it writes the
+// number to that rank's memory, and waits until that rank has written the same number (or a larger one) here. The first
+// fence makes all earlier writes of this rank visible to the other ranks before they see the number. After the second
+// fence this rank sees the earlier writes of the other ranks. The numbers may overflow: this does no harm, because only
+// the sign of their difference matters.
 static __global__ void meet_kernel(const __grid_constant__ Everywhere<unsigned> meetings, int rank) {
     await_previous_kernel();
     volatile unsigned* const own = meetings.at[0];
