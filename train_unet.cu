@@ -15117,7 +15117,7 @@ template <class T> struct Epilogue {
     typedef float StatSums[T::ROWS / T::STATS_ROWS][4];
     const TileWork<T>& work;
     const ConvTma& p;
-    int c;                           // this thread's first channel: it has c and c + 8 of each slice of 64 channels
+    int c;                           // this thread's first channel: it holds sums of c and c + 8 of each slice
     int lane_place;                  // where in a stage the row begins whose address this lane passes to ldmatrix
     float bias[T::OUT_SLICES][2];    // bias of channels c and c + 8 of each slice of 64 channels
     float emb[2];                    // embedding of channels c and c + 8, for one slice of 64 channels
@@ -15153,7 +15153,7 @@ template <class T> struct Epilogue {
     // In D a pixel is a column, but in shared memory a pixel is a row. So ldmatrix and stmatrix transpose 8 x 8
     // matrices. In shared memory an image row of 8 pixels takes up 1024 bytes.
     INLINE void add_addend(float (&d)[T::PIXELS / 2], uint32_t place) const {
-        constexpr int BATCH = 4; // loads that are started together
+        constexpr int BATCH = 4; // how many ldmatrix are started together
         UNROLL_FOR (int j0 = 0; j0 < T::ROWS; j0 += 2 * BATCH) {
             uint32_t v[4 * BATCH];
             UNROLL_FOR (int i = 0; i < 4 * BATCH; i += 4) {
@@ -15392,7 +15392,7 @@ struct SmallTile {
     static constexpr int N = N_;
     static constexpr int IMAGES = IMAGES_;
     static constexpr int SPLIT = SPLIT_;
-    static constexpr int PER_SM = PER_SM_;             // blocks that shall fit on a multiprocessor
+    static constexpr int PER_SM = PER_SM_;             // how many blocks shall fit on a multiprocessor
     static constexpr int ACROSS = WARPGROUPS / IMAGES; // squares of 8 x 8 pixels side by side in a tile
     static constexpr int TILE_W = ACROSS * 8;
     static constexpr int CONSUMERS = WARPGROUPS * 128; // threads that multiply
@@ -15413,7 +15413,7 @@ struct SmallTile {
     // How many bytes of statistics one warp of each warpgroup writes: two floats for each channel. (A warpgroup has
     // four warps.)
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8;
-    static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_GROUPS * CONSUMERS * 16 : 0; // sums from the other block
+    static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_GROUPS * CONSUMERS * 16 : 0; // sums that the other block sends
     static constexpr int SHIFTS_BYTES = CONSUMERS * (IS_FP8 ? 16 : 8); // bias + embedding and, for FP8, factors
     // The rest of the shared memory is for weights. A step needs the weights of STEP_TAPS taps of a slice. BACKWARD:
     // the weights of a tap are loaded as WEIGHT_BOXES boxes, each of 64 output channels.
@@ -15847,7 +15847,7 @@ template <int KERNEL_, int WARPGROUPS_, int TILE_W_, int STAGES_> struct WeightT
     // The order of the warps: first the warps that multiply, then the warp that loads (LOADER), then the warps that sum
     // dout for the bias gradient.
     static constexpr int LOADER = 4 * WARPGROUPS;
-    static constexpr int BIAS_WARPS_OF_3 = IS_3X3 ? 2 : 3; // BIAS_WARPS, if WARPGROUPS = 3
+    static constexpr int BIAS_WARPS_OF_3 = IS_3X3 ? 2 : 3; // the value of BIAS_WARPS if WARPGROUPS = 3
     static constexpr int BIAS_WARPS = WARPGROUPS == 1 ? 4 : BIAS_WARPS_OF_3;
     static constexpr int THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
     // A stage: X_PARTS slices of x with their border, DOUT_PARTS slices of dout.
@@ -15880,7 +15880,7 @@ typedef WeightBatch<ConvWeightTma> TmaBatch;
 //   block = split + splits * (row0 + ROWS * (input group + input_groups * output group))
 template <class T> struct WeightBlock {
     const ConvWeightTma& maps;
-    const int block; // its number among the layer's blocks
+    const int block; // this block's number among the layer's blocks
     const ConvWeight& p = maps.p;
     int split = block % p.splits;           // the number of its range of pixel tiles
     int row0 = block / p.splits % T::ROWS;  // its first filter row
@@ -15888,7 +15888,7 @@ template <class T> struct WeightBlock {
     int output_group = group / p.input_groups;
     int co_tile = output_group * p.block_co;                            // its first tile of 64 output channels
     int ci_tile = (group - output_group * p.input_groups) * p.block_ci; // its first tile of 64 input channels
-    int first = first_pixel_tile(p, split);                             // pixel tiles first .. end - 1
+    int first = first_pixel_tile(p, split);                             // its pixel tiles: first .. end - 1
     int end = first_pixel_tile(p, split + 1);
     int parts = min(p.block_ci, p.channel_tiles - ci_tile);                          // the number of its tiles of Cin
     int dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile); // the number of its tiles of Cout
@@ -16267,7 +16267,7 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
         total += (x * x + y * y) + (z * z + w * w);
     }
     total = block_sum(total);
-    if (threadIdx.x < squares.ranks) squares.at[threadIdx.x][at / STRETCH] = total; // thread r writes to the r-th array
+    if (threadIdx.x < squares.ranks) squares.at[threadIdx.x][at / STRETCH] = total; // thread k writes to array k
 }
 
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add) {
@@ -16422,9 +16422,9 @@ static __global__ void __launch_bounds__(256)
         ema[i] = e;
         ms[i] = m;
         vs[i] = v;
-        // The new weights go to this rank and to all ranks whose memory this rank can write to. Those ranks read the
-        // first `plain` weights (all except the weights of convolutions) in fp32. They read all other weights from the
-        // copy.
+        // The new weights go to this rank and to all ranks whose memory this rank can write to. The network reads the
+        // first `plain` weights (all except the weights of convolutions) in fp32, and all other weights from the copy.
+        // So the other ranks need only the first `plain` weights in fp32.
         const uint2 rounded = from_floats<bf16>(p);
         for (int r = 0; r < u.params.ranks; r++) {
             if (r == 0 || 4 * k < u.plain) ((float4*)u.params.at[r])[k] = p;
@@ -16719,7 +16719,7 @@ static size_t conv_detour_bytes(const ConvShape& s) {
     if (conv_is_few(s)) return few_bytes(s);
     if (!s.upsample && !conv_takes_detour(s)) return 0;
     const ConvShape one = conv_without_detour(s);
-    const int channels = s.upsample ? s.C1 : s.Cout; // the upsampled input, or the spread gradient
+    const int channels = s.upsample ? s.C1 : s.Cout; // of the upsampled input, or of the spread gradient
     const size_t bytes = (size_t)one.B * one.H * one.W * channels * act_bytes();
     return (bytes + 255) / 256 * 256;
 }
@@ -16742,7 +16742,7 @@ static int count_tiles(const ConvCall& c, int images, int rows, int columns) {
 template <class Tile> static int halo_rounds(const ConvCall& c) {
     const int tiles = count_tiles(c, Tile::IMAGES, Tile::TILE_H, Tile::TILE_W);
     const int blocks = tiles * ceil_div(c.Cout, Tile::CHANNELS);
-    const int fit = std::clamp(gpu.blocks_of(Tile::SHARED_BYTES), 1, Tile::PER_SM); // blocks on a multiprocessor
+    const int fit = std::clamp(gpu.blocks_of(Tile::SHARED_BYTES), 1, Tile::PER_SM); // blocks that a multiprocessor runs
     const int rounds = ceil_div(blocks, fit * gpu.sms);
     return rounds * Tile::CHANNELS;
 }
@@ -16843,14 +16843,14 @@ struct SmallCosts {
 };
 
 // Picks the fastest kernel (conv_small or conv_tiles) and tile for 3x3 on images of up to 32 x 32. FP8: a product takes
-// as long as in bf16, and sums over twice as many channels. If the last slice has at most 64 channels, it needs half
-// the products.
+// as long as in bf16, and sums over twice as many channels. If the last slice has at most 64 channels, this slice needs
+// only half of the products.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(const ConvCall& p) {
     constexpr bool IS_FP8 = is_fp8(E);
     const int slices = ceil_div(p.Cin1, slice_channels(E));
     const int taps_of_64 = ceil_div(p.Cin1, 64) * 9;
-    const int taps = IS_FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // a block's taps, of all slices
-    const bool is_32 = p.Cin1 == 32 && !IS_FP8;                     // half a slice
+    const int taps = IS_FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // the taps of all slices
+    const bool is_32 = p.Cin1 == 32 && !IS_FP8;                     // the input is only half a slice
     Cheapest<void (*)(const ConvCall&)> way;
 
     // Time = rounds of blocks * (the time of a block + taps of a block * the time of a tap).
@@ -17206,8 +17206,8 @@ struct WeightCosts {
     int slots;          // how many blocks the GPU runs at once
     int tile;           // cycles of a block for one pixel tile
     int filter;         // how many blocks the taps of a filter are divided among
-    int beside;         // cycles of a block, in addition to its tiles, if it writes partials
-    int beside_dweight; // the same, if it writes dweight itself
+    int beside;         // cycles of a block, in addition to its tiles, if the block writes partials
+    int beside_dweight; // the same, if the block writes dweight itself
     int sums;           // cycles of the second kernel, conv_weight_sum, in addition to PARTIAL_CYCLES for each partial
     int most_partials = MAX_WEIGHT_PARTIALS; // how many partials a plan may have at most
 };
@@ -17342,8 +17342,8 @@ static ConvWeight plan_weight(const ConvShape& s) {
     return p;
 }
 
-// Sets where the partials of a layer lie, and returns how many bytes they take. With a single range there are partials
-// only of the bias.
+// Sets where the partials of a layer lie, and returns how many bytes they take. With a single range only the bias has
+// partials. (conv_weight_tma does not need them then.)
 static size_t put_partials(ConvWeight* p, char* memory) {
     const size_t partials = (size_t)p->splits * p->tiles * p->taps;
     const size_t bytes = p->splits > 1 ? partials * 1024 * sizeof(float4) : 0;
@@ -17398,7 +17398,7 @@ template <class Tile> static void conv_weight_tma(const WeightPlans& works, Stre
 // kernel's parameters.
 static void launch_portable(auto* alone, auto* together, const WeightPlans& works, Stream* stream, int threads,
                             int bytes) {
-    stream->joined = true; // these kernels do not call await_previous_kernel
+    stream->joined = true; // no overlap, since these kernels do not call await_previous_kernel
     if (works.size() == 1) launch_weights(alone, works, stream, threads, bytes, std::identity(), all_blocks);
     else launch_weights(together, works, stream, threads, bytes, std::identity(), all_blocks);
 }
@@ -17860,8 +17860,8 @@ static void* open_alloc(size_t bytes) {
     return own;
 }
 
-// Connects the ranks' GPUs by NCCL. For this, rank 0 makes an id and sends it to all other ranks. If `direct` is true
-// and all ranks are on one machine, the ranks also open memory for each other.
+// Connects the ranks' GPUs by NCCL. For this, rank 0 makes an id and sends it to all other ranks. If `direct` is true,
+// all ranks are on one machine, and there are at most NEAR ranks, then the ranks also open memory for each other.
 static void join_devices(bool direct) {
     if (world.size < 2) return;
     setenv("NCCL_NVLS_ENABLE", "0", 0); // no NVLink multicast, unless the user has set the variable
@@ -17912,8 +17912,8 @@ static void end_exchange() {
     meet();
 }
 
-// For each other rank r: copies `bytes` bytes from part(r) to rank r's array `to`. In this array they go to the part
-// that is reserved for this rank. The copies begin when the stream has done all its work so far.
+// For each other rank r: copies `bytes` bytes from part(r) to rank r's array `to`. In that array the bytes are written
+// to the part that is reserved for this rank. The copies begin when the stream has done all its work so far.
 template <class F> static void send_directly(void* to, size_t bytes, const Stream& stream, F part) {
     follow(&sender, stream);
     for (int k = 1; k < world.size; k++) {
