@@ -15827,9 +15827,10 @@ template <class T> static void conv_small(const ConvCall& p) {
 //           fewer blocks work on each range. So more ranges are needed to fill the GPU, and there are up to three times
 //           as many partials.
 //   One warp loads. Further warps sum dout over the pixels. These sums are the bias gradient. They are needed only
-//   once, so only the blocks of filter row 0 and input tile 0 compute them. If there is only one range, D is the
-//   gradient, and TMA stores it in dweight. Otherwise D is a partial, and conv_weight_sum adds up the partials. One
-//   launch computes the weight gradients of several layers, since a small layer alone would leave most of the GPU idle.
+//   once, so only the blocks that begin with filter row 0 and with the first tile of Cin compute them. If there is only
+//   one range, D is the gradient, and TMA stores it in dweight. Otherwise D is a partial, and conv_weight_sum adds up
+//   the partials. One launch computes the weight gradients of several layers, since a small layer alone would leave
+//   most of the GPU idle.
 //
 //   Shared memory: | barriers | a ring of STAGES, each a pixel tile: X_PARTS slices of x, DOUT_PARTS slices of dout |
 // Costs: the time to read x and dout from the L2 (large tensors: from memory), or the time of the products, whichever
