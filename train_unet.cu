@@ -15101,13 +15101,13 @@ template <class T> struct TileWork {
     }
 };
 
-// The loading thread's place in its work: which item of which tile it loads next into the ring of pixels, and for which
-// warpgroup.
+// What the loading thread loads next into the ring of pixels: an item of a tile (see TileWork), for one of the
+// warpgroups.
 template <class T> struct PixelLoader {
     const TileWork<T>& work;
     typename T::Pixels& pixels;
     TileWalk tile = work.tiles(0, T::UNIT);
-    TileWalk partner = work.tiles(1, T::UNIT); // UNIT = 2: the second warpgroup's tile, in the same stage
+    TileWalk partner = work.tiles(1, T::UNIT); // UNIT = 2: the second warpgroup's tile, which shares the stage
     int item = 0;
     int owner = 0; // UNIT = 1: the warpgroup that computes this tile
 
@@ -15142,11 +15142,12 @@ template <class T> struct PixelLoader {
 // Role: load.
 // Resident weights: the thread loads them before the previous kernel has ended, since that kernel does not write them.
 // Streamed weights: half way through the weights of slice i, the thread loads the next item. This is slice i + 1 or,
-// after the last slice, the first addend or the next tile's first slice. The item needs a free stage. There are at
-// least two stages, so the stage that it gets has held slice i - 1 or an earlier slice. The warpgroups release this
-// stage after the first tap of slice i, or before. The weights of that tap have been loaded already. So the thread
-// never waits for products whose weights it has not loaded yet. When it has started the loads of all weights of a tile,
-// it loads the remaining items, up to and including the next tile's first slice.
+// after the last slice, the first addend or the next tile's first slice. When the thread has started the loads of all
+// weights of a tile, it loads the remaining items, up to and including the next tile's first slice.
+// In this order the thread never waits for products whose weights it has not loaded yet (rule 2 in the comments above
+// Stage): To load the next item, the thread waits for a free stage. There are at least two stages, so this stage has
+// held slice i - 1 or an earlier slice. The warpgroups release the stage after the first tap of slice i, or before. The
+// thread has already started to load the weights of that tap, so the wait ends.
 template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels, auto& weights) {
     prefetch_tensor_map(&work.p.weight);
     prefetch_tensor_map(&work.p.x.map1);
@@ -15201,8 +15202,8 @@ template <class T> struct Epilogue {
     typedef float StatSums[T::ROWS / T::STATS_ROWS][4];
     const TileWork<T>& work;
     const ConvTma& p;
-    int c;                           // this thread's first channel: it has c and c + 8 of each slice of 64 channels
-    int lane_place;                  // in a stage of results: where the row begins that this lane gives to ldmatrix
+    int c;                           // this thread's first channel: it holds sums of c and c + 8 of each slice
+    int lane_place;                  // where in a stage the row begins whose address this lane passes to ldmatrix
     float bias[T::OUT_SLICES][2];    // bias of channels c and c + 8 of each slice of 64 channels
     float emb[2];                    // embedding of channels c and c + 8, for one slice of 64 channels
     float factors[T::OUT_SLICES][2]; // FP8: the factors of the same channels
@@ -15231,12 +15232,13 @@ template <class T> struct Epilogue {
             emb[k] = wanted ? p.out.emb[(size_t)n * p.out.emb_stride + channel] : 0;
         }
     }
-    // Adds the addend to d. d[4 j ... 4 j + 7] belong to image rows j and j + 1. They are four pairs of neighbouring
-    // pixels: of (row j, channel c), (row j, c + 8), (row j + 1, c), (row j + 1, c + 8).
+    // Adds the addend to d. d[4 j ... 4 j + 7] belong to image rows j and j + 1. They are four pairs, and each pair
+    // belongs to two neighbouring pixels. The pairs belong to (row j, channel c), (row j, channel c + 8),
+    // (row j + 1, channel c) and (row j + 1, channel c + 8).
     // In D a pixel is a column, but in shared memory a pixel is a row. So ldmatrix and stmatrix transpose 8 x 8
     // matrices. In shared memory an image row of 8 pixels takes up 1024 bytes.
     INLINE void add_addend(float (&d)[T::PIXELS / 2], uint32_t place) const {
-        constexpr int BATCH = 4; // loads that are started together
+        constexpr int BATCH = 4; // how many ldmatrix are started together
         UNROLL_FOR (int j0 = 0; j0 < T::ROWS; j0 += 2 * BATCH) {
             uint32_t v[4 * BATCH];
             UNROLL_FOR (int i = 0; i < 4 * BATCH; i += 4) {
@@ -15270,8 +15272,8 @@ template <class T> struct Epilogue {
         }
     }
     // Stores the tile's sums for the statistics. Four threads hold sums of the same channels, but of different pixels.
-    // These sums are added up, and one of the four threads stores the total. A tile is either one part of the
-    // statistics, or PARTS parts, one below the other.
+    // These sums are added up, and one of the four threads stores the total. If one_image is true, a tile is one part
+    // of the statistics. Otherwise it consists of PARTS parts, one below the other.
     static INLINE float sum_of_four(float v) { return lane_sum<1, 2>(v); }
     INLINE void store_stats(StatSums& sums, int channel, int n, int h, int w) const {
         constexpr int PARTS = T::ROWS / T::STATS_ROWS;
@@ -15297,7 +15299,8 @@ template <class T> struct Epilogue {
         UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) {
             const int stage = pixels.hand_over();
             const uint32_t place = pixels.stage(stage).address + T::pixels_at(warpgroup) + lane_place;
-            // A stage that no product has read holds an addend or nothing. The warpgroup has not waited for it yet.
+            // If no product has read this stage, it holds an addend or nothing. The warpgroup has not waited for this
+            // stage before, so it waits here.
             if (work.first_result + b >= work.products) pixels.arrived(warpgroup);
             if (b) load_embedding(tile.n, b);
             if constexpr (T::IS_FP8) { // with a skip connection, conv_tiles_kernel has scaled the sums already
@@ -15452,7 +15455,7 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //
 //     shared memory: | barriers | HALOS halos | WEIGHT_STAGES steps of weights | results | pushed sums | shifts |
 //
-//   SPLIT = 2: the two blocks of a cluster have the same tile, and each of them computes half of the steps. At the end
+//   SPLIT = 2: the two blocks of a cluster work on the same tile. Each of them computes half of the steps. At the end
 //   each block sends the sums of N / 2 channels to the other block, and finishes the N / 2 channels that it keeps:
 //
 //     block 0: steps of the first half    sums of channels 0 .. N - 1     keeps 0 .. N / 2 - 1,  gets the same from 1
@@ -15460,7 +15463,7 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //
 //   From the top down: pick_conv_small (section 22) picks a tile. conv_small launches conv_small_kernel. The kernel's
 //   warpgroups call multiply_small, which calls Wgmma<N>::add STEP_TAPS x K times for each step.
-//   ELEMENT: as in conv_tiles.
+//   ELEMENT: the element of pixels and weights (BF16, FP8 or FP8_GRADIENT), as ConvTiles explains.
 // Costs: a tile's halo is read once for every N output channels. The weights of N channels are read once for every
 //   tile.
 template <bool BACKWARD_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int PER_SM_,
@@ -15474,7 +15477,7 @@ struct SmallTile {
     static constexpr int N = N_;
     static constexpr int IMAGES = IMAGES_;
     static constexpr int SPLIT = SPLIT_;
-    static constexpr int PER_SM = PER_SM_;             // blocks that shall fit on a multiprocessor
+    static constexpr int PER_SM = PER_SM_;             // how many blocks shall fit on a multiprocessor
     static constexpr int ACROSS = WARPGROUPS / IMAGES; // squares of 8 x 8 pixels side by side in a tile
     static constexpr int TILE_W = ACROSS * 8;
     static constexpr int CONSUMERS = WARPGROUPS * 128; // threads that multiply
@@ -15492,9 +15495,10 @@ struct SmallTile {
     static constexpr int BOX = OUT_N % SLICE_CHANNELS == 0 ? SLICE_CHANNELS : SLICE_CHANNELS / 2;
     static constexpr int BOX_BYTES = 64 * BOX * 2;
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
-    // Bytes of statistics, two floats for each channel, from one of the four warps of each warpgroup.
+    // How many bytes of statistics one warp of each warpgroup writes: two floats for each channel. (A warpgroup has
+    // four warps.)
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8;
-    static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_GROUPS * CONSUMERS * 16 : 0; // sums from the other block
+    static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_GROUPS * CONSUMERS * 16 : 0; // sums that the other block sends
     static constexpr int SHIFTS_BYTES = CONSUMERS * (IS_FP8 ? 16 : 8); // bias + embedding and, for FP8, factors
     // The rest of the shared memory is for weights. A step needs the weights of STEP_TAPS taps of a slice. BACKWARD:
     // the weights of a tap are loaded as WEIGHT_BOXES boxes, each of 64 output channels.
@@ -15587,14 +15591,16 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
     // steps, the tensor cores would be idle while the warpgroup waits for the next stage and issues the next products.
     constexpr int IN_FLIGHT = T::STEP_TAPS == 1 ? 2 : 1;
     constexpr int B_MAJOR = T::BACKWARD ? MN_MAJOR : K_MAJOR;
-    constexpr int B_STEP = T::BACKWARD ? 128 : 2; // from 16 input channels (k) to the next 16, in units of 16 bytes
-    constexpr int TAP_STEP = T::TAP_BYTES / 16;   // from a tap's weights to the next tap's weights, in the same units
+    // Distances in shared memory, in units of 16 bytes. B_STEP leads from the weights of 16 input channels (k) to those
+    // of the next 16. TAP_STEP leads from the weights of a tap to those of the next tap.
+    constexpr int B_STEP = T::BACKWARD ? 128 : 2;
+    constexpr int TAP_STEP = T::TAP_BYTES / 16;
     const int image = wg / T::ACROSS;
     const int square = wg % T::ACROSS;
     // where in a halo this warpgroup's pixels begin, in bytes
     const int own_pixels = (image * 10 * T::PITCH + square * 8) * SLICE_BYTES;
     int step_of_slice = work.first % T::SLICE_STEPS; // the number of `step` within its slice
-    int step_done = step_of_slice;                   // the same, of the step whose weights are released next
+    int step_done = step_of_slice;                   // the same number, of the step whose weights are released next
     uint32_t halo = 0;
     for (int step = work.first; step < work.end; step++) {
         if (step == work.first || step_of_slice == 0) halo = halos.arrived() + own_pixels;
@@ -15714,8 +15720,8 @@ template <class T> struct SmallEpilogue {
     // lies in shared memory, and the results are written over it.
     INLINE void round(float (&d)[T::N / 2], uint32_t results, uint32_t shifts) const {
         // ldmatrix and stmatrix move four matrices of 8 x 8: (pixels 0-7, group j), (pixels 8-15, group j), (pixels
-        // 0-7, group j + 1), (pixels 8-15, group j + 1), where group j is the channels 8 j to 8 j + 7. Each lane gives
-        // them the address of one row of a matrix; place returns this address.
+        // 0-7, group j + 1), (pixels 8-15, group j + 1), where group j is the channels 8 j to 8 j + 7. Each lane passes
+        // the address of one row of a matrix to the instruction. place returns this address.
         auto place = [&](int j) {
             const uint32_t in_box = box_place<T::BOX>(warp * 16 + (lane & 15), j * 8 % T::BOX / 8 + (lane >> 4));
             return results + j * 8 / T::BOX * T::BOX_BYTES + in_box;
@@ -15766,7 +15772,7 @@ template <class T> struct SmallEpilogue {
                     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[k]) : "r"(from) : "memory");
                 }
                 UNROLL_FOR (int k = 0; k < LOADS; k++) {
-                    const int i = i0 + k * PIXELS_AT_ONCE; // number among the warp's pixels
+                    const int i = i0 + k * PIXELS_AT_ONCE; // the pixel's number among the warp's 16 pixels
                     const float2 x = unpack_bf16(i / 8 < rows && i % 8 < columns ? v[k] : 0);
                     t[0] += x.x;
                     t[1] += x.x * x.x;
@@ -15799,13 +15805,13 @@ template <class T> struct SmallEpilogue {
     }
 };
 
-// Phases:
+// The phases of a block:
 //   1. One thread initialises the barriers and starts to load the weights of the first WEIGHT_STAGES steps.
 //   2. The loading warp loads halos, addends, and further weights. The warpgroups multiply all steps.
 //   3. Each warpgroup exchanges sums with the cluster's other block (SPLIT = 2). It adds bias, embedding and addend,
 //      rounds the sums, and adds up the results for the statistics.
 //   4. One thread of each warpgroup stores the results by TMA. All threads of the warpgroup store the statistics.
-template <class T, int K_STEPS> // T: a SmallTile; K_STEPS: how many products a tap takes, 4 or 2
+template <class T, int K_STEPS> // T: a SmallTile; K_STEPS: how many products each tap needs, 4 or 2
 static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
     SharedMemory shared(T::BARRIERS);
@@ -15890,7 +15896,7 @@ template <class T> static void conv_small(const ConvCall& p) {
 //
 // Used when: bf16, stride 1, many input channels and many output channels; 3x3 of one input, or 1x1.
 // How: A = dout and B = x. The product sums over pixels (k). Both operands are read as they lie in memory, where a
-//   pixel is a row of 64 channels; wgmma transposes them. The columns of a warpgroup's result D[64 Cout][192] are
+//   pixel is a row of 64 channels; wgmma transposes them. The columns of a warpgroup's result D[64 Cout][192] are:
 //     3x3   the three taps of a filter row x 64 Cin. The three thirds of B, for the taps kw = 0, 1, 2, lie in the same
 //           halo. Each third begins one pixel after the third before it. So the descriptor's "leading" distance, from
 //           one third to the next, is ONE PIXEL
@@ -15906,9 +15912,10 @@ template <class T> static void conv_small(const ConvCall& p) {
 //           fewer blocks work on each range. So more ranges are needed to fill the GPU, and there are up to three times
 //           as many partials.
 //   One warp loads. Further warps sum dout over the pixels. These sums are the bias gradient. They are needed only
-//   once, so only the blocks of filter row 0 and input tile 0 compute them. If there is only one range, D is the
-//   gradient, and TMA stores it in dweight. Otherwise D is a partial, and conv_weight_sum adds up the partials. One
-//   launch computes several layers, since a small layer alone would leave most of the GPU idle.
+//   once, so only the blocks that begin with filter row 0 and with the first tile of Cin compute them. If there is only
+//   one range, D is the gradient, and TMA stores it in dweight. Otherwise D is a partial, and conv_weight_sum adds up
+//   the partials. One launch computes the weight gradients of several layers, since a small layer alone would leave
+//   most of the GPU idle.
 //
 //   Shared memory: | barriers | a ring of STAGES, each a pixel tile: X_PARTS slices of x, DOUT_PARTS slices of dout |
 // Costs: the time to read x and dout from the L2 (large tensors: from memory), or the time of the products, whichever
@@ -15921,12 +15928,12 @@ template <int KERNEL_, int WARPGROUPS_, int TILE_W_, int STAGES_> struct WeightT
     static constexpr int TILE_H = 8;
     static constexpr int TILE_W = TILE_W_;
     static constexpr int PIXELS = TILE_H * TILE_W;
-    static constexpr bool IS_3X3 = KERNEL == 3;              // a warpgroup's D has the taps of one filter row
+    static constexpr bool IS_3X3 = KERNEL == 3;              // true: a warpgroup's D holds the taps of a filter row
     static constexpr int ROWS = IS_3X3 ? 3 / WARPGROUPS : 1; // how many blocks share the filter rows
     // The order of the warps: first the warps that multiply, then the warp that loads (LOADER), then the warps that sum
     // dout for the bias gradient.
     static constexpr int LOADER = 4 * WARPGROUPS;
-    static constexpr int BIAS_WARPS_OF_3 = IS_3X3 ? 2 : 3; // BIAS_WARPS, if WARPGROUPS = 3
+    static constexpr int BIAS_WARPS_OF_3 = IS_3X3 ? 2 : 3; // the value of BIAS_WARPS if WARPGROUPS = 3
     static constexpr int BIAS_WARPS = WARPGROUPS == 1 ? 4 : BIAS_WARPS_OF_3;
     static constexpr int THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
     // A stage: X_PARTS slices of x with their border, DOUT_PARTS slices of dout.
@@ -15953,31 +15960,32 @@ struct ConvWeightTma {
 };
 typedef WeightBatch<ConvWeightTma> TmaBatch;
 
-// A block's work: which products it computes, and for which range of pixel tiles.
+// A block's work: which products it computes, and for which range of pixel tiles. An input group is block_ci tiles of
+// 64 input channels. An output group is block_co tiles of 64 output channels. A block's number is made as follows:
 //
 //   block = split + splits * (row0 + ROWS * (input group + input_groups * output group))
 template <class T> struct WeightBlock {
     const ConvWeightTma& maps;
-    const int block; // its number among the layer's blocks
+    const int block; // this block's number among the layer's blocks
     const ConvWeight& p = maps.p;
-    int split = block % p.splits;           // number of its range of pixel tiles
+    int split = block % p.splits;           // the number of its range of pixel tiles
     int row0 = block / p.splits % T::ROWS;  // its first filter row
     int group = block / p.splits / T::ROWS; // input group + input_groups * output group
     int output_group = group / p.input_groups;
     int co_tile = output_group * p.block_co;                            // its first tile of 64 output channels
     int ci_tile = (group - output_group * p.input_groups) * p.block_ci; // its first tile of 64 input channels
-    int first = first_pixel_tile(p, split);                             // pixel tiles first .. end - 1
+    int first = first_pixel_tile(p, split);                             // its pixel tiles: first .. end - 1
     int end = first_pixel_tile(p, split + 1);
-    int parts = min(p.block_ci, p.channel_tiles - ci_tile);                          // how many tiles of Cin it has
-    int dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile); // how many tiles of Cout it has
+    int parts = min(p.block_ci, p.channel_tiles - ci_tile);                          // the number of its tiles of Cin
+    int dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile); // the number of its tiles of Cout
     int busy_warpgroups = T::IS_3X3 ? T::WARPGROUPS : dout_parts;                    // how many warpgroups have work
     int bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS; // how many warps sum dout, if sums_bias
     bool sums_bias = row0 == 0 && ci_tile == 0;
     bool final = p.splits == 1; // the block's sums are the whole gradients, not partials
     INLINE explicit WeightBlock(const WorkBlock<ConvWeightTma>& own) : maps(own.work), block(own.block) {}
-    // v is the sum of channel c of dout over the pixels of image n that lie in this block's range. (If bias_images is
-    // 1, all images are treated as image 0.) Stores v as a partial or, if the range has all pixels, as the embedding's
-    // gradient (demb), if that is needed.
+    // Stores v, the sum of channel c of dout over the pixels of image n that lie in this block's range. (If bias_images
+    // is 1, all images are treated as image 0.) If there are several ranges, v is a partial. Otherwise v is the
+    // embedding's gradient. Then it is stored in demb, or nowhere if demb is null.
     INLINE void put_image_sum(int n, int c, float v) const {
         if (c >= p.shape.Cout) return;
         if (!final) p.bias_partial[(size_t)(split + n) * p.shape.Cout + c] = v;
@@ -16010,11 +16018,12 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
     }
 }
 
-// Adds up 64 channels of dout: `sum` over the pixels of the current image, `total` over all images of the block's
-// range. WARPS warps share the 64 channels: each warp adds up CHUNKS chunks of 8 channels. A lane adds up one chunk of
-// every (4 WARPS)-th pixel. The pixels are distributed so that any 8 neighbouring lanes read from all banks. At the end
-// of an image the lanes that have summed the same chunk add up their sums. For this, pairs of lanes exchange halves of
-// their channels (halve), until each lane has the full sums of VALUES channels. The first of these channels is c.
+// The sums of 64 channels of dout. `sum` is the sum over the pixels of the current image, and `total` is the sum over
+// all pixels of the block's range. WARPS warps share the 64 channels: each warp adds up CHUNKS chunks of 8 channels. A
+// lane adds up one chunk of every (4 WARPS)-th pixel. Each lane's first pixel is chosen so that any 8 neighbouring
+// lanes read from all banks. At the end of an image the lanes that have summed the same chunk add up their sums. For
+// this, pairs of lanes exchange halves of their channels (halve), until each lane holds the full sums of VALUES
+// channels. The first of these channels is c.
 template <class T> struct ChannelSums {
     static constexpr int WARPS = T::DOUT_PARTS > 1 ? 1 : T::BIAS_WARPS;
     static constexpr int CHUNKS = 8 / WARPS;
@@ -16184,10 +16193,10 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 // --- FP8 in training: weights and gradients are rounded
 // Used when: round_weights runs at the beginning of each step. round_gradient runs before an input gradient, if the
 //   kernel that wrote dout did not also write dout in FP8.
-// How: A block of round_weights_kernel rounds a tile of 64 output channels x 64 input channels of one tap.
-//   Unless turned_alone, it writes the tile to `weights`, in the order of the bf16 weights. It also writes the tile to
-//   `turned`, where input and output channels have changed places. For this the tile goes through shared memory. One
-//   launch rounds the weights of up to MAX_ROUNDINGS layers.
+// How: A block of round_weights_kernel rounds a tile of 64 output channels x 64 input channels of one tap. It writes
+//   the tile to `weights`, in the order of the bf16 weights, unless the layer's turned_alone is true. It always writes
+//   the tile to `turned`, where input and output channels have changed places. For this the tile goes through shared
+//   memory. One launch rounds the weights of up to MAX_ROUNDINGS layers.
 // Costs: memory traffic. For each weight, 2 bytes are read, and 2 are written (1 with turned_alone).
 
 constexpr int ROUNDING_TILE = 64;
@@ -16221,15 +16230,16 @@ static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weig
         else low = middle;
     }
     const RoundingList::Work& work = list.works[low];
-    const int index = blockIdx.x - work.first_tile; // (tile of output channels, tap, tile of input channels)
+    // The tile's number within the work. It is made of (tile of output channels, tap, tile of input channels).
+    const int index = blockIdx.x - work.first_tile;
     const int ci0 = index % work.tiles_in() * TILE;
     const int tap = index / work.tiles_in() % 9;
     const int co0 = index / work.tiles_in() / 9 * TILE;
     await_previous_kernel();
 
     // A thread rounds 8 neighbouring input channels of two output channels. All of these convolutions have multiples of
-    // 32 channels (conv_is_few). So the 8 input channels lie all inside the weights or all outside. The same is true of
-    // the 16 output channels that a thread writes below.
+    // 32 channels, since conv_is_few is false for them. So the 8 input channels lie all inside the weights or all
+    // outside. The same is true of the 16 output channels that a thread writes below.
     const int column = threadIdx.x % 8 * 8;
     UNROLL_FOR (int i = 0; i < 2; i++) {
         const int row = threadIdx.x / 8 + i * 32;
@@ -16304,10 +16314,10 @@ static void round_gradient(Fp8Copy fp8, const act* dout, size_t n) {
 // Costs: memory traffic. adamw_kernel reads sum, params, ema, m and v. It writes params, ema, m, v and the bf16 copy.
 
 // Adds up the gradients of all ranks, in the order of the ranks, and writes the result to `sum`. If `add` is true, the
-// old content of `sum` is the first term: the sum over the earlier microbatches of this step. squares: |sum|^2 of each
-// stretch, written to this rank and to all ranks whose memory this rank can write to. There is one block for each
-// stretch of this rank's slice. A stretch has STRETCH floats. A quad is 4 neighbouring floats. A thread adds up QUADS
-// quads of the stretch, which are 1024 quads apart.
+// old content of `sum` is the first term: the sum over the earlier microbatches of this step. The kernel also writes
+// |sum|^2 of each stretch to the array `squares` of this rank, and to the same array of every rank whose memory this
+// rank can write to. There is one block for each stretch of this rank's slice. A stretch has STRETCH floats. A quad is
+// 4 neighbouring floats. A thread adds up QUADS quads of the stretch, which are 1024 quads apart.
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     sum_gradients_kernel(float* sum,                                         // a flat array
                          const __grid_constant__ Everywhere<double> squares, // (all stretches)
@@ -16319,8 +16329,8 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     const size_t n = grads.slice.n;
     const size_t at = grads.slice.flat(blockIdx.x * STRETCH); // the stretch's place in the flat arrays
     const size_t first = at / 4 + threadIdx.x;                // this thread's first quad
-    // How many quads the stretch has from this thread's first quad on. Quads beyond the n floats are not counted,
-    // because they must not be read.
+    // How many quads the stretch has from this thread's first quad on. Quads after the array's n floats must not be
+    // read, so they are not counted.
     const int quads_left = (int)(min(at + STRETCH, n) / 4 - min(at, n) / 4) - (int)threadIdx.x;
     const int first_source = -(int)add; // source -1 is the old sum; source r >= 0 is rank r
     float4 g[QUADS];
@@ -16343,7 +16353,7 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
         total += (x * x + y * y) + (z * z + w * w);
     }
     total = block_sum(total);
-    if (threadIdx.x < squares.ranks) squares.at[threadIdx.x][at / STRETCH] = total; // to one of the ranks
+    if (threadIdx.x < squares.ranks) squares.at[threadIdx.x][at / STRETCH] = total; // thread k writes to array k
 }
 
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add) {
@@ -16354,8 +16364,9 @@ static void sum_gradients(float* sum, const Everywhere<double>& squares, const R
 }
 
 // Computes the gradient's norm and the batch's losses, both over all ranks, and decides whether this step is good or is
-// skipped. There is one block, which adds up in a fixed order: first each thread adds up its numbers, then each warp
-// the sums of its threads, then thread 0 the sums of the 8 warps. Then thread 0 decides (judge_batch).
+// skipped. There is one block. It adds up in a fixed order: first each thread adds up its numbers, then each warp adds
+// up the sums of its threads, and then thread 0 adds up the sums of the 8 warps. At the end thread 0 decides
+// (judge_batch).
 static __global__ void __launch_bounds__(256)
     judge_step_kernel(StepState* state,      // the norm and the decision are written to it
                       const double* squares, // (stretches): |gradient|^2 of each stretch
@@ -16398,7 +16409,7 @@ static void judge_step(StepState* state, const double* squares, size_t stretches
     launch(judge_step_kernel, 1, 256, 0, state, squares, stretches, loss, quarters, h, B);
 }
 
-// Adds 1 to *step. It is called after all kernels that draw random numbers for this step.
+// Adds 1 to *step. It is called after all kernels that draw random numbers for this step, because they read *step.
 static void next_step(int64_t* step) {
     each(1, [=] __device__(size_t) { ++*step; });
 }
@@ -16433,10 +16444,10 @@ static void cast_params(act* copy, const float* params, size_t n) {
     }
 }
 
-// Factors that are the same for all parameters in an update. t in their formulas is the
-// number of updates, including this one (StepState::updates).
+// Factors that are the same for all parameters in an update. In their formulas, t is the number of updates, including
+// this one (StepState::updates).
 struct AdamWFactors {
-    float clip;      // factor of the gradient, as in torch's clip_grad_norm_
+    float clip;      // the gradient is multiplied by it, as in torch's clip_grad_norm_
     float decay;     // 1 - lr weight_decay
     float step_size; // lr / (1 - beta1^t)
     float root;      // sqrt(1 - beta2^t)
@@ -16453,16 +16464,16 @@ INLINE AdamWFactors adamw_factors(const StepState* state, const AdamW& h) {
 
 // AdamW (Loshchilov & Hutter 2019) and the average of the parameters, for one rank's slice:
 //
-//   g   = clip sum                            sum: the gradient, added up over all ranks
+//   g   = clip sum                                            sum: the gradient, added up over all ranks
 //   m   = beta1 m + (1 - beta1) g
 //   v   = beta2 v + (1 - beta2) g^2
-//   p   = decay p - step_size m / (sqrt(v) / root + eps)
+//   p   = decay p - step_size m / (sqrt(v) / root + eps)      p: the parameter
 //   ema = ema_rate ema + (1 - ema_rate) p
 //
 // A thread updates four neighbouring weights at a time. They are elements 4 i ... 4 i + 3 of the slice's arrays (ema, m
 // and v), and elements 4 k ... 4 k + 3 of the flat arrays (params, copy, sum).
 // u is a __grid_constant__, so it stays in constant memory. Without this the compiler would copy u to local memory,
-// because it does not know the index r of params.at[r].
+// because the index r in u.params.at[r] is only known at run time.
 static __global__ void __launch_bounds__(256)
     adamw_kernel(const __grid_constant__ Update u, const StepState* state, AdamW h, Slice own) {
     await_previous_kernel();
@@ -16497,9 +16508,9 @@ static __global__ void __launch_bounds__(256)
         ema[i] = e;
         ms[i] = m;
         vs[i] = v;
-        // The new weights go to this rank and to all ranks whose memory this rank can write to. Those ranks read the
-        // first `plain` weights (all except the weights of convolutions) in fp32. They read all other weights from the
-        // copy.
+        // The new weights go to this rank and to all ranks whose memory this rank can write to. The network reads the
+        // first `plain` weights (all except the weights of convolutions) in fp32, and all other weights from the copy.
+        // So the other ranks need only the first `plain` weights in fp32.
         const uint2 rounded = from_floats<bf16>(p);
         for (int r = 0; r < u.params.ranks; r++) {
             if (r == 0 || 4 * k < u.plain) ((float4*)u.params.at[r])[k] = p;
@@ -16519,7 +16530,7 @@ static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice
     }
 }
 
-// Updates a further average of the parameters, by the formula in ema_step. Each thread updates one element.
+// Updates one of the other averages of the parameters, by the formula in ema_step. Each thread updates one element.
 static __global__ void __launch_bounds__(256)
     ema_kernel(float* ema, const float* params, const StepState* state, float rate, Slice own) {
     __shared__ float step;
@@ -16547,15 +16558,15 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 //
 // latency: the time that a block waits even if there are few blocks. It waits for loads, and for the rounds in which
 // sums are added and exchanged. throughput: the time that all blocks on one multiprocessor need together for their
-// bytes and instructions. Latency and throughput overlap in part, so together they take less time than their sum, and
-// more than the larger of both. hypot also lies between these limits. tensors: how many tensors of the size of x are
-// read or written.
+// bytes and instructions. (In the code the variable `throughput` is the time of a single block.) Latency and throughput
+// overlap in part, so together they take less time than their sum, and more than the larger of both. hypot also lies
+// between these limits. The argument `tensors` is the number of tensors of the size of x that are read or written.
 static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensors) {
     // How many microseconds each of these takes:
     constexpr double START = 1.9;    // a launch, and the wait for the previous kernel
     constexpr double CLUSTER = 0.65; // blocks of a cluster wait for each other
-    constexpr double PART = 0.1;     // one more sum, of a warp or of another block, is added
-    constexpr double SLOT = 0.394;   // the latency of one more vector for each thread
+    constexpr double PART = 0.1;     // the sum of one more warp, or of one more block, is added
+    constexpr double SLOT = 0.394;   // the latency of one more vector (16 bytes) for each thread
     constexpr double SLOTS = 0.081;  // the instructions of one more vector for each of 1,024 threads
     constexpr double PER_KB = 0.037; // a multiprocessor reads or writes one KB
     constexpr double WARPS = 0.34;   // a block has 256 more threads
@@ -16563,7 +16574,7 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     const double elements = act_vec() / 8.0; // SLOT and SLOTS were fitted for vectors of 8 elements
 
     // Memory moves whole sectors of 32 bytes; whole rows of 128 bytes are the most efficient.
-    const int row_bytes = w.slab / act_vec() * 16; // the slab's channels in one pixel
+    const int row_bytes = w.slab / act_vec() * 16; // bytes of the slab's channels in one pixel
     double loss = 0;
     if (row_bytes < 128) loss += 0.07;
     if (row_bytes % 32 > 0) loss += 0.1;
@@ -16629,9 +16640,9 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     return plan.best;
 }
 
-// These functions return the kernel that does everything, the first of two passes, and the second pass. Each kernel has
-// one version with dropout and one without. The second pass also has versions with and without addends. GRAD:
-// GradOf<T>, or Fp8GradOf<T> if gradients are also written in FP8.
+// norm_whole_kernel returns the kernel that computes everything in one pass. norm_first_pass and norm_second_pass
+// return the kernels of the two passes. Each kernel has one version with dropout and one without. The second pass also
+// has versions with and without addends. GRAD: GradOf<T>, or Fp8GradOf<T> if gradients are also written in FP8.
 template <class T, class GRAD> static auto norm_whole_kernel(bool drop) {
     if (drop) return groupnorm_backward_whole_kernel<T, true, GRAD>;
     return groupnorm_backward_whole_kernel<T, false, GRAD>;
@@ -16659,7 +16670,8 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
     const bool addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2;
 
     // The gradients of weight and bias are sums over the images. Each image's term stays in memory until
-    // finish_gradients adds up the terms. It is called here if there is no room for the terms of this group norm.
+    // finish_gradients adds up the terms. In general this happens later, for many group norms together. But if there is
+    // no room for one more group norm, finish_gradients is called here. After that the memory can be used again.
     const size_t bytes = norm_sums_bytes(s);
     if (norm_sums_count == MAX_NORM_SUMS || norm_sums_used + bytes > device.norm_sums_bytes) finish_gradients();
     float2* const sums = (float2*)(device.norm_sums + norm_sums_used);
@@ -16699,9 +16711,9 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention: forward and, where a has dout, backward
 // Launches Hopper's kernels for bf16. Heads have DIM = 32 or 64 channels, and the number of tokens (T) is a multiple of
-// 64. Backward pass: a head of 64 tokens is computed by one block. A head of 256 to 1,024 tokens, if this is a multiple
-// of 128, is computed by a cluster, whose blocks have 128 tokens each. For all other heads the portable kernel computes
-// the backward pass.
+// 64. Backward pass: one block computes a head of 64 tokens. If a head has 256 to 1,024 tokens, and this number is a
+// multiple of 128, a cluster computes the head, and each of its blocks owns 128 keys. For all other heads the portable
+// kernel computes the backward pass.
 template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
     using Alone = AttentionBackward<DIM, 1>;
     using Cluster = AttentionBackward<DIM, 2>;
@@ -16776,8 +16788,8 @@ static bool conv_is_wgmma(const ConvShape& s) {
 // a convolution with stride 1, whose output has the size of its input. For upsampling, the upsampled input is first
 // written to the workspace. For the gradients of a convolution with stride 2, the gradient of its output is first
 // written to the workspace, with zeros between its pixels. (A forward pass of stride 2 has a detour of another kind,
-// see conv_forward.) The detour moves more bytes. But it can use wgmma, so it is two to four times as fast. With
-// mma.sync only the gradient of an upsampled input takes the detour, which saves 17 to 33 % of the time.
+// see conv_forward.) The detour moves more bytes. But it can use wgmma, so it is two to four times as fast. Without
+// wgmma (with mma.sync) only the gradient of an upsampled input takes the detour, which saves 17 to 33 % of the time.
 static ConvShape conv_without_detour(ConvShape s) { // returns the convolution that replaces s
     s.H <<= s.upsample;
     s.W <<= s.upsample;
@@ -16793,7 +16805,7 @@ static size_t conv_detour_bytes(const ConvShape& s) {
     if (conv_is_few(s)) return few_bytes(s);
     if (!s.upsample && !conv_takes_detour(s)) return 0;
     const ConvShape one = conv_without_detour(s);
-    const int channels = s.upsample ? s.C1 : s.Cout; // the upsampled input, or the spread gradient
+    const int channels = s.upsample ? s.C1 : s.Cout; // of the upsampled input, or of the spread gradient
     const size_t bytes = (size_t)one.B * one.H * one.W * channels * act_bytes();
     return (bytes + 255) / 256 * 256;
 }
@@ -16816,7 +16828,7 @@ static int count_tiles(const ConvCall& c, int images, int rows, int columns) {
 template <class Tile> static int halo_rounds(const ConvCall& c) {
     const int tiles = count_tiles(c, Tile::IMAGES, Tile::TILE_H, Tile::TILE_W);
     const int blocks = tiles * ceil_div(c.Cout, Tile::CHANNELS);
-    const int fit = std::clamp(gpu.blocks_of(Tile::SHARED_BYTES), 1, Tile::PER_SM); // blocks on a multiprocessor
+    const int fit = std::clamp(gpu.blocks_of(Tile::SHARED_BYTES), 1, Tile::PER_SM); // blocks that a multiprocessor runs
     const int rounds = ceil_div(blocks, fit * gpu.sms);
     return rounds * Tile::CHANNELS;
 }
@@ -16830,7 +16842,7 @@ static bool halo_is_last(const ConvCall& c) { return c.s.out == Element::FP32 &&
 static bool halo_is_small(const ConvCall& c) { return c.H <= 8 || c.W <= 8; }
 static bool halo_fills_gpu(const ConvCall& c) {
     const int tiles = count_tiles(c, 1, 16, 16) * ceil_div(c.Cout, 64);
-    const int enough = c.Cout % 64 ? 2 : 1; // so many tiles for each multiprocessor
+    const int enough = c.Cout % 64 ? 2 : 1; // more tiles than this for each multiprocessor fill the GPU
     return tiles > enough * gpu.sms;
 }
 
@@ -16883,7 +16895,7 @@ template <bool BACKWARD> static void pick_conv_halo_fp32(const ConvCall& c) {
 // pixels x 64 channels or, in bf16 only, 128 pixels x 128 channels.
 template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c) {
     const int HW = c.H * c.W;
-    const int tiles_of_128 = c.B * ceil_div(HW, 128); // tiles of 128 pixels
+    const int tiles_of_128 = c.B * ceil_div(HW, 128); // how many tiles of 128 pixels there are
     const bool many_128 = HW > 64 && tiles_of_128 * ceil_div(c.Cout, 64) >= gpu.sms;
     //                pixels / 64, channels, channels of a warp, stages
     using Pixels64 = GatherTile<T, 1, 64, 32, 3>;
@@ -16917,14 +16929,14 @@ struct SmallCosts {
 };
 
 // Picks the fastest kernel (conv_small or conv_tiles) and tile for 3x3 on images of up to 32 x 32. FP8: a product takes
-// as long as in bf16, and sums over twice as many channels. If the last slice has at most 64 channels, it needs half
-// the products.
+// as long as in bf16, and sums over twice as many channels. If the last slice has at most 64 channels, this slice needs
+// only half of the products.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(const ConvCall& p) {
     constexpr bool IS_FP8 = is_fp8(E);
     const int slices = ceil_div(p.Cin1, slice_channels(E));
     const int taps_of_64 = ceil_div(p.Cin1, 64) * 9;
-    const int taps = IS_FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // a block's taps, of all slices
-    const bool is_32 = p.Cin1 == 32 && !IS_FP8;                     // half a slice
+    const int taps = IS_FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // the taps of all slices
+    const bool is_32 = p.Cin1 == 32 && !IS_FP8;                     // the input is only half a slice
     Cheapest<void (*)(const ConvCall&)> way;
 
     // Time = rounds of blocks * (the time of a block + taps of a block * the time of a tap).
@@ -17033,8 +17045,8 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
 template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
     ConvCall p = c;
     // A 1x1 convolution can treat all images as one image of width 8. Then all tiles are full. This is impossible with
-    // an embedding, which differs from image to image. With statistics it is only possible if no tile of 64 pixels has
-    // pixels of two images.
+    // an embedding, which differs from image to image. With statistics it is only possible if no tile of 64 pixels
+    // contains pixels of two images.
     const int HW = p.H * p.W;
     const bool as_one = !p.out.emb && HW % 8 == 0 && (!p.out.stats || HW % 64 == 0);
     if (as_one) {
@@ -17065,7 +17077,7 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
 // the tile whatever the size of the images.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_3x3(const ConvCall& c) {
     const int slices = ceil_div(c.Cin1, slice_channels(E));
-    const bool skip = c.out.skip.weight;               // only tiles with RESIDENT weights can compute it
+    const bool skip = c.out.skip.weight;               // only tiles with RESIDENT weights can compute a skip connection
     const bool half_slice = c.Cin1 <= 64 && is_fp8(E); // half a slice has too few products for tiles of 32 rows
     const bool one_slice_and_32_rows = slices == 1 && !half_slice && c.Cout > 64 && c.H >= 64;
     const bool fills_32_rows = c.H % 32 == 0 || c.H > 64;
@@ -17161,8 +17173,8 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         const ConvShape one = conv_without_detour(s);
         return conv_forward(out, stats, workspace, nullptr, weight, bias, emb, emb_stride, residual, one);
     }
-    // Stride 2: compute all pixels with stride 1, and keep every fourth pixel. This is faster if there are so few
-    // pixels that launches cost more than products.
+    // Stride 2: one way is to compute all pixels with stride 1, and to keep every fourth pixel. This is faster if there
+    // are so few pixels that launches cost more than products.
     const bool few_pixels = s.B * s.H * s.W <= 1 << 16;
     if (detour && !residual && few_pixels) {
         const ConvShape one = conv_without_detour(s);
@@ -17280,8 +17292,8 @@ struct WeightCosts {
     int slots;          // how many blocks the GPU runs at once
     int tile;           // cycles of a block for one pixel tile
     int filter;         // how many blocks the taps of a filter are divided among
-    int beside;         // cycles of a block, in addition to its tiles, if it writes partials
-    int beside_dweight; // the same, if it writes dweight itself
+    int beside;         // cycles of a block, in addition to its tiles, if the block writes partials
+    int beside_dweight; // the same, if the block writes dweight itself
     int sums;           // cycles of the second kernel, conv_weight_sum, in addition to PARTIAL_CYCLES for each partial
     int most_partials = MAX_WEIGHT_PARTIALS; // how many partials a plan may have at most
 };
@@ -17295,9 +17307,9 @@ static int weight_tile_cycles(const ConvWeight& p) {
     if (s.kernel == 1) return wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
     if (s.out_W() <= 8) return wide ? 1450 : 600;
     if (wide) return 2400;
-    // A block with one warpgroup reads x and dout for only one filter row. The more channels and the fewer tiles of
-    // weights there are, the more time this reading takes. It takes even more if the tensors have more than 100 MB,
-    // since they do not stay in the L2.
+    // A block with one warpgroup reads x and dout for only one filter row. The time of this reading grows with the
+    // number of channels divided by the number of tiles of weights. It grows faster if the tensors have more than
+    // 100 MB, since they do not stay in the L2.
     const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8;
     return 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
 }
@@ -17309,7 +17321,8 @@ static WeightCosts weight_costs(const ConvWeight& p) {
         if (p.warpgroups == 3) return {gpu.sms, tile, filter, 9000, 12000, 4000};
         return {gpu.sms, tile, filter, 5000, 5000, 4000};
     }
-    // The costs of the portable kernels. Floats need three products where bf16 needs one. They take twice the time.
+    // The costs of the portable kernels. Where bf16 needs one product, floats need three, but the measured time is only
+    // twice as long (slow = 2).
     const int slow = act_parts();
     const int most = 4 * MAX_WEIGHT_PARTIALS;
     if (conv_is_halo(s)) return {gpu.sms, 2500 * slow, 1, 15000 * slow, 15000 * slow, 0, most};
@@ -17317,12 +17330,11 @@ static WeightCosts weight_costs(const ConvWeight& p) {
     return {3 * gpu.sms, 1900 * slow, p.taps, 3800 * slow, 3800 * slow, 0, most};
 }
 
-// Sets how the tiles of 64 channels are divided among the blocks of conv_weight_tma, if a block has `warpgroups`
-// warpgroups.
-// 3x3: a block has one tile of Cin and one tile of Cout. 1x1: a block has up to three tiles of Cin, and up to one tile
-// of Cout for each warpgroup.
+// Sets how the tiles of 64 channels are divided among the blocks of conv_weight_tma. `warpgroups` is the number of
+// warpgroups of a block. 3x3: a block computes one tile of Cin and one tile of Cout. 1x1: a block computes up to three
+// tiles of Cin, and up to one tile of Cout for each warpgroup.
 static void set_warpgroups(ConvWeight* p, int warpgroups) {
-    // Returns how many tiles a block has if it may have at most `most`, and all tiles are divided as equally as
+    // Returns how many tiles a block computes if it may compute at most `most`, and all tiles are divided as equally as
     // possible.
     auto share = [](int tiles, int most) { return ceil_div(tiles, ceil_div(tiles, most)); };
     p->warpgroups = warpgroups;
@@ -17341,7 +17353,7 @@ static int64_t range_blocks(const ConvWeight& p) {
 // tiles), from the largest down, until there would be too many partials (most_partials). For conv_weight_tma it tries
 // each size with one warpgroup and with three.
 static void plan_weights(std::span<ConvWeight> works) {
-    Cheapest<std::pair<int, int>> cut; // warpgroups, pixel tiles of a range
+    Cheapest<std::pair<int, int>> cut; // the best plan: warpgroups, pixel tiles of a range
     for (int warpgroups : {1, 3}) {
         int most_tiles = 1;  // pixel tiles of the largest layer
         int tile_cycles = 0; // cycles of a block for a pixel tile of the slowest layer
@@ -17416,8 +17428,8 @@ static ConvWeight plan_weight(const ConvShape& s) {
     return p;
 }
 
-// Sets where the partials of a layer lie, and returns how many bytes they take. With a single range there are partials
-// only of the bias.
+// Sets where the partials of a layer lie, and returns how many bytes they take. With a single range only the bias has
+// partials. (conv_weight_tma does not need them then.)
 static size_t put_partials(ConvWeight* p, char* memory) {
     const size_t partials = (size_t)p->splits * p->tiles * p->taps;
     const size_t bytes = p->splits > 1 ? partials * 1024 * sizeof(float4) : 0;
@@ -17436,7 +17448,7 @@ static size_t conv_workspace(ConvShape s) {
 
 typedef std::vector<ConvWeight> WeightPlans;
 // Launches a kernel once for all works. A work is the weight gradient of one layer. work_of(p) returns what the kernel
-// is told about work p, and blocks_of(p) the number of its blocks.
+// is told about work p, and blocks_of(p) returns the number of blocks that compute work p.
 template <class Work, int WORKS>
 static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const WeightPlans& works, Stream* stream,
                            dim3 threads, int bytes, auto work_of, auto blocks_of) {
@@ -17472,7 +17484,7 @@ template <class Tile> static void conv_weight_tma(const WeightPlans& works, Stre
 // kernel's parameters.
 static void launch_portable(auto* alone, auto* together, const WeightPlans& works, Stream* stream, int threads,
                             int bytes) {
-    stream->joined = true; // these kernels do not call await_previous_kernel
+    stream->joined = true; // no overlap, since these kernels do not call await_previous_kernel
     if (works.size() == 1) launch_weights(alone, works, stream, threads, bytes, std::identity(), all_blocks);
     else launch_weights(together, works, stream, threads, bytes, std::identity(), all_blocks);
 }
@@ -17485,7 +17497,8 @@ template <class T, int N> static void conv_weight_gather(const WeightPlans& work
                     128, WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>);
 }
 
-// The kinds of weight gradients; works of one kind share a launch.
+// The kinds of weight gradients; works of one kind share a launch. NARROW: images of at most 8 pixels across. WIDE: a
+// block computes 2 x 2 tiles of weights.
 enum WeightKind { TMA_1X1, TMA_3X3, TMA_3X3_NARROW, HALO_3X3, GATHER, GATHER_WIDE };
 static WeightKind weight_kind(const ConvWeight& p) {
     const ConvShape& s = p.shape;
@@ -17534,7 +17547,7 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Stream* stre
         p.bias_images = conv_is_wgmma(w.shape) && !w.demb ? 1 : w.shape.B;
         kinds[weight_kind(p)].push_back(p);
     }
-    // Plan each kind as a whole, and give its works their places in the workspace.
+    // Each kind is planned as a whole, and the partials of each work are given a place in the workspace.
     size_t workspace_used = 0;
     for (auto& [kind, plans] : kinds) {
         if (plans.size() > 1) plan_weights(plans);
@@ -17585,7 +17598,8 @@ static void conv_weight_one(WeightWork w, Stream* stream) {
 }
 
 // A launch for weight gradients should have a certain amount of work (WEIGHT_LAUNCH_CYCLES). Returns what fraction of
-// this amount the layer's weight gradient has. If it is 1 or more, the launch needs no other layers.
+// this amount the layer's weight gradient has. If it is 1 or more, the launch needs no other layers. It is at least
+// 1 / WEIGHT_BATCH, because a launch can't compute more than WEIGHT_BATCH layers.
 static double conv_weight_load(const ConvShape& s) {
     if (conv_weight_alone(s)) return 1;
     ConvWeight p = plan_weight(s);
@@ -17619,12 +17633,12 @@ static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* 
 // the GPU while the current batch is computed. CUDA events order the work of different streams: a stream waits for an
 // event of another stream, while the host goes on.
 
-// Returns the largest number of parts that a tensor's Stats can have for an image of H x W pixels. A part belongs to a
-// convolution's tile, or to 8 rows of a tile. So it belongs to at least 8 x 8 pixels.
+// Returns the largest number of parts that a tensor's Stats can have for an image of H x W pixels. A part holds sums
+// over a convolution's tile, or over 8 rows of a tile. So a part covers at least 8 x 8 pixels.
 static int max_stat_parts(int H, int W) { return ceil_div(H, 8) * ceil_div(W, 8); }
 
 // A kernel that does nothing. code_version asks the runtime for which architecture this kernel was compiled. All
-// kernels of this binary were compiled for the same one.
+// kernels of this binary were compiled for the same architecture.
 static __global__ void nothing_kernel() { await_previous_kernel(); }
 
 static cudaDeviceProp properties; // what CUDA tells about the GPU of this process
@@ -17636,8 +17650,8 @@ static int count_gpus() {
     return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
 }
 
-// Returns the number of the GPU that this process uses. With one process this is `number` (--device). If the process
-// can't use this GPU, ends the program with a message that tells the reason.
+// Returns the number of the GPU that this process uses. If there is only one process, this is the argument `number`
+// (--device). If the process can't use this GPU, the function ends the program with a message that tells the reason.
 static int choose_device(int number) {
     int count = 0, driver = 0;
     const cudaError_t error = cudaGetDeviceCount(&count);
@@ -17770,8 +17784,8 @@ static void record(cudaEvent_t* moment, cudaStream_t queue) {
     if (!*moment) CUDA_CHECK(cudaEventCreateWithFlags(moment, cudaEventDisableTiming));
     CUDA_CHECK(cudaEventRecord(*moment, queue));
 }
-// Makes all later work of the stream wait for the event `moment`. The second form of the function makes it wait for all
-// work that is in the stream `other` now.
+// Makes all later work of the stream wait for the event `moment`. The second form of the function makes this work wait
+// for all work that is in the stream `other` now.
 static void follow(Stream* stream, cudaEvent_t moment) {
     CUDA_CHECK(cudaStreamWaitEvent(stream->queue, moment));
     stream->joined = true;
@@ -17840,7 +17854,7 @@ static void reserve(const Workspace& most, bool training) {
 // =====================================================================================================================
 // 24. Between ranks: from device to device
 // A rank is a process with a device of its own (host/ranks.h). This section has three ways to exchange data between
-// devices, and a build contains one of them:
+// devices, and a build contains one of these ways:
 //   USE_NCCL   GPUs: NCCL or, if GPUs of one machine can access each other's memory, direct copies (world.direct)
 //   USE_MPI    CPUs: MPI
 //   neither    one process, which has nothing to exchange
@@ -17872,8 +17886,8 @@ static void nccl_check(ncclResult_t error) {
     if (error != ncclSuccess) die("%s", nccl_error(error).c_str());
 }
 
-// Returns the error of a call that NCCL is still working on, or "" if there is no error. The watch in host/ranks.h
-// calls this from time to time.
+// Returns the error of a call that NCCL is still working on, or "" if there is no error. The watch, a thread that
+// host/ranks.h starts, calls this function from time to time.
 static std::string device_trouble() {
     ncclResult_t error = ncclSuccess;
     if (communicator) ncclCommGetAsyncError(communicator, &error);
@@ -17892,7 +17906,7 @@ struct Opened {
 static std::vector<Opened> opened;
 static Stream sender;        // the stream that copies to other ranks
 static bool sending = false; // copies have begun, and end_exchange has to wait for them
-// meetings[r]: how many meetings (meet_kernel) rank r has reached; rank r itself writes this number here.
+// meetings[r]: how many meetings (meet_kernel) rank r has reached; rank r itself writes it to this array.
 // meetings[NEAR]: how many meetings this rank has reached.
 static unsigned* meetings;
 
@@ -17918,7 +17932,7 @@ static void* open_alloc(size_t bytes) {
     std::vector<char*> at(world.size, own);
     cudaIpcMemHandle_t handle = {};
     cudaError_t error = cudaIpcGetMemHandle(&handle, own);
-    CUDA_CHECK(cudaStreamSynchronize(device.queue)); // wait until it is filled with zeros
+    CUDA_CHECK(cudaStreamSynchronize(device.queue)); // wait until the new memory is filled with zeros
     const std::vector<cudaIpcMemHandle_t> handles = gather_host("opening memory for others", handle);
     for (int r = 0; r < world.size && !error; r++) {
         if (r == world.rank) continue;
@@ -17932,8 +17946,8 @@ static void* open_alloc(size_t bytes) {
     return own;
 }
 
-// Connects the ranks' GPUs by NCCL. For this, rank 0 makes an id and sends it to all other ranks. If `direct` is true
-// and all ranks are on one machine, the ranks also open memory for each other.
+// Connects the ranks' GPUs by NCCL. For this, rank 0 makes an id and sends it to all other ranks. If `direct` is true,
+// all ranks are on one machine, and there are at most NEAR ranks, then the ranks also open memory for each other.
 static void join_devices(bool direct) {
     if (world.size < 2) return;
     setenv("NCCL_NVLS_ENABLE", "0", 0); // no NVLink multicast, unless the user has set the variable
@@ -17947,11 +17961,12 @@ static void join_devices(bool direct) {
     printf("exchange: %s\n", world.direct ? "the GPUs write into each other's memory" : "by NCCL");
 }
 
-// Each rank waits here until all ranks have reached this meeting. The kernel has one warp. Thread 0 counts the meeting.
-// Each thread k > 0 works for one other rank: it writes the number of this meeting to that rank's memory, and waits
-// until that rank has written the same number (or a larger one) here. The first fence makes all earlier writes of this
-// rank visible to the other ranks before they see the number. After the second fence this rank sees the earlier writes
-// of the others. The numbers may overflow: this does no harm, because only the sign of their difference matters.
+// Each rank waits here until all ranks have reached this meeting. The kernel has one warp. Thread 0 writes the number
+// of this meeting to this rank's meetings[NEAR]. Each thread k > 0 is responsible for one other rank: it writes the
+// number to that rank's memory, and waits until that rank has written the same number (or a larger one) here. The first
+// fence makes all earlier writes of this rank visible to the other ranks before they see the number. After the second
+// fence this rank sees the earlier writes of the other ranks. The numbers may overflow: this does no harm, because only
+// the sign of their difference matters.
 static __global__ void meet_kernel(const __grid_constant__ Everywhere<unsigned> meetings, int rank) {
     await_previous_kernel();
     volatile unsigned* const own = meetings.at[0];
@@ -17983,8 +17998,8 @@ static void end_exchange() {
     meet();
 }
 
-// For each other rank r: copies `bytes` bytes from part(r) to rank r's array `to`. In this array they go to the part
-// that is reserved for this rank. The copies begin when the stream has done all its work so far.
+// For each other rank r: copies `bytes` bytes from part(r) to rank r's array `to`. In that array the bytes are written
+// to the part that is reserved for this rank. The copies begin when the stream has done all its work so far.
 template <class F> static void send_directly(void* to, size_t bytes, const Stream& stream, F part) {
     follow(&sender, stream);
     for (int k = 1; k < world.size; k++) {
