@@ -19,91 +19,91 @@
 //   4129         samplers
 //   4687     9. Data: .bin files that may be larger than memory, the order of their images
 //   5241    10. Model files: weights and checkpoints, initial weights
-//   5604    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5619         the learning rate, the verdict on a step, averages of the weights
-//   5710         what a trainer holds
-//   5852         a step
-//   6158    12. A run: log, guard, checkpoints, resume, samples
-//   6184         the log in memory, as the page shows it
-//   6296         what a run holds
-//   6364         the log and the status line
-//   6556         checkpoints, snapshots and grids
-//   6822         the start of a run: new, from a file's weights, or resumed
-//   7054         the loop over the steps
-//   7171         a run from its first to its last line
-//   7346         samples, without a run
+//   5598    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5613         the learning rate, the verdict on a step, averages of the weights
+//   5704         what a trainer holds
+//   5846         a step
+//   6152    12. A run: log, guard, checkpoints, resume, samples
+//   6178         the log in memory, as the page shows it
+//   6291         what a run holds
+//   6359         the log and the status line
+//   6551         checkpoints, snapshots and grids
+//   6817         the start of a run: new, from a file's weights, or resumed
+//   7052         the loop over the steps
+//   7170         a run from its first to its last line
+//   7345         samples, without a run
 //   7508    13. main: the command line, then a run or samples
 //   7814         what ranks must have in common
 //   7888         main
 //   8017  Part II. The device
 //   8020    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8100    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8170    16. The GPU: what all kernels share
-//   8237         Launches, which may overlap
-//   8283         Decisions: what kernels are chosen with
-//   8333         Single instructions: shared memory, mbarriers, clusters
-//   8419         Activations: pieces of 16 bytes
-//   8739         each_kernel: a thread for an element
-//   8753         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8918         Swizzle: how rows lie in shared memory
-//   8936         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9189         building blocks of Hopper's kernels (sm_90a)
-//   9490    17. Small operations: resampling, embeddings, diffusion
-//   9493         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9695         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10055         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10592    18. Group norm
-//  10595         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11153         groupnorm_backward_whole: an image's slab in shared memory
-//  11542    19. Attention
-//  11648         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12197         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12337         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13021    20. Convolution
-//  13064         ConvOut: results, 4 channels of a pixel at a time
-//  13304         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13369         conv_halo: 3x3, stride 1, any GPU
-//  13785         conv_gather: any kernel size and stride, any GPU
-//  14051         conv_few: the first and the last layer
-//  14227         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14814         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14937         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15412         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15860         conv_weight_tma: weight gradients (sm_90a)
-//  16156         FP8 in training: weights and gradients are rounded
-//  16269    21. The optimiser
-//  16272         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16510    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16513         groupnorm_backward
-//  16672         attention: forward and, where a has dout, backward
-//  16736         convolution: forward and input gradient
-//  17236         convolution: weight gradients
-//  17587    23. The GPU: memory, copies, repeated work
-//  17813    24. Between ranks: from device to device
+//   8101    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8171    16. The GPU: what all kernels share
+//   8238         Launches, which may overlap
+//   8284         Decisions: what kernels are chosen with
+//   8335         Single instructions: shared memory, mbarriers, clusters
+//   8421         Activations: pieces of 16 bytes
+//   8745         each_kernel: a thread for an element
+//   8759         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8925         Swizzle: how rows lie in shared memory
+//   8943         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9196         building blocks of Hopper's kernels (sm_90a)
+//   9499    17. Small operations: resampling, embeddings, diffusion
+//   9502         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9705         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10065         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10604    18. Group norm
+//  10607         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11166         groupnorm_backward_whole: an image's slab in shared memory
+//  11556    19. Attention
+//  11662         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12212         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12353         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13043    20. Convolution
+//  13086         ConvOut: results, 4 channels of a pixel at a time
+//  13327         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13393         conv_halo: 3x3, stride 1, any GPU
+//  13810         conv_gather: any kernel size and stride, any GPU
+//  14077         conv_few: the first and the last layer
+//  14253         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14841         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14965         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15443         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15894         conv_weight_tma: weight gradients (sm_90a)
+//  16193         FP8 in training: weights and gradients are rounded
+//  16307    21. The optimiser
+//  16310         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16549    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16552         groupnorm_backward
+//  16712         attention: forward and, where a has dout, backward
+//  16776         convolution: forward and input gradient
+//  17276         convolution: weight gradients
+//  17629    23. The GPU: memory, copies, repeated work
+//  17855    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8013, run_program 7949, train 7302, run_step 7104, train_step 6092, load_batch 5194 (read_image 4775);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17718):
-//     step_gradients 5985: draw_levels 10072 (the formulas: draw_level 3734), forward_and_loss 5898,
-//     q_sample_forward 10280, unet_forward 3276, forward_layer 3262 (a function of the layer's kind),
-//     loss_forward_backward 10394, unet_backward 3343, conv_backward_weights 17580 (weight gradients, on the side
-//     stream), finish_gradients 11488 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16321;
-//     judge_step 16368 (the verdict: judge_batch 5683), update_slice 6057, adamw_update 16482 (adamw_kernel 16439),
-//     next_step 16374, record_step 16380; later collect_steps 7058
+//     main 8013, run_program 7949, train 7301, run_step 7103, train_step 6086, load_batch 5194 (read_image 4775);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17760):
+//     step_gradients 5979: draw_levels 10082 (the formulas: draw_level 3734), forward_and_loss 5892,
+//     q_sample_forward 10292, unet_forward 3276, forward_layer 3262 (a function of the layer's kind),
+//     loss_forward_backward 10406, unet_backward 3343, conv_backward_weights 17622 (weight gradients, on the side
+//     stream), finish_gradients 11502 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16359;
+//     judge_step 16407 (the verdict: judge_batch 5677), update_slice 6051, adamw_update 16521 (adamw_kernel 16478),
+//     next_step 16413, record_step 16419; later collect_steps 7056
 //   pictures, from noise: sample_batch 4602, plan_route 4364, device_step 4409, euler_step 4160 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 17088 draws all of its roads):
-//     forward_conv 2310; conv_forward 17125, with conv_product above it, which asks conv_is_wgmma 16743;
-//     on Hopper, large images: pick_conv_tiles_3x3 17038; conv_tiles 15397, with conv_tiles_kernel above it;
-//     Accumulators 9410 (its function multiply); Wgmma 9001;
-//     on Hopper, small images: pick_conv_small 16894; conv_small 15846, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9001;
-//     on any other GPU pick_conv_halo_bf16 16810; conv_halo 13772, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8804
-//   why several GPUs compute the bits of one: step_gradients 5985
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 390, Silu 8063, with_nonlinearity 8073 (a case);
-//     BEHIND_NORMS, in front of add_norm 2537, chooses it. The embedding has SiLU as a layer: silu_forward 9975
+//   a convolution, to the tensor cores (a table above conv_product 17128 draws all of its roads):
+//     forward_conv 2310; conv_forward 17165, with conv_product above it, which asks conv_is_wgmma 16783;
+//     on Hopper, large images: pick_conv_tiles_3x3 17078; conv_tiles 15428, with conv_tiles_kernel above it;
+//     Accumulators 9419 (its function multiply); Wgmma 9008;
+//     on Hopper, small images: pick_conv_small 16934; conv_small 15880, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9008;
+//     on any other GPU pick_conv_halo_bf16 16850; conv_halo 13797, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8811
+//   why several GPUs compute the bits of one: step_gradients 5979
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 390, Silu 8064, with_nonlinearity 8074 (a case);
+//     BEHIND_NORMS, in front of add_norm 2537, chooses it. The embedding has SiLU as a layer: silu_forward 9985
 //   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3592
 //   an objective, as edm and flow are: its row in common/flags.h, Frame 506, and beside each other edm_question 3434,
 //     ask 3469, frame_of 3479, sigma_draws 3485, has_steps_of_t 3491; the head of their section lists the changes
@@ -115,17 +115,17 @@
 //     by which factor, and where. plan_fp8 2860 and plan_fp8_gradients 2878 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 2920 for samples, make_fp8_training 2960 for training; add_fp8_args 2083
 //     hands them to the layers. forward_conv 2310 and backward_conv 2321 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17186 makes an input gradient a forward convolution; conv_product_fp8 17118 picks the
-//     kernel, multiply_fp8 9442 and WgmmaFp8 9037 multiply; print_fp8 7002 says whether it pays
+//     conv_backward_input_fp8 17226 makes an input gradient a forward convolution; conv_product_fp8 17158 picks the
+//     kernel, multiply_fp8 9451 and WgmmaFp8 9044 multiply; print_fp8 7000 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1343 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5414 and check_unused (host/files.h): look at their
+//     _unless. For a damaged header they stand in check_field 5408 and check_unused (host/files.h): look at their
 //     callers.
 //     unknown_word 1257 prints the message for a word of a flag that some place does not know. Such a place calls it
 //     itself or through meaning 1263.
-//     Two functions print a message while the run goes on: report_bad_step 6810 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6600 that a file could not be written yet.
-//     stop_run 6574 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     Two functions print a message while the run goes on: report_bad_step 6805 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6595 that a file could not be written yet.
+//     stop_run 6569 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
