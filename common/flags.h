@@ -21,8 +21,8 @@ FLAG(string, preset, "", "a set of flags to start from; any other flag overrides
            "latent32"));
 FLAG(int, sample, 0, "draw this many images from --init FILE into --output, and stop", 0, 1e8);
 SAVED(115, string, precision, "auto",
-     "of activations; auto: bf16 on a GPU, else fp32; fp8: as auto, but most 3x3 products take 8-bit numbers",
-     WORDS("auto|fp32|bf16|fp8"));
+      "of activations; auto: bf16 on a GPU, else fp32; fp8: as auto, but most 3x3 products take 8-bit numbers",
+      WORDS("auto|fp32|bf16|fp8"));
 FLAG(int, device, 0, "which GPU, as CUDA counts them; CUDA_VISIBLE_DEVICES says which it counts", 0, 1000);
 FLAG(string, num_gpus, "1", "GPUs of this machine, a process each, or all; torchrun, mpirun and srun do it, too");
 FLAG(string, exchange, "auto", "between GPUs; auto: into each other's memory, if they can", WORDS("auto|nccl"));

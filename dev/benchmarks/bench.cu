@@ -409,6 +409,7 @@ int main(int argc, char** argv) {
     if (c.preset.empty()) c.preset = PRESET_ELSE; // fashion32 or unet64, which all earlier figures are of
     apply_preset(&c, c.preset);
     if (!c.init.empty()) take_model_file(&c, open_model(c.init), false);
+    if (c.class_cond && !c.num_classes) c.num_classes = 10; // a run takes their number from its data
     start_device(c.precision, c.device);
     join_devices(c.exchange == "auto");
     check_run(&c, "");
