@@ -7,125 +7,125 @@
 //    221  Part I. The program
 //    224     1. Types at the interface: what operations are called with
 //    682     2. The interface: all that the program asks of a device
-//   1027     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1128     4. Configuration: flags, presets, help, what can work and what cannot
-//   1873     5. The network: a list of layers, made of guided-diffusion's flags
-//   2846     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2856         FP8: buffers, factors, weights for samples
-//   2994         gradients, and buffers
-//   3248     7. Forward and backward: two walks over the list
-//   3374     8. Diffusion: noise schedules, objectives, samplers
-//   3665         the level of a training sample, drawn, and its share of the loss
-//   4129         samplers
-//   4687     9. Data: .bin files that may be larger than memory, the order of their images
-//   5241    10. Model files: weights and checkpoints, initial weights
-//   5598    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5613         the learning rate, the verdict on a step, averages of the weights
-//   5704         what a trainer holds
-//   5846         a step
-//   6152    12. A run: log, guard, checkpoints, resume, samples
-//   6178         the log in memory, as the page shows it
-//   6291         what a run holds
-//   6359         the log and the status line
-//   6551         checkpoints, snapshots and grids
-//   6817         the start of a run: new, from a file's weights, or resumed
-//   7052         the loop over the steps
-//   7170         a run from its first to its last line
-//   7345         samples, without a run
-//   7508    13. main: the command line, then a run or samples
-//   7814         what ranks must have in common
-//   7888         main
-//   8017  Part II. The device
-//   8020    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8101    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8171    16. The GPU: what all kernels share
-//   8238         Launches, which may overlap
-//   8284         Decisions: what kernels are chosen with
-//   8335         Single instructions: shared memory, mbarriers, clusters
-//   8421         Activations: pieces of 16 bytes
-//   8745         each_kernel: a thread for an element
-//   8759         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8925         Swizzle: how rows lie in shared memory
-//   8943         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9196         building blocks of Hopper's kernels (sm_90a)
-//   9499    17. Small operations: resampling, embeddings, diffusion
-//   9502         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9705         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10065         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10604    18. Group norm
-//  10607         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11166         groupnorm_backward_whole: an image's slab in shared memory
-//  11556    19. Attention
-//  11662         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12212         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12353         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13043    20. Convolution
-//  13086         ConvOut: results, 4 channels of a pixel at a time
-//  13327         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13393         conv_halo: 3x3, stride 1, any GPU
-//  13810         conv_gather: any kernel size and stride, any GPU
-//  14077         conv_few: the first and the last layer
-//  14253         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14841         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14965         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15443         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15894         conv_weight_tma: weight gradients (sm_90a)
-//  16193         FP8 in training: weights and gradients are rounded
-//  16307    21. The optimiser
-//  16310         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16549    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16552         groupnorm_backward
-//  16712         attention: forward and, where a has dout, backward
-//  16776         convolution: forward and input gradient
-//  17276         convolution: weight gradients
-//  17629    23. The GPU: memory, copies, repeated work
-//  17855    24. Between ranks: from device to device
+//   1029     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1130     4. Configuration: flags, presets, help, what can work and what cannot
+//   1875     5. The network: a list of layers, made of guided-diffusion's flags
+//   2848     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2858         FP8: buffers, factors, weights for samples
+//   2996         gradients, and buffers
+//   3250     7. Forward and backward: two walks over the list
+//   3376     8. Diffusion: noise schedules, objectives, samplers
+//   3667         the level of a training sample, drawn, and its share of the loss
+//   4131         samplers
+//   4689     9. Data: .bin files that may be larger than memory, the order of their images
+//   5244    10. Model files: weights and checkpoints, initial weights
+//   5601    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5616         the learning rate, the verdict on a step, averages of the weights
+//   5707         what a trainer holds
+//   5849         a step
+//   6155    12. A run: log, guard, checkpoints, resume, samples
+//   6181         the log in memory, as the page shows it
+//   6294         what a run holds
+//   6362         the log and the status line
+//   6554         checkpoints, snapshots and grids
+//   6820         the start of a run: new, from a file's weights, or resumed
+//   7055         the loop over the steps
+//   7173         a run from its first to its last line
+//   7348         samples, without a run
+//   7511    13. main: the command line, then a run or samples
+//   7817         what ranks must have in common
+//   7891         main
+//   8020  Part II. The device
+//   8023    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8104    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8174    16. The GPU: what all kernels share
+//   8241         Launches, which may overlap
+//   8287         Decisions: what kernels are chosen with
+//   8338         Single instructions: shared memory, mbarriers, clusters
+//   8424         Activations: pieces of 16 bytes
+//   8748         each_kernel: a thread for an element
+//   8762         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8928         Swizzle: how rows lie in shared memory
+//   8946         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9200         building blocks of Hopper's kernels (sm_90a)
+//   9503    17. Small operations: resampling, embeddings, diffusion
+//   9506         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9709         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10069         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10610    18. Group norm
+//  10613         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11172         groupnorm_backward_whole: an image's slab in shared memory
+//  11563    19. Attention
+//  11669         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12219         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12365         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13055    20. Convolution
+//  13098         ConvOut: results, 4 channels of a pixel at a time
+//  13339         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13405         conv_halo: 3x3, stride 1, any GPU
+//  13822         conv_gather: any kernel size and stride, any GPU
+//  14089         conv_few: the first and the last layer
+//  14265         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14853         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14977         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15455         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15906         conv_weight_tma: weight gradients (sm_90a)
+//  16205         FP8 in training: weights and gradients are rounded
+//  16319    21. The optimiser
+//  16322         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16561    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16564         groupnorm_backward
+//  16728         attention: forward and, where a has dout, backward
+//  16792         convolution: forward and input gradient
+//  17294         convolution: weight gradients
+//  17647    23. The GPU: memory, copies, repeated work
+//  17873    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8013, run_program 7949, train 7301, run_step 7103, train_step 6086, load_batch 5194 (read_image 4775);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17760):
-//     step_gradients 5979: draw_levels 10082 (the formulas: draw_level 3734), forward_and_loss 5892,
-//     q_sample_forward 10292, unet_forward 3276, forward_layer 3262 (a function of the layer's kind),
-//     loss_forward_backward 10406, unet_backward 3343, conv_backward_weights 17622 (weight gradients, on the side
-//     stream), finish_gradients 11502 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16359;
-//     judge_step 16407 (the verdict: judge_batch 5677), update_slice 6051, adamw_update 16521 (adamw_kernel 16478),
-//     next_step 16413, record_step 16419; later collect_steps 7056
-//   pictures, from noise: sample_batch 4602, plan_route 4364, device_step 4409, euler_step 4160 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 17128 draws all of its roads):
-//     forward_conv 2310; conv_forward 17165, with conv_product above it, which asks conv_is_wgmma 16783;
-//     on Hopper, large images: pick_conv_tiles_3x3 17078; conv_tiles 15428, with conv_tiles_kernel above it;
-//     Accumulators 9419 (its function multiply); Wgmma 9008;
-//     on Hopper, small images: pick_conv_small 16934; conv_small 15880, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9008;
-//     on any other GPU pick_conv_halo_bf16 16850; conv_halo 13797, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8811
-//   why several GPUs compute the bits of one: step_gradients 5979
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 390, Silu 8064, with_nonlinearity 8074 (a case);
-//     BEHIND_NORMS, in front of add_norm 2537, chooses it. The embedding has SiLU as a layer: silu_forward 9985
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3592
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 506, and beside each other edm_question 3434,
-//     ask 3469, frame_of 3479, sigma_draws 3485, has_steps_of_t 3491; the head of their section lists the changes
-//   a kind of layer: forward_linear 2230 and what stands beside it, with a list of all places in front of
-//     LayerKind 2202; add_resblock 2589 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 8016, run_program 7952, train 7304, run_step 7106, train_step 6089, load_batch 5197 (read_image 4777);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17778):
+//     step_gradients 5982: draw_levels 10086 (the formulas: draw_level 3736), forward_and_loss 5895,
+//     q_sample_forward 10296, unet_forward 3278, forward_layer 3264 (a function of the layer's kind),
+//     loss_forward_backward 10412, unet_backward 3345, conv_backward_weights 17640 (weight gradients, on the side
+//     stream), finish_gradients 11509 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16371;
+//     judge_step 16419 (the verdict: judge_batch 5680), update_slice 6054, adamw_update 16533 (adamw_kernel 16490),
+//     next_step 16425, record_step 16431; later collect_steps 7059
+//   pictures, from noise: sample_batch 4604, plan_route 4366, device_step 4411, euler_step 4162 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 17146 draws all of its roads):
+//     forward_conv 2312; conv_forward 17183, with conv_product above it, which asks conv_is_wgmma 16799;
+//     on Hopper, large images: pick_conv_tiles_3x3 17094; conv_tiles 15440, with conv_tiles_kernel above it;
+//     Accumulators 9423 (its function multiply); Wgmma 9012;
+//     on Hopper, small images: pick_conv_small 16950; conv_small 15892, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9012;
+//     on any other GPU pick_conv_halo_bf16 16866; conv_halo 13809, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8814
+//   why several GPUs compute the bits of one: step_gradients 5982
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 390, Silu 8067, with_nonlinearity 8077 (a case);
+//     BEHIND_NORMS, in front of add_norm 2539, chooses it. The embedding has SiLU as a layer: silu_forward 9989
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3594
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 506, and beside each other edm_question 3436,
+//     ask 3471, frame_of 3481, sigma_draws 3487, has_steps_of_t 3493; the head of their section lists the changes
+//   a kind of layer: forward_linear 2232 and what stands beside it, with a list of all places in front of
+//     LayerKind 2204; add_resblock 2591 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 289, with a list of all places in front of it
-//   FP8 (--precision fp8): choose_fp8 2786 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 2860 and plan_fp8_gradients 2878 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 2920 for samples, make_fp8_training 2960 for training; add_fp8_args 2083
-//     hands them to the layers. forward_conv 2310 and backward_conv 2321 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17226 makes an input gradient a forward convolution; conv_product_fp8 17158 picks the
-//     kernel, multiply_fp8 9451 and WgmmaFp8 9044 multiply; print_fp8 7000 says whether it pays
+//   FP8 (--precision fp8): choose_fp8 2788 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 2862 and plan_fp8_gradients 2880 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 2922 for samples, make_fp8_training 2962 for training; add_fp8_args 2085
+//     hands them to the layers. forward_conv 2312 and backward_conv 2323 choose between bf16 and FP8;
+//     conv_backward_input_fp8 17244 makes an input gradient a forward convolution; conv_product_fp8 17176 picks the
+//     kernel, multiply_fp8 9455 and WgmmaFp8 9048 multiply; print_fp8 7003 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
-//     refuse or must (host/files.h), of wrong 1343 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5408 and check_unused (host/files.h): look at their
+//     refuse or must (host/files.h), of wrong 1345 (a flag's value), or of a function beside it whose name ends in
+//     _unless. For a damaged header they stand in check_field 5411 and check_unused (host/files.h): look at their
 //     callers.
-//     unknown_word 1257 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1263.
-//     Two functions print a message while the run goes on: report_bad_step 6805 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6595 that a file could not be written yet.
-//     stop_run 6569 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     unknown_word 1259 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1265.
+//     Two functions print a message while the run goes on: report_bad_step 6808 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6598 that a file could not be written yet.
+//     stop_run 6572 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -744,7 +744,7 @@ static void groupnorm_backward(Grad dx1, Grad dx2,           // as x1 and x2
 // round_gradient writes n numbers in e5m2.
 static void round_weights(uint8_t* weights, // flat: (Cout, tap, Cin) of each convolution without turned_alone
                           uint8_t* turned,  // flat: (Cin, 8 - tap, Cout) of each convolution
-                          const act* copy,  // flat: the weights as other convolutions read them
+                          const act* copy,  // flat: the weights in bf16, from which both are made
                           const std::vector<WeightRounding>& works);
 static void round_gradient(Fp8Copy fp8, const act* dout, size_t n);
 
@@ -835,7 +835,9 @@ static void finish_gradients(); // completes what backward functions have postpo
 // Diffusion. Draws each sample's noise level. Writes the level, t (what the network is told of the level), and in which
 // quarter of all levels it lies.
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key);
-// If o.tuning.on(): writes the levels of the same samples' teachers, and what the network is told of each level.
+// For consistency tuning (--objective ect), where each sample has a second, lower noise level: the network's answer
+// there, called the teacher's, becomes a part of the target. Writes these levels for the samples of draw_levels, and t,
+// what the network is told of each of them.
 static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key);
 // Mixes noise into images: x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4). It also writes target, which
 // is what the network should answer: target_x0 x_0 + target_noise noise [+ target_teacher teacher].
@@ -1508,8 +1510,8 @@ static void take_aliases(Config* c) {
     if (c->given("fp16_scale_growth")) printf("--fp16_scale_growth: bf16 has no loss scale that could grow\n");
 }
 
-// --rescale_learned_sigmas is guided-diffusion's name for two values of --vlb_weight. This function is called when the
-// other flags are known, because one of these values depends on --diffusion_steps. from_file: whether a model file has
+// guided-diffusion's flag --rescale_learned_sigmas sets --vlb_weight here: True sets 1e-3, False 1 / diffusion_steps.
+// So this function is called when --diffusion_steps is known. from_file: whether a model file has
 // set --vlb_weight. If so, a preset must not change it.
 static void take_rescale_learned_sigmas(Config* c, bool from_file) {
     // The command line has priority over a preset. A preset may name rescale_learned_sigmas or vlb_weight.
@@ -1876,7 +1878,7 @@ static void check_run(Config* c, const std::string& where) {
 // have different lists.
 //
 //   t, labels, values -> sinusoids, linear, SiLU, linear [+ label] [+ linear of the values], SiLU, linear:
-//                        the embedding, some columns a block
+//                        the embedding (B, columns): each residual block reads columns of its own
 //
 //   x -> conv --------------------------------- skip --------------------------------> [ | ] -> norm, SiLU, conv -> out
 //          | residual block [+ attention] ------ skip -------> [ | ] residual block [+ attention]  ^
@@ -1892,7 +1894,7 @@ static void check_run(Config* c, const std::string& where) {
 // A layer has a kind (LayerKind): what it computes. It also has indices of tensors, parameters and buffers. An index is
 // -1 if the layer has no such tensor, parameter or buffer.
 //
-// In the order in which they run: build_unet calls add_embedding, add_input_blocks, add_output_blocks and place_params;
+// The functions run in this order: build_unet calls add_embedding, add_input_blocks, add_output_blocks, place_params;
 // section 6 plans the memory; then section 7 walks over the list, and calls each layer's kind with its layer_args.
 
 // How a parameter is initialised: see init_params.
@@ -2849,7 +2851,7 @@ static UNet build_unet(const Config& c) {
 // batch is drawn, time 1 + i is the forward pass of layer i, L + 1 is the loss, and 2 L + 1 - i is the backward pass of
 // layer i.
 //
-// In the order in which they run: plan_memory calls plan_fp8, plan_gradients, plan_fp8_gradients, plan_waits,
+// The functions run in this order: plan_memory calls plan_fp8, plan_gradients, plan_fp8_gradients, plan_waits,
 // plan_fusions, plan_lifetimes and place_buffers.
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -3464,8 +3466,8 @@ HD static inline Question flow_question(double ratio) {
     };
 }
 
-// Returns the Question of a frame at any ratio. It is never called for ddpm, whose levels are a table (ddpm_levels,
-// level_at).
+// Returns what the network is shown, told and asked (a Question) if noise and x_0 are mixed in this ratio, by the
+// formulas of `frame`: EDM or flow. It is never called for ddpm, whose levels are a table (ddpm_levels, level_at).
 HD static inline Question ask(Frame frame, double ratio, double sigma_data) {
     switch (frame) {
     case Frame::DDPM: break;
@@ -4800,8 +4802,9 @@ static uint32_t check_images(Dataset* d) {
     return all;
 }
 
-// Returns the header of a data file. If the file is one of unet.cu, its header has fewer fields, each one slot earlier.
-// Then that header is turned into a header of our format, with version 0.
+// Returns the header of a data file. Files of unet.cu, another program, have another header: there is no version, so
+// every field lies one slot before its place in our header, and some fields are missing. Such a header is turned into
+// a header of our format, with version 0.
 static Header data_header(const Dataset& d, const char* hint) {
     const int* s = d.header.slot;
     const int magic = s[SLOT_MAGIC];
@@ -5445,8 +5448,8 @@ static ModelFile open_model(const std::string& path) {
          text("is not a model file (it starts with %d, not %d); %s", magic, MODEL_MAGIC, hint));
     must(version == 1, path, text("is a model file of version %d and this program reads version 1", version));
 
-    // Check the numbers that the file's size depends on. The checksum has not been compared yet. So a wrong number here
-    // means that bytes of the file were damaged.
+    // Check the numbers that the file's size depends on. This is before the checksum is compared, so bytes of the file
+    // may be damaged. A wrong number is reported as damage.
     const int64_t n = m.header.get<int64_t>(SLOT_PARAMS);
     const int contents = s[SLOT_CONTENTS];
     const bool training = contents & HAS_TRAINING;
@@ -8976,8 +8979,8 @@ INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id
 
 // wgmma (PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate"): a warpgroup, 4 warps, computes
 // D (64, N) += A (64, 16) * B (16, N) in the background. B is in shared memory. A is in shared memory, too, or in
-// registers. If A is in registers, each warp holds 16 rows of A, as a fragment a of mma_bf16. D is in registers: each
-// thread holds N / 2 elements of D, float d[N / 2].
+// registers. If A is in registers, each warp holds 16 rows of A, in the same registers as the argument `a` of mma_bf16
+// (above). D is in registers: each thread holds N / 2 elements of D, float d[N / 2].
 //
 //   thread t of the 128:   r = t / 32 * 16 + t % 32 / 4,   c = 8 j + t % 4 * 2          for j = 0 ... N / 8 - 1
 //   d[4 j] = D(r, c)       d[4 j + 1] = D(r, c + 1)        d[4 j + 2] = D(r + 8, c)     d[4 j + 3] = D(r + 8, c + 1)
@@ -8985,7 +8988,8 @@ INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id
 // So a thread holds elements of two rows, r and r + 8, and of two columns in each group of 8 columns.
 // K_MAJOR: the operand's rows in memory run along k. MN_MAJOR: they run along m (D's rows) or n (D's columns).
 // ADD = 0: D = A * B, without +=.
-// The order of calls:   wgmma_fence, add, add, ..., wgmma_commit   (a group, which now runs),   multiplied<PENDING>(d)
+// The order of calls: wgmma_fence; Wgmma<N>::add, one or more times; wgmma_commit, which starts these products as a
+// group; multiplied<PENDING>(d), which waits until at most the newest PENDING groups still run. Then d may be read.
 enum { K_MAJOR = 0, MN_MAJOR = 1 };
 template <int N> struct Wgmma;
 // An asm statement names every register, so each N needs a text of its own. The parameters of WGMMA after N are numbers
@@ -10356,8 +10360,10 @@ INLINE double block_sum(double v) {
 }
 
 // Computes the loss of an image, and its gradient. Let d = out - target, element by element. Then:
-//   loss = mean over elements of mse d^2 + bound * (the term of the variational bound; only with BOUND)
+//   loss = the mean over all elements of (mse d^2 + bound v)
 //   dout = factor * (the derivative of loss by out)
+// mse and bound are the weights of the two terms at this noise level. v is the element's term of the variational bound
+// (only with BOUND; otherwise 0).
 // In training, factor is 1 / (the batch size). If Cout > C, the second half of out's channels is the predicted
 // variance, which only the bound uses.
 // grid (LOSS_PARTS, B): LOSS_PARTS blocks share an image, and each writes its part of the loss.
@@ -11253,7 +11259,7 @@ template <class T, bool DROPOUT> struct NormSlab {
     int slots_in_group = ceil_div(slots, COPY_GROUPS); // how many slots a group of copies fills
 
     // Shared memory after `kept`:
-    float2* coefficients = (float2*)(kept + 2 * slots * threads); // (slab): scale, shift; later x_factor, offset
+    float2* coefficients = (float2*)(kept + 2 * slots * threads); // (slab): scale, shift; after step 4 x_factor, offset
     float4* channels = (float4*)(coefficients + w.slab);          // (slab): mean, rstd, w in dxhat = w dz
     float2* warp_sums = (float2*)(channels + w.slab);             // (row_warps, slab): sums of dz, dz x
     float2* block_sums = warp_sums + row_warps * w.pitch();       // (blocks, slab): the blocks' sums, if blocks > 1
@@ -11414,7 +11420,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     groupnorm_backward_whole_kernel(GRAD dx1, GRAD dx2, const T* dout, NormArgs a, NormWhole w) {
     constexpr int V = VEC<T>;
     // `kept` is aligned to 128 bytes. Otherwise it would begin 16 bytes after `barrier`. Then the 128 bytes that 8
-    // neighbouring threads read together would not begin at bank 0, and would lie in two rows of the 32 banks.
+    // neighbouring threads read together would not begin at bank 0. They would lie in two rows of the 32 banks, which
+    // was slower (docs/LEARNT.md).
     extern __shared__ __align__(128) uint4 kept[];
     __shared__ uint64_t barrier;
     NormSlab<T, DROPOUT> slab{a, w, kept};
@@ -12274,7 +12281,12 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
 
 // grid (B * heads * tiles of T, chunks of d, 2): blocks with z = 0 own keys, blocks with z = 1 own queries. A warp owns
 // one row, and reads the streamed rows one after the other. A1 and A2 belong to the own row, B1 and B2 to the streamed
-// row, as in the table at the head of section 19. For each streamed row:
+// row (the table at the head of section 19 says the same):
+//
+//   own query:   A1 = q, A2 = dout,   B1 = k, B2 = v      sum1 becomes dq
+//   own key:     A1 = k, A2 = v,      B1 = q, B2 = dout   sum1 becomes dk, sum2 becomes dv
+//
+// D is, for each query, the sum of dout * out. For each streamed row:
 //   S = A1 B1^T,   P,   dP = A2 B2^T,   dS = P (dP - D),   sum1 += dS B1,   and if the warp owns a key: sum2 += P B2
 template <class T>
 static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
@@ -15495,8 +15507,8 @@ struct SmallTile {
     static constexpr int BOX = OUT_N % SLICE_CHANNELS == 0 ? SLICE_CHANNELS : SLICE_CHANNELS / 2;
     static constexpr int BOX_BYTES = 64 * BOX * 2;
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
-    // How many bytes of statistics one warp of each warpgroup writes: two floats for each channel. (A warpgroup has
-    // four warps.)
+    // Each warp writes statistics: two floats for each channel. SUMS_BYTES counts one warp of each warpgroup. (All four
+    // warps of all warpgroups write 4 * SUMS_BYTES.)
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8;
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_GROUPS * CONSUMERS * 16 : 0; // sums that the other block sends
     static constexpr int SHIFTS_BYTES = CONSUMERS * (IS_FP8 ? 16 : 8); // bias + embedding and, for FP8, factors
@@ -16570,6 +16582,9 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     constexpr double SLOTS = 0.081;  // the instructions of one more vector for each of 1,024 threads
     constexpr double PER_KB = 0.037; // a multiprocessor reads or writes one KB
     constexpr double WARPS = 0.34;   // a block has 256 more threads
+    // Parts of a time:
+    constexpr double SERIAL = 0.31;    // so much of a block's throughput does not overlap with its latency
+    constexpr double LAST_WAVE = 0.18; // if there are several waves, the last one costs so much of a wave more
     const int C = s.C1 + s.C2;
     const double elements = act_vec() / 8.0; // SLOT and SLOTS were fitted for vectors of 8 elements
 
@@ -16587,7 +16602,7 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
 
     const double throughput = PER_KB * kilobytes + SLOTS * elements * w.slots() * w.threads / 1024;
     const double parts = w.chunks > 1 ? 2 * w.chunks : 1 << w.log_warps;
-    const double latency = PART * parts + SLOT * elements * w.slots() + 0.31 * throughput;
+    const double latency = PART * parts + SLOT * elements * w.slots() + SERIAL * throughput;
 
     // How many blocks have room on a multiprocessor (fit), how many blocks there are, and how many of them run on a
     // multiprocessor at the same time (together).
@@ -16601,7 +16616,7 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     const double waves = blocks / (filled * fit * gpu.sms);
     const double block_time = hypot(latency, together * (throughput + WARPS * w.threads / 256));
     const double start = w.chunks > 1 ? START + CLUSTER : START;
-    return start + block_time * (waves > 1 ? waves + 0.18 : 1);
+    return start + block_time * (waves > 1 ? waves + LAST_WAVE : 1);
 }
 
 // Returns the plan with the lowest cost. Its `chunks` is 0 if no plan fits, or if two passes are faster.
@@ -16612,7 +16627,8 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     const int tensors = add ? 4 : 3;
 
     // How many microseconds the two passes take (groupnorm_sums_kernel and groupnorm_backward_kernel), by measurements.
-    // moved: the kilobytes that the two passes read and write on each multiprocessor.
+    // moved: the kilobytes that the two passes read and write on each multiprocessor. The measurements lie near two
+    // straight lines: the first one is higher if little is moved, the second one if much is moved.
     const double pieces = (double)s.B * s.HW * C / V; // how many pieces of 16 bytes one tensor has
     const double moved = (tensors + 2) * 16 / 1024.0 * pieces / gpu.sms;
     const double two_passes = std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved);
@@ -17106,15 +17122,17 @@ static bool conv_is_small(const ConvCall& c) {
 
 // Decides which kernel computes a convolution. A pick_ function, above, chooses the kernel's tile: in general the
 // largest tile with which every multiprocessor still has a block. The table shows how a layer of the network's list
-// leads to an instruction of the tensor cores. Each function calls the function below it:
+// leads to an instruction of the tensor cores. Each function calls the next one below it. In the first two columns
+// brackets hold the name for FP8, where it is another one (and once the name for 1x1). In the last two columns they
+// hold the name for fp32. In FP8, conv_product_fp8 stands in place of conv_product.
 //
 //   forward_conv (section 5)     what a layer of kind CONV calls
 //   conv_forward                 fills a ConvCall. For upsampling, stride 2 or few channels it may first replace the
 //                                convolution by another one
 //   conv_product                 chooses the kernel, by the table in it
 //
-//   Hopper, bf16, 3x3 (1x1);     Hopper, bf16, small images;  any GPU, 3x3, stride 1       any GPU, all others
-//   FP8, 3x3                     FP8 (conv_product_fp8)
+//   Hopper, bf16, 3x3 and 1x1;   Hopper, bf16, small images;  any GPU, 3x3, stride 1       any GPU, all others
+//   FP8, 3x3                     FP8
 //   pick_conv_tiles_3x3 (_1x1)   pick_conv_small              pick_conv_halo_bf16 (_fp32)  pick_conv_gather
 //   conv_tiles                   conv_small                   conv_halo                    conv_gather
 //   conv_tiles_kernel            conv_small_kernel            conv_halo_kernel             conv_gather_kernel
