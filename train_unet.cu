@@ -4,128 +4,133 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    221  Part I. The program
-//    224     1. Types at the interface: what operations are called with
-//    682     2. The interface: all that the program asks of a device
-//   1029     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1130     4. Configuration: flags, presets, help, what can work and what cannot
-//   1875     5. The network: a list of layers, made of guided-diffusion's flags
-//   2848     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2858         FP8: buffers, factors, weights for samples
-//   2996         gradients, and buffers
-//   3250     7. Forward and backward: two walks over the list
-//   3376     8. Diffusion: noise schedules, objectives, samplers
-//   3667         the level of a training sample, drawn, and its share of the loss
-//   4131         samplers
-//   4689     9. Data: .bin files that may be larger than memory, the order of their images
-//   5244    10. Model files: weights and checkpoints, initial weights
-//   5601    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5616         the learning rate, the verdict on a step, averages of the weights
-//   5707         what a trainer holds
-//   5849         a step
-//   6155    12. A run: log, guard, checkpoints, resume, samples
-//   6181         the log in memory, as the page shows it
-//   6294         what a run holds
-//   6362         the log and the status line
-//   6554         checkpoints, snapshots and grids
-//   6820         the start of a run: new, from a file's weights, or resumed
-//   7055         the loop over the steps
-//   7173         a run from its first to its last line
-//   7348         samples, without a run
-//   7511    13. main: the command line, then a run or samples
-//   7817         what ranks must have in common
-//   7891         main
-//   8020  Part II. The device
-//   8023    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8104    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8174    16. The GPU: what all kernels share
-//   8241         Launches, which may overlap
-//   8287         Decisions: what kernels are chosen with
-//   8338         Single instructions: shared memory, mbarriers, clusters
-//   8424         Activations: pieces of 16 bytes
-//   8748         each_kernel: a thread for an element
-//   8762         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8928         Swizzle: how rows lie in shared memory
-//   8946         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9200         building blocks of Hopper's kernels (sm_90a)
-//   9503    17. Small operations: resampling, embeddings, diffusion
-//   9506         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9709         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10069         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10610    18. Group norm
-//  10613         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11172         groupnorm_backward_whole: an image's slab in shared memory
-//  11563    19. Attention
-//  11669         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12219         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12365         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13055    20. Convolution
-//  13098         ConvOut: results, 4 channels of a pixel at a time
-//  13339         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13405         conv_halo: 3x3, stride 1, any GPU
-//  13822         conv_gather: any kernel size and stride, any GPU
-//  14089         conv_few: the first and the last layer
-//  14265         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14853         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14977         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15455         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15906         conv_weight_tma: weight gradients (sm_90a)
-//  16205         FP8 in training: weights and gradients are rounded
-//  16319    21. The optimiser
-//  16322         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16561    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16564         groupnorm_backward
-//  16728         attention: forward and, where a has dout, backward
-//  16792         convolution: forward and input gradient
-//  17294         convolution: weight gradients
-//  17647    23. The GPU: memory, copies, repeated work
-//  17873    24. Between ranks: from device to device
+//    226  Part I. The program
+//    229     1. Types at the interface: what operations are called with
+//    688     2. The interface: all that the program asks of a device
+//   1035     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1136     4. Configuration: flags, presets, help, what can work and what cannot
+//   1881     5. The network: a list of layers, made of guided-diffusion's flags
+//   2854     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2864         FP8: buffers, factors, weights for samples
+//   3002         gradients, and buffers
+//   3256     7. Forward and backward: two walks over the list
+//   3382     8. Diffusion: noise schedules, objectives, samplers
+//   3674         the level of a training sample, drawn, and its share of the loss
+//   4138         samplers
+//   4696     9. Data: .bin files that may be larger than memory, the order of their images
+//   5251    10. Model files: weights and checkpoints, initial weights
+//   5608    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5623         the learning rate, the verdict on a step, averages of the weights
+//   5714         what a trainer holds
+//   5856         a step
+//   6162    12. A run: log, guard, checkpoints, resume, samples
+//   6188         the log in memory, as the page shows it
+//   6301         what a run holds
+//   6369         the log and the status line
+//   6561         checkpoints, snapshots and grids
+//   6827         the start of a run: new, from a file's weights, or resumed
+//   7062         the loop over the steps
+//   7180         a run from its first to its last line
+//   7355         samples, without a run
+//   7518    13. main: the command line, then a run or samples
+//   7824         what ranks must have in common
+//   7898         main
+//   8027  Part II. The device
+//   8030    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8111    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8181    16. The GPU: what all kernels share
+//   8248         Launches, which may overlap
+//   8294         Decisions: what kernels are chosen with
+//   8345         Single instructions: shared memory, mbarriers, clusters
+//   8431         Activations: pieces of 16 bytes
+//   8755         each_kernel: a thread for an element
+//   8769         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8935         Swizzle: how rows lie in shared memory
+//   8953         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9207         building blocks of Hopper's kernels (sm_90a)
+//   9510    17. Small operations: resampling, embeddings, diffusion
+//   9513         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9716         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10076         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10617    18. Group norm
+//  10620         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11179         groupnorm_backward_whole: an image's slab in shared memory
+//  11570    19. Attention
+//  11676         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12226         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12372         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13062    20. Convolution
+//  13105         ConvOut: results, 4 channels of a pixel at a time
+//  13346         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13412         conv_halo: 3x3, stride 1, any GPU
+//  13829         conv_gather: any kernel size and stride, any GPU
+//  14096         conv_few: the first and the last layer
+//  14272         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14860         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14984         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15462         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15913         conv_weight_tma: weight gradients (sm_90a)
+//  16212         FP8 in training: weights and gradients are rounded
+//  16326    21. The optimiser
+//  16329         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16568    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16571         groupnorm_backward
+//  16735         attention: forward and, where a has dout, backward
+//  16799         convolution: forward and input gradient
+//  17302         convolution: weight gradients
+//  17655    23. The GPU: memory, copies, repeated work
+//  17881    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8016, run_program 7952, train 7304, run_step 7106, train_step 6089, load_batch 5197 (read_image 4777);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17778):
-//     step_gradients 5982: draw_levels 10086 (the formulas: draw_level 3736), forward_and_loss 5895,
-//     q_sample_forward 10296, unet_forward 3278, forward_layer 3264 (a function of the layer's kind),
-//     loss_forward_backward 10412, unet_backward 3345, conv_backward_weights 17640 (weight gradients, on the side
-//     stream), finish_gradients 11509 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16371;
-//     judge_step 16419 (the verdict: judge_batch 5680), update_slice 6054, adamw_update 16533 (adamw_kernel 16490),
-//     next_step 16425, record_step 16431; later collect_steps 7059
-//   pictures, from noise: sample_batch 4604, plan_route 4366, device_step 4411, euler_step 4162 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 17146 draws all of its roads):
-//     forward_conv 2312; conv_forward 17183, with conv_product above it, which asks conv_is_wgmma 16799;
-//     on Hopper, large images: pick_conv_tiles_3x3 17094; conv_tiles 15440, with conv_tiles_kernel above it;
-//     Accumulators 9423 (its function multiply); Wgmma 9012;
-//     on Hopper, small images: pick_conv_small 16950; conv_small 15892, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9012;
-//     on any other GPU pick_conv_halo_bf16 16866; conv_halo 13809, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8814
-//   why several GPUs compute the bits of one: step_gradients 5982
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 390, Silu 8067, with_nonlinearity 8077 (a case);
-//     BEHIND_NORMS, in front of add_norm 2539, chooses it. The embedding has SiLU as a layer: silu_forward 9989
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3594
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 506, and beside each other edm_question 3436,
-//     ask 3471, frame_of 3481, sigma_draws 3487, has_steps_of_t 3493; the head of their section lists the changes
-//   a kind of layer: forward_linear 2232 and what stands beside it, with a list of all places in front of
-//     LayerKind 2204; add_resblock 2591 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 8023, run_program 7959, train 7311, run_step 7113, train_step 6096, load_batch 5204 (read_image 4784),
+//     send 17854 (to the GPU); the rest is recorded as a graph at the first two steps and repeated later (replay 17786):
+//     step_gradients 5989: draw_levels 10093 (the formulas: draw_level 3743), forward_and_loss 5902,
+//     q_sample_forward 10303, unet_forward 3284, forward_layer 3270 (a function of the layer's kind),
+//     loss_forward_backward 10419, unet_backward 3351, conv_backward_weights 17648 (weight gradients, on the side
+//     stream), finish_gradients 11516 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16378;
+//     judge_step 16426 (the verdict: judge_batch 5687), update_slice 6061, adamw_update 16540 (adamw_kernel 16497),
+//     next_step 16432, record_step 16438; later collect_steps 7066
+//   pictures, from noise: sample_batch 4611, plan_route 4373, device_step 4418, euler_step 4169 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 17154 draws all of its roads):
+//     forward_conv 2318; conv_forward 17191, with conv_product above it, which asks conv_is_wgmma 16807;
+//     on Hopper, large images: pick_conv_tiles_3x3 17102; conv_tiles 15447, with conv_tiles_kernel above it;
+//     Accumulators 9430 (its function multiply); Wgmma 9019;
+//     on Hopper, small images: pick_conv_small 16958; conv_small 15899, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9019;
+//     on any other GPU pick_conv_halo_bf16 16874; conv_halo 13816, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8821
+//   why several GPUs compute the bits of one: step_gradients 5989
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 396, Silu 8074, with_nonlinearity 8084 (a case);
+//     BEHIND_NORMS, in front of add_norm 2545, chooses it. The embedding has SiLU as a layer: silu_forward 9996
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3601
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 512, and beside each other edm_question 3443,
+//     ask 3478, frame_of 3488, sigma_draws 3494, has_steps_of_t 3500; the head of their section lists the changes
+//   a kind of layer: forward_linear 2238 and what stands beside it, with a list of all places in front of
+//     LayerKind 2210; add_resblock 2597 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 289, with a list of all places in front of it
-//   FP8 (--precision fp8): choose_fp8 2788 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 2862 and plan_fp8_gradients 2880 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 2922 for samples, make_fp8_training 2962 for training; add_fp8_args 2085
-//     hands them to the layers. forward_conv 2312 and backward_conv 2323 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17244 makes an input gradient a forward convolution; conv_product_fp8 17176 picks the
-//     kernel, multiply_fp8 9455 and WgmmaFp8 9048 multiply; print_fp8 7003 says whether it pays
+//   an element type beside bf16: Element 295, with a list of all places in front of it: element_named 1279,
+//     take_aliases 1487, forward_and_loss 5902, ElementOf 8047, with_act 8309, act_has_wgmma 8321, unpack 8450, pack 8479,
+//     to_floats 8548, from_floats 8555, store_two 8560, mma 8821, tma_type 9163, adamw_kernel 16497, adamw_update 16540,
+//     pick_conv_gather 16920, conv_product 17154
+//   the settings, to their values: parse_command_line 1459, take_aliases 1487, complete_config 7941 (apply_preset 1370,
+//     take_model_file 7678, take_ect_defaults 7706), take_data_shape 7738 (take_labels 7730), check_model 1730, check_run 1865
+//   FP8 (--precision fp8): choose_fp8 2794 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 2868 and plan_fp8_gradients 2886 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 2928 for samples, make_fp8_training 2968 for training; add_fp8_args 2091
+//     hands them to the layers. forward_conv 2318 and backward_conv 2329 choose between bf16 and FP8;
+//     conv_backward_input_fp8 17252 makes an input gradient a forward convolution; conv_product_fp8 17184 picks the
+//     kernel, multiply_fp8 9462 and WgmmaFp8 9055 multiply; print_fp8 7010 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
-//     refuse or must (host/files.h), of wrong 1345 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5411 and check_unused (host/files.h): look at their
-//     callers.
-//     unknown_word 1259 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1265.
-//     Two functions print a message while the run goes on: report_bad_step 6808 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6598 that a file could not be written yet.
-//     stop_run 6572 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     refuse or must (host/files.h), of wrong 1351 (a flag's value), or of a function beside it whose name ends in
+//     _unless. For a damaged header they stand in check_field 5418 and check_unused (host/files.h): look at their
+//     callers; for a data file also in take_data_fields 4832, for a checkpoint's counters in check_resume 7793.
+//     unknown_word 1265 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1271.
+//     Two functions print a message while the run goes on: report_bad_step 6815 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6605 that a file could not be written yet.
+//     stop_run 6579 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -272,7 +277,8 @@ static const char* const PRESET_ELSE = "fashion32";
 //   cast_params, adamw_update  their cases (section 21)
 //
 // Until these are done, a run ends with an error message:
-//   `precision`                its word, in the flag's row of common/flags.h and in element_named (section 4)
+//   `precision`                its word, in the flag's row of common/flags.h (at its end, because model files hold the
+//                              word's place in this row) and in element_named (section 4)
 //   conv_product               its rows in the table (section 22): one for pick_conv_gather and, for speed, one for a
 //                              function like pick_conv_halo_bf16
 //
@@ -3398,7 +3404,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //      if --objective ect may tune its models: its word in the row of `ect_frame`, and in take_model_file's message
 //   2. Frame (section 1): its enumerator
 //   3. here:
-//      a function with its formulas, beside edm_question;
+//      a function with its formulas, beside edm_question. If it has a parameter of its own: a member of Objective, a
+//      line in make_objective, and an argument of ask, which gets only sigma_data so far;
 //      its case in ask, and its word in frame_of;
 //      whether log(sigma) or t is drawn in training, and how (sigma_draws; for another distribution also SigmaDraws
 //      and draw_level);
@@ -16795,7 +16802,8 @@ static void attention_backward(act* dqkv,              // (B, T, 3C)
 // Functions whose names begin with pick_ choose a kernel's tile, by measured costs or by a table.
 static bool conv_is_halo(const ConvShape& s) { return s.kernel == 3 && s.stride == 1; }
 
-// Can Hopper's kernels compute this convolution? If so, conv_weight_tma always computes its weight gradient.
+// Can Hopper's kernels compute this convolution? If so, conv_weight_tma always computes its weight gradient. On other
+// GPUs act_has_wgmma is false (start_device finds it out).
 static bool conv_is_wgmma(const ConvShape& s) {
     return act_has_wgmma() && s.stride == 1 && !s.upsample && !conv_is_few(s);
 }
