@@ -4,133 +4,135 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    226  Part I. The program
-//    229     1. Types at the interface: what operations are called with
-//    688     2. The interface: all that the program asks of a device
-//   1035     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1136     4. Configuration: flags, presets, help, what can work and what cannot
-//   1881     5. The network: a list of layers, made of guided-diffusion's flags
-//   2854     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2864         FP8: buffers, factors, weights for samples
-//   3002         gradients, and buffers
-//   3256     7. Forward and backward: two walks over the list
-//   3382     8. Diffusion: noise schedules, objectives, samplers
-//   3674         the level of a training sample, drawn, and its share of the loss
-//   4138         samplers
-//   4696     9. Data: .bin files that may be larger than memory, the order of their images
-//   5251    10. Model files: weights and checkpoints, initial weights
-//   5608    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5623         the learning rate, the verdict on a step, averages of the weights
-//   5714         what a trainer holds
-//   5856         a step
-//   6162    12. A run: log, guard, checkpoints, resume, samples
-//   6188         the log in memory, as the page shows it
-//   6301         what a run holds
-//   6369         the log and the status line
-//   6561         checkpoints, snapshots and grids
-//   6827         the start of a run: new, from a file's weights, or resumed
-//   7062         the loop over the steps
-//   7180         a run from its first to its last line
-//   7355         samples, without a run
-//   7518    13. main: the command line, then a run or samples
-//   7824         what ranks must have in common
-//   7898         main
-//   8027  Part II. The device
-//   8030    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8111    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8181    16. The GPU: what all kernels share
-//   8248         Launches, which may overlap
-//   8294         Decisions: what kernels are chosen with
-//   8345         Single instructions: shared memory, mbarriers, clusters
-//   8431         Activations: pieces of 16 bytes
-//   8755         each_kernel: a thread for an element
-//   8769         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8935         Swizzle: how rows lie in shared memory
-//   8953         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9207         building blocks of Hopper's kernels (sm_90a)
-//   9510    17. Small operations: resampling, embeddings, diffusion
-//   9513         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9716         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10076         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10617    18. Group norm
-//  10620         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11179         groupnorm_backward_whole: an image's slab in shared memory
-//  11570    19. Attention
-//  11676         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12226         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12372         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13062    20. Convolution
-//  13105         ConvOut: results, 4 channels of a pixel at a time
-//  13346         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13412         conv_halo: 3x3, stride 1, any GPU
-//  13829         conv_gather: any kernel size and stride, any GPU
-//  14096         conv_few: the first and the last layer
-//  14272         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14860         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14984         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15462         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15913         conv_weight_tma: weight gradients (sm_90a)
-//  16212         FP8 in training: weights and gradients are rounded
-//  16326    21. The optimiser
-//  16329         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16568    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16571         groupnorm_backward
-//  16735         attention: forward and, where a has dout, backward
-//  16799         convolution: forward and input gradient
-//  17302         convolution: weight gradients
-//  17655    23. The GPU: memory, copies, repeated work
-//  17881    24. Between ranks: from device to device
+//    228  Part I. The program
+//    231     1. Types at the interface: what operations are called with
+//    690     2. The interface: all that the program asks of a device
+//   1037     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1138     4. Configuration: flags, presets, help, what can work and what cannot
+//   1883     5. The network: a list of layers, made of guided-diffusion's flags
+//   2856     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2866         FP8: buffers, factors, weights for samples
+//   3004         gradients, and buffers
+//   3258     7. Forward and backward: two walks over the list
+//   3384     8. Diffusion: noise schedules, objectives, samplers
+//   3676         the level of a training sample, drawn, and its share of the loss
+//   4140         samplers
+//   4698     9. Data: .bin files that may be larger than memory, the order of their images
+//   5253    10. Model files: weights and checkpoints, initial weights
+//   5610    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5625         the learning rate, the verdict on a step, averages of the weights
+//   5716         what a trainer holds
+//   5858         a step
+//   6164    12. A run: log, guard, checkpoints, resume, samples
+//   6190         the log in memory, as the page shows it
+//   6303         what a run holds
+//   6371         the log and the status line
+//   6563         checkpoints, snapshots and grids
+//   6829         the start of a run: new, from a file's weights, or resumed
+//   7064         the loop over the steps
+//   7182         a run from its first to its last line
+//   7357         samples, without a run
+//   7520    13. main: the command line, then a run or samples
+//   7826         what ranks must have in common
+//   7900         main
+//   8029  Part II. The device
+//   8032    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8113    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8183    16. The GPU: what all kernels share
+//   8250         Launches, which may overlap
+//   8296         Decisions: what kernels are chosen with
+//   8347         Single instructions: shared memory, mbarriers, clusters
+//   8433         Activations: pieces of 16 bytes
+//   8757         each_kernel: a thread for an element
+//   8771         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8937         Swizzle: how rows lie in shared memory
+//   8955         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9209         building blocks of Hopper's kernels (sm_90a)
+//   9512    17. Small operations: resampling, embeddings, diffusion
+//   9515         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9718         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10078         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10619    18. Group norm
+//  10622         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11181         groupnorm_backward_whole: an image's slab in shared memory
+//  11572    19. Attention
+//  11678         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12228         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12374         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13064    20. Convolution
+//  13107         ConvOut: results, 4 channels of a pixel at a time
+//  13348         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13414         conv_halo: 3x3, stride 1, any GPU
+//  13831         conv_gather: any kernel size and stride, any GPU
+//  14098         conv_few: the first and the last layer
+//  14274         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14862         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14986         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15464         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15915         conv_weight_tma: weight gradients (sm_90a)
+//  16214         FP8 in training: weights and gradients are rounded
+//  16328    21. The optimiser
+//  16331         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16570    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16573         groupnorm_backward
+//  16737         attention: forward and, where a has dout, backward
+//  16801         convolution: forward and input gradient
+//  17304         convolution: weight gradients
+//  17657    23. The GPU: memory, copies, repeated work
+//  17883    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8023, run_program 7959, train 7311, run_step 7113, train_step 6096, load_batch 5204 (read_image 4784),
-//     send 17854 (to the GPU); the rest is recorded as a graph at the first two steps and repeated later (replay 17786):
-//     step_gradients 5989: draw_levels 10093 (the formulas: draw_level 3743), forward_and_loss 5902,
-//     q_sample_forward 10303, unet_forward 3284, forward_layer 3270 (a function of the layer's kind),
-//     loss_forward_backward 10419, unet_backward 3351, conv_backward_weights 17648 (weight gradients, on the side
-//     stream), finish_gradients 11516 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16378;
-//     judge_step 16426 (the verdict: judge_batch 5687), update_slice 6061, adamw_update 16540 (adamw_kernel 16497),
-//     next_step 16432, record_step 16438; later collect_steps 7066
-//   pictures, from noise: sample_batch 4611, plan_route 4373, device_step 4418, euler_step 4169 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 17154 draws all of its roads):
-//     forward_conv 2318; conv_forward 17191, with conv_product above it, which asks conv_is_wgmma 16807;
-//     on Hopper, large images: pick_conv_tiles_3x3 17102; conv_tiles 15447, with conv_tiles_kernel above it;
-//     Accumulators 9430 (its function multiply); Wgmma 9019;
-//     on Hopper, small images: pick_conv_small 16958; conv_small 15899, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9019;
-//     on any other GPU pick_conv_halo_bf16 16874; conv_halo 13816, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8821
-//   why several GPUs compute the bits of one: step_gradients 5989
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 396, Silu 8074, with_nonlinearity 8084 (a case);
-//     BEHIND_NORMS, in front of add_norm 2545, chooses it. The embedding has SiLU as a layer: silu_forward 9996
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3601
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 512, and beside each other edm_question 3443,
-//     ask 3478, frame_of 3488, sigma_draws 3494, has_steps_of_t 3500; the head of their section lists the changes
-//   a kind of layer: forward_linear 2238 and what stands beside it, with a list of all places in front of
-//     LayerKind 2210; add_resblock 2597 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 8025, run_program 7961, train 7313, run_step 7115, train_step 6098, load_batch 5206 (read_image 4786),
+//     send 17856 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17788):
+//     step_gradients 5991: draw_levels 10095 (the formulas: draw_level 3745), forward_and_loss 5904,
+//     q_sample_forward 10305, unet_forward 3286, forward_layer 3272 (a function of the layer's kind),
+//     loss_forward_backward 10421, unet_backward 3353, conv_backward_weights 17650 (weight gradients, on the side
+//     stream), finish_gradients 11518 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16380;
+//     judge_step 16428 (the verdict: judge_batch 5689), update_slice 6063, adamw_update 16542 (adamw_kernel 16499),
+//     next_step 16434, record_step 16440; later collect_steps 7068
+//   pictures, from noise: sample_batch 4613, plan_route 4375, device_step 4420, euler_step 4171 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 17156 draws all of its roads):
+//     forward_conv 2320; conv_forward 17193, with conv_product above it, which asks conv_is_wgmma 16809;
+//     on Hopper, large images: pick_conv_tiles_3x3 17104; conv_tiles 15449, with conv_tiles_kernel above it;
+//     Accumulators 9432 (its function multiply); Wgmma 9021;
+//     on Hopper, small images: pick_conv_small 16960; conv_small 15901, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9021;
+//     on any other GPU pick_conv_halo_bf16 16876; conv_halo 13818, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8823
+//   why several GPUs compute the bits of one: step_gradients 5991
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 398, Silu 8076, with_nonlinearity 8086 (a case);
+//     BEHIND_NORMS, in front of add_norm 2547, chooses it. The embedding has SiLU as a layer: silu_forward 9998
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3603
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 514, and beside each other edm_question 3445,
+//     ask 3480, frame_of 3490, sigma_draws 3496, has_steps_of_t 3502; the head of their section lists the changes
+//   a kind of layer: forward_linear 2240 and what stands beside it, with a list of all places in front of
+//     LayerKind 2212; add_resblock 2599 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 295, with a list of all places in front of it: element_named 1279,
-//     take_aliases 1487, forward_and_loss 5902, ElementOf 8047, with_act 8309, act_has_wgmma 8321, unpack 8450, pack 8479,
-//     to_floats 8548, from_floats 8555, store_two 8560, mma 8821, tma_type 9163, adamw_kernel 16497, adamw_update 16540,
-//     pick_conv_gather 16920, conv_product 17154
-//   the settings, to their values: parse_command_line 1459, take_aliases 1487, complete_config 7941 (apply_preset 1370,
-//     take_model_file 7678, take_ect_defaults 7706), take_data_shape 7738 (take_labels 7730), check_model 1730, check_run 1865
-//   FP8 (--precision fp8): choose_fp8 2794 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 2868 and plan_fp8_gradients 2886 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 2928 for samples, make_fp8_training 2968 for training; add_fp8_args 2091
-//     hands them to the layers. forward_conv 2318 and backward_conv 2329 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17252 makes an input gradient a forward convolution; conv_product_fp8 17184 picks the
-//     kernel, multiply_fp8 9462 and WgmmaFp8 9055 multiply; print_fp8 7010 says whether it pays
+//   an element type beside bf16: Element 297, with a list of all places in front of it: element_named 1281,
+//     take_aliases 1489, forward_and_loss 5904, ElementOf 8049, with_act 8311, act_has_wgmma 8323, unpack 8452,
+//     pack 8481, to_floats 8550, from_floats 8557, store_two 8562, mma 8823, tma_type 9165, adamw_kernel 16499,
+//     adamw_update 16542, pick_conv_gather 16922, conv_product 17156
+//   the settings, to their values: parse_command_line 1461, take_aliases 1489, complete_config 7943
+//     (apply_preset 1372, take_model_file 7680, take_ect_defaults 7708), take_data_shape 7740 (take_labels 7732),
+//     check_model 1732, check_run 1867
+//   FP8 (--precision fp8): choose_fp8 2796 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 2870 and plan_fp8_gradients 2888 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 2930 for samples, make_fp8_training 2970 for training; add_fp8_args 2093
+//     hands them to the layers. forward_conv 2320 and backward_conv 2331 choose between bf16 and FP8;
+//     conv_backward_input_fp8 17254 makes an input gradient a forward convolution; conv_product_fp8 17186 picks the
+//     kernel, multiply_fp8 9464 and WgmmaFp8 9057 multiply; print_fp8 7012 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
-//     refuse or must (host/files.h), of wrong 1351 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5418 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 4832, for a checkpoint's counters in check_resume 7793.
-//     unknown_word 1265 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1271.
-//     Two functions print a message while the run goes on: report_bad_step 6815 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6605 that a file could not be written yet.
-//     stop_run 6579 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     refuse or must (host/files.h), of wrong 1353 (a flag's value), or of a function beside it whose name ends in
+//     _unless. For a damaged header they stand in check_field 5420 and check_unused (host/files.h): look at their
+//     callers; for a data file also in take_data_fields 4834, for a checkpoint's counters in check_resume 7795.
+//     unknown_word 1267 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1273.
+//     Two functions print a message while the run goes on: report_bad_step 6817 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6607 that a file could not be written yet.
+//     stop_run 6581 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
