@@ -31,80 +31,80 @@
 //   6829         the start of a run: new, from a file's weights, or resumed
 //   7064         the loop over the steps
 //   7182         a run from its first to its last line
-//   7357         samples, without a run
-//   7520    13. main: the command line, then a run or samples
-//   7826         what ranks must have in common
-//   7900         main
-//   8029  Part II. The device
-//   8032    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8113    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8183    16. The GPU: what all kernels share
-//   8250         Launches, which may overlap
-//   8296         Decisions: what kernels are chosen with
-//   8347         Single instructions: shared memory, mbarriers, clusters
-//   8433         Activations: pieces of 16 bytes
-//   8757         each_kernel: a thread for an element
-//   8771         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8937         Swizzle: how rows lie in shared memory
-//   8955         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9209         building blocks of Hopper's kernels (sm_90a)
-//   9512    17. Small operations: resampling, embeddings, diffusion
-//   9515         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9718         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10078         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10619    18. Group norm
-//  10622         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11181         groupnorm_backward_whole: an image's slab in shared memory
-//  11572    19. Attention
-//  11678         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12228         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12374         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13064    20. Convolution
-//  13107         ConvOut: results, 4 channels of a pixel at a time
-//  13348         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13414         conv_halo: 3x3, stride 1, any GPU
-//  13831         conv_gather: any kernel size and stride, any GPU
-//  14098         conv_few: the first and the last layer
-//  14274         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14862         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14986         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15464         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15915         conv_weight_tma: weight gradients (sm_90a)
-//  16214         FP8 in training: weights and gradients are rounded
-//  16328    21. The optimiser
-//  16331         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16570    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16573         groupnorm_backward
-//  16737         attention: forward and, where a has dout, backward
-//  16801         convolution: forward and input gradient
-//  17304         convolution: weight gradients
-//  17657    23. The GPU: memory, copies, repeated work
-//  17883    24. Between ranks: from device to device
+//   7358         samples, without a run
+//   7521    13. main: the command line, then a run or samples
+//   7832         what ranks must have in common
+//   7906         main
+//   8035  Part II. The device
+//   8038    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8119    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8189    16. The GPU: what all kernels share
+//   8256         Launches, which may overlap
+//   8302         Decisions: what kernels are chosen with
+//   8353         Single instructions: shared memory, mbarriers, clusters
+//   8439         Activations: pieces of 16 bytes
+//   8763         each_kernel: a thread for an element
+//   8777         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8943         Swizzle: how rows lie in shared memory
+//   8961         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9215         building blocks of Hopper's kernels (sm_90a)
+//   9518    17. Small operations: resampling, embeddings, diffusion
+//   9521         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9724         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10084         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10625    18. Group norm
+//  10628         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11187         groupnorm_backward_whole: an image's slab in shared memory
+//  11578    19. Attention
+//  11684         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12234         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12380         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13070    20. Convolution
+//  13113         ConvOut: results, 4 channels of a pixel at a time
+//  13354         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13420         conv_halo: 3x3, stride 1, any GPU
+//  13837         conv_gather: any kernel size and stride, any GPU
+//  14104         conv_few: the first and the last layer
+//  14280         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14868         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14992         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15470         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15921         conv_weight_tma: weight gradients (sm_90a)
+//  16220         FP8 in training: weights and gradients are rounded
+//  16334    21. The optimiser
+//  16337         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16576    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16579         groupnorm_backward
+//  16743         attention: forward and, where a has dout, backward
+//  16807         convolution: forward and input gradient
+//  17310         convolution: weight gradients
+//  17663    23. The GPU: memory, copies, repeated work
+//  17889    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8025, run_program 7961, train 7313, run_step 7115, train_step 6098, load_batch 5206 (read_image 4786),
-//     send 17856 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17788):
-//     step_gradients 5991: draw_levels 10095 (the formulas: draw_level 3745), forward_and_loss 5904,
-//     q_sample_forward 10305, unet_forward 3286, forward_layer 3272 (a function of the layer's kind),
-//     loss_forward_backward 10421, unet_backward 3353, conv_backward_weights 17650 (weight gradients, on the side
-//     stream), finish_gradients 11518 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16380;
-//     judge_step 16428 (the verdict: judge_batch 5689), update_slice 6063, adamw_update 16542 (adamw_kernel 16499),
-//     next_step 16434, record_step 16440; later collect_steps 7068
+//     main 8031, run_program 7967, train 7314, run_step 7115, train_step 6098, load_batch 5206 (read_image 4786),
+//     send 17862 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17794):
+//     step_gradients 5991: draw_levels 10101 (the formulas: draw_level 3745), forward_and_loss 5904,
+//     q_sample_forward 10311, unet_forward 3286, forward_layer 3272 (a function of the layer's kind),
+//     loss_forward_backward 10427, unet_backward 3353, conv_backward_weights 17656 (weight gradients, on the side
+//     stream), finish_gradients 11524 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16386;
+//     judge_step 16434 (the verdict: judge_batch 5689), update_slice 6063, adamw_update 16548 (adamw_kernel 16505),
+//     next_step 16440, record_step 16446; later collect_steps 7068
 //   pictures, from noise: sample_batch 4613, plan_route 4375, device_step 4420, euler_step 4171 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 17156 draws all of its roads):
-//     forward_conv 2320; conv_forward 17193, with conv_product above it, which asks conv_is_wgmma 16809;
-//     on Hopper, large images: pick_conv_tiles_3x3 17104; conv_tiles 15449, with conv_tiles_kernel above it;
-//     Accumulators 9432 (its function multiply); Wgmma 9021;
-//     on Hopper, small images: pick_conv_small 16960; conv_small 15901, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9021;
-//     on any other GPU pick_conv_halo_bf16 16876; conv_halo 13818, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8823
+//   a convolution, to the tensor cores (a table above conv_product 17162 draws all of its roads):
+//     forward_conv 2320; conv_forward 17199, with conv_product above it, which asks conv_is_wgmma 16815;
+//     on Hopper, large images: pick_conv_tiles_3x3 17110; conv_tiles 15455, with conv_tiles_kernel above it;
+//     Accumulators 9438 (its function multiply); Wgmma 9027;
+//     on Hopper, small images: pick_conv_small 16966; conv_small 15907, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9027;
+//     on any other GPU pick_conv_halo_bf16 16882; conv_halo 13824, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8829
 //   why several GPUs compute the bits of one: step_gradients 5991
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 398, Silu 8076, with_nonlinearity 8086 (a case);
-//     BEHIND_NORMS, in front of add_norm 2547, chooses it. The embedding has SiLU as a layer: silu_forward 9998
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 398, Silu 8082, with_nonlinearity 8092 (a case);
+//     BEHIND_NORMS, in front of add_norm 2547, chooses it. The embedding has SiLU as a layer: silu_forward 10004
 //   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3603
 //   an objective, as edm and flow are: its row in common/flags.h, Frame 514, and beside each other edm_question 3445,
 //     ask 3480, frame_of 3490, sigma_draws 3496, has_steps_of_t 3502; the head of their section lists the changes
@@ -112,22 +112,22 @@
 //     LayerKind 2212; add_resblock 2599 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 297, with a list of all places in front of it: element_named 1281,
-//     take_aliases 1489, forward_and_loss 5904, ElementOf 8049, with_act 8311, act_has_wgmma 8323, unpack 8452,
-//     pack 8481, to_floats 8550, from_floats 8557, store_two 8562, mma 8823, tma_type 9165, adamw_kernel 16499,
-//     adamw_update 16542, pick_conv_gather 16922, conv_product 17156
-//   the settings, to their values: parse_command_line 1461, take_aliases 1489, complete_config 7943
-//     (apply_preset 1372, take_model_file 7680, take_ect_defaults 7708), take_data_shape 7740 (take_labels 7732),
+//     take_aliases 1489, forward_and_loss 5904, ElementOf 8055, with_act 8317, act_has_wgmma 8329, unpack 8458,
+//     pack 8487, to_floats 8556, from_floats 8563, store_two 8568, mma 8829, tma_type 9171, adamw_kernel 16505,
+//     adamw_update 16548, pick_conv_gather 16928, conv_product 17162
+//   the settings, to their values: parse_command_line 1461, take_aliases 1489, complete_config 7949
+//     (apply_preset 1372, take_model_file 7681, take_ect_defaults 7710), take_data_shape 7745 (take_labels 7735),
 //     check_model 1732, check_run 1867
 //   FP8 (--precision fp8): choose_fp8 2796 chooses the convolutions, and above it stands a table of what is rounded,
 //     by which factor, and where. plan_fp8 2870 and plan_fp8_gradients 2888 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 2930 for samples, make_fp8_training 2970 for training; add_fp8_args 2093
 //     hands them to the layers. forward_conv 2320 and backward_conv 2331 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17254 makes an input gradient a forward convolution; conv_product_fp8 17186 picks the
-//     kernel, multiply_fp8 9464 and WgmmaFp8 9057 multiply; print_fp8 7012 says whether it pays
+//     conv_backward_input_fp8 17260 makes an input gradient a forward convolution; conv_product_fp8 17192 picks the
+//     kernel, multiply_fp8 9470 and WgmmaFp8 9063 multiply; print_fp8 7012 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1353 (a flag's value), or of a function beside it whose name ends in
 //     _unless. For a damaged header they stand in check_field 5420 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 4834, for a checkpoint's counters in check_resume 7795.
+//     callers; for a data file also in take_data_fields 4834, for a checkpoint's counters in check_resume 7801.
 //     unknown_word 1267 prints the message for a word of a flag that some place does not know. Such a place calls it
 //     itself or through meaning 1273.
 //     Two functions print a message while the run goes on: report_bad_step 6817 says that a step was skipped (after
@@ -7195,7 +7195,8 @@ static Dataset open_validation_data(const Config& c, const Dataset& data) {
     // For a model with classes, the validation images must have labels, of at most --num_classes classes.
     const bool labels_fit = !val.labels.empty() && val.classes <= c.num_classes;
     if (val.count && c.class_cond && !labels_fit)
-        die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is",
+        die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is, "
+            "or train with --class_cond False",
             val.path.c_str(), val.classes, c.num_classes);
     const bool makes_them = c.picture_kind != PictureKind::FILE;
     if (c.cond_channels && !makes_them && c.val_cond_file.empty())
@@ -7697,6 +7698,7 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
         // Tuning has its own objective and its own noise levels, so these flags are not taken from the file.
         const bool tuning_has_it = f.slot == SLOT_OBJECTIVE || f.slot == SLOT_P_MEAN || f.slot == SLOT_P_STD;
         if (is_tuned && tuning_has_it) continue;
+        if (f.slot == SLOT_PRECISION && c->sample) continue; // how a model was trained does not say how to sample it
         if (slot_is_used(h, f)) take_from_file(c, path, f.name, header_value(*c, h, f));
         else check_unused(h, f.slot, f.slot + 1, path, "");
     }
@@ -7724,14 +7726,17 @@ static void take_ect_defaults(Config* c, bool file_has_levels) {
 static void drop_preset_of_classes(Config* c) {
     const bool has_condition = c->class_cond || c->cond_dim; // something that class_dropout can leave out
     if (c->by_preset.contains("class_dropout") && !has_condition) c->class_dropout = 0;
-    if (c->by_preset.contains("guidance_scale") && !c->can_be_guided()) c->guidance_scale = 1;
+    if (c->by_preset.contains("guidance_scale") && !c->null_class()) c->guidance_scale = 1;
 }
 
-// A preset may ask for a model that is conditioned on classes. If the images have no labels, the model is not
-// conditioned on them (print_start says so).
+// The preset that is used without --preset may ask for a model that is conditioned on classes. If the images have no
+// labels, the model is not conditioned on them (print_start says so). With --preset, this is an error instead, because
+// the user has asked for classes.
 static void take_labels(Config* c, const Dataset& d) {
-    if (!d.labels.empty() || !c->class_cond || !c->by_preset.contains("class_cond")) return;
+    const bool is_default = c->by_preset.contains("class_cond") && !c->given("preset");
+    if (!d.labels.empty() || !c->class_cond || !is_default) return;
     c->class_cond = false;
+    if (c->by_preset.contains("class_dropout")) c->class_dropout = 0;
     drop_preset_of_classes(c);
 }
 
@@ -7776,7 +7781,8 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
     refuse_unless(d.classes <= c->num_classes, "num_classes",
                   c->data_file + text(" has labels of %d classes", d.classes));
     refuse_unless(!d.labels.empty(), "class_cond",
-                  c->data_file + " has no labels; make it from a folder with one sub-folder a class");
+                  c->data_file + " has no labels; make it from a folder with one sub-folder a class, or use "
+                                 "--class_cond False");
 }
 
 // Returns the path of the checkpoint that --resume_checkpoint means, or "" if the run is new.

@@ -673,7 +673,7 @@ class Trainer:
     def __init__(self, config: Config, device: torch.device | str = "cpu", start: ModelFile | None = None):
         self.device = pick_device(str(device))
         if not start or start.m is None:
-            fresh = start.weights if start else initial_weights(config, self.device)
+            fresh = start.weights if start else initial_weights(config, self.device if self.device.type == "cuda" else "cpu")
             start = ModelFile(config, fresh, m=np.zeros_like(fresh), v=np.zeros_like(fresh))
         self.config, self.state = config, dataclasses.replace(start.state)
         self.diffusion, self.history = Diffusion(config, self.device), LossHistory(config, start.history)
@@ -788,6 +788,8 @@ def announce(trainer: Trainer, data: Data, start: ModelFile | None) -> None:
         print("--precision fp8: PyTorch multiplies the rounded numbers in the usual precision, so this shows what FP8 changes, and is not faster")
     unverified = " (not verified: more than 4 GiB, and no checksums of them)" if data.file and data.image_crcs is None else ""
     print(f"data: {data.path}, {len(data.images)} images{unverified}; output: {config.output_dir}/", flush=True)
+    if not config.class_cond and data.labels is None and preset_flags(config.preset).get("class_cond"):
+        print("classes: none, because the data has no labels")
     if data.pictures:
         print(f"condition: {data.pictures.path}, pictures of {config.cond_channels} channels")
     if config.in_channels not in (1, 3):

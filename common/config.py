@@ -256,15 +256,16 @@ def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resu
         values.setdefault("num_classes", data.num_classes)
         if data.pictures and not values.get("cond"):
             values.setdefault("cond_channels", data.pictures.images.shape[1])
-    has_labels = data.labels is not None if data else bool(values.get("num_classes"))
-    if not start and not has_labels and chosen.get("class_cond") and "class_cond" not in flags:  # then a preset's classes are left out
+    of_preset = chosen.keys() - flags.keys()
+    without_labels = data.labels is None and "preset" not in flags if data else not values.get("num_classes")
+    if not start and without_labels and values.get("class_cond") and "class_cond" in of_preset:
+        values |= dict.fromkeys(of_preset & {"class_cond", "class_dropout"}, 0)
         values["class_cond"] = False
     values |= ect_defaults(values, flags, start)
     config = Config(**values)
-    of_preset = chosen.keys() - flags.keys()
     if "class_dropout" in of_preset and not config.class_cond and not config.cond_dim:
         config.class_dropout = 0.0
-    if "guidance_scale" in of_preset and not config.can_be_guided:
+    if "guidance_scale" in of_preset and not config.null_class:
         config.guidance_scale = 1.0
     if "rescale_learned_sigmas" in flags and "vlb_weight" in flags:
         raise UserError("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out")

@@ -77,7 +77,7 @@ class Data:
             here = f"{config.in_channels}x{config.image_size[0]}x{config.image_size[1]}"
             raise UserError(f"{self.path}: its images are {channels}x{height}x{width}, the model's {here}; prepare them again")
         if config.class_cond and self.labels is None:
-            raise UserError(f"--class_cond True: {self.path} has no labels; leave it out, or use data that has")
+            raise UserError(f"--class_cond True: {self.path} has no labels; use --class_cond False, or data that has")
         if config.class_cond and self.num_classes > config.num_classes:
             raise UserError(f"--num_classes {config.num_classes}: {self.path} has {self.num_classes} classes")
         count = 0 if self.values is None else self.values.shape[1]

@@ -137,6 +137,8 @@ class ModelFile:
     def inherit(self, flags: dict[str, Any], resume: bool) -> dict[str, Any]:
         """The flags of a run that starts from this file, or resumes it; UserError if a given one says otherwise about the model."""
         inherited = {name: getattr(self.config, name) for name in (CHECKPOINT_FLAGS if resume else SAVED_FLAGS)}
+        if flags.get("sample"):  # how a model was trained does not say how to sample it
+            inherited.pop("precision", None)
         if flags.get("objective") == "ect" != self.config.objective and not resume:  # its frame stays
             if self.config.objective == "ddpm":
                 raise UserError(TUNES.format(self.path))

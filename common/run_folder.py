@@ -502,7 +502,7 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
     if resume and not names_pictures and start.config.cond_file:
         flags["cond_file"] = find_data(start.config.cond_file, start.path)
     if flags.get("data_dir"):
-        of_classes = {"class_cond", "class_dropout", "guidance_scale"}  # whether there are any is not known yet
+        of_classes = {"class_cond", "class_dropout", "guidance_scale", "classes"}  # whether there are any is not known yet
         unlabelled = {name: value for name, value in flags.items() if name not in of_classes} | {"class_cond": False}
         from common.pictures import open_pictures  # needs Pillow and tqdm, which who trains on a data file does without
 
