@@ -1361,7 +1361,7 @@ static std::set<std::string> left_out_of_preset(const Config& c) {
     if (c.given("num_heads")) names.insert("num_head_channels"); // it would have priority over num_heads
     if (c.objective != "ddpm") names.insert({"predict", "min_snr_gamma", "learn_sigma"});
     if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma"); // it suits the preset's own --predict
-    if (c.given("sampler") || c.changes_images()) names.insert("S_churn");
+    if (c.given("sampler") || c.changes_images()) names.insert({"S_churn", "guidance_scale"}); // they suit its sampler
     if (c.given("class_cond") && !c.class_cond) names.insert({"class_dropout", "guidance_scale"});
     if (c.given("class_dropout") && !c.class_dropout) names.insert("guidance_scale");
     return names;
@@ -1760,7 +1760,7 @@ static std::string check_model(Config* c) {
     note_unless(c->noise_schedule != "linear" || c->diffusion_steps > 20, "diffusion_steps",
                 "must be above 20 with --noise_schedule linear, whose last beta would reach 1");
     note_unless(!c->class_cond || c->num_classes > 0, "num_classes",
-                "must be given for --class_cond True: the data has none");
+                "must be given for --class_cond True: the data has none; or use --class_cond False");
     note_unless(c->class_cond || c->cond_dim || !c->class_dropout, "class_dropout",
                 "has nothing to leave out without --class_cond True or --cond_dim");
     // With other objectives, flags that only --objective ddpm uses must keep their defaults.

@@ -102,7 +102,7 @@ def check_attention(config: Config) -> None:
 def check_objective(config: Config) -> None:
     """Classes, and flags that are for some objectives alone; those of other objectives get their defaults."""
     if config.class_cond:
-        check(config, config.num_classes > 0, "num_classes", "must say how many classes --class_cond True conditions on")
+        check(config, config.num_classes > 0, "num_classes", "must say how many classes --class_cond True conditions on; or use --class_cond False")
     else:
         config.num_classes = 0
         wanted = "there is nothing to leave out without --class_cond True or --cond_dim"
@@ -294,7 +294,7 @@ def left_out_of_preset(flags: dict[str, Any]) -> set[str]:
     if "predict" in flags or flags.get("use_kl"):  # a weighting goes with its prediction
         names.add("min_snr_gamma")
     if "sampler" in flags or flags.get("start_from") or flags.get("inpaint"):
-        names.add("S_churn")
+        names |= {"S_churn", "guidance_scale"}  # they suit the preset's sampler
     if flags.get("class_cond") is False:
         names |= {"class_dropout", "guidance_scale"}
     if flags.get("class_dropout") == 0:
