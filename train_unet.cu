@@ -9,130 +9,130 @@
 //    690     2. The interface: all that the program asks of a device
 //   1037     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //   1138     4. Configuration: flags, presets, help, what can work and what cannot
-//   1883     5. The network: a list of layers, made of guided-diffusion's flags
-//   2856     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2866         FP8: buffers, factors, weights for samples
-//   3004         gradients, and buffers
-//   3258     7. Forward and backward: two walks over the list
-//   3384     8. Diffusion: noise schedules, objectives, samplers
-//   3676         the level of a training sample, drawn, and its share of the loss
-//   4140         samplers
-//   4698     9. Data: .bin files that may be larger than memory, the order of their images
-//   5253    10. Model files: weights and checkpoints, initial weights
-//   5610    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5625         the learning rate, the verdict on a step, averages of the weights
-//   5716         what a trainer holds
-//   5858         a step
-//   6164    12. A run: log, guard, checkpoints, resume, samples
-//   6190         the log in memory, as the page shows it
-//   6303         what a run holds
-//   6371         the log and the status line
-//   6563         checkpoints, snapshots and grids
-//   6829         the start of a run: new, from a file's weights, or resumed
-//   7064         the loop over the steps
-//   7182         a run from its first to its last line
-//   7358         samples, without a run
-//   7521    13. main: the command line, then a run or samples
-//   7832         what ranks must have in common
-//   7906         main
-//   8035  Part II. The device
-//   8038    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8119    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8189    16. The GPU: what all kernels share
-//   8256         Launches, which may overlap
-//   8302         Decisions: what kernels are chosen with
-//   8353         Single instructions: shared memory, mbarriers, clusters
-//   8439         Activations: pieces of 16 bytes
-//   8763         each_kernel: a thread for an element
-//   8777         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8943         Swizzle: how rows lie in shared memory
-//   8961         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9215         building blocks of Hopper's kernels (sm_90a)
-//   9518    17. Small operations: resampling, embeddings, diffusion
-//   9521         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9724         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10084         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10625    18. Group norm
-//  10628         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11187         groupnorm_backward_whole: an image's slab in shared memory
-//  11578    19. Attention
-//  11684         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12234         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12380         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13070    20. Convolution
-//  13113         ConvOut: results, 4 channels of a pixel at a time
-//  13354         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13420         conv_halo: 3x3, stride 1, any GPU
-//  13837         conv_gather: any kernel size and stride, any GPU
-//  14104         conv_few: the first and the last layer
-//  14280         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14868         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14992         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15470         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15921         conv_weight_tma: weight gradients (sm_90a)
-//  16220         FP8 in training: weights and gradients are rounded
-//  16334    21. The optimiser
-//  16337         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16576    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16579         groupnorm_backward
-//  16743         attention: forward and, where a has dout, backward
-//  16807         convolution: forward and input gradient
-//  17310         convolution: weight gradients
-//  17663    23. The GPU: memory, copies, repeated work
-//  17889    24. Between ranks: from device to device
+//   1884     5. The network: a list of layers, made of guided-diffusion's flags
+//   2857     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2867         FP8: buffers, factors, weights for samples
+//   3005         gradients, and buffers
+//   3259     7. Forward and backward: two walks over the list
+//   3385     8. Diffusion: noise schedules, objectives, samplers
+//   3677         the level of a training sample, drawn, and its share of the loss
+//   4141         samplers
+//   4699     9. Data: .bin files that may be larger than memory, the order of their images
+//   5254    10. Model files: weights and checkpoints, initial weights
+//   5611    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5626         the learning rate, the verdict on a step, averages of the weights
+//   5717         what a trainer holds
+//   5859         a step
+//   6165    12. A run: log, guard, checkpoints, resume, samples
+//   6191         the log in memory, as the page shows it
+//   6304         what a run holds
+//   6372         the log and the status line
+//   6564         checkpoints, snapshots and grids
+//   6830         the start of a run: new, from a file's weights, or resumed
+//   7065         the loop over the steps
+//   7183         a run from its first to its last line
+//   7359         samples, without a run
+//   7522    13. main: the command line, then a run or samples
+//   7833         what ranks must have in common
+//   7907         main
+//   8036  Part II. The device
+//   8039    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8120    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8190    16. The GPU: what all kernels share
+//   8257         Launches, which may overlap
+//   8303         Decisions: what kernels are chosen with
+//   8354         Single instructions: shared memory, mbarriers, clusters
+//   8440         Activations: pieces of 16 bytes
+//   8764         each_kernel: a thread for an element
+//   8778         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   8944         Swizzle: how rows lie in shared memory
+//   8962         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9216         building blocks of Hopper's kernels (sm_90a)
+//   9519    17. Small operations: resampling, embeddings, diffusion
+//   9522         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9725         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10085         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10626    18. Group norm
+//  10629         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11188         groupnorm_backward_whole: an image's slab in shared memory
+//  11579    19. Attention
+//  11685         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12235         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12381         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13071    20. Convolution
+//  13114         ConvOut: results, 4 channels of a pixel at a time
+//  13355         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13421         conv_halo: 3x3, stride 1, any GPU
+//  13838         conv_gather: any kernel size and stride, any GPU
+//  14105         conv_few: the first and the last layer
+//  14281         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  14869         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  14993         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15471         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  15922         conv_weight_tma: weight gradients (sm_90a)
+//  16221         FP8 in training: weights and gradients are rounded
+//  16335    21. The optimiser
+//  16338         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16577    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16580         groupnorm_backward
+//  16744         attention: forward and, where a has dout, backward
+//  16808         convolution: forward and input gradient
+//  17311         convolution: weight gradients
+//  17664    23. The GPU: memory, copies, repeated work
+//  17890    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8031, run_program 7967, train 7314, run_step 7115, train_step 6098, load_batch 5206 (read_image 4786),
-//     send 17862 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17794):
-//     step_gradients 5991: draw_levels 10101 (the formulas: draw_level 3745), forward_and_loss 5904,
-//     q_sample_forward 10311, unet_forward 3286, forward_layer 3272 (a function of the layer's kind),
-//     loss_forward_backward 10427, unet_backward 3353, conv_backward_weights 17656 (weight gradients, on the side
-//     stream), finish_gradients 11524 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16386;
-//     judge_step 16434 (the verdict: judge_batch 5689), update_slice 6063, adamw_update 16548 (adamw_kernel 16505),
-//     next_step 16440, record_step 16446; later collect_steps 7068
-//   pictures, from noise: sample_batch 4613, plan_route 4375, device_step 4420, euler_step 4171 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 17162 draws all of its roads):
-//     forward_conv 2320; conv_forward 17199, with conv_product above it, which asks conv_is_wgmma 16815;
-//     on Hopper, large images: pick_conv_tiles_3x3 17110; conv_tiles 15455, with conv_tiles_kernel above it;
-//     Accumulators 9438 (its function multiply); Wgmma 9027;
-//     on Hopper, small images: pick_conv_small 16966; conv_small 15907, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9027;
-//     on any other GPU pick_conv_halo_bf16 16882; conv_halo 13824, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8829
-//   why several GPUs compute the bits of one: step_gradients 5991
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 398, Silu 8082, with_nonlinearity 8092 (a case);
-//     BEHIND_NORMS, in front of add_norm 2547, chooses it. The embedding has SiLU as a layer: silu_forward 10004
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3603
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 514, and beside each other edm_question 3445,
-//     ask 3480, frame_of 3490, sigma_draws 3496, has_steps_of_t 3502; the head of their section lists the changes
-//   a kind of layer: forward_linear 2240 and what stands beside it, with a list of all places in front of
-//     LayerKind 2212; add_resblock 2599 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 8032, run_program 7968, train 7315, run_step 7116, train_step 6099, load_batch 5207 (read_image 4787),
+//     send 17863 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 17795):
+//     step_gradients 5992: draw_levels 10102 (the formulas: draw_level 3746), forward_and_loss 5905,
+//     q_sample_forward 10312, unet_forward 3287, forward_layer 3273 (a function of the layer's kind),
+//     loss_forward_backward 10428, unet_backward 3354, conv_backward_weights 17657 (weight gradients, on the side
+//     stream), finish_gradients 11525 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16387;
+//     judge_step 16435 (the verdict: judge_batch 5690), update_slice 6064, adamw_update 16549 (adamw_kernel 16506),
+//     next_step 16441, record_step 16447; later collect_steps 7069
+//   pictures, from noise: sample_batch 4614, plan_route 4376, device_step 4421, euler_step 4172 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 17163 draws all of its roads):
+//     forward_conv 2321; conv_forward 17200, with conv_product above it, which asks conv_is_wgmma 16816;
+//     on Hopper, large images: pick_conv_tiles_3x3 17111; conv_tiles 15456, with conv_tiles_kernel above it;
+//     Accumulators 9439 (its function multiply); Wgmma 9028;
+//     on Hopper, small images: pick_conv_small 16967; conv_small 15908, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9028;
+//     on any other GPU pick_conv_halo_bf16 16883; conv_halo 13825, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8830
+//   why several GPUs compute the bits of one: step_gradients 5992
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 398, Silu 8083, with_nonlinearity 8093 (a case);
+//     BEHIND_NORMS, in front of add_norm 2548, chooses it. The embedding has SiLU as a layer: silu_forward 10005
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3604
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 514, and beside each other edm_question 3446,
+//     ask 3481, frame_of 3491, sigma_draws 3497, has_steps_of_t 3503; the head of their section lists the changes
+//   a kind of layer: forward_linear 2241 and what stands beside it, with a list of all places in front of
+//     LayerKind 2213; add_resblock 2600 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 297, with a list of all places in front of it: element_named 1281,
-//     take_aliases 1489, forward_and_loss 5904, ElementOf 8055, with_act 8317, act_has_wgmma 8329, unpack 8458,
-//     pack 8487, to_floats 8556, from_floats 8563, store_two 8568, mma 8829, tma_type 9171, adamw_kernel 16505,
-//     adamw_update 16548, pick_conv_gather 16928, conv_product 17162
-//   the settings, to their values: parse_command_line 1461, take_aliases 1489, complete_config 7949
-//     (apply_preset 1372, take_model_file 7681, take_ect_defaults 7710), take_data_shape 7745 (take_labels 7735),
-//     check_model 1732, check_run 1867
-//   FP8 (--precision fp8): choose_fp8 2796 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 2870 and plan_fp8_gradients 2888 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 2930 for samples, make_fp8_training 2970 for training; add_fp8_args 2093
-//     hands them to the layers. forward_conv 2320 and backward_conv 2331 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17260 makes an input gradient a forward convolution; conv_product_fp8 17192 picks the
-//     kernel, multiply_fp8 9470 and WgmmaFp8 9063 multiply; print_fp8 7012 says whether it pays
+//     take_aliases 1490, forward_and_loss 5905, ElementOf 8056, with_act 8318, act_has_wgmma 8330, unpack 8459,
+//     pack 8488, to_floats 8557, from_floats 8564, store_two 8569, mma 8830, tma_type 9172, adamw_kernel 16506,
+//     adamw_update 16549, pick_conv_gather 16929, conv_product 17163
+//   the settings, to their values: parse_command_line 1462, take_aliases 1490, complete_config 7950
+//     (apply_preset 1373, take_model_file 7682, take_ect_defaults 7711), take_data_shape 7746 (take_labels 7736),
+//     check_model 1733, check_run 1868
+//   FP8 (--precision fp8): choose_fp8 2797 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 2871 and plan_fp8_gradients 2889 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 2931 for samples, make_fp8_training 2971 for training; add_fp8_args 2094
+//     hands them to the layers. forward_conv 2321 and backward_conv 2332 choose between bf16 and FP8;
+//     conv_backward_input_fp8 17261 makes an input gradient a forward convolution; conv_product_fp8 17193 picks the
+//     kernel, multiply_fp8 9471 and WgmmaFp8 9064 multiply; print_fp8 7013 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1353 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5420 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 4834, for a checkpoint's counters in check_resume 7801.
+//     _unless. For a damaged header they stand in check_field 5421 and check_unused (host/files.h): look at their
+//     callers; for a data file also in take_data_fields 4835, for a checkpoint's counters in check_resume 7802.
 //     unknown_word 1267 prints the message for a word of a flag that some place does not know. Such a place calls it
 //     itself or through meaning 1273.
-//     Two functions print a message while the run goes on: report_bad_step 6817 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6607 that a file could not be written yet.
-//     stop_run 6581 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     Two functions print a message while the run goes on: report_bad_step 6818 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6608 that a file could not be written yet.
+//     stop_run 6582 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -1361,7 +1361,8 @@ static std::set<std::string> left_out_of_preset(const Config& c) {
     if (c.given("num_heads")) names.insert("num_head_channels"); // it would have priority over num_heads
     if (c.objective != "ddpm") names.insert({"predict", "min_snr_gamma", "learn_sigma"});
     if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma"); // it suits the preset's own --predict
-    if (c.given("sampler") || c.changes_images()) names.insert({"S_churn", "guidance_scale"}); // they suit its sampler
+    // The preset's churn and guidance suit the preset's sampler.
+    if (c.given("sampler") || c.changes_images()) names.insert({"S_churn", "guidance_scale"});
     if (c.given("class_cond") && !c.class_cond) names.insert({"class_dropout", "guidance_scale"});
     if (c.given("class_dropout") && !c.class_dropout) names.insert("guidance_scale");
     return names;
@@ -5311,7 +5312,7 @@ constexpr int SLOT_SAMPLER = 106;   // schedule_sampler
 constexpr int SLOT_ECT = 107;       // with --objective ect: the first slot of this objective's flags
 constexpr int SLOT_ECT_END = 113;   // the first slot after these flags
 constexpr int SLOT_COND_CRC = 113;  // with cond_channels: the header_crc of --cond_file; the next slot holds cond_noise
-constexpr int SLOT_PRECISION = 115; // the slots after it are unused, up to SLOT_PATH
+constexpr int SLOT_PRECISION = 115; // of training; the slots after it are unused, up to SLOT_PATH
 constexpr int SLOT_PATH = 128;      // 512 bytes: the path data_file, a byte 0, the path cond_file
 constexpr int MOST_LEVELS = 8;      // how many numbers channel_mult may have, and how many attention_resolutions
 

@@ -257,10 +257,14 @@ def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resu
         if data.pictures and not values.get("cond"):
             values.setdefault("cond_channels", data.pictures.images.shape[1])
     of_preset = chosen.keys() - flags.keys()
-    without_labels = data.labels is None and "preset" not in flags if data else not values.get("num_classes")
-    if not start and without_labels and values.get("class_cond") and "class_cond" in of_preset:
-        values |= dict.fromkeys(of_preset & {"class_cond", "class_dropout"}, 0)
+    if data:  # whoever named the preset asked for its classes
+        without_classes = data.labels is None and "preset" not in flags
+    else:
+        without_classes = not values.get("num_classes")
+    if not start and without_classes and "class_cond" in of_preset:
         values["class_cond"] = False
+        if "class_dropout" in of_preset:
+            values["class_dropout"] = 0.0
     values |= ect_defaults(values, flags, start)
     config = Config(**values)
     if "class_dropout" in of_preset and not config.class_cond and not config.cond_dim:
