@@ -153,7 +153,8 @@
 //   stream              a queue of a GPU's operations. (In section 9, the endless sequence of images.)
 //   statistics          of each image and channel, the sums over pixels of x and of x^2: a group norm makes its mean
 //                       and variance of them
-//   addend              a gradient from another reader of the same tensor, added as this one's is stored
+//   addend              a gradient from another reader of the same tensor, which a kernel adds to the gradient that it
+//                       stores
 //   fuse                to compute one operation inside another one's kernel, such as a skip connection
 //   materialise         to write to memory what a kernel could also make as it reads, such as an upsampled input
 //   block, cluster      threads with one shared memory; up to 8 blocks that reach each other's (sm_90)
@@ -213,7 +214,8 @@
 #include <variant>
 #include <vector>
 
-// What would be the same in any program lies in host/. (host/page.h comes behind what it shows, in "A run".)
+// host/ holds code that is not about diffusion: files, PNG pictures, the processes of a run. (host/page.h is included
+// later, in section 12, because it uses the struct Run of that section.)
 // defines: text, die, refuse, must, now, duration, terminal_columns, show_status, start_process, STOP_SIGNALS,
 //          stop_signal, run_child, crc32, exists, Folder, open_folder, make_folder, last_change, AtomicFile,
 //          try_write_file, try_link_file, Header, InputFile, check_unused, read_text, lock_folder
@@ -233,7 +235,7 @@
 #ifdef __CUDACC__
 #define HD __host__ __device__ // marks functions that both the host and the device call
 #define INLINE __device__ __forceinline__
-typedef void act;                // an element of an activation; act_element holds its type at run time
+typedef void act;                // an element of an activation; void, because act_element holds its type at run time
 constexpr int STEPS_AHEAD = 64;  // how many steps the host may start before it reads their results for the log
 constexpr int STEPS_AGREED = 16; // after how many steps the ranks agree again on whether to stop
 // The presets that are used if the command line has no --preset (see default_preset).
@@ -255,7 +257,8 @@ static const char* const PRESET_ELSE = "fashion32";
 
 // Enumerations. Where code depends on an enumerator, there is a switch without a default, or a static_assert. So the
 // compiler names every place that has to be changed for a new enumerator (-Werror=switch).
-#define ALL_CASES_RETURN __builtin_unreachable(); // stands after such a switch if all of its cases return
+// Stands after such a switch if all of its cases return. So the compiler does not warn that a return is missing.
+#define ALL_CASES_RETURN __builtin_unreachable();
 
 // The format in which a number of a tensor is stored. Arithmetic is in fp32, whatever the format. With --precision fp8
 // some tensors are FP8, or have a copy in FP8: see choose_fp8. The FP8 copy of a gradient is FP8_GRADIENT.
@@ -344,9 +347,10 @@ static inline uint8_t fp8_bits(float v, const Fp8Format& f = E4M3) {
     if (size >= f.largest) return sign | f.largest_bits;
     uint32_t bits; // the float's bits: 8 of exponent and 23 of mantissa
     memcpy(&bits, &size, sizeof bits);
-    // fp32 stores its exponent plus 127. Below the smallest normal FP8 number, FP8 numbers are multiples of the
-    // smallest FP8 number above 0.
-    const int smallest_normal = 127 + 1 - f.bias; // the exponent of this number, as fp32 stores it
+    // fp32 stores its exponent plus 127. Below the smallest normal FP8 number, all FP8 numbers are multiples of the
+    // smallest FP8 number above 0. The bits of such a number are the multiple, so |v| is divided by that smallest
+    // number and rounded to an integer.
+    const int smallest_normal = 127 + 1 - f.bias; // the exponent of FP8's smallest normal number, as fp32 stores it
     if ((int)(bits >> 23) < smallest_normal)
         return sign | (uint8_t)std::lrintf(std::ldexp(size, f.bias - 1 + f.mantissa));
     const int dropped = 23 - f.mantissa; // how many bits of the float's mantissa FP8 does not keep
@@ -363,22 +367,24 @@ static inline uint8_t fp8_bits(float v, const Fp8Format& f = E4M3) {
     return bits & 0x80 ? -size : size;
 }
 
-// An operation's result, which the operation writes a second time, in FP8. Each value is multiplied by *factor and then
-// rounded. If bytes is null, there is no such copy.
+// Where an operation writes a copy of its result in FP8. Each value is multiplied by *factor and then rounded. If bytes
+// is null, the operation writes no such copy.
 struct Fp8Copy {
     uint8_t* bytes = nullptr;
     const float* factor = nullptr;
 };
 
 // --precision fp8, in training: values and weights are multiplied by these factors before they are rounded to FP8
-// (e4m3). The factors are powers of 2, so multiplying by them rounds nothing. A value larger than 28, and a weight
-// larger than 3.5, becomes the largest number of FP8. choose_gradient_factor returns the factor of gradients.
+// (e4m3). The factors are powers of 2, so multiplying by them rounds nothing. A value larger than 28 = 448 / 16, and a
+// weight larger than 3.5 = 448 / 128, becomes 448, the largest number of e4m3. choose_gradient_factor returns the
+// factor of gradients.
 constexpr float FP8_X_FACTOR = 16;
 constexpr float FP8_WEIGHT_FACTOR = 128;
 
-// A convolution whose weights are rounded to FP8 in training (round_weights). offset: where the weights (Cout, 9, Cin)
-// begin in a flat array. turned_alone: only the convolution's input gradient is computed in FP8. So only the copy that
-// the input gradient reads is made (`turned` of round_weights).
+// A convolution whose weights are rounded to FP8 in training. round_weights makes two FP8 copies of them: `weights`,
+// which the forward pass reads, and `turned`, which the input gradient reads. offset: where the weights (Cout, 9, Cin)
+// begin in a flat array. turned_alone: only the convolution's input gradient is computed in FP8, so only `turned` is
+// made.
 struct WeightRounding {
     size_t offset;
     int Cout, Cin;
@@ -404,19 +410,19 @@ struct NormShape {
     float eps; // is added to the variance
 };
 
-// The arrays and the shape from which a convolution's weight gradient is computed later, together with the weight
-// gradients of other layers.
+// The arrays and the shape from which a convolution's weight gradient is computed. It is computed later than the input
+// gradient, together with the weight gradients of other layers, so that the GPU has more to do at a time.
 struct WeightWork {
     float *dweight, *dbias;
-    float* demb; // (B, emb_stride): the gradient of the embedding, which was added to all pixels of an image; or null
+    float* demb; // (B, emb_stride), or null: the embedding's gradient, which is the sum of dout over an image's pixels
     int emb_stride;
     const act *dout, *x1, *x2;
     ConvShape shape;
 };
 
 // Where the gradient of an input is written, and what is added to it: dx = gradient + add1 + add2. The addends are
-// gradients from other readers of the same tensor. An addend may be null, or dx itself. If dx is null, nobody needs the
-// gradient.
+// gradients from other readers of the same tensor. An addend may be null, or dx itself. If dx is null, the gradient is
+// not written, because no layer reads it.
 template <class T> struct GradOf {
     T* dx = nullptr;
     const T *add1 = nullptr, *add2 = nullptr;
@@ -431,9 +437,10 @@ struct Stats {
 };
 
 // What attention keeps of each row of scores s = q . k, so that the backward pass can compute the softmax again:
-// P = 2^((s - top) log2(e) / sqrt(d) - log_sum), where top is one of the highest scores of the row. Most programs keep
-// only one number, the log of the sum of exponentials. But if scores are large, the rounding of that number would
-// change it by more than 1.
+// P = 2^((s - top) log2(e) / sqrt(d) - log_sum). top is the highest score of the row, or (in Hopper's kernels) the
+// highest one of a part of its scores. log_sum is the log2 of the row's sum of e^((s - top) / sqrt(d)). Most programs
+// keep only one number, the log of the sum of e^(s / sqrt(d)). But if scores are large, that number is large, too.
+// Rounding it to fp32 could change it by more than 1, and so change P by more than a factor of 2.
 struct SoftmaxRow {
     float top, log_sum;
 };
@@ -505,7 +512,7 @@ struct NoiseLevel {
     int t_is_0 = 0;           // 1: this is the level of t = 0
     int quarter = 0;          // the quarter of all levels that this level lies in: 0 (least noise) to 3
     int index = 0;            // ddpm: the timestep t, from 0 to T - 1
-    float importance = 0;     // ddpm: 1 / (T times the probability of drawing t)
+    float importance = 0;     // ddpm: a factor of `weight`: 1 / (T times the probability of drawing t)
     float target_teacher = 0; // ect: the teacher's answer is multiplied by this and added to the target
 };
 
@@ -513,8 +520,9 @@ struct NoiseLevel {
 // flow_question.
 enum class Frame : uint8_t { DDPM, EDM, FLOW };
 
-// How --objective ect weighs the distance between a student at sigma = t and its teacher at r: 1 / (t - r), or
-// 1 / t^2 + 1 / sigma_data^2.
+// The weight of a sample's loss with --objective ect. The loss is the distance between two images: the one that the
+// network (the student) makes of an input with noise of sigma = t, and the one that the same network (the teacher)
+// makes of an input with less noise, sigma = r. GAP: the weight is 1 / (t - r). SNR: it is 1 / t^2 + 1 / sigma_data^2.
 enum class TuningWeight : uint8_t { GAP, SNR };
 
 // --objective ect, consistency tuning (Geng et al. 2024). The letters are the paper's: see teacher_sigma and
@@ -566,7 +574,8 @@ struct Objective {
 //   x0 = limit(x0_x x + x0_out out)
 //   x' = next_x x + next_x0 x0 + next_m m + sigma z
 //   m' = m_x x + m_x0 x0
-// With range > 0 sigma is learned: exp(log_sigma + range (v + 1) / 2), where v is the second half of the answer.
+// With range > 0 the network has learned sigma: sigma = exp(log_sigma + range (v + 1) / 2), where v is the second half
+// of the channels of the network's answer.
 struct SamplerStep {
     float t; // what the network is told
     float x0_x, x0_out;
@@ -579,8 +588,9 @@ struct SamplerStep {
 // Settings that are the same in all steps of a sampler.
 // With guidance, the second half of the batch is a copy of the first half. For the copies the network is not told the
 // class, numbers or picture, if training has also left these out sometimes. The network's answers for the copies are
-// called `unconditional`. The sampler uses the answer unconditional + guidance * (out - unconditional).
-// With a limit, x0 is limited to [-s, s] and divided by s. With rank < 0, s is 1. With rank >= 0, s is the rank-th
+// called `unconditional`, and its answers for the first half are called `out`. The sampler uses the answer
+// unconditional + guidance * (out - unconditional).
+// If limit is true, x0 is limited to [-s, s] and divided by s. With rank < 0, s is 1. With rank >= 0, s is the rank-th
 // smallest |x0| of the image (counted from 0), or 1 if that |x0| is smaller than 1.
 struct Denoising {
     bool limit, guided;
@@ -609,8 +619,10 @@ struct AdamW {
 //
 // A rank owns its parts of all segments. These parts together are called its slice. Each segment has parts of all
 // ranks. So the gradients of one segment can be sent to their owners while those of another segment are still computed.
-// The weights that are read in fp32 lie at the beginning of the array.
-constexpr size_t STRETCH = 1 << 14; // how many floats a stretch has; each stretch has a sum of squares (sum_gradients)
+// The weights that the network reads in fp32, not from a copy, lie at the beginning of the array (Update::plain).
+//
+// How many floats a stretch has. For the norm of the gradient, sum_gradients adds up the squares of each stretch alone.
+constexpr size_t STRETCH = 1 << 14;
 struct Slice {
     size_t n;
     int segments, stretches, rank, ranks;
@@ -659,17 +671,17 @@ struct Update {
     const float* sum; // the sum of the ranks' gradients
 };
 
-// The running mean and variance of the loss, and those of the gradient's norm, over steps that
-// `healthy` accepts.
+// The running mean and variance of the loss, and those of the gradient's norm. The function `healthy` compares each new
+// step with them. Only steps that it finds healthy change them.
 struct Guard {
-    double n; // how many such steps there were
+    double n; // how many healthy steps there were
     double mean_loss, var_loss, mean_norm, var_norm;
 };
 
 // The state that changes from step to step, in device memory.
 struct StepState {
-    int64_t step, updates;         // finished steps, and those of them that have changed the weights
-    int64_t bad_total, bad_in_row; // skipped steps: all of them, and those since the last good step
+    int64_t step, updates;         // how many steps have ended, and how many of them have changed the weights
+    int64_t bad_total, bad_in_row; // how many steps were skipped: in all, and since the last good step
     double loss, grad_norm;
     double loss_q[4]; // the mean loss of each quarter of the noise levels
     int count_q[4];   // how many samples fell into each quarter
@@ -703,7 +715,8 @@ HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) /
 // Convolution: out = conv([x1 | x2], weight) + bias [+ emb] [+ residual]. The sums that a later group norm
 // needs are written to stats. With a skip, the convolution also computes a skip connection and adds its result.
 // conv_takes_skip returns whether this is possible. With a skip there is no emb and no residual. If s.in is FP8, x1 and
-// weight are FP8, and out = factors * conv(x1, weight) + the same addends (bias and so on).
+// weight are FP8, and out = factors * conv(x1, weight) + the same addends (bias and so on). x1 and weight were
+// multiplied by other factors before they were rounded to FP8, and `factors` undoes this.
 // For conv_backward_input, s.out is the element of dout. If it is FP8_GRADIENT, dout is in e5m2, weight is the array
 // `turned` of round_weights, in e4m3, and dx1 = factors * (the sums of products). In this case there is only the input
 // x1, and nothing is added to its gradient.
@@ -721,13 +734,15 @@ static void conv_backward_input(Grad dx1, Grad dx2,       // as x1 and x2
                                 const act* dout,          // as out
                                 const act* weight, ConvShape s,
                                 const float* factors = nullptr); // [(C1)]: only with FP8
-// Computes the weight gradients of several layers together. conv_weight_load returns what fraction of the device the
-// weight gradient of one layer keeps busy; 1 or more: it keeps the whole device busy alone.
+// conv_backward_weights computes the weight gradients of several layers together. conv_weight_load returns what
+// fraction of the device the weight gradient of one layer keeps busy (1 or more: all of it). The caller collects layers
+// until the sum of these fractions reaches 1.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* stream);
 static double conv_weight_load(const ConvShape& s);
 
 // Group norm [and nonlinearity f] [and dropout] of [x1 | x2] over C = C1 + C2 channels: out = f(xhat weight + bias),
-// with xhat = (x - mean) rstd. With scale_shift, out = f((xhat weight + bias) (1 + scale) + shift). The columns [0, C)
+// with xhat = (x - mean) rstd and rstd = 1 / sqrt(variance + eps). The mean and the variance are those of a group's
+// channels in one image. With scale_shift, out = f((xhat weight + bias) (1 + scale) + shift). The columns [0, C)
 // of scale_shift are scale, and the columns [C, 2C) are shift. The result is written to out, to fp8, or to both.
 // groupnorm_backward also writes dx1 and dx2, with their addends, in FP8 (e5m2), if dx1_fp8 and dx2_fp8 are given.
 static void groupnorm_forward(act* out,                    // [(B, HW, C)]
@@ -749,7 +764,7 @@ static void groupnorm_backward(Grad dx1, Grad dx2,           // as x1 and x2
 // --precision fp8, in training. round_weights makes two copies of convolutions' weights, in e4m3. In both copies a
 // convolution's weights begin at the same place as in the flat array `copy`. Each weight is multiplied by
 // FP8_WEIGHT_FACTOR before it is rounded. In `turned`, the weights are in the order in which input gradients read them.
-// round_gradient writes n numbers in e5m2.
+// round_gradient writes a copy of dout, an array of n gradients, in e5m2.
 static void round_weights(uint8_t* weights, // flat: (Cout, tap, Cin) of each convolution without turned_alone
                           uint8_t* turned,  // flat: (Cin, 8 - tap, Cout) of each convolution
                           const act* copy,  // flat: the weights in bf16, from which both are made
@@ -838,14 +853,17 @@ static void values_embedding_backward(GradOf<float> dx,    // as x
                                       const float* dout,   // as out
                                       const float* values, // (B, K)
                                       int B, int K, int C);
-static void finish_gradients(); // completes what backward functions have postponed, for all layers together
+// The gradients dweight and dbias of a group norm are sums over the images. groupnorm_backward may leave the terms of
+// these sums in memory. finish_gradients, called at the end of the backward pass, adds the terms up for many norms at
+// once.
+static void finish_gradients();
 
 // Diffusion. Draws each sample's noise level. Writes the level, t (what the network is told of the level), and in which
 // quarter of all levels it lies.
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key);
-// For consistency tuning (--objective ect), where each sample has a second, lower noise level: the network's answer
-// there, called the teacher's, becomes a part of the target. Writes these levels for the samples of draw_levels, and t,
-// what the network is told of each of them.
+// For consistency tuning (--objective ect). Each sample that draw_levels has drawn a noise level for also has a second,
+// lower noise level. The network's answer at the second level is called the teacher's answer. It becomes a part of the
+// sample's target. This function writes the second levels, and t, which the network is told of each of them.
 static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key);
 // Mixes noise into images: x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4). It also writes target, which
 // is what the network should answer: target_x0 x_0 + target_noise noise [+ target_teacher teacher].
@@ -902,7 +920,8 @@ static void sampler_step(float* x,         // (B or 2 B, HW, C)
                          const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout);
 // Inpainting. keep_known runs after each step of the sampler, and does nothing if the step's known_x is 0. A pixel of
 // the image is known where mask is not above 0. There x = known_x image + known_sigma z. Then at all pixels
-// x' = back_x x + back_sigma z', with other normals z'.
+// x' = back_x x + back_sigma z', with other normals z'. If the sampler makes an earlier step again after this one, this
+// adds the noise that leads back to that step.
 static void keep_known(float* x,           // (B or 2 B, n)
                        const float* image, // (B, n)
                        const float* mask,  // (B, n)
@@ -926,7 +945,7 @@ static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice
 static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own);
 static void cast_params(act* copy, const float* params, size_t n);
 static void next_step(int64_t* step); // adds 1 to *step, after all draws of the step
-// Copies the state after step i to records[i % count].
+// Copies the state after step i to records[i % count]. From there the host reads it later, for the log.
 static void record_step(StepState* records, const StepState* state, int count);
 
 // How many bytes of memory operations need beside their arrays (0 on a CPU).
@@ -948,7 +967,8 @@ static void reserve(const Workspace& most, bool training);
 // 4 bytes, and may be recorded in a Graph. A single rank does not call them. Calls between begin_exchange and
 // end_exchange become one launch.
 //   all_to_all   rank r receives part r of the sendbuf of every other rank s, as part s of its recvbuf
-//   all_gather   copies the arrays `own` of all ranks to `all`, in the ranks' order; own may be its part of `all`
+//   all_gather   copies the arrays `own` of all ranks to `all`, in the ranks' order. `own` may point to the place in
+//                `all` where this rank's array belongs
 static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Stream* stream); // bytes: the size of a part
 static void all_gather(void* all, const void* own, size_t bytes, Stream* stream);
 static void begin_exchange();
@@ -969,7 +989,9 @@ template <class T> static Everywhere<T> everywhere(T* p) {
     }
     return all;
 }
-static void join_devices(bool direct); // direct: whether devices may write to each other's memory, if they can
+// Connects this rank's device with the devices of the other ranks. direct: whether devices write to each other's
+// memory wherever they can (world.direct).
+static void join_devices(bool direct);
 
 // The device: memory, and copies to and from it. New memory is filled with zeros. start_device also sets act_element,
 // as --precision asks.
@@ -1019,7 +1041,7 @@ struct Upload {
 static Upload make_upload(size_t bytes);
 static void wait_for_host_side(Upload* u); // waits until u->host may be written
 static void send(Upload* u);               // copies u->host to u->device
-static void release(Upload* u);            // the host calls it after it has started the work that reads u->device
+static void release(Upload* u);            // the next send(u) waits for all work that was started before this call
 
 template <class T> static T* device_alloc(size_t n) { return (T*)device_alloc_bytes((n ? n : 1) * sizeof(T)); }
 template <class T> static T* device_copy(const std::vector<T>& v) {
@@ -1140,8 +1162,8 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 // flags and presets themselves are in common/flags.h, which the Python programs read, too.
 //
 // These functions run in this order: parse_command_line, take_aliases, apply_preset; then take_model_file and
-// take_data_shape (section 13), which set what is still not set; then check_model and check_run, which find what cannot
-// work.
+// take_data_shape (section 13), which set flags that are still not set; then check_model and check_run, which find
+// flags that cannot work, alone or together.
 
 constexpr double BIG = 1e9;
 struct Config;
@@ -1151,7 +1173,7 @@ struct Config;
 struct Flag {
     const char* name;
     std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
-    int slot;               // the place of the value in the header of a model file (section 10); 0: it is not there
+    int slot;               // the value's place in the header of a model file (section 10); 0: files do not hold it
     bool free;              // true: the command line may set another value than a model file holds
     const char* objectives; // the only objectives that use the flag, "a|b"; "": all objectives use it
     const char* heading;    // the heading above the flag in --help
@@ -1166,13 +1188,15 @@ struct Flag {
     }
 };
 
-// common/flags.h fills these before main runs: each of its rows is the initialiser of a static member of Config.
+// common/flags.h fills these variables before main runs: each row of that file becomes the initialiser of a static
+// member of Config.
 inline std::vector<Flag> FLAGS;
 inline std::map<std::string, std::string> PRESETS; // the flags that each preset sets
 inline const char* heading = "";                   // the heading of the rows that follow
 inline const char* objectives = "";                // the objectives that use the rows that follow
 
-// Here common/flags.h becomes C++. The comment at its head explains its rows. FLAG(int, sample, 0, "draw ...") makes
+// These macros turn the rows of common/flags.h into members of Config, which includes that file. The comment at the
+// head of common/flags.h explains its rows. FLAG(int, sample, 0, "draw ...") makes
 //   int sample = 0;                                 a member of Config
 //   static inline const bool sample_row = (...);    another member, whose initialiser adds the row to FLAGS
 // Static members are initialised in the order of the file. So when a row is added, heading and objectives have been set
@@ -1304,7 +1328,8 @@ static std::string set_value(float* flag, const Flag& f, const std::string& valu
     errno = 0;
     *flag = (float)strtod(value.c_str(), &end);
     const bool is_number = !value.empty() && !*end && errno != ERANGE;
-    // Files hold fp32, so the value is rounded to fp32, and so are the limits. NaN is not in range.
+    // Model files hold this value in fp32, so the program also uses it in fp32. The limits are rounded in the same way.
+    // NaN is refused, because it is not in range.
     const bool in_range = *flag >= (float)f.low && *flag <= (float)f.high;
     return is_number && in_range ? "" : text("a number from %g to %g", f.low, f.high);
 }
@@ -1358,9 +1383,10 @@ static std::string wrong(Config* c, const char* name, const std::string& why) {
 // these flags.
 static std::set<std::string> left_out_of_preset(const Config& c) {
     std::set<std::string> names;
-    if (c.given("num_heads")) names.insert("num_head_channels"); // it would have priority over num_heads
+    if (c.given("num_heads")) names.insert("num_head_channels"); // num_head_channels would have priority over num_heads
     if (c.objective != "ddpm") names.insert({"predict", "min_snr_gamma", "learn_sigma"});
-    if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma"); // it suits the preset's own --predict
+    // The preset's min_snr_gamma suits the preset's own --predict, and with --use_kl it is not allowed.
+    if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma");
     // The preset's churn and guidance suit the preset's sampler.
     if (c.given("sampler") || c.changes_images()) names.insert({"S_churn", "guidance_scale"});
     if (c.given("class_cond") && !c.class_cond) names.insert({"class_dropout", "guidance_scale"});
@@ -1458,7 +1484,8 @@ static std::string instead_of(const std::string& name) {
     return "there is no such flag" + nearest + "; --help lists those there are";
 }
 
-// Reads the command line: --name value or --name=value. Presets and files later set the flags that it does not set.
+// Reads the command line: --name value or --name=value. Later, presets and model files set flags that are not on the
+// command line.
 static void parse_command_line(Config* c, int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         const std::string arg = argv[i];
@@ -1520,10 +1547,11 @@ static void take_aliases(Config* c) {
 }
 
 // guided-diffusion's flag --rescale_learned_sigmas sets --vlb_weight here: True sets 1e-3, False 1 / diffusion_steps.
-// So this function is called when --diffusion_steps is known. from_file: whether a model file has
-// set --vlb_weight. If so, a preset must not change it.
+// So this function is called after --diffusion_steps has got its final value. from_file: whether a model file has set
+// --vlb_weight. If so, a preset must not change it.
 static void take_rescale_learned_sigmas(Config* c, bool from_file) {
-    // The command line has priority over a preset. A preset may name rescale_learned_sigmas or vlb_weight.
+    // If a preset sets rescale_learned_sigmas, this sets vlb_weight only if neither the command line nor a model file
+    // has set vlb_weight. If the command line sets rescale_learned_sigmas, this always sets vlb_weight.
     const bool given = c->given("rescale_learned_sigmas");
     const bool weight_given = c->given("vlb_weight");
     if (given && weight_given)
@@ -1553,7 +1581,7 @@ static bool parse_list(const std::string& list, std::vector<float>* numbers) {
 
 // --image_size: 64 means 64x64; in HxW the height comes first.
 static std::string parse_image_size(Config* c) {
-    int n = 0; // how many characters were read; 5 digits can't overflow
+    int n = 0; // how many characters were read. %5d reads at most 5 digits, and such a number fits into an int
     const int sides = sscanf(c->image_size.c_str(), "%5d%nx%5d%n", &c->H, &n, &c->W, &n);
     if (sides == 1) c->W = c->H;
     const bool is_size = sides >= 1 && !c->image_size[n];
@@ -1670,8 +1698,8 @@ static std::string parse_model(Config* c) {
     return "";
 }
 
-// Reads the rows of --values F.csv into c->value_rows. A table for prepare_data.py may begin with a line of the
-// columns' names, and its first column may hold the images' names. Both are skipped.
+// Reads the rows of --values F.csv into c->value_rows. The file may be one that was made for prepare_data.py --values:
+// its first line may hold the columns' names, and its first column the images' names. This function skips both.
 // Returns "", or the reason why the file can't be used.
 static std::string read_value_table(Config* c) {
     const size_t K = c->cond_dim;
@@ -1729,13 +1757,14 @@ static std::string check_pictures(Config* c) {
     return "";
 }
 
-// Checks a model and its samples. Returns "", or a sentence about what cannot work and what would work.
+// Checks the flags of the model and those of its samples. Returns "", or a sentence that says which flag cannot work,
+// and what it must be.
 static std::string check_model(Config* c) {
     std::string error = parse_model(c);
     if (error.empty()) error = parse_values(c);
     if (error.empty()) error = check_pictures(c);
     if (!error.empty()) return error;
-    // If a condition does not hold, stores the message about it in `error`, unless `error` holds an earlier message.
+    // note_unless stores a message in `error` if ok is false. If `error` already holds a message, that message stays.
     auto note_unless = [&](bool ok, const char* name, const std::string& why) {
         if (!ok && error.empty()) error = wrong(c, name, why);
     };
@@ -1904,7 +1933,8 @@ static void check_run(Config* c, const std::string& where) {
 // -1 if the layer has no such tensor, parameter or buffer.
 //
 // The functions run in this order: build_unet calls add_embedding, add_input_blocks, add_output_blocks, place_params;
-// section 6 plans the memory; then section 7 walks over the list, and calls each layer's kind with its layer_args.
+// section 6 plans the memory; then section 7 walks over the list, and calls a function of each layer's kind (its
+// forward or its backward function) with what layer_args returns for the layer.
 
 // How a parameter is initialised: see init_params.
 enum ParamInit { INIT_UNIFORM, INIT_NORMAL, INIT_ONE, INIT_ZERO };
@@ -1922,7 +1952,7 @@ struct Param {
 // An activation (B, H, W, C).
 struct Tensor {
     int H = 0, W = 0, C = 0;
-    Element element = Element::FP32; // act_element; FP32 for input, output, embeddings and patches; FP8: see choose_fp8
+    Element element = Element::FP32; // act_element; FP32 for input, output, embeddings and patches; FP8: see plan_fp8
     int buffer = -1;                 // the buffer of its values
     int stats = -1;                  // if a group norm reads it: the buffer of Stats::sums
     int fp8 = -1;                    // if a convolution reads it in FP8: the buffer of the FP8 numbers (plan_fp8)
@@ -1950,7 +1980,7 @@ struct Layer {
     Nonlinearity nonlinearity = Nonlinearity::NONE; // GROUPNORM
     int dropout_block = -1;                         // GROUPNORM: index of the residual block whose dropout follows
     int heads = 0;                                  // ATTENTION, and the CONV that makes its qkv: the number of heads
-    int saved = -1;     // the buffer with what the backward pass needs of the forward pass: mean, rstd; or SoftmaxRows
+    int saved = -1;     // the buffer of what the forward pass keeps: GROUPNORM mean and rstd, ATTENTION SoftmaxRows
     int block_end = -1; // --use_checkpoint: this layer is computed again before the backward pass of layer block_end
 
     // The plan (see plan_gradients, plan_waits, plan_fusions).
@@ -1988,8 +2018,8 @@ struct UNet {
     size_t arena_bytes = 0;
     char* arena = nullptr;
     // Set by the caller before a forward pass, in device memory:
-    float* t = nullptr;      // (B)
-    int* labels = nullptr;   // (B)
+    float* t = nullptr;      // (B): what the network is told of each sample's noise level
+    int* labels = nullptr;   // (B): the classes of the samples
     float* values = nullptr; // (B, num_values): an image's own numbers, then those of its augmentation
     float* cond = nullptr;   // (B, H, W, cond_channels): the pictures that the images are conditioned on
 
@@ -2008,9 +2038,9 @@ template <class T> static T* tensor_data(const UNet* net, int t) { return buffer
 // If `weights` is null, the walk uses no FP8. If only `turned` is null, the walk is for sampling.
 struct Fp8Weights {
     const uint8_t* weights = nullptr;
-    const float* factors = nullptr;
+    const float* factors = nullptr; // the factors of norms' results and of convolutions' sums: see make_fp8_weights
     // Training:
-    const uint8_t* turned = nullptr;
+    const uint8_t* turned = nullptr;        // the same weights in the order in which input gradients read them
     const float* gradient_factor = nullptr; // (1): gradients are multiplied by this before they are rounded
     const float* dx_factors = nullptr;      // (C), all equal: the sums of an input gradient are multiplied by these
 };
@@ -2061,7 +2091,7 @@ struct LayerArgs {
     float *dweight, *dbias, *demb;
 
     // For FP8. These pointers are null if the walk or the layer does not use FP8.
-    const act *x_fp8, *weight_fp8, *turned_fp8; // CONV: its input, its weights, its turned weights
+    const act *x_fp8, *weight_fp8, *turned_fp8; // CONV: its input, and its weights in `weights` and in `turned`
     const float *factors_fp8, *dx_factors_fp8;  // CONV: factors of the sums of products (see conv_forward)
     Fp8Copy out_fp8;                            // GROUPNORM: its result in FP8
     Fp8Copy dout_fp8;                           // CONV: dout in FP8
@@ -2116,7 +2146,8 @@ static void add_fp8_args(LayerArgs* a, const Walk& walk, const Layer& layer) {
 }
 
 // Looks up all that a layer's functions need. If the network has no memory yet (plan_memory), the pointers to tensors
-// and gradients are null. If the walk has no weights, the pointers to weights are null. The shapes are right even then.
+// and gradients are null. If the walk has no weights, the pointers to weights are null. The shapes are right even then:
+// build_unet calls this function for the shapes alone.
 static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     UNet* const net = walk.net;
     const Tensor x = net->tensor(layer.x1), out = net->tensor(layer.out);
@@ -2356,9 +2387,10 @@ constexpr LayerKind CONV{
 // A group norm, with the nonlinearity and the dropout that follow it.
 static void forward_norm(LayerArgs& a) {
     float* const mean = a.saved;
-    const bool fp8_alone = a.net->tensor(a.layer->out).element == Element::FP8; // only when sampling (plan_fp8)
-    groupnorm_forward(fp8_alone ? nullptr : a.out, mean, a.rstd(),              // what it writes
-                      a.x1, a.stats1, a.x2, a.stats2,                           // its input and the sums of it
+    // When sampling, some norms write their result only in FP8 (plan_fp8).
+    const bool fp8_alone = a.net->tensor(a.layer->out).element == Element::FP8;
+    groupnorm_forward(fp8_alone ? nullptr : a.out, mean, a.rstd(), // what it writes
+                      a.x1, a.stats1, a.x2, a.stats2,              // its inputs and the sums of their channels
                       a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm(), a.out_fp8);
 }
 static void backward_norm(LayerArgs& a) {
@@ -2520,7 +2552,7 @@ static void check_conv_params(const UNet& net) {
     }
 }
 
-// Appends a layer and the new tensor (H, W, C) that it writes. Returns this tensor.
+// Appends a layer and the new tensor (H, W, C) that the layer writes. Returns the tensor's index.
 static int add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1, Element element = act_element) {
     const LayerKind& kind = *l.kind;
     if (l.weight >= 0 && !kind.backward) die("internal error: %s has weights but no backward pass", l.name.c_str());
@@ -2628,7 +2660,7 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
     h = add_norm(net, norm2);
 
     // The second convolution adds the block's input to its result. In the state_dict its parameters come before the
-    // shortcut's.
+    // shortcut's. So its parameters are added here, before the shortcut, although its layer comes after the shortcut.
     Layer conv2{.name = name + ".out_layers.3", .x1 = h, .kernel = 3};
     conv2.weight = add_conv_params(net, conv2.name, {Cout, Cout, 3, 3}, INIT_ZERO);
     const Layer shortcut{.name = name + ".skip_connection", .x1 = x1, .x2 = x2};
@@ -2730,8 +2762,8 @@ static int add_output_blocks(UNet* net, int h, std::vector<int> encoder_outputs)
         const int ch = c.channels(level);
         const bool attention = c.has_attention(level);
         for (int i = 0; i <= c.num_res_blocks; i++) {
-            // Adds a residual block of [h | the encoder's tensor], then attention. At the end of a level, except the
-            // last one, it doubles the resolution.
+            // A residual block reads [h | the encoder's tensor], and attention may follow. After the last residual
+            // block of each level except level 0, add_upsample doubles the resolution.
             const std::string name = "output_blocks." + std::to_string(output_block++);
             h = add_resblock(net, name + ".0", h, encoder_outputs.back(), ch);
             encoder_outputs.pop_back();
@@ -2753,8 +2785,8 @@ static int param_group(const Param& p) {
     return p.of_conv && weights_have_copy() ? 3 : 2;
 }
 
-// Chooses where in the flat arrays each parameter lies. Each parameter of groups 2 and 3 begins at a
-// multiple of 64 floats.
+// Chooses where in the flat arrays each parameter lies. Each parameter of groups 2 and 3 begins at a multiple of 64
+// elements. So kernels can read it in pieces of 16 bytes, whatever its element is.
 static void place_params(UNet* net) {
     auto round_to_64 = [](size_t floats) { return (floats + 63) / 64 * 64; };
     size_t end = 0;
@@ -2803,7 +2835,8 @@ static void choose_fp8(UNet* net) {
         Layer& conv = *convs[i];
         const auto writer = std::ranges::find(net->layers, conv.x1, &Layer::out);
         const bool reads_norm = writer != net->layers.end() && writer->kind == &GROUPNORM;
-        // The smallest network has 12 convolutions of 3x3. Even there, 3 of the 4 in middle_block are not spared.
+        // The smallest network has 12 convolutions of 3x3. Even there, 4 are not spared, 3 of them in middle_block. So
+        // every network has convolutions that multiply in FP8.
         const bool is_spared = i < FP8_SPARED || i >= last;
         conv.fp8_gradient = conv.stride == 1 && !conv.upsample;
         conv.fp8 = conv.fp8_gradient && reads_norm && !is_spared;
