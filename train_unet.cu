@@ -149,7 +149,7 @@
 //   rank                a process of a run, which has one GPU. A block's number in its cluster is cluster_rank. (In
 //                       Denoising, a number's rank is its place in the sorted order.)
 //   arena, buffer       the memory of all activations; a part of it that lives as long as a tensor is in use
-//   workspace           an operation's own memory, which the next one may overwrite
+//   workspace           an operation's own memory, which the next operation may overwrite
 //   stream              a queue of a GPU's operations. (In section 9, the endless sequence of images.)
 //   statistics          of each image and channel, the sums over pixels of x and of x^2: a group norm makes its mean
 //                       and variance of them
@@ -157,18 +157,24 @@
 //                       stores
 //   fuse                to compute one operation inside another one's kernel, such as a skip connection
 //   materialise         to write to memory what a kernel could also make as it reads, such as an upsampled input
-//   block, cluster      threads with one shared memory; up to 8 blocks that reach each other's (sm_90)
+//   block, cluster      threads that have one shared memory; up to 8 blocks, each of which can also access the shared
+//                       memory of the others (sm_90)
 //   warp, lane          32 threads; one of them
 //   warpgroup           four warps that multiply together by wgmma
 //   tile                the part of a result that a block, a warpgroup or a warp computes at a time
-//   tap, halo, slice    words of the convolutions, which section 20 defines and draws
-//   stage, ring         a part of shared memory that is filled while others are read; stages that take turns
+//   tap, halo, slice    words of the convolutions, which section 20 defines and draws. (In Part I, a rank's slice is
+//                       the part of the weights that the rank updates: see Slice.)
+//   stage, ring         a part of shared memory that is filled while other parts are read; several stages, which are
+//                       filled and read in turn
 //   producer, consumer  warps that fill stages, and warps that multiply what is there
-//   epilogue            what becomes of a tile's sums: bias, embedding, addend, rounding, statistics
+//   epilogue            what a kernel does with a tile's sums before it stores them: it adds bias, embedding and
+//                       addend, rounds, and computes statistics
 //   partial             a sum over a part of the pixels or keys; a second kernel adds partials up in a fixed order
 //   persistent          blocks that stay for a whole launch and take one tile after another
-//   fragment            a thread's registers of an operand or result on the tensor cores (mma.sync, wgmma)
-//   swizzle             where 16-byte pieces of a row lie, so that 8 rows are read from different banks
+//   fragment            the part of a tensor-core operand or result that lies in one thread's registers (mma.sync,
+//                       wgmma)
+//   swizzle             an order of the 16-byte pieces of each row in shared memory. It brings the same column of 8
+//                       rows into different banks, so that the 8 pieces are read at the same time
 //
 // Layouts: activations (B, H, W, C); convolution weights (Cout, kh, kw, Cin); files hold PyTorch's layouts.
 #ifdef __CUDACC__
@@ -282,8 +288,8 @@ static const char* const PRESET_ELSE = "fashion32";
 //   cast_params, adamw_update  their cases (section 21)
 //
 // Until these are done, a run ends with an error message:
-//   `precision`                its word, in the flag's row of common/flags.h (at its end, because model files hold the
-//                              word's place in this row) and in element_named (section 4)
+//   `precision`                its word, in the flag's row of common/flags.h and in element_named (section 4). In the
+//                              row it comes after all other words, because model files hold a word's place in the row
 //   conv_product               its rows in the table (section 22): one for pick_conv_gather and, for speed, one for a
 //                              function like pick_conv_halo_bf16
 //
@@ -293,7 +299,7 @@ static const char* const PRESET_ELSE = "fashion32";
 //   act_has_wgmma              It is false for the new type, so a Hopper GPU, too, uses the kernels for any GPU. It may
 //                              become true when Hopper's kernels support the type. The element is a template parameter
 //                              of conv_tiles and conv_small. All other kernels for Hopper are written for bf16
-//   pick_conv_gather           It uses its widest tile only for bf16
+//   pick_conv_gather           It uses its widest tile only for bf16. The new type may be faster with that tile, too
 //   forward_and_loss           A type whose smallest numbers are larger than bf16's (fp16) loses small gradients. Then
 //                              `factor` there has to be larger (a loss scale), and sum_gradients has to undo it
 //   take_aliases               It makes --use_fp16 choose bf16. Should it choose the new type?
@@ -323,7 +329,7 @@ static size_t act_bytes() { return bytes_of(act_element); }
 static bool weights_have_copy() { return act_element != Element::FP32; }
 
 // FP8 has two formats (Micikevicius et al. 2022, arXiv:2209.05433). Both have a sign, an exponent and a mantissa. A
-// bias is added to the exponent before it is stored.
+// bias is added to the exponent before the exponent is stored.
 //   Element::FP8            e4m3: four bits of exponent, three of mantissa. For values: activations and weights.
 //   Element::FP8_GRADIENT   e5m2: five bits of exponent, two of mantissa. For gradients of activations, whose sizes
 //                           differ more.
@@ -410,8 +416,8 @@ struct NormShape {
     float eps; // is added to the variance
 };
 
-// The arrays and the shape from which a convolution's weight gradient is computed. It is computed later than the input
-// gradient, together with the weight gradients of other layers, so that the GPU has more to do at a time.
+// The arrays and the shape from which a convolution's weight gradient is computed. They are kept until the weight
+// gradients of several layers are computed together, so that the GPU has more to do at a time.
 struct WeightWork {
     float *dweight, *dbias;
     float* demb; // (B, emb_stride), or null: the embedding's gradient, which is the sum of dout over an image's pixels
@@ -449,7 +455,7 @@ struct SoftmaxRow {
 struct RandomKey {
     uint64_t seed;
     uint32_t purpose;    // what is drawn: RANDOM_NOISE or another RandomPurpose
-    const int64_t* step; // in device memory; read at each draw, so a recorded graph draws new numbers in each step
+    const int64_t* step; // in device memory; read at each draw, so a recorded CUDA graph draws anew in each step
     int64_t sample0;     // the number of the batch's first sample
 };
 
@@ -701,7 +707,7 @@ struct ConvSkip {
 // =====================================================================================================================
 // 2. The interface: all that the program asks of a device
 // dev/reference.h implements it in plain loops (the CPU build), and Part II in kernels. Another kind of device would
-// need these functions. Of a function's arguments the outputs come first, then inputs, then sizes. Every function
+// need these functions. A function's first arguments are its outputs. Its inputs follow, and then sizes. Every function
 // overwrites its outputs. Backward functions also overwrite gradients: they do not add to the old values.
 // A comment after an argument gives its shape, or says what it is. [Brackets] enclose what may be null.
 
@@ -873,9 +879,9 @@ static void q_sample_forward(float* x_t, float* target, // (B, H, W, C)
                              const void* images, // x_0 (B, C, H, W): uint8 if bytes is 1, float32 in [-1, 1] if it is 4
                              bool random_flip,   // whether to mirror each image with probability 1/2
                              RandomKey noise_key, RandomKey flip_key, int B, int C, int H, int W, int bytes);
-// Computes the loss that objective o chooses. The loss of a sample is a mean over its values. dout = the gradient of
-// factor * sum(loss). If the objective has no variational bound (o.bound = 0), the gradient of the output channels
-// after the first C is 0.
+// Computes the loss that objective o chooses. The loss of a sample is a mean over its values. dout is the gradient of
+// factor * (the sum of the samples' losses) with respect to out, the network's answer. If the objective has no
+// variational bound (o.bound = 0), the gradient of the output channels after the first C is 0.
 static void loss_forward_backward(double* loss,             // (B)
                                   float* dout,              // as out
                                   const float* out,         // (B, HW, Cout)
@@ -897,7 +903,7 @@ static void tuning_loss_forward_backward(double* loss,             // (B)
 static void augment_images(float* out,          // (B, C, H, W)
                            Augmentation* drawn, // (B)
                            float* canvas,       // (B, C, fine_size(H), fine_size(W)): working memory
-                           float* told,         // (B, stride): the first AUGMENT_NUMBERS of each row
+                           float* told,         // (B, stride): what the network is told (AUGMENT_NUMBERS a row)
                            int stride,
                            const void* images, // (B, C, H, W), of 1 or 4 bytes a value
                            float p, RandomKey key, int B, int C, int H, int W, int bytes);
@@ -1090,8 +1096,8 @@ struct Words {
 };
 
 // Returns four random words of 32 bits. Each round multiplies words 0 and 2 by constants. The upper halves of the two
-// products are combined by XOR with words 3 and 1 and with the key. The lower halves become words as they are. The key
-// changes by a constant from round to round.
+// products are combined by XOR with words 3 and 1 and with the key: the results are the new words 2 and 0. The lower
+// halves are the new words 3 and 1. The key changes by a constant from round to round.
 HD static inline Words philox(uint64_t seed, uint32_t quartet, uint32_t sample, uint32_t step, uint32_t purpose) {
     Words c{{quartet, sample, step, purpose}};
     uint32_t key0 = (uint32_t)seed;
@@ -1954,10 +1960,11 @@ struct Tensor {
     int H = 0, W = 0, C = 0;
     Element element = Element::FP32; // act_element; FP32 for input, output, embeddings and patches; FP8: see plan_fp8
     int buffer = -1;                 // the buffer of its values
-    int stats = -1;                  // if a group norm reads it: the buffer of Stats::sums
-    int fp8 = -1;                    // if a convolution reads it in FP8: the buffer of the FP8 numbers (plan_fp8)
+    int stats = -1;                  // if a group norm reads this tensor: the buffer of Stats::sums
+    int fp8 = -1;                    // if a convolution reads this tensor in FP8: the buffer of its FP8 numbers
     int parts = 1;                   // Stats::parts, as the forward pass has last set it
-    bool needs_grad = false;         // whether the layer that writes it has a backward pass
+    bool needs_grad = false;         // whether the layer that writes this tensor has a backward pass, which reads its
+                                     // gradient
 };
 
 // The buffers for the gradient of one input of a layer: d = gradient + add1 + add2. fp8: the buffer for a copy of d in
