@@ -263,7 +263,8 @@ static const char* const PRESET_ELSE = "fashion32";
 
 // Enumerations. Where code depends on an enumerator, there is a switch without a default, or a static_assert. So the
 // compiler names every place that has to be changed for a new enumerator (-Werror=switch).
-// Stands after such a switch if all of its cases return. So the compiler does not warn that a return is missing.
+// ALL_CASES_RETURN stands after such a switch if all of its cases return. Without it the compiler would warn that the
+// function might end without a return.
 #define ALL_CASES_RETURN __builtin_unreachable();
 
 // The format in which a number of a tensor is stored. Arithmetic is in fp32, whatever the format. With --precision fp8
@@ -360,6 +361,8 @@ static inline uint8_t fp8_bits(float v, const Fp8Format& f = E4M3) {
     if ((int)(bits >> 23) < smallest_normal)
         return sign | (uint8_t)std::lrintf(std::ldexp(size, f.bias - 1 + f.mantissa));
     const int dropped = 23 - f.mantissa; // how many bits of the float's mantissa FP8 does not keep
+    // Rounds the mantissa: adds half of what the last kept bit is worth, or a little less if that bit is 0. (If the
+    // mantissa overflows, the exponent grows by 1.) The last line then exchanges fp32's bias of 127 for FP8's bias.
     bits += (1u << (dropped - 1)) - 1 + (bits >> dropped & 1);
     return sign | (uint8_t)((bits >> dropped) - ((127 - f.bias) << f.mantissa));
 }
@@ -456,7 +459,7 @@ struct RandomKey {
     uint64_t seed;
     uint32_t purpose;    // what is drawn: RANDOM_NOISE or another RandomPurpose
     const int64_t* step; // in device memory; read at each draw, so a recorded CUDA graph draws anew in each step
-    int64_t sample0;     // the number of the batch's first sample
+    int64_t sample0;     // the number of the batch's first sample; different batches of a step have different numbers
 };
 
 // Returns the same key with another purpose.
@@ -515,9 +518,9 @@ struct NoiseLevel {
     float log_var = 0;
     float log_ratio = 0;
     float range = 0;
-    int t_is_0 = 0;           // 1: this is the level of t = 0
-    int quarter = 0;          // the quarter of all levels that this level lies in: 0 (least noise) to 3
-    int index = 0;            // ddpm: the timestep t, from 0 to T - 1
+    int t_is_0 = 0;           // 1: this is the level of t = 0, where the bound has another formula
+    int quarter = 0;          // the quarter of all levels that this level lies in: 0 (least noise) to 3; for the log
+    int index = 0;            // ddpm: the timestep t, from 0 to T - 1; for remember_losses
     float importance = 0;     // ddpm: a factor of `weight`: 1 / (T times the probability of drawing t)
     float target_teacher = 0; // ect: the teacher's answer is multiplied by this and added to the target
 };
@@ -709,7 +712,8 @@ struct ConvSkip {
 // dev/reference.h implements it in plain loops (the CPU build), and Part II in kernels. Another kind of device would
 // need these functions. A function's first arguments are its outputs. Its inputs follow, and then sizes. Every function
 // overwrites its outputs. Backward functions also overwrite gradients: they do not add to the old values.
-// A comment after an argument gives its shape, or says what it is. [Brackets] enclose what may be null.
+// A comment after an argument gives its shape, or says what it is. "as x" means: it has the shape of x. [Brackets]
+// enclose what may be null.
 
 // A queue of a GPU's operations, which run one after the other. Different streams can run at the same time.
 struct Stream;
@@ -723,7 +727,7 @@ HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) /
 // conv_takes_skip returns whether this is possible. With a skip there is no emb and no residual. If s.in is FP8, x1 and
 // weight are FP8, and out = factors * conv(x1, weight) + the same addends (bias and so on). x1 and weight were
 // multiplied by other factors before they were rounded to FP8, and `factors` undoes this.
-// For conv_backward_input, s.out is the element of dout. If it is FP8_GRADIENT, dout is in e5m2, weight is the array
+// For conv_backward_input, s.out is the element of dout. If s.out is FP8_GRADIENT, dout is in e5m2, weight is the array
 // `turned` of round_weights, in e4m3, and dx1 = factors * (the sums of products). In this case there is only the input
 // x1, and nothing is added to its gradient.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
@@ -760,7 +764,7 @@ static void groupnorm_forward(act* out,                    // [(B, HW, C)]
                               const float* scale_shift,    // [(B, ss_stride)]
                               int ss_stride, Dropout dropout, NormShape s, Fp8Copy fp8 = {});
 static void groupnorm_backward(Grad dx1, Grad dx2,           // as x1 and x2
-                               float* dweight, float* dbias, // (C): they may be incomplete until finish_gradients
+                               float* dweight, float* dbias, // (C): may be incomplete until finish_gradients is called
                                float* dscale_shift,          // [as scale_shift]
                                const act* dout,              // as out
                                const act* x1, const act* x2, const float* mean, const float* rstd, const float* weight,
@@ -836,9 +840,11 @@ static void linear_backward(GradOf<float> dx,             // as x
                             const float* x, const float* weight, int B, int Cin, int Cout);
 static void silu_forward(float* out, const float* x, size_t n, Stream* stream);
 static void silu_backward(GradOf<float> dx, const float* dout, const float* x, size_t n);
+// Turns the number t of each sample into sinusoids of different frequencies f_i:
 // out (B, dim) = [cos(t f_i), sin(t f_i)], f_i = max_period^(-i / (dim / 2)); dim is even
 static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period, Stream* stream);
-// out = x + table[label]; a row of dtable is the sum of dout over the samples with this label
+// Adds a row of a table to the embedding x of each sample: out = x + table[label]. In the backward pass, the row of a
+// label in dtable is the sum of dout over the samples with this label.
 static void label_embedding_forward(float* out,         // (B, C)
                                     const float* x,     // (B, C)
                                     const float* table, // (rows, C)
@@ -848,7 +854,8 @@ static void label_embedding_backward(GradOf<float> dx,  // as x
                                      float* dtable,     // as table
                                      const float* dout, // as out
                                      const int* labels, int B, int rows, int C);
-// out = x + values weight^T: a linear layer without a bias; dweight = dout^T values
+// Adds a projection of each sample's K numbers to its embedding x: out = x + values weight^T. The backward function
+// computes dweight = dout^T values.
 static void values_embedding_forward(float* out,          // (B, C)
                                      const float* x,      // (B, C)
                                      const float* weight, // (C, K)
@@ -956,7 +963,7 @@ static void record_step(StepState* records, const StepState* state, int count);
 
 // How many bytes of memory operations need beside their arrays (0 on a CPU).
 static size_t conv_workspace(ConvShape s);           // for the weight gradient
-static size_t conv_detour_bytes(const ConvShape& s); // for the forward pass and the input gradient
+static size_t conv_detour_bytes(const ConvShape& s); // for arrays in between, of the forward pass or the input gradient
 static size_t groupnorm_backward_workspace(const NormShape& s);
 static size_t norm_sums_bytes(const NormShape& s); // for sums that are kept until finish_gradients
 static size_t attention_backward_workspace(int B, int T, int C, int heads);
@@ -1274,7 +1281,9 @@ constexpr int MORE_EMAS = 7; // how many averages of the weights there may be at
 // q^a, and a smaller gap would be lost in fp32's rounding.
 constexpr double LARGEST_GAP_DIVISOR = 1e6;
 // The averages of --ema_snapshots weight the parameters of each step by a power of the step's number (Karras et al.
-// 2024, appendix C). These are the exponents. With --ema_snapshots the list of rates (Config::emas) contains them, too.
+// 2024, appendix C). These are the exponents. From snapshots of the two averages, train_unet.py --ema_sigma_rel later
+// computes averages with other exponents. With --ema_snapshots the list of rates (Config::emas) contains the two
+// exponents, too.
 constexpr float POWER_EMAS[2] = {16.97f, 6.94f};
 
 // Returns the row of a flag, or null if there is no such flag.
@@ -1974,6 +1983,8 @@ struct GradPlan {
 };
 
 struct LayerKind; // what a layer computes: CONV, GROUPNORM, ...: see "The kinds of layers" below
+// A layer of the list. If the comment after a member begins with a kind (such as CONV), only layers of this kind use
+// the member.
 struct Layer {
     const LayerKind* kind = nullptr;
     std::string name;
@@ -2002,10 +2013,12 @@ struct Layer {
 
 // A part of the arena: the memory of a tensor, a gradient, or something else that a layer keeps.
 struct Buffer {
-    size_t bytes;                           // for one sample
+    size_t bytes;                           // how many bytes the buffer has for one sample
     int first_use = INT_MAX, last_use = -1; // the first and the last time at which it is in use (see plan_lifetimes)
-    size_t offset = 0;                      // in the arena
-    int again; // the buffer for the result if the tensor is computed again (--use_checkpoint); else this buffer's index
+    size_t offset = 0;                      // the buffer's first byte in the arena
+    // If the tensor in this buffer is computed again (--use_checkpoint), the index of the buffer for the new result. If
+    // not, this buffer's own index.
+    int again;
 };
 
 struct UNet {
@@ -2020,7 +2033,7 @@ struct UNet {
     int input = -1, emb = -1, output = -1; // indices of tensors; emb: the embedding's projections for all blocks
     int residual_blocks = 0;
     double flops = 0; // floating-point operations of one image's forward pass; a multiply-add is 2 of them
-    // Set by plan_memory:
+    // Set by plan_memory. B is the largest batch that the arena has room for.
     int B = 0;
     size_t arena_bytes = 0;
     char* arena = nullptr;
@@ -2465,7 +2478,7 @@ constexpr LayerKind UPSAMPLE{
     .sums = true,
 };
 
-// Puts a picture's channels (--cond_channels) after those of the image.
+// Puts a picture's channels (--cond_channels) after the channels of the image.
 static void forward_join(LayerArgs& a) {
     join_channels(a.out_fp32(), a.x_fp32(), a.net->cond, a.B, a.H * a.W, a.Cin, a.net->config.cond_channels);
 }
