@@ -1266,19 +1266,22 @@ struct Config {
     bool null_class() const { return class_cond && class_dropout > 0; } // the class table's last row means "no class"
     bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
     bool guided() const { return guidance_scale != 1; }
-    int num_values() const { return cond_dim + (augment > 0 ? AUGMENT_NUMBERS : 0); } // numbers the network is told
+    // Returns how many numbers the network is told of an image: its own numbers, and those of its augmentation.
+    int num_values() const { return cond_dim + (augment > 0 ? AUGMENT_NUMBERS : 0); }
     bool can_be_guided() const { return (class_dropout > 0 && (class_cond || cond_dim > 0)) || cond_dropout > 0; }
-    bool goes_by_timesteps() const { return sampler == "ddpm" || sampler == "ddim"; } // steps are the model's timesteps
-    bool can_churn() const { return sampler == "euler" || sampler == "heun"; }        // see S_churn
-    int seen_channels() const { return in_channels + cond_channels; } // channels of an image and its picture
-    const string& frame() const { return objective == "ect" ? ect_frame : objective; } // see Frame
-    int64_t ect_stage() const { return ect_d > 0 ? ect_d : (max_steps + 7) / 8; }      // how many steps a stage has
+    // Returns whether the sampler's steps lie at timesteps of the model. (The other samplers choose sigmas themselves.)
+    bool goes_by_timesteps() const { return sampler == "ddpm" || sampler == "ddim"; }
+    bool can_churn() const { return sampler == "euler" || sampler == "heun"; } // whether the sampler knows --S_churn
+    int seen_channels() const { return in_channels + cond_channels; }          // channels of an image and its picture
+    // Returns the objective whose formulas the noise levels follow (see Frame).
+    const string& frame() const { return objective == "ect" ? ect_frame : objective; }
+    int64_t ect_stage() const { return ect_d > 0 ? ect_d : (max_steps + 7) / 8; } // how many steps a stage of ect has
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
 };
 
 constexpr int MORE_EMAS = 7; // how many averages of the weights there may be at most, besides the first one
-// --objective ect: the largest q^a that is allowed. The gap between the sigma of student and teacher is divided by
-// q^a, and a smaller gap would be lost in fp32's rounding.
+// --objective ect: the largest q^a that is allowed (q and a: see Tuning). The gap between the sigmas of student and
+// teacher is divided by q^a. With a larger q^a, fp32's rounding would make the two sigmas equal.
 constexpr double LARGEST_GAP_DIVISOR = 1e6;
 // The averages of --ema_snapshots weight the parameters of each step by a power of the step's number (Karras et al.
 // 2024, appendix C). These are the exponents. From snapshots of the two averages, train_unet.py --ema_sigma_rel later
@@ -1847,7 +1850,8 @@ static std::string check_model(Config* c) {
     return error;
 }
 
-// Parses --ema_rate, and adds the averages that --ema_snapshots needs. where: "FILE: " if the rates come from a file.
+// Parses --ema_rate, and adds the averages that --ema_snapshots needs. where: what an error message begins with:
+// "FILE: " if the rates come from a file, else "".
 static void parse_ema_rate(Config* c, const std::string& where) {
     // A rate is from 0 to 1. A number above 1 is the exponent of a power function. A user does not write such a number:
     // it comes from a checkpoint, and is never the first in the list.
@@ -1880,12 +1884,13 @@ static void check_ect_stages(Config* c, const std::string& where) {
 }
 
 // The ranks share a batch, and each rank computes its share in microbatches. A microbatch must divide the share. If a
-// file or a preset has set one that does not, and there are several ranks, each rank computes its whole share at once.
+// file or a preset has set a microbatch that does not divide the share, and there are several ranks, each rank computes
+// its whole share at once.
 static void check_microbatch(Config* c, const std::string& where) {
     const int B = c->batch_size;
     const int N = world.size;
     if (B % N) {
-        const int nearest = std::max(1, (B + (N - 1) / 2) / N) * N; // rounded, and at least N
+        const int nearest = std::max(1, (B + (N - 1) / 2) / N) * N; // the nearest multiple of N, and at least N
         die("%s--batch_size %d: is shared by %d processes, so it must be a multiple of that; %d is one", where.c_str(),
             B, N, nearest);
     }
@@ -1908,7 +1913,8 @@ static void check_microbatch(Config* c, const std::string& where) {
     c->microbatch = share;
 }
 
-// Ends the program if settings of the run cannot work together. where: "FILE: " if some of them come from a file.
+// Ends the program if settings of the run cannot work together. where: what an error message begins with: "FILE: " if
+// some settings come from a file, else "".
 static void check_run(Config* c, const std::string& where) {
     parse_ema_rate(c, where);
     check_ect_stages(c, where);
@@ -2040,7 +2046,7 @@ struct UNet {
     // Set by the caller before a forward pass, in device memory:
     float* t = nullptr;      // (B): what the network is told of each sample's noise level
     int* labels = nullptr;   // (B): the classes of the samples
-    float* values = nullptr; // (B, num_values): an image's own numbers, then those of its augmentation
+    float* values = nullptr; // (B, num_values): an image's own numbers, then those that describe its augmentation
     float* cond = nullptr;   // (B, H, W, cond_channels): the pictures that the images are conditioned on
 
     Tensor tensor(int i) const { return i < 0 ? Tensor{.parts = 0} : tensors[i]; } // i < 0: a tensor with C = 0
@@ -2126,7 +2132,8 @@ struct LayerArgs {
     }
     NormShape norm() const { return {B, H * W, Cin, C2, 32, layer->nonlinearity, 1e-5f}; }
 
-    // x1, out, dout and d1 of a layer whose tensors are fp32: the layers of the embedding, JOIN, PATCHES and PIXELS.
+    // These functions return x1, out, dout and d1 as arrays of floats. They are for the layers whose tensors are always
+    // fp32: those of the embedding, JOIN, PATCHES and PIXELS.
     const float* x_fp32() const { return (const float*)x1; }
     float* out_fp32() const { return (float*)out; }
     const float* dout_fp32() const { return (const float*)dout; }
@@ -2542,8 +2549,8 @@ static int add_param(UNet* net, const std::string& name, Shape shape, ParamInit 
     return (int)net->params.size() - 1;
 }
 
-// Adds NAME.weight and NAME.bias. Returns the weight's index; the bias has the next index. shape:
-// (outputs, inputs ...).
+// Adds the parameters NAME.weight and NAME.bias. Returns the weight's index; the bias has the next index. shape: the
+// weight's shape, (outputs, inputs ...).
 static int add_params(UNet* net, const std::string& name, Shape shape, ParamInit init = INIT_UNIFORM, int heads = 0) {
     const ParamInit bias_init = init == INIT_ONE ? INIT_ZERO : init;
     const int weight = add_param(net, name + ".weight", shape, init, heads);
