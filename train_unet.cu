@@ -2867,7 +2867,7 @@ static UNet build_unet(const Config& c) {
 // --- FP8: buffers, factors, weights for samples
 // --precision fp8: plans a buffer for each input that a convolution reads in FP8. The group norm that writes this input
 // fills the buffer. When sampling, the norm writes nothing else. In training it also writes the same input
-// as an ordinary activation (act_element), because the weight gradient reads that.
+// as an ordinary activation (act_element), because the convolution's weight gradient is computed from that activation.
 static void plan_fp8(UNet* net, bool training) {
     for (const Layer& conv : net->layers) {
         if (!conv.fp8) continue;
@@ -2883,9 +2883,10 @@ static void plan_fp8(UNet* net, bool training) {
     }
 }
 
-// --precision fp8, in training: some input gradients read the gradient of the convolution's output in FP8. This
-// function plans a buffer for each such FP8 copy. If a group norm writes the gradient of the convolution's output, the
-// norm also writes the FP8 copy. Otherwise the convolution's backward function makes the copy (round_gradient).
+// --precision fp8, in training: some convolutions compute their input gradient from an FP8 copy of the gradient of
+// their output. This function plans a buffer for each such FP8 copy. If a group norm writes the gradient of the
+// convolution's output, the norm also writes the FP8 copy. Otherwise the convolution's backward function makes the copy
+// (round_gradient).
 static void plan_fp8_gradients(UNet* net) {
     for (Layer& conv : net->layers) {
         if (!conv.fp8_gradient || conv.dout < 0) continue;
@@ -2905,29 +2906,32 @@ static void plan_fp8_gradients(UNet* net) {
 }
 
 // --sample with --precision fp8: returns the factor that a group norm's output is multiplied by before it is rounded to
-// FP8. weight, bias: the parameters of the norm, which has n channels. Before the norm multiplies by weight and adds
-// bias, its values have a standard deviation of 1. So |weight| + |bias| estimates the size of a channel's values. The
-// factor is chosen such that 32 times the largest of these estimates still fits in FP8. Larger values become e4m3's
-// largest number, 448. (The 32 also leaves room for the embedding's scale, which is not known here.) Small values keep
-// their precision, because FP8 is a floating-point format: its largest number is almost 2^15 times its smallest normal
-// number. The factor is a power of 2, so multiplying by it rounds nothing.
+// FP8. weight, bias: the parameters of the norm, which has n channels. The norm first makes values with a standard
+// deviation of 1, and then multiplies them by weight and adds bias. So |weight| + |bias| estimates the size of a
+// channel's output. Single values are several times larger. With --use_scale_shift_norm, the embedding multiplies them
+// by a scale that is not known here. So the factor leaves room: 32 times the largest of these estimates still fits in
+// FP8. Larger values become e4m3's largest number, 448. Small values keep their precision, because FP8 is a
+// floating-point format: its largest number is almost 2^15 times its smallest normal number. The factor is a power of
+// 2, so multiplying by it rounds nothing.
 static float fp8_factor(const float* weight, const float* bias, int n) {
     float size = 0;
     for (int c = 0; c < n; c++) size = std::max(size, std::fabs(weight[c]) + std::fabs(bias[c]));
     if (size == 0) return 1;
     int exponent;
-    std::frexp(E4M3.largest / 32.0 / size, &exponent); // this quotient lies between 2^(exponent - 1) and 2^exponent
+    // frexp finds the exponent for which 2^(exponent - 1) is the largest power of 2 that does not exceed this quotient.
+    std::frexp(E4M3.largest / 32.0 / size, &exponent);
     return (float)std::ldexp(1.0, exponent - 1);
 }
 
-// --sample with --precision fp8: rounds the weights of the convolutions that read FP8. The result is two arrays. A
-// parameter lies at the same index in them as in a flat array:
+// --sample with --precision fp8: rounds the weights of the convolutions that read FP8. The result is two arrays. What
+// belongs to a parameter lies at the index that the parameter has in a flat array (Param::offset):
 //   weights   the rounded weights. The weights of an output channel are first divided by a scale, so that the largest
 //             |weight| of the channel becomes FP8's largest number
-//   factors   an array as long as the part of a flat array that is read in fp32 (plain_size). The factor of a
-//             norm (fp8_factor) lies at the index of the norm's first weight. The number scale / factor of a
-//             convolution's output channel lies at the index of the channel's bias. The channel's sums are multiplied
-//             by this number
+//   factors   an array as long as the part of a flat array that is read in fp32 (plain_size), which begins with the
+//             flat array. The factor of a norm (fp8_factor) lies at the index of the norm's first weight. For each
+//             output channel of a convolution, scale / factor lies at the index of the channel's bias, where `factor`
+//             is that of the norm whose result the convolution reads. The channel's sums of products are multiplied by
+//             scale / factor, which undoes both scalings
 static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& flat) {
     if (net.config.precision != "fp8") return {};
     std::vector<uint8_t> weights(net.flat_size);
@@ -2957,21 +2961,22 @@ static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& fl
 
 // Training with --precision fp8: returns the factor that gradients are multiplied by before they are rounded to FP8.
 // The loss is a mean over the n numbers of a batch, so gradients are proportional to 1 / n. The factor is the power of
-// 2 from 128 n to 256 n. (With it, e5m2's largest number, 57344, stands for a gradient of 224 / n or more.) The factor
-// depends only on the configuration. So it is the same on all ranks, in all microbatches, and after a run is resumed.
-// Nothing is measured in one step and used in the next, so a checkpoint need not keep anything for FP8.
+// 2 from 128 n to 256 n. (e5m2's largest number is 57344. So all gradients up to 57344 / (256 n) = 224 / n fit in FP8.)
+// The factor depends only on the configuration. So it is the same on all ranks, in all microbatches, and after a run is
+// resumed. Nothing is measured in one step and used in the next, so a checkpoint need not keep anything for FP8.
 static float choose_gradient_factor(const Config& c) {
     const double n = (double)c.batch_size * c.H * c.W * c.in_channels;
     return (float)std::ldexp(1.0, 8 + std::ilogb(n));
 }
 
-// Training with --precision fp8: returns memory for the convolutions' weights in FP8, and the factors that undo the
-// scaling. Each step writes the weights (round_weights). The factors never change. They lie at the same places as
-// those of make_fp8_weights.
+// Training with --precision fp8: returns memory for the convolutions' weights in FP8, and all factors. Each step writes
+// the weights (round_weights). The factors never change. In the array `factors` they lie at the same places as in that
+// of make_fp8_weights: what a norm multiplies its result by, and what a convolution multiplies its sums by to undo the
+// scaling. dx_factors undo the scaling of input gradients.
 static Fp8Weights make_fp8_training(const UNet& net) {
     if (net.config.precision != "fp8") return {};
     std::vector<float> factors(net.plain_size);
-    int most = 0; // the largest number of input channels
+    int most = 0; // the largest number of input channels: dx_factors has an element for each channel of a gradient
     for (const Layer& conv : net.layers) {
         if (conv.fp8_gradient) most = std::max(most, net.tensors[conv.x1].C);
         if (!conv.fp8) continue;
@@ -3005,8 +3010,8 @@ static std::vector<WeightRounding> weights_to_round(const UNet& net) {
 // --- gradients, and buffers
 // A tensor's gradient is the sum of what its readers contribute. The last reader in the list contributes first. Each
 // reader writes a buffer of its own: its contribution plus the buffers of later readers that wait to be added. If a
-// layer adds the tensor as its residual, the layer's contribution is the gradient of its output, unchanged. So no copy
-// of it is made.
+// layer adds the tensor as its residual, the layer's contribution is the gradient of the layer's output, unchanged.
+// That gradient already lies in a buffer. So no copy of it is made: its own buffer waits to be added.
 static void plan_gradients(UNet* net) {
     // For each tensor: the buffers that the next contribution has to add.
     std::vector<std::vector<int>> waiting(net->tensors.size());
@@ -3031,8 +3036,8 @@ static void plan_gradients(UNet* net) {
         if (waiting[l.out].size() != 1) die("internal error: the gradient of %s is not complete", l.name.c_str());
         l.dout = waiting[l.out][0];
         if (l.residual >= 0) waiting[l.residual].push_back(l.dout);
-        // Each layer that reads the embedding's projections fills its own columns of their gradient, which is one
-        // buffer.
+        // The embedding's projections for all residual blocks are the columns of one tensor. So their gradient is one
+        // buffer. Each layer that reads columns of the tensor writes the same columns of this buffer.
         if (l.emb >= 0) {
             if (waiting[l.emb].empty()) contribute(l.emb);
             l.demb = waiting[l.emb][0];
@@ -3040,13 +3045,14 @@ static void plan_gradients(UNet* net) {
         l.d1 = contribute(l.x1);
         l.d2 = contribute(l.x2);
     }
-    // --use_checkpoint: tensors that are computed again get new buffers.
+    // --use_checkpoint: the backward pass computes some tensors again. It writes them to new buffers.
     for (const Layer& l : net->layers) {
         if (l.block_end < 0) continue;
         const Tensor& out = net->tensors[l.out];
         for (int b : {out.buffer, out.stats, out.fp8}) {
             if (b < 0) continue;
-            const int again = add_buffer(net, net->buffers[b].bytes); // this may move net->buffers
+            // Two statements, because add_buffer may move net->buffers to other memory.
+            const int again = add_buffer(net, net->buffers[b].bytes);
             net->buffers[b].again = again;
         }
     }
@@ -3083,8 +3089,9 @@ static void plan_waits(UNet* net) {
             const Layer& conv = net->layers[k];
             if (conv.kind != &CONV) continue;
             const bool too_old = k > i + weights_lag(net, conv);
-            // If l makes the embedding's projections, its dout is the gradient of all projections. It must be complete.
-            // The columns of dout that belong to conv (demb) are computed together with conv's weight gradient.
+            // If l makes the embedding's projections, its dout is the gradient of all projections. When l's backward
+            // pass begins, dout must be complete. The columns of dout that belong to conv (demb) are computed together
+            // with conv's weight gradient. So l waits for this weight gradient.
             const bool has_demb = l.out == net->emb && conv.demb >= 0;
             if (!too_old && !has_demb) continue;
             l.after = k;
@@ -3094,8 +3101,8 @@ static void plan_waits(UNet* net) {
     }
 }
 
-// Plans which convolutions also compute the skip connection that they add. It is the skip connection of their residual
-// block.
+// Plans which convolutions also compute the skip connection whose result they add. (The convolution and the skip
+// connection belong to the same residual block.)
 static void plan_fusions(UNet* net) {
     const Walk walk{.net = net, .B = net->B};
     for (size_t i = 1; i < net->layers.size(); i++) {
@@ -3142,8 +3149,9 @@ static void plan_lifetimes(UNet* net) {
     for (int i = 0; i < L; i++) {
         const Layer& l = net->layers[i];
         const LayerKind& kind = *l.kind;
-        use_forward(l, 1 + i + l.fused); // a fused layer is computed by the next one
-        // The embedding's layers run at the same time as other layers, until the first layer that reads the embedding.
+        use_forward(l, 1 + i + l.fused); // a fused layer is computed by the next layer, so at the next layer's time
+        // The embedding's layers run at the same time as the layers that follow them. They may still be running just
+        // before the first layer that reads the embedding. So their buffers are in use until then.
         if (kind.embedding) use_forward(l, 1 + first_emb_reader(net));
 
         // `back` is the time of the layer's backward pass. `done` is the latest time at which a convolution's weight
@@ -3167,15 +3175,16 @@ static void plan_lifetimes(UNet* net) {
     }
 }
 
-// Chooses the offsets of all buffers for batches of B samples. The largest buffer is placed first. Each buffer gets the
-// lowest place that is free at all times at which the buffer is in use. Sizes are rounded up, so that each buffer
-// begins at a multiple of 256 bytes.
+// Chooses the offsets of all buffers for batches of B samples. The buffers are placed one after the other, from the
+// largest to the smallest. Each buffer gets the lowest place that is free at all times at which the buffer is in use.
+// Sizes are rounded up, so that each buffer begins at a multiple of 256 bytes.
 static void place_buffers(UNet* net, int B) {
     auto bytes = [&](const Buffer* b) { return (b->bytes * B + 255) / 256 * 256; };
     std::vector<Buffer*> order;
     for (Buffer& b : net->buffers)
         if (b.last_use >= 0) order.push_back(&b);           // it is in use at some time
-    std::ranges::stable_sort(order, std::greater{}, bytes); // stable: the same places on every machine
+    // A stable sort, so that buffers of equal size have the same order, and the same places, on every machine.
+    std::ranges::stable_sort(order, std::greater{}, bytes);
 
     std::multimap<size_t, const Buffer*> placed; // by offset
     net->arena_bytes = 0;
@@ -3242,8 +3251,8 @@ static void plan_memory(UNet* net, int B, bool training) {
     net->arena = device_alloc<char>(net->arena_bytes);
 
     // The operations of a stream use its workspace one after the other, so the workspace is as large as the largest
-    // operation needs. But what each operation leaves for finish_gradients (Workspace::sums) is kept until then, so
-    // these sizes are added up.
+    // operation needs. But what an operation leaves for finish_gradients (Workspace::sums) must be kept until
+    // finish_gradients runs at the end of the backward pass. So the sizes of all operations' sums are added up.
     Workspace most{loss_workspace(B)};
     const Walk walk{.net = net, .B = B};
     for (const Layer& l : net->layers) {
@@ -3283,7 +3292,7 @@ static void forward_layer(const Walk& walk, const Layer& l) {
 // The forward pass. It computes net's output (B, H, W, out_channels) from its input, net->t (B) and, if the model uses
 // them, net->labels (B), net->values (B, num_values) and net->cond (B, H, W, cond_channels). The embedding's layers
 // come first in the list. They run on the side stream, at the same time as the layers after them on the main stream.
-// Before the first layer that reads the embedding, the main stream waits for them.
+// Before the first layer that reads the embedding, the main stream waits for the embedding's layers.
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     const int L = (int)net->layers.size();
     const int reader = first_emb_reader(net);
@@ -3317,8 +3326,9 @@ struct WeightGradients {
     // Launches the weight gradients that wait. After that, the weight gradients of all layers from `last` on have been
     // launched.
     void launch_waiting() {
-        // After this launch, all gradients from index complete_from on are complete. (Each convolution whose weight
-        // gradient is not launched yet has its weights before that index in the flat array of all weights.)
+        // When this launch's work is finished, all gradients from index complete_from on are complete. So complete_from
+        // must lie after the weights of every convolution whose weight gradient is not launched yet. From plain_size
+        // on, the flat array holds nothing but convolutions' weights.
         size_t complete_from = net->plain_size;
         for (int i = 0; i < last; i++) {
             const Layer& l = net->layers[i];
@@ -3350,7 +3360,8 @@ struct WeightGradients {
 
 // The backward pass. It computes grads, the gradients of the parameters, from output_gradient and from what the forward
 // pass of these B samples left in memory. done(n, stream) is called each time that weight gradients have been launched
-// on `stream`. When that work is finished, the gradients from grads[n] on are complete.
+// on `stream`. When that work is finished, the gradients from grads[n] on are complete. So with several ranks, `done`
+// can begin to send these gradients while the backward pass computes the others (step_gradients).
 static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B,
                           const std::function<void(size_t, Stream*)>& done = nullptr) {
     const Walk walk{net, weights, dropout, B, grads};
@@ -3365,9 +3376,10 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
             if (before.block_end == i) forward_layer(walk, before);
         LayerArgs a = layer_args(walk, l);
         if (l.kind == &CONV) {
-            // The embedding's layers come last in the backward pass, and they wait for the weight gradients that have
-            // been collected. So the collected ones are launched now, before the weight gradient of the network's first
-            // convolution is added to them.
+            // The embedding's layers come last in the backward pass. They wait for the weight gradients of the
+            // convolutions that read the embedding, because the embedding's gradient (demb) is computed together with
+            // these. They need not wait for the weight gradient of the network's first convolution. So all weight
+            // gradients collected so far are launched now, without that of the first convolution.
             if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.launch_waiting();
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
             weight_gradients.add(i, a);
