@@ -3182,7 +3182,7 @@ static void place_buffers(UNet* net, int B) {
     auto bytes = [&](const Buffer* b) { return (b->bytes * B + 255) / 256 * 256; };
     std::vector<Buffer*> order;
     for (Buffer& b : net->buffers)
-        if (b.last_use >= 0) order.push_back(&b);           // it is in use at some time
+        if (b.last_use >= 0) order.push_back(&b); // it is in use at some time
     // A stable sort, so that buffers of equal size have the same order, and the same places, on every machine.
     std::ranges::stable_sort(order, std::greater{}, bytes);
 
@@ -3406,12 +3406,12 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 // If the loss of a new objective is a weighted square of the answer's error, the objective is only a new way to fill
 // NoiseLevels. Then the kernels and the samplers' steps need no change.
 //
-// To add an objective, as edm and flow are, change these places:
+// To add an objective like edm or flow, change these places:
 //
 //   1. common/flags.h:
 //      its word, added at the end of the row of `objective`, because model files hold the word's place in this row;
-//      rows for its parameters, if it has any. A parameter that a model file has to keep is a row SAVED(slot, ...),
-//      and check_lists must no longer list its slot as unused;
+//      rows for its parameters, if it has any. If a model file has to keep a parameter, its row is SAVED(slot, ...),
+//      and check_lists must no longer list this slot as unused;
 //      the rows OBJECTIVES(...). Such a row names the objectives for which the flags below it exist. If only the
 //      new objective has a parameter, it needs a new row OBJECTIVES. If the new objective shares parameters of edm
 //      (sigma_data, P_mean, P_std), add its word to OBJECTIVES(of_edm, "edm|ect"). If you forget this, nothing warns
@@ -3420,7 +3420,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //   2. Frame (section 1): its enumerator
 //   3. here:
 //      a function with its formulas, beside edm_question. If it has a parameter of its own: a member of Objective, a
-//      line in make_objective, and an argument of ask, which gets only sigma_data so far;
+//      line in make_objective, and an argument of ask (so far, ask has only edm's parameter sigma_data);
 //      its case in ask, and its word in frame_of;
 //      whether log(sigma) or t is drawn in training, and how (sigma_draws; for another distribution also SigmaDraws
 //      and draw_level);
@@ -3496,16 +3496,20 @@ HD static inline Question ask(Frame frame, double ratio, double sigma_data) {
     case Frame::EDM: return edm_question(ratio, sigma_data);
     case Frame::FLOW: return flow_question(ratio);
     }
-    return Question{NAN, NAN, NAN, NAN, NAN, NAN, NAN}; // so a training step would see that its loss is not finite
+    // This is never reached. If a mistake in the program led here, the loss would be NaN, and the training step would
+    // report it.
+    return Question{NAN, NAN, NAN, NAN, NAN, NAN, NAN};
 }
 
-// Returns the frame of a model, as its flags define it.
+// Returns a model's Frame: whose formulas say what the network is shown, told and asked. --objective names them. For
+// ect, which works with the formulas of edm or flow, --ect_frame names them.
 static Frame frame_of(const Config& c) {
     const char* flag = c.objective == "ect" ? "ect_frame" : "objective";
     return meaning<Frame>(flag, c.frame(), {{"ddpm", Frame::DDPM}, {"edm", Frame::EDM}, {"flow", Frame::FLOW}});
 }
 
-// Returns how sigma is drawn in training.
+// Returns how sigma is drawn in training. (For ddpm nothing reads the result: ddpm draws a timestep, and looks up its
+// level in a table.)
 static SigmaDraws sigma_draws(const Config& c) {
     const SigmaDraws table{}, edm{c.P_mean, c.P_std, false}, flow{c.t_mean, c.t_std, c.t_std == 0};
     return meaning<SigmaDraws>("objective", c.objective, {{"ddpm", table}, {"edm", edm}, {"flow", flow}, {"ect", edm}});
@@ -3691,14 +3695,15 @@ static Objective make_objective(const Config& c) {
 // sample or one value. dev/reference.h calls them in loops, and kernels call them in threads.
 
 // --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): the probability of drawing t is
-// proportional to the root mean square of t's latest HISTORY losses. A sample's loss is then multiplied by
-// `importance`, which is 1 / (T times the probability of the sample's t). So the expected loss is the same as with
-// uniform t.
+// proportional to the root mean square of the latest HISTORY (10) losses of samples with this t. A sample's loss is
+// then multiplied by `importance`, which is 1 / (T times the probability of the sample's t). So the expected loss is
+// the same as with uniform t.
 constexpr double EVEN_SHARE = 0.001; // this share of the probability is divided equally among all t
 
-// Stores the losses of a batch's samples at timestep t in the row of t. Each loss is first divided by its sample's
-// `importance`. A row is HISTORY + 1 floats: the latest losses, oldest first, and then the number of losses. Returns
-// the root mean square of the row's losses, or -1 while the row has fewer than HISTORY losses.
+// Stores the losses of a batch's samples at timestep t in the row of t. loss: the samples' losses, which have been
+// multiplied by `importance`. So they are divided by it again before they are stored. A row is HISTORY + 1 floats: the
+// latest losses, oldest first, and then the number of losses. Returns the root mean square of the row's losses, or -1
+// while the row has fewer than HISTORY losses.
 HD static inline double remember_losses(float* row, int t, const NoiseLevel* levels, const double* loss, int B) {
     for (int b = 0; b < B; b++) {
         if (levels[b].index != t) continue;
@@ -3792,7 +3797,8 @@ HD static inline float image_value(const void* images, int bytes, size_t i) {
 // Limited Data", appendix B): a training image is changed in up to six ways. Each change is drawn independently of the
 // others. Its probability is p, with two exceptions: an image is turned upside down with probability p / 2, and
 // mirrored with probability 1 / 2, whatever p is. The network is told which changes were made. So it learns that
-// changed images are of another kind, and does not draw such images when it is told that there is no change.
+// changed images are of another kind. When samples are made, it is told that there is no change, and makes no such
+// images.
 // A row of this list first describes a change. After the semicolon are the numbers that the network is told. These
 // numbers are 0 if the image is not changed in this way. z and z' are standard normal numbers, drawn for each change:
 //   mirrored, upside down   left and right are exchanged, top and bottom are exchanged; 1 for each of the two
@@ -3867,7 +3873,8 @@ constexpr int FILTER = 12; // the number of sym6's coefficients, which are calle
 constexpr int AROUND = 7;
 HD static inline int fine_size(int size) { return 2 * (size + FILTER / 2); } // how many rows (columns) the canvas has
 
-// Returns tap k of sym6 (Daubechies 1992, table 6.2); 0 if k is not from 0 to 11. The squares of the taps add up to 1.
+// Returns tap k of sym6 (Daubechies 1992, table 6.2); 0 if k is not from 0 to 11. All taps add up to sqrt(2). Those
+// with even k add up to half of that, and so do those with odd k.
 HD static inline float sym6(int k) {
     const float taps[FILTER] = {0.015404109327027373f, 0.0034907120842174702f, -0.11799011114819057f,
                                 -0.048311742585633f,   0.4910559419267466f,    0.787641141030194f,
@@ -3941,8 +3948,9 @@ HD static inline float canvas_value(const CanvasPlace& place, const void* channe
         }
         sum += place.rows.weight[i] * of_row;
     }
-    // A byte stands for byte / 127.5 - 1. The 49 products of weights add up to 1 / 2 here, so the -1 becomes -0.5. (In
-    // `halved` the 144 products of taps add up to 2, so the changed image is as bright as the original one.)
+    // A byte stands for byte / 127.5 - 1. A row's weights, and a column's weights, add up to sqrt(2) / 2 (sym6). So the
+    // 49 products of weights add up to 1 / 2, and the -1 becomes -0.5. (In `halved` the 144 products of taps add up to
+    // 2, so the changed image is as bright as the original one.)
     return bytes == 1 ? sum / 127.5f - 0.5f : sum;
 }
 
