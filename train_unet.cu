@@ -4022,8 +4022,9 @@ HD static inline float grey_value(const void* images, int bytes, size_t i, int H
     return 0.299f * red + 0.587f * green + 0.114f * blue;
 }
 
-// What --cond mask leaves out: up to four holes. A hole is a rectangle, or a stroke between two points. All is computed
-// in integers, so that every device leaves out the same pixels.
+// --cond mask leaves out the pixels of an image that lie in its holes. There are up to four holes. A hole is a
+// rectangle, or a stroke between two points. All is computed in integers, so that every device leaves out the same
+// pixels.
 constexpr int HOLES = 4;
 struct Hole {
     bool is_there, is_stroke;
@@ -4055,7 +4056,7 @@ HD static inline Holes draw_holes(const Words words[2 * HOLES], int H, int W) {
     return holes;
 }
 
-// Returns whether the distance of (y, x) from a stroke's line is at most the stroke's radius.
+// Returns whether the distance of (y, x) from the line between a stroke's two ends is at most the stroke's radius.
 HD static inline bool is_in_stroke(const Hole& s, int y, int x) {
     const int64_t along_y = s.y1 - s.y0, along_x = s.x1 - s.x0;
     const int64_t from_y = y - s.y0, from_x = x - s.x0;
@@ -4064,7 +4065,7 @@ HD static inline bool is_in_stroke(const Hole& s, int y, int x) {
     const int64_t ahead = from_y * along_y + from_x * along_x; // distance along the line, times the line's length
     if (ahead <= 0) return from_y * from_y + from_x * from_x <= radius2;
     if (ahead < length2) {
-        const int64_t beside = from_y * along_x - from_x * along_y; // distance from the line, times its length
+        const int64_t beside = from_y * along_x - from_x * along_y; // distance from the line, times the line's length
         return beside * beside <= radius2 * length2;
     }
     const int64_t behind_y = y - s.y1, behind_x = x - s.x1;
@@ -4096,22 +4097,25 @@ struct TuningLoss {
 HD static inline TuningLoss tuning_loss(const NoiseLevel& level, double D, double c) {
     if (D == 0) return TuningLoss{0, 0};
     const double root = sqrt(D + c * c);
-    const double value = level.weight * D / (root + c); // = weight (root - c), without cancellation
+    // This equals weight (root - c). But for a small D, root - c would lose most of its digits.
+    const double value = level.weight * D / (root + c);
     return TuningLoss{value, level.weight * level.x0_out * (double)level.x0_out / root};
 }
 
-// The term of one value in the variational bound, in nats, and its derivatives by d (d_mean) and by v (d_variance).
-// d = output - target is the error in the answer's first half, which predicts the mean. v is the number in the answer's
-// second half, which predicts the variance. The network's variance is exp(log_var + u) with
-// u = log_ratio + range (v + 1) / 2. If v lies between -1 and 1, this variance lies between the two fixed variances
-// (Nichol & Dhariwal 2021, eq. 15). The term is:
+// The variational bound is a sum that has a term for each value of an image. A BoundTerm holds such a term, in nats,
+// and its derivatives by d (d_mean) and by v (d_variance). d = output - target is the error in the answer's first half,
+// which predicts the mean. v is the number in the answer's second half, which predicts the variance. The network's
+// variance is exp(log_var + u) with u = log_ratio + range (v + 1) / 2. If v lies between -1 and 1, this variance lies
+// between two fixed variances, `small` and beta in ddpm_levels (Nichol & Dhariwal 2021, eq. 15). The term is:
 //   t > 0   the KL divergence of two normal distributions, whose means differ by sqrt(kl exp(log_var)) d
-//   t = 0   minus the log of the probability of the true value among the 256 values of a byte
+//   t = 0   minus the log of the probability that the network's distribution gives to the true value, which is one of
+//           the 256 values of a byte
 struct BoundTerm {
     float value, d_mean, d_variance;
 };
 
-// Returns guided-diffusion's approximation of the normal distribution function. Writes its derivative to *density.
+// Returns guided-diffusion's approximation of the probability that a standard normal number is below z. Writes the
+// derivative of this probability by z to *density.
 HD static inline double normal_cdf(double z, double* density) {
     constexpr double ROOT_2_OVER_PI = 0.7978845608028654;
     const double t = tanh(ROOT_2_OVER_PI * (z + 0.044715 * z * z * z));
@@ -4131,9 +4135,10 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
         const double d_variance = 0.5 * slope * (-less - pull * d);
         return BoundTerm{(float)value, (float)pull, (float)d_variance};
     }
-    // A value of x_0 stands for the interval from x_0 - 1 / 255 to x_0 + 1 / 255, and x_0 - mean = -x0_out d. The
-    // probability is the distribution function at the interval's upper end minus that function at its lower end. Both
-    // ends are measured from the mean, in units of the standard deviation.
+    // The 256 values of x_0 lie 2 / 255 apart. So a value stands for the interval from x_0 - 1 / 255 to x_0 + 1 / 255.
+    // Its probability is normal_cdf at the interval's upper end (high) minus normal_cdf at its lower end (low). Both
+    // ends are measured from the mean, in units of the standard deviation. The mean is the network's estimate of x_0,
+    // so x_0 - mean = -x0_out d.
     const double centered = -(double)level.x0_out * d;
     const double inverse = exp(-0.5 * ((double)level.log_var + u)); // 1 / the standard deviation
     const double high = inverse * (centered + 1.0 / 255);
@@ -4151,7 +4156,8 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
         dense_low = 0;
     }
     if (p < 1e-12) return BoundTerm{27.631021f, 0, 0}; // -log(1e-12), as guided-diffusion limits it
-    // The derivative by u of each end of the interval (high, low) is -1 / 2 times that end.
+    // Both ends of the interval (high, low) contain the factor exp(-u / 2). So the derivative of an end by u is
+    // -1 / 2 times that end.
     const double d_mean = (dense_high - dense_low) * inverse * level.x0_out / p;
     const double d_variance = (dense_high * high - dense_low * low) * 0.5 * slope / p;
     return BoundTerm{(float)-log(p), (float)d_mean, (float)d_variance};
@@ -4184,7 +4190,7 @@ struct Move {
     double m_x = 0, m_x0 = 0; // coefficients of m'
     double learned_low = 0;   // if the network chooses the noise's standard deviation: the smallest that it can choose
     double learned_high = 0;  // the largest that it can choose. If learned_low is 0, the standard deviation is .noise
-    double known_until = -1;  // with --inpaint: if this move is the last of its step, the step's n (see keep_known)
+    double known_until = -1;  // with --inpaint, in the last move of a step: n, for the noise that keep_known adds
 };
 
 // Euler's method: x' = x + (n - s) (x - x0) / s. The code writes x' as a weighted mean of x and x0 instead: if s is
@@ -4203,9 +4209,10 @@ static Move ddim_step(double s, double n, double eta) {
     return move;
 }
 
-// Ho et al. 2020, eq. 6 and 7: x' is the mean of q(x_n | x_s, x_0) plus noise. The variance of the noise is one of two
-// fixed values (section 3.2 of that paper), or the network chooses a variance between these two (Nichol & Dhariwal
-// 2021, eq. 15). The last step adds no noise.
+// Ho et al. 2020, eq. 6 and 7: x' is the mean of q(x_n | x_s, x_0) plus noise. The mean is where Euler's step to the
+// sigma n^2 / s leads. The variance of the noise is one of two fixed values (section 3.2 of that paper; --sigma_small
+// chooses), or the network chooses a variance between these two (Nichol & Dhariwal 2021, eq. 15). The last step adds no
+// noise.
 static Move ddpm_step(const Config& c, double s, double n) {
     const double small = posterior_deviation(s, n);
     double large = 0;
@@ -4316,7 +4323,8 @@ static double karras_sigma(const Config& c, double high, double low, int i, int 
 // Returns the sigmas of a sampler: the sigma before each of its N steps, and 0 at the end. known: the sigmas of the T
 // timesteps. The sigmas depend on the sampler:
 //   ddpm, ddim    the sigmas of the timesteps that --timestep_respacing keeps
-//   consistency   Karras's schedule from sigma_max to mid_t: Geng et al. 2024 take two steps, at 80 and 0.821
+//   consistency   Karras's schedule from sigma_max to mid_t. Two steps are therefore at sigma_max and mid_t. (Geng et
+//                 al. 2024 take two steps, at 80 and 0.821.)
 //   others        Karras's schedule. For a model of flow instead: equal steps of t = sigma / (1 + sigma)
 static std::vector<double> sampler_sigmas(const Config& c, const std::vector<double>& known) {
     const std::vector<int> kept = space_timesteps(c.diffusion_steps, c.timestep_respacing);
@@ -4405,7 +4413,8 @@ static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
         if (i == first && i > last) route.first_move = (int64_t)route.moves.size();
         if (c.can_churn()) {
             const double gamma = churn_gamma(c, s, N);
-            // This is S_noise sqrt(s'^2 - s^2) with s' = s (1 + gamma). Without churn it is exactly 0.
+            // The standard deviation of the noise that raises sigma from s to s' = s (1 + gamma) is
+            // S_noise sqrt(s'^2 - s^2). Written like this, it is exactly 0 without churn.
             const double noise = s * std::sqrt(gamma * (2 + gamma)) * c.S_noise;
             if (route.moves.empty()) route.churn = noise;
             else route.moves.back().noise = noise; // the noise is added at the end of the step before
@@ -4464,7 +4473,7 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
     // next, keep_known also adds noise to all of x, to go back to the sigma at which that step begins.
     if (keeps_known) {
         const double back = signal_at(then);
-        const double added = std::sqrt(std::max(then * then - end * end, 0.0)); // noise, in the scale of x
+        const double added = std::sqrt(std::max(then * then - end * end, 0.0)); // noise that raises x's sigma to `then`
         step.known_x = (float)next;
         step.known_sigma = (float)(next * end);
         step.back_x = (float)(back / next);
@@ -4505,15 +4514,15 @@ static SamplerPlan plan_sampler(const Config& c) {
     return plan;
 }
 
-// A sampler's memory. Members marked (device) point to device memory. B is the number of images in a batch. So the
-// sizes of these arrays do not depend on how many images are sampled in all.
+// A sampler's memory. Members marked (device) point to device memory. They are as large as a batch of B images needs,
+// however many images are sampled in all: one batch is sampled after the other.
 struct Sampler {
     SamplerPlan plan;
     SamplerStep* steps; // (device) the plan's steps
     Denoising denoising;
     float* all;                    // (device) all ranks' images (ranks, B, H, W, C); null: there is one rank
     int64_t* k;                    // (device) the number of the sampler's next step
-    int64_t *zero, *one;           // (device) the numbers 0 and 1, which random draws use as their step
+    int64_t *zero, *one;           // (device) 0 and 1: they stand for a step in the RandomKeys of the first x
     float* t;                      // (device) (B): what the network is told of the noise
     int* labels;                   // (device) (B): the classes
     float* values;                 // (device) (B, num_values); null: the network reads no numbers
@@ -4606,8 +4615,8 @@ static void put_pictures(const Config& c, Sampler* s, int64_t first, int B, int 
 }
 
 // With --start_from or --inpaint: multiplies a batch's given images by plan.image and writes them to the network's
-// input x (copies B, n). With --inpaint, plan.image is 0. Then the function also copies the given images and their
-// masks to the arrays that keep_known reads.
+// input x (copies B, n). With --inpaint, plan.image is 0, because sampling begins with noise alone. Then the function
+// also copies the given images and their masks to the arrays that keep_known reads.
 static void put_given_images(float* x, Sampler* s, int64_t first, int B, int copies, int n) {
     const size_t bytes = n * sizeof(float);
     for (int b = 0; b < B; b++) {
@@ -4628,7 +4637,7 @@ static void put_given_images(float* x, Sampler* s, int64_t first, int B, int cop
     }
 }
 
-// Draws images first .. first + B - 1 of a seed. An image does not depend on B. The images are left in net's input
+// Samples images first .. first + B - 1 of a seed. An image does not depend on B. The images are left in net's input
 // tensor. With guidance, this tensor first holds all images with their conditions, and after them the same images
 // without conditions. tell is called after each step. Its argument is B times the share of the steps that are done.
 static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, auto tell) {
@@ -4681,7 +4690,7 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     free_graph(&graph);
 }
 
-// Draws n images. Rank 0 returns them (n, H, W, C); most of their values lie between -1 and 1. Ranks take batches in
+// Samples n images. Rank 0 returns them (n, H, W, C); most of their values lie between -1 and 1. Ranks take batches in
 // turns. A batch is up to net->B images, with guidance up to half of that.
 static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, int n) {
     const Config& c = net->config;
