@@ -4729,7 +4729,7 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
 // A data file consists of a header, images (N, C, H, W) of uint8 or float32, labels (N), and K numbers of each image
 // (N, K) (docs/FORMATS.md). The images stay on the disk: a step reads only its own images. The operating system is
 // asked to fetch them into memory a few batches before the step. Labels and numbers are kept in memory. The program
-// also reads data files of unet.cu.
+// also reads data files of unet.cu, another program that trains UNets.
 //
 // The functions, in the order in which they run: if --data_dir names a folder of pictures, take_data_dir makes a data
 // file of them. open_dataset checks the file, once. For each step, load_batch sends the images to the device; it calls
@@ -4778,7 +4778,7 @@ struct Dataset : InputFile {
     std::vector<float> values;       // (N, K): the numbers
     std::string value_names;         // the names of the K numbers, a line for each; or empty
     std::vector<uint32_t> image_crc; // (N), the checksum of each image; empty: the checksums are not known
-    int64_t asked = 0;               // the system was asked to fetch the images up to this position of the stream
+    int64_t asked = 0;               // the system was asked to fetch the stream's images up to this position
     std::string error;               // why an image could not be used
     std::shared_ptr<Dataset> cond;   // --cond_file: a picture for each image, in the same order; null: there are none
 
@@ -4887,13 +4887,14 @@ static void take_data_fields(Dataset* d, const Header& h, const char* hint) {
             d->name_bytes, hint);
 }
 
-// Takes the numbers and their names from `behind`, the words that follow the images in the file.
+// Copies the images' numbers and the names of these numbers into d. behind: all words that follow the images in the
+// file.
 static void take_values(Dataset* d, const std::vector<int32_t>& behind) {
     const float* const numbers = (const float*)(behind.data() + d->label_words());
     const char* const names = (const char*)(numbers + d->value_words());
     d->values.assign(numbers, numbers + d->value_words());
     d->value_names.assign(names, d->name_bytes);
-    while (d->value_names.ends_with('\0')) d->value_names.pop_back(); // the last word is filled with zeros
+    while (d->value_names.ends_with('\0')) d->value_names.pop_back(); // zeros that fill up the last word of 4 bytes
     for (size_t i = 0; i < d->values.size(); i++)
         if (!std::isfinite(d->values[i]))
             refuse(d->path + text(": image %zu has a number that is not finite; make the file again", i / d->K));
@@ -4901,15 +4902,15 @@ static void take_values(Dataset* d, const std::vector<int32_t>& behind) {
 
 // Reads what follows the images in the file: labels if there are classes, the images' numbers and their names if there
 // are numbers, and in version 2 each image's checksum.
-// body_crc: the checksum of all this, which the header holds. In version 1 it also covers the images.
+// body_crc: a checksum from the header. It covers all that follows the images; in version 1 it also covers the images.
 static void read_behind_images(Dataset* d, uint32_t body_crc) {
     std::vector<int32_t> behind(d->words_behind());
     const size_t bytes = behind.size() * sizeof(int32_t);
     d->read(behind.data(), bytes, d->image_at(d->count));
     if (d->version == 2) d->image_crc.assign(behind.end() - d->count, behind.end());
     // In version 1, body_crc covers the images and then `behind`, so it can only be checked if all images are read. In
-    // version 2, body_crc covers only `behind`. There, check_images compares each image with its own checksum. It
-    // returns 0, the value that a checksum starts from.
+    // version 2, check_images compares each image with its own checksum and returns 0, and body_crc covers only
+    // `behind`. So images_crc is 0, the value that the checksum of `behind` alone starts from.
     const bool reads_all = d->size <= READ_AT_START;
     const uint32_t images_crc = reads_all ? check_images(d) : 0;
     const bool can_check = d->version == 2 || (d->version == 1 && reads_all);
@@ -4925,7 +4926,8 @@ static void read_behind_images(Dataset* d, uint32_t body_crc) {
     take_values(d, behind);
 }
 
-// Opens a data file and checks it. If it is longer than READ_AT_START, the images are not checked here.
+// Opens a data file and checks it. If the file is longer than READ_AT_START, its images are not read here. In a file of
+// version 2, read_image checks each image when a step reads it.
 static Dataset open_dataset(const std::string& path) {
     const char* hint = "prepare_data.py makes such files; make unpacks data/fashion32.bin and data/emoji64.bin";
     Dataset d;
@@ -4942,7 +4944,8 @@ static Dataset open_dataset(const std::string& path) {
     must(right, path, "its header's checksum is wrong, so it was damaged; make it again");
 
     read_behind_images(&d, (uint32_t)h.slot[DATA_SLOT_BODY_CRC]);
-    posix_fadvise(d.file, 0, 0, POSIX_FADV_RANDOM); // from here on images are read in a random order
+    // From here on images are read in a random order. So the system should not read what follows an image in advance.
+    posix_fadvise(d.file, 0, 0, POSIX_FADV_RANDOM);
     return d;
 }
 
@@ -5105,8 +5108,8 @@ static std::vector<float> enlarged_picture(const Config& c, const float* small) 
     return picture;
 }
 
-// Makes the picture (H, W, K) that --cond asks for, as in training. It is made of the image (C, H, W) of sample
-// `number`. mask (H, W): where the holes are; null: the holes are drawn.
+// Makes the picture (H, W, cond_channels) that --cond asks for, as in training. It is made of the image (C, H, W) of
+// sample `number`. mask (H, W): where the holes are; null: the holes are drawn.
 static std::vector<float> made_picture(const Config& c, const uint8_t* image, int bytes, int64_t number,
                                        const float* mask) {
     const int HW = c.H * c.W;
@@ -5144,8 +5147,8 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
     return picture;
 }
 
-// Makes the pictures (count, H, W, K) that --cond asks for. They are made of the first images of a file. masks: (count,
-// H, W), which are used in turn; empty: the holes are drawn.
+// Makes the pictures (count, H, W, cond_channels) that --cond asks for. They are made of the first images of a file, at
+// most `most` of them. masks: (count, H, W), which are used in turn; empty: the holes are drawn.
 static std::vector<float> made_pictures(const Config& c, Dataset d, int most, const std::vector<float>& masks) {
     std::vector<float> pictures;
     // This is a vector of floats, so that its memory is aligned even for an image of floats.
@@ -5228,10 +5231,11 @@ static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
 }
 
 // Sends n samples of a batch to the device: images (n, C, H, W), labels (n), numbers (n, num_values), and the pictures
-// (n, K, H, W) that the images are conditioned on. The numbers of an augmentation are still zeros. The batch is the
-// samples at positions first .. first + B - 1 of the stream; this rank sends n = own_images of them. In training, these
-// are the rank's microbatches, one after the other, and some images lose their class and their numbers
-// (--class_dropout). Outside of training the rank sends all B samples.
+// (n, cond_channels, H, W) that the images are conditioned on. A row of the numbers ends with the numbers that describe
+// the image's augmentation. They are zeros here; the device writes them later (augmented).
+// The batch is the samples at positions first .. first + B - 1 of the stream. This rank sends n = own_images of them.
+// In training, these are the rank's microbatches, one after the other, and some images lose their class and their
+// numbers (--class_dropout). Outside of training the rank sends all B samples.
 // Returns whether all images could be used. If not, nothing was sent.
 static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training, int64_t first, int B) {
     const int micro = c.micro();
