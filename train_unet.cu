@@ -3108,7 +3108,7 @@ static void plan_fusions(UNet* net) {
     for (size_t i = 1; i < net->layers.size(); i++) {
         Layer& l = net->layers[i];
         Layer& skip = net->layers[i - 1];
-        // skip comes directly before the convolution that adds its result.
+        // In the list, a skip connection comes directly before the convolution that adds its result.
         const bool adds_it = l.kind == &CONV && skip.kind == &CONV && l.residual == skip.out;
         if (!adds_it) continue;
         const ConvShape shape = layer_args(walk, l).conv();
@@ -3136,7 +3136,8 @@ static void plan_lifetimes(UNet* net) {
     auto data = [&](int tensor) { return net->tensor(tensor).buffer; };
     auto stats = [&](int tensor) { return net->tensor(tensor).stats; };
     auto fp8 = [&](int tensor) { return net->tensor(tensor).fp8; };
-    // What the forward pass of a layer reads and writes. A fused layer leaves nothing in memory.
+    // Notes that all buffers which the forward pass of a layer reads or writes are in use at `time`. A fused layer
+    // writes no result to memory.
     auto use_forward = [&](const Layer& l, int time) {
         use(time, {data(l.x1), data(l.x2), data(l.residual), data(l.emb), l.saved});
         if (l.kind == &GROUPNORM) use(time, {stats(l.x1), stats(l.x2)});
@@ -3312,15 +3313,17 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
 // Returns the buffer that the loss writes: the gradient with respect to the network's output.
 static float* output_gradient(UNet* net) { return buffer_data<float>(net, net->layers.back().dout); }
 
-// The weight gradients of convolutions during the backward pass. They wait until they fill the GPU together, or until
-// some layer needs one of them. Then they are all computed together, on the side stream.
+// Collects the weight gradients of convolutions during the backward pass. They wait until they fill the GPU together,
+// or until some layer needs one of them to be complete (plan_waits). Then they are all computed together, on the side
+// stream.
 struct WeightGradients {
     UNet* net;
     const std::function<void(size_t, Stream*)>& done; // see unet_backward
     std::vector<WeightWork> waiting{};
     double load = 0; // how much of the device the waiting weight gradients would fill together; 1: all of it
     int last = -1;   // the layer whose weight gradient was added last
-    // For each layer: the ticket for wait_for_side. -1: its weight gradient was not launched yet.
+    // For each layer: the ticket with which wait_for_side waits for the layer's weight gradient. -1: this weight
+    // gradient was not launched yet.
     std::vector<int> ticket{};
 
     // Launches the weight gradients that wait. After that, the weight gradients of all layers from `last` on have been
@@ -4403,7 +4406,9 @@ static void add_step(std::vector<Move>* moves, const Config& c, double before, d
 
 static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
     const int N = (int)sigmas.size() - 1;
-    const bool variance_1 = c.goes_by_timesteps(); // the first x_t has variance 1, as in guided-diffusion
+    // With samplers that go by timesteps, the first x_t = signal x has variance 1, as in guided-diffusion. So the
+    // variance of x is 1 / signal^2 = 1 + sigma^2.
+    const bool variance_1 = c.goes_by_timesteps();
     Route route;
     route.start = variance_1 ? std::sqrt(1 + sigmas[0] * sigmas[0]) : sigmas[0];
     const int first = first_step(c, N);
@@ -5338,14 +5343,14 @@ constexpr int SLOT_BAD_TOTAL = 82;
 constexpr int SLOT_BAD_IN_ROW = 83;
 constexpr int SLOT_IMAGES = 84;     // 8 bytes: how many images the data file has
 constexpr int SLOT_DATA_CRC = 86;   // the data file's header_crc
-constexpr int SLOT_UNUSED_TOO = 87; // one slot
-constexpr int SLOT_GUARD = 88;      // 40 bytes
+constexpr int SLOT_UNUSED_TOO = 87; // a slot without a meaning, which is 0
+constexpr int SLOT_GUARD = 88;      // 40 bytes: the run's Guard
 constexpr int SLOT_EMAS = 98;       // how many averages there are besides the first; the next slots hold their rates
 constexpr int SLOT_SAMPLER = 106;   // schedule_sampler
 constexpr int SLOT_ECT = 107;       // with --objective ect: the first slot of this objective's flags
 constexpr int SLOT_ECT_END = 113;   // the first slot after these flags
 constexpr int SLOT_COND_CRC = 113;  // with cond_channels: the header_crc of --cond_file; the next slot holds cond_noise
-constexpr int SLOT_PRECISION = 115; // of training; the slots after it are unused, up to SLOT_PATH
+constexpr int SLOT_PRECISION = 115; // the run's --precision; the slots after it are unused, up to SLOT_PATH
 constexpr int SLOT_PATH = 128;      // 512 bytes: the path data_file, a byte 0, the path cond_file
 constexpr int MOST_LEVELS = 8;      // how many numbers channel_mult may have, and how many attention_resolutions
 
@@ -5377,7 +5382,8 @@ static Header model_header(const Config& config, int contents, int64_t step) {
     h.set(SLOT_SEED, config.seed);
     h.slot[SLOT_HEIGHT] = config.H;
     h.slot[SLOT_WIDTH] = config.W;
-    for (const Flag& f : FLAGS) { // slot_is_used reads the slots of earlier flags
+    // In the order of FLAGS, because slot_is_used reads slots that earlier flags have filled.
+    for (const Flag& f : FLAGS) {
         const bool is_of_run = f.slot > SLOT_STEP;
         if (!f.slot || (is_of_run && !(contents & HAS_TRAINING)) || !slot_is_used(h, f)) continue;
         const std::string value = flag_value(config, f);
@@ -5438,7 +5444,8 @@ struct ModelFile : InputFile {
         return keeps_losses ? (size_t)header.slot[SLOT_DIFFUSION] * (HISTORY + 1) : 0;
     }
 
-    // Returns the run's counters and its guard, as they were when the file was written.
+    // Returns the run's counters and its Guard (statistics of its losses and gradients), as they were when the file was
+    // written.
     StepState state() const {
         StepState s{};
         s.step = header.get<int64_t>(SLOT_STEP);
@@ -5510,8 +5517,8 @@ static ModelFile open_model(const std::string& path) {
     zeroed.slot[SLOT_CRC] = 0;
     const uint32_t crc = m.crc(crc32(0, zeroed.slot, 1024), 1024);
     must(crc == (uint32_t)s[SLOT_CRC], path, "its checksum is wrong, so it was damaged" + earlier);
-    // The checksum was right, so the file holds what was written. If a number is wrong all the same, the program that
-    // wrote the file was wrong.
+    // The checksum was right, so the file holds what was written. If check_lists finds a wrong number all the same, the
+    // program that wrote the file made a mistake.
     check_lists(m);
     return m;
 }
@@ -5566,7 +5573,7 @@ static void check_size(const ModelFile& m, const UNet& net) {
 static Slice slice_of(size_t n, int rank = 0, int ranks = 1) {
     int segments = 1;
     if (ranks > 1) segments = world.direct ? 16 : 8; // fewer with NCCL, which needs a call for each segment
-    const size_t row = STRETCH * segments * ranks;   // how many floats all parts hold if each part is one stretch
+    const size_t row = STRETCH * segments * ranks;   // how many floats all segments have if each part is one stretch
     const size_t stretches = (n + row - 1) / row;    // how many stretches each part needs for n floats; rounded up
     return Slice{n, segments, (int)stretches, rank, ranks};
 }
