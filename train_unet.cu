@@ -2927,8 +2927,8 @@ static float fp8_factor(const float* weight, const float* bias, int n) {
 // belongs to a parameter lies at the index that the parameter has in a flat array (Param::offset):
 //   weights   the rounded weights. The weights of an output channel are first divided by a scale, so that the largest
 //             |weight| of the channel becomes FP8's largest number
-//   factors   an array as long as the part of a flat array that is read in fp32 (plain_size), which begins with the
-//             flat array. The factor of a norm (fp8_factor) lies at the index of the norm's first weight. For each
+//   factors   an array of plain_size floats. It is as long as the first part of a flat array, which kernels read in
+//             fp32. The factor of a norm (fp8_factor) lies at the index of the norm's first weight. For each
 //             output channel of a convolution, scale / factor lies at the index of the channel's bias, where `factor`
 //             is that of the norm whose result the convolution reads. The channel's sums of products are multiplied by
 //             scale / factor, which undoes both scalings
@@ -2970,9 +2970,10 @@ static float choose_gradient_factor(const Config& c) {
 }
 
 // Training with --precision fp8: returns memory for the convolutions' weights in FP8, and all factors. Each step writes
-// the weights (round_weights). The factors never change. In the array `factors` they lie at the same places as in that
-// of make_fp8_weights: what a norm multiplies its result by, and what a convolution multiplies its sums by to undo the
-// scaling. dx_factors undo the scaling of input gradients.
+// the weights (round_weights). The factors never change. The array `factors` is laid out as in make_fp8_weights: at the
+// index of a norm's first weight lies what the norm multiplies its result by. At the indices of a convolution's biases
+// lies what the convolution multiplies its sums by, to undo the scaling. dx_factors do the same for the sums of input
+// gradients.
 static Fp8Weights make_fp8_training(const UNet& net) {
     if (net.config.precision != "fp8") return {};
     std::vector<float> factors(net.plain_size);
@@ -3286,7 +3287,8 @@ static void forward_layer(const Walk& walk, const Layer& l) {
     LayerArgs a = layer_args(walk, l);
     l.kind->forward(a);
     // If a norm reads the output, the operation has also summed the output over its pixels, in several parts (Stats).
-    // It has set a.out_stats.parts to the number of these parts, which the norm needs.
+    // It has set a.out_stats.parts to the number of these parts. The number is kept in the tensor, where the norm's
+    // layer_args find it.
     walk.net->tensors[l.out].parts = a.out_stats.parts;
 }
 
@@ -3419,7 +3421,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //      new objective has a parameter, it needs a new row OBJECTIVES. If the new objective shares parameters of edm
 //      (sigma_data, P_mean, P_std), add its word to OBJECTIVES(of_edm, "edm|ect"). If you forget this, nothing warns
 //      you: slot_is_used is then false, model files do not get the value, and samples use the flag's default;
-//      if --objective ect may tune its models: its word in the row of `ect_frame`, and in take_model_file's message
+//      if --objective ect may tune models of the new objective: the objective's word in the row of `ect_frame`, and in
+//      take_model_file's message
 //   2. Frame (section 1): its enumerator
 //   3. here:
 //      a function with its formulas, beside edm_question. If it has a parameter of its own: a member of Objective, a
@@ -3446,7 +3449,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 // draws is such a ratio. So is each sigma between --sigma_max and --sigma_min.
 // A Question is what the network is asked at a given ratio. Each member means what the member of the same name means in
 // NoiseLevel. So the member `sigma` is the coefficient of the noise alone, and the ratio is sigma / signal. The members
-// are double, because ect subtracts such numbers from each other.
+// are double, because ect subtracts nearly equal numbers from each other (student_level). In fp32 the differences would
+// have few correct digits.
 struct Question {
     double t;
     double signal, sigma;
@@ -4644,7 +4648,8 @@ static void put_given_images(float* x, Sampler* s, int64_t first, int B, int cop
 
 // Samples images first .. first + B - 1 of a seed. An image does not depend on B. The images are left in net's input
 // tensor. With guidance, this tensor first holds all images with their conditions, and after them the same images
-// without conditions. tell is called after each step. Its argument is B times the share of the steps that are done.
+// without conditions. tell is called after each step, to show the progress. Its argument is B times the share of the
+// steps that are done: the work so far, counted in images.
 static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, auto tell) {
     const Config& c = net->config;
     const int HW = c.H * c.W;
