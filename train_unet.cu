@@ -3584,8 +3584,9 @@ HD static inline NoiseLevel student_level(const Objective& o, double t) {
     return level;
 }
 
-// Returns the level at which a sample's teacher is asked. If r is 0, the teacher's answer is not used. But the network
-// computes all samples of a batch, so for that sample it is shown the student's input.
+// Returns the level at which a sample's teacher is asked. If the teacher's sigma r is 0, the teacher's answer is not
+// used. But the network computes an answer for every sample of a batch. For such a sample, it is shown the student's
+// input.
 HD static inline NoiseLevel teacher_level(const Objective& o, double t) {
     const double r = teacher_sigma(o.tuning, t);
     Question teacher = ask(o.frame, r > 0 ? r : t, o.sigma_data);
@@ -3699,7 +3700,7 @@ static Objective make_objective(const Config& c) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the level of a training sample, drawn, and its share of the loss
 // These functions compute how noisy a sample of a training step is, and what its loss consists of. Each works on one
-// sample or one value. dev/reference.h calls them in loops, and kernels call them in threads.
+// sample or one value. The CPU (dev/reference.h) calls them in loops, and the GPU's kernels call them in each thread.
 
 // --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): the probability of drawing t is
 // proportional to the root mean square of the latest HISTORY (10) losses of samples with this t. A sample's loss is
@@ -3708,7 +3709,7 @@ static Objective make_objective(const Config& c) {
 constexpr double EVEN_SHARE = 0.001; // this share of the probability is divided equally among all t
 
 // Stores the losses of a batch's samples at timestep t in the row of t. loss: the samples' losses, which have been
-// multiplied by `importance`. So they are divided by it again before they are stored. A row is HISTORY + 1 floats: the
+// multiplied by `importance`. So each is divided by `importance` before it is stored. A row is HISTORY + 1 floats: the
 // latest losses, oldest first, and then the number of losses. Returns the root mean square of the row's losses, or -1
 // while the row has fewer than HISTORY losses.
 HD static inline double remember_losses(float* row, int t, const NoiseLevel* levels, const double* loss, int B) {
@@ -3804,8 +3805,8 @@ HD static inline float image_value(const void* images, int bytes, size_t i) {
 // Limited Data", appendix B): a training image is changed in up to six ways. Each change is drawn independently of the
 // others. Its probability is p, with two exceptions: an image is turned upside down with probability p / 2, and
 // mirrored with probability 1 / 2, whatever p is. The network is told which changes were made. So it learns that
-// changed images are of another kind. When samples are made, it is told that there is no change, and makes no such
-// images.
+// changed images are of another kind. When samples are made, the network is told that there is no change, and makes no
+// such images.
 // A row of this list first describes a change. After the semicolon are the numbers that the network is told. These
 // numbers are 0 if the image is not changed in this way. z and z' are standard normal numbers, drawn for each change:
 //   mirrored, upside down   left and right are exchanged, top and bottom are exchanged; 1 for each of the two
