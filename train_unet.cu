@@ -3845,7 +3845,7 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
     const double shift_y = shifts ? z[3] : 0;
 
     // m maps a pixel of the changed image to the place in the original image that this pixel shows. These steps are
-    // done in this order: shift back, stretch back, turn, scale back.
+    // done in this order: shift back, stretch back, turn by `angle`, scale back.
     const double longer = exp2(0.2 * stretch);
     const Matrix2 along_axis{1 / longer, 0, 0, longer};
     const Matrix2 stretched = product(rotation(-axis), product(along_axis, rotation(axis)));
@@ -4496,7 +4496,7 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
 struct SamplerPlan {
     // The network's first input is image * x_0 + start * normals + churn * other normals.
     float image, start, churn;
-    int64_t begin; // the step that sampling begins with
+    int64_t begin; // the index in `steps` of the step that sampling begins with
     std::vector<SamplerStep> steps;
 };
 
@@ -4530,9 +4530,11 @@ struct Sampler {
     SamplerPlan plan;
     SamplerStep* steps; // (device) the plan's steps
     Denoising denoising;
-    float* all;                    // (device) all ranks' images (ranks, B, H, W, C); null: there is one rank
-    int64_t* k;                    // (device) the number of the sampler's next step
-    int64_t *zero, *one;           // (device) 0 and 1: they stand for a step in the RandomKeys of the first x
+    float* all; // (device) all ranks' images (ranks, B, H, W, C); null: there is one rank
+    int64_t* k; // (device) the number of the sampler's next step
+    // (device) the numbers 0 and 1. A RandomKey holds the address of a step's number. The first x is drawn before all
+    // steps. So its two draws, of noise and of churn, take 0 and 1 as their steps' numbers.
+    int64_t *zero, *one;
     float* t;                      // (device) (B): what the network is told of the noise
     int* labels;                   // (device) (B): the classes
     float* values;                 // (device) (B, num_values); null: the network reads no numbers
@@ -4782,8 +4784,8 @@ struct Dataset : InputFile {
     int bytes = 1;      // the size of a value of an image: 1 (uint8) or 4 (float32)
     int K = 0;          // how many numbers each image has
     int name_bytes = 0; // the number of bytes of the numbers' names
-    // The header's checksum. The header also holds a checksum of what follows it, so header_crc identifies the whole
-    // file.
+    // The header's checksum. The header itself holds a checksum of all that follows it (in version 2: of all that
+    // follows the images, which includes the images' checksums). So header_crc identifies the whole file.
     uint32_t header_crc = 0;
     std::vector<int32_t> labels;     // (N), or empty
     std::vector<float> values;       // (N, K): the numbers
