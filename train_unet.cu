@@ -4105,7 +4105,7 @@ struct TuningLoss {
 HD static inline TuningLoss tuning_loss(const NoiseLevel& level, double D, double c) {
     if (D == 0) return TuningLoss{0, 0};
     const double root = sqrt(D + c * c);
-    // This equals weight (root - c). But for a small D, root - c would lose most of its digits.
+    // This equals weight (root - c). If D is small, root - c would lose most of its digits.
     const double value = level.weight * D / (root + c);
     return TuningLoss{value, level.weight * level.x0_out * (double)level.x0_out / root};
 }
@@ -4798,8 +4798,9 @@ struct Dataset : InputFile {
     size_t image_bytes() const { return (size_t)C * H * W * bytes; }
     // The images follow the header, which has 1024 bytes.
     size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); } // the byte of the file where image i begins
-    // These functions return at which byte of a batch's buffer its labels, numbers and pictures begin. The images begin
-    // at byte 0. The labels follow the images, at a multiple of 4 bytes.
+    // A batch of B images is sent to the device in one buffer, which begins with the images. These functions return at
+    // which byte of this buffer the labels, numbers and pictures begin. The labels follow the images, at a multiple of
+    // 4 bytes.
     size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; }
     size_t values_at(int B) const { return labels_at(B) + B * sizeof(int); } // numbers follow the labels
     size_t pictures_at(int B, const Config& c) const {                       // pictures follow the numbers
@@ -5187,8 +5188,9 @@ static std::string other_pictures(const Config& c) {
     return c.picture_kind == PictureKind::GRAY ? ", or grey ones" : "";
 }
 
-// Returns the pictures (count, H, W, K) for --sample, from --cond_file. With --cond they are made of the file's images.
-// But if the file already holds small or grey pictures, small ones are only enlarged, and grey ones are not changed.
+// Returns the pictures (count, H, W, cond_channels) for --sample, from --cond_file. With --cond they are made of the
+// file's images. But if the file already holds small or grey pictures, small ones are only enlarged, and grey ones are
+// not changed.
 static std::vector<float> sample_pictures(const Config& c) {
     const int K = c.cond_channels;
     if (c.picture_kind == PictureKind::FILE) return read_images(c, "cond_file", c.cond_file, K, K);
