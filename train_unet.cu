@@ -2927,7 +2927,7 @@ static UNet build_unet(const Config& c) {
 // --- FP8: buffers, factors, weights for samples
 // --precision fp8: plans a buffer for each input that a convolution reads in FP8. The group norm that writes this input
 // fills the buffer. When sampling, the norm writes nothing else. In training it also writes the same input
-// as an ordinary activation (act_element), because the weight gradient reads that.
+// as an ordinary activation (act_element), because the convolution's weight gradient is computed from that activation.
 static void plan_fp8(UNet* net, bool training) {
     for (const Layer& conv : net->layers) {
         if (!conv.fp8) continue;
@@ -2943,9 +2943,10 @@ static void plan_fp8(UNet* net, bool training) {
     }
 }
 
-// --precision fp8, in training: some input gradients read the gradient of the convolution's output in FP8. This
-// function plans a buffer for each such FP8 copy. If a group norm writes the gradient of the convolution's output, the
-// norm also writes the FP8 copy. Otherwise the convolution's backward function makes the copy (round_gradient).
+// --precision fp8, in training: some convolutions compute their input gradient from an FP8 copy of the gradient of
+// their output. This function plans a buffer for each such FP8 copy. If a group norm writes the gradient of the
+// convolution's output, the norm also writes the FP8 copy. Otherwise the convolution's backward function makes the copy
+// (round_gradient).
 static void plan_fp8_gradients(UNet* net) {
     for (Layer& conv : net->layers) {
         if (!conv.fp8_gradient || conv.dout < 0) continue;
@@ -2965,29 +2966,32 @@ static void plan_fp8_gradients(UNet* net) {
 }
 
 // --sample with --precision fp8: returns the factor that a group norm's output is multiplied by before it is rounded to
-// FP8. weight, bias: the parameters of the norm, which has n channels. Before the norm multiplies by weight and adds
-// bias, its values have a standard deviation of 1. So |weight| + |bias| estimates the size of a channel's values. The
-// factor is chosen such that 32 times the largest of these estimates still fits in FP8. Larger values become e4m3's
-// largest number, 448. (The 32 also leaves room for the embedding's scale, which is not known here.) Small values keep
-// their precision, because FP8 is a floating-point format: its largest number is almost 2^15 times its smallest normal
-// number. The factor is a power of 2, so multiplying by it rounds nothing.
+// FP8. weight, bias: the parameters of the norm, which has n channels. The norm first makes values with a standard
+// deviation of 1, and then multiplies them by weight and adds bias. So |weight| + |bias| estimates the size of a
+// channel's output. Single values are several times larger. With --use_scale_shift_norm, the embedding multiplies them
+// by a scale that is not known here. So the factor leaves room: 32 times the largest of these estimates still fits in
+// FP8. Larger values become e4m3's largest number, 448. Small values keep their precision, because FP8 is a
+// floating-point format: its largest number is almost 2^15 times its smallest normal number. The factor is a power of
+// 2, so multiplying by it rounds nothing.
 static float fp8_factor(const float* weight, const float* bias, int n) {
     float size = 0;
     for (int c = 0; c < n; c++) size = std::max(size, std::fabs(weight[c]) + std::fabs(bias[c]));
     if (size == 0) return 1;
     int exponent;
-    std::frexp(E4M3.largest / 32.0 / size, &exponent); // this quotient lies between 2^(exponent - 1) and 2^exponent
+    // frexp finds the exponent for which 2^(exponent - 1) is the largest power of 2 that does not exceed this quotient.
+    std::frexp(E4M3.largest / 32.0 / size, &exponent);
     return (float)std::ldexp(1.0, exponent - 1);
 }
 
-// --sample with --precision fp8: rounds the weights of the convolutions that read FP8. The result is two arrays. A
-// parameter lies at the same index in them as in a flat array:
+// --sample with --precision fp8: rounds the weights of the convolutions that read FP8. The result is two arrays. What
+// belongs to a parameter lies at the index that the parameter has in a flat array (Param::offset):
 //   weights   the rounded weights. The weights of an output channel are first divided by a scale, so that the largest
 //             |weight| of the channel becomes FP8's largest number
-//   factors   an array as long as the part of a flat array that is read in fp32 (plain_size). The factor of a
-//             norm (fp8_factor) lies at the index of the norm's first weight. The number scale / factor of a
-//             convolution's output channel lies at the index of the channel's bias. The channel's sums are multiplied
-//             by this number
+//   factors   an array of plain_size floats. It is as long as the first part of a flat array, which kernels read in
+//             fp32. The factor of a norm (fp8_factor) lies at the index of the norm's first weight. For each
+//             output channel of a convolution, scale / factor lies at the index of the channel's bias, where `factor`
+//             is that of the norm whose result the convolution reads. The channel's sums of products are multiplied by
+//             scale / factor, which undoes both scalings
 static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& flat) {
     if (net.config.precision != "fp8") return {};
     std::vector<uint8_t> weights(net.flat_size);
@@ -3017,21 +3021,23 @@ static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& fl
 
 // Training with --precision fp8: returns the factor that gradients are multiplied by before they are rounded to FP8.
 // The loss is a mean over the n numbers of a batch, so gradients are proportional to 1 / n. The factor is the power of
-// 2 from 128 n to 256 n. (With it, e5m2's largest number, 57344, stands for a gradient of 224 / n or more.) The factor
-// depends only on the configuration. So it is the same on all ranks, in all microbatches, and after a run is resumed.
-// Nothing is measured in one step and used in the next, so a checkpoint need not keep anything for FP8.
+// 2 from 128 n to 256 n. (e5m2's largest number is 57344. So all gradients up to 57344 / (256 n) = 224 / n fit in FP8.)
+// The factor depends only on the configuration. So it is the same on all ranks, in all microbatches, and after a run is
+// resumed. Nothing is measured in one step and used in the next, so a checkpoint need not keep anything for FP8.
 static float choose_gradient_factor(const Config& c) {
     const double n = (double)c.batch_size * c.H * c.W * c.in_channels;
     return (float)std::ldexp(1.0, 8 + std::ilogb(n));
 }
 
-// Training with --precision fp8: returns memory for the convolutions' weights in FP8, and the factors that undo the
-// scaling. Each step writes the weights (round_weights). The factors never change. They lie at the same places as
-// those of make_fp8_weights.
+// Training with --precision fp8: returns memory for the convolutions' weights in FP8, and all factors. Each step writes
+// the weights (round_weights). The factors never change. The array `factors` is laid out as in make_fp8_weights: at the
+// index of a norm's first weight lies what the norm multiplies its result by. At the indices of a convolution's biases
+// lies what the convolution multiplies its sums by, to undo the scaling. dx_factors do the same for the sums of input
+// gradients.
 static Fp8Weights make_fp8_training(const UNet& net) {
     if (net.config.precision != "fp8") return {};
     std::vector<float> factors(net.plain_size);
-    int most = 0; // the largest number of input channels
+    int most = 0; // the largest number of input channels: dx_factors has an element for each channel of a gradient
     for (const Layer& conv : net.layers) {
         if (conv.fp8_gradient) most = std::max(most, net.tensors[conv.x1].C);
         if (!conv.fp8) continue;
@@ -3065,8 +3071,8 @@ static std::vector<WeightRounding> weights_to_round(const UNet& net) {
 // --- gradients, and buffers
 // A tensor's gradient is the sum of what its readers contribute. The last reader in the list contributes first. Each
 // reader writes a buffer of its own: its contribution plus the buffers of later readers that wait to be added. If a
-// layer adds the tensor as its residual, the layer's contribution is the gradient of its output, unchanged. So no copy
-// of it is made.
+// layer adds the tensor as its residual, the layer's contribution is the gradient of the layer's output, unchanged.
+// That gradient already lies in a buffer. So no copy of it is made: its own buffer waits to be added.
 static void plan_gradients(UNet* net) {
     // For each tensor: the buffers that the next contribution has to add.
     std::vector<std::vector<int>> waiting(net->tensors.size());
@@ -3091,8 +3097,8 @@ static void plan_gradients(UNet* net) {
         if (waiting[l.out].size() != 1) die("internal error: the gradient of %s is not complete", l.name.c_str());
         l.dout = waiting[l.out][0];
         if (l.residual >= 0) waiting[l.residual].push_back(l.dout);
-        // Each layer that reads the embedding's projections fills its own columns of their gradient, which is one
-        // buffer.
+        // The embedding's projections for all residual blocks are the columns of one tensor. So their gradient is one
+        // buffer. Each layer that reads columns of the tensor writes the same columns of this buffer.
         if (l.emb >= 0) {
             if (waiting[l.emb].empty()) contribute(l.emb);
             l.demb = waiting[l.emb][0];
@@ -3100,13 +3106,14 @@ static void plan_gradients(UNet* net) {
         l.d1 = contribute(l.x1);
         l.d2 = contribute(l.x2);
     }
-    // --use_checkpoint: tensors that are computed again get new buffers.
+    // --use_checkpoint: the backward pass computes some tensors again. It writes them to new buffers.
     for (const Layer& l : net->layers) {
         if (l.block_end < 0) continue;
         const Tensor& out = net->tensors[l.out];
         for (int b : {out.buffer, out.stats, out.fp8}) {
             if (b < 0) continue;
-            const int again = add_buffer(net, net->buffers[b].bytes); // this may move net->buffers
+            // Two statements, because add_buffer may move net->buffers to other memory.
+            const int again = add_buffer(net, net->buffers[b].bytes);
             net->buffers[b].again = again;
         }
     }
@@ -3143,8 +3150,9 @@ static void plan_waits(UNet* net) {
             const Layer& conv = net->layers[k];
             if (conv.kind != &CONV) continue;
             const bool too_old = k > i + weights_lag(net, conv);
-            // If l makes the embedding's projections, its dout is the gradient of all projections. It must be complete.
-            // The columns of dout that belong to conv (demb) are computed together with conv's weight gradient.
+            // If l makes the embedding's projections, its dout is the gradient of all projections. When l's backward
+            // pass begins, dout must be complete. The columns of dout that belong to conv (demb) are computed together
+            // with conv's weight gradient. So l waits for this weight gradient.
             const bool has_demb = l.out == net->emb && conv.demb >= 0;
             if (!too_old && !has_demb) continue;
             l.after = k;
@@ -3154,14 +3162,14 @@ static void plan_waits(UNet* net) {
     }
 }
 
-// Plans which convolutions also compute the skip connection that they add. It is the skip connection of their residual
-// block.
+// Plans which convolutions also compute the skip connection whose result they add. (The convolution and the skip
+// connection belong to the same residual block.)
 static void plan_fusions(UNet* net) {
     const Walk walk{.net = net, .B = net->B};
     for (size_t i = 1; i < net->layers.size(); i++) {
         Layer& l = net->layers[i];
         Layer& skip = net->layers[i - 1];
-        // skip comes directly before the convolution that adds its result.
+        // In the list, a skip connection comes directly before the convolution that adds its result.
         const bool adds_it = l.kind == &CONV && skip.kind == &CONV && l.residual == skip.out;
         if (!adds_it) continue;
         const ConvShape shape = layer_args(walk, l).conv();
@@ -3189,7 +3197,8 @@ static void plan_lifetimes(UNet* net) {
     auto data = [&](int tensor) { return net->tensor(tensor).buffer; };
     auto stats = [&](int tensor) { return net->tensor(tensor).stats; };
     auto fp8 = [&](int tensor) { return net->tensor(tensor).fp8; };
-    // What the forward pass of a layer reads and writes. A fused layer leaves nothing in memory.
+    // Notes that all buffers which the forward pass of a layer reads or writes are in use at `time`. A fused layer
+    // writes no result to memory.
     auto use_forward = [&](const Layer& l, int time) {
         use(time, {data(l.x1), data(l.x2), data(l.residual), data(l.emb), l.saved});
         if (l.kind == &GROUPNORM) use(time, {stats(l.x1), stats(l.x2)});
@@ -3202,8 +3211,9 @@ static void plan_lifetimes(UNet* net) {
     for (int i = 0; i < L; i++) {
         const Layer& l = net->layers[i];
         const LayerKind& kind = *l.kind;
-        use_forward(l, 1 + i + l.fused); // a fused layer is computed by the next one
-        // The embedding's layers run at the same time as other layers, until the first layer that reads the embedding.
+        use_forward(l, 1 + i + l.fused); // a fused layer is computed by the next layer, so at the next layer's time
+        // The embedding's layers run at the same time as the layers that follow them. They may still be running just
+        // before the first layer that reads the embedding. So their buffers are in use until then.
         if (kind.embedding) use_forward(l, 1 + first_emb_reader(net));
 
         // `back` is the time of the layer's backward pass. `done` is the latest time at which a convolution's weight
@@ -3227,15 +3237,16 @@ static void plan_lifetimes(UNet* net) {
     }
 }
 
-// Chooses the offsets of all buffers for batches of B samples. The largest buffer is placed first. Each buffer gets the
-// lowest place that is free at all times at which the buffer is in use. Sizes are rounded up, so that each buffer
-// begins at a multiple of 256 bytes.
+// Chooses the offsets of all buffers for batches of B samples. The buffers are placed one after the other, from the
+// largest to the smallest. Each buffer gets the lowest place that is free at all times at which the buffer is in use.
+// Sizes are rounded up, so that each buffer begins at a multiple of 256 bytes.
 static void place_buffers(UNet* net, int B) {
     auto bytes = [&](const Buffer* b) { return (b->bytes * B + 255) / 256 * 256; };
     std::vector<Buffer*> order;
     for (Buffer& b : net->buffers)
-        if (b.last_use >= 0) order.push_back(&b);           // it is in use at some time
-    std::ranges::stable_sort(order, std::greater{}, bytes); // stable: the same places on every machine
+        if (b.last_use >= 0) order.push_back(&b); // it is in use at some time
+    // A stable sort, so that buffers of equal size have the same order, and the same places, on every machine.
+    std::ranges::stable_sort(order, std::greater{}, bytes);
 
     std::multimap<size_t, const Buffer*> placed; // by offset
     net->arena_bytes = 0;
@@ -3302,8 +3313,8 @@ static void plan_memory(UNet* net, int B, bool training) {
     net->arena = device_alloc<char>(net->arena_bytes);
 
     // The operations of a stream use its workspace one after the other, so the workspace is as large as the largest
-    // operation needs. But what each operation leaves for finish_gradients (Workspace::sums) is kept until then, so
-    // these sizes are added up.
+    // operation needs. But what an operation leaves for finish_gradients (Workspace::sums) must be kept until
+    // finish_gradients runs at the end of the backward pass. So the sizes of all operations' sums are added up.
     Workspace most{loss_workspace(B)};
     const Walk walk{.net = net, .B = B};
     for (const Layer& l : net->layers) {
@@ -3336,14 +3347,15 @@ static void forward_layer(const Walk& walk, const Layer& l) {
     LayerArgs a = layer_args(walk, l);
     l.kind->forward(a);
     // If a norm reads the output, the operation has also summed the output over its pixels, in several parts (Stats).
-    // It has set a.out_stats.parts to the number of these parts, which the norm needs.
+    // It has set a.out_stats.parts to the number of these parts. The number is kept in the tensor, where the norm's
+    // layer_args find it.
     walk.net->tensors[l.out].parts = a.out_stats.parts;
 }
 
 // The forward pass. It computes net's output (B, H, W, out_channels) from its input, net->t (B) and, if the model uses
 // them, net->labels (B), net->values (B, num_values) and net->cond (B, H, W, cond_channels). The embedding's layers
 // come first in the list. They run on the side stream, at the same time as the layers after them on the main stream.
-// Before the first layer that reads the embedding, the main stream waits for them.
+// Before the first layer that reads the embedding, the main stream waits for the embedding's layers.
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     const int L = (int)net->layers.size();
     const int reader = first_emb_reader(net);
@@ -3363,22 +3375,25 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
 // Returns the buffer that the loss writes: the gradient with respect to the network's output.
 static float* output_gradient(UNet* net) { return buffer_data<float>(net, net->layers.back().dout); }
 
-// The weight gradients of convolutions during the backward pass. They wait until they fill the GPU together, or until
-// some layer needs one of them. Then they are all computed together, on the side stream.
+// Collects the weight gradients of convolutions during the backward pass. They wait until they fill the GPU together,
+// or until some layer needs one of them to be complete (plan_waits). Then they are all computed together, on the side
+// stream.
 struct WeightGradients {
     UNet* net;
     const std::function<void(size_t, Stream*)>& done; // see unet_backward
     std::vector<WeightWork> waiting{};
     double load = 0; // how much of the device the waiting weight gradients would fill together; 1: all of it
     int last = -1;   // the layer whose weight gradient was added last
-    // For each layer: the ticket for wait_for_side. -1: its weight gradient was not launched yet.
+    // For each layer: the ticket with which wait_for_side waits for the layer's weight gradient. -1: this weight
+    // gradient was not launched yet.
     std::vector<int> ticket{};
 
     // Launches the weight gradients that wait. After that, the weight gradients of all layers from `last` on have been
     // launched.
     void launch_waiting() {
-        // After this launch, all gradients from index complete_from on are complete. (Each convolution whose weight
-        // gradient is not launched yet has its weights before that index in the flat array of all weights.)
+        // When this launch's work is finished, all gradients from index complete_from on are complete. So complete_from
+        // must lie after the weights of every convolution whose weight gradient is not launched yet. From plain_size
+        // on, the flat array holds nothing but convolutions' weights.
         size_t complete_from = net->plain_size;
         for (int i = 0; i < last; i++) {
             const Layer& l = net->layers[i];
@@ -3410,7 +3425,8 @@ struct WeightGradients {
 
 // The backward pass. It computes grads, the gradients of the parameters, from output_gradient and from what the forward
 // pass of these B samples left in memory. done(n, stream) is called each time that weight gradients have been launched
-// on `stream`. When that work is finished, the gradients from grads[n] on are complete.
+// on `stream`. When that work is finished, the gradients from grads[n] on are complete. So with several ranks, `done`
+// can begin to send these gradients while the backward pass computes the others (step_gradients).
 static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B,
                           const std::function<void(size_t, Stream*)>& done = nullptr) {
     const Walk walk{net, weights, dropout, B, grads};
@@ -3425,9 +3441,10 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
             if (before.block_end == i) forward_layer(walk, before);
         LayerArgs a = layer_args(walk, l);
         if (l.kind == &CONV) {
-            // The embedding's layers come last in the backward pass, and they wait for the weight gradients that have
-            // been collected. So the collected ones are launched now, before the weight gradient of the network's first
-            // convolution is added to them.
+            // The embedding's layers come last in the backward pass. They wait for the weight gradients of the
+            // convolutions that read the embedding, because the embedding's gradient (demb) is computed together with
+            // these. They need not wait for the weight gradient of the network's first convolution. So all weight
+            // gradients collected so far are launched now, without that of the first convolution.
             if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.launch_waiting();
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
             weight_gradients.add(i, a);
@@ -3454,21 +3471,22 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 // If the loss of a new objective is a weighted square of the answer's error, the objective is only a new way to fill
 // NoiseLevels. Then the kernels and the samplers' steps need no change.
 //
-// To add an objective, as edm and flow are, change these places:
+// To add an objective like edm or flow, change these places:
 //
 //   1. common/flags.h:
 //      its word, added at the end of the row of `objective`, because model files hold the word's place in this row;
-//      rows for its parameters, if it has any. A parameter that a model file has to keep is a row SAVED(slot, ...),
-//      and check_lists must no longer list its slot as unused;
+//      rows for its parameters, if it has any. If a model file has to keep a parameter, its row is SAVED(slot, ...),
+//      and check_lists must no longer list this slot as unused;
 //      the rows OBJECTIVES(...). Such a row names the objectives for which the flags below it exist. If only the
 //      new objective has a parameter, it needs a new row OBJECTIVES. If the new objective shares parameters of edm
 //      (sigma_data, P_mean, P_std), add its word to OBJECTIVES(of_edm, "edm|ect"). If you forget this, nothing warns
 //      you: slot_is_used is then false, model files do not get the value, and samples use the flag's default;
-//      if --objective ect may tune its models: its word in the row of `ect_frame`, and in take_model_file's message
+//      if --objective ect may tune models of the new objective: the objective's word in the row of `ect_frame`, and in
+//      take_model_file's message
 //   2. Frame (section 1): its enumerator
 //   3. here:
 //      a function with its formulas, beside edm_question. If it has a parameter of its own: a member of Objective, a
-//      line in make_objective, and an argument of ask, which gets only sigma_data so far;
+//      line in make_objective, and an argument of ask (so far, ask has only edm's parameter sigma_data);
 //      its case in ask, and its word in frame_of;
 //      whether log(sigma) or t is drawn in training, and how (sigma_draws; for another distribution also SigmaDraws
 //      and draw_level);
@@ -3491,7 +3509,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 // draws is such a ratio. So is each sigma between --sigma_max and --sigma_min.
 // A Question is what the network is asked at a given ratio. Each member means what the member of the same name means in
 // NoiseLevel. So the member `sigma` is the coefficient of the noise alone, and the ratio is sigma / signal. The members
-// are double, because ect subtracts such numbers from each other.
+// are double, because ect subtracts nearly equal numbers from each other (student_level). In fp32 the differences would
+// have few correct digits.
 struct Question {
     double t;
     double signal, sigma;
@@ -3544,16 +3563,20 @@ HD static inline Question ask(Frame frame, double ratio, double sigma_data) {
     case Frame::EDM: return edm_question(ratio, sigma_data);
     case Frame::FLOW: return flow_question(ratio);
     }
-    return Question{NAN, NAN, NAN, NAN, NAN, NAN, NAN}; // so a training step would see that its loss is not finite
+    // This is never reached. If a mistake in the program led here, the loss would be NaN, and the training step would
+    // report it.
+    return Question{NAN, NAN, NAN, NAN, NAN, NAN, NAN};
 }
 
-// Returns the frame of a model, as its flags define it.
+// Returns a model's Frame: whose formulas say what the network is shown, told and asked. --objective names them. For
+// ect, which works with the formulas of edm or flow, --ect_frame names them.
 static Frame frame_of(const Config& c) {
     const char* flag = c.objective == "ect" ? "ect_frame" : "objective";
     return meaning<Frame>(flag, c.frame(), {{"ddpm", Frame::DDPM}, {"edm", Frame::EDM}, {"flow", Frame::FLOW}});
 }
 
-// Returns how sigma is drawn in training.
+// Returns how sigma is drawn in training. (For ddpm nothing reads the result: ddpm draws a timestep, and looks up its
+// level in a table.)
 static SigmaDraws sigma_draws(const Config& c) {
     const SigmaDraws table{}, edm{c.P_mean, c.P_std, false}, flow{c.t_mean, c.t_std, c.t_std == 0};
     return meaning<SigmaDraws>("objective", c.objective, {{"ddpm", table}, {"edm", edm}, {"flow", flow}, {"ect", edm}});
@@ -3621,8 +3644,9 @@ HD static inline NoiseLevel student_level(const Objective& o, double t) {
     return level;
 }
 
-// Returns the level at which a sample's teacher is asked. If r is 0, the teacher's answer is not used. But the network
-// computes all samples of a batch, so for that sample it is shown the student's input.
+// Returns the level at which a sample's teacher is asked. If the teacher's sigma r is 0, the teacher's answer is not
+// used. But the network computes an answer for every sample of a batch. For such a sample, it is shown the student's
+// input.
 HD static inline NoiseLevel teacher_level(const Objective& o, double t) {
     const double r = teacher_sigma(o.tuning, t);
     Question teacher = ask(o.frame, r > 0 ? r : t, o.sigma_data);
@@ -3736,17 +3760,18 @@ static Objective make_objective(const Config& c) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the level of a training sample, drawn, and its share of the loss
 // These functions compute how noisy a sample of a training step is, and what its loss consists of. Each works on one
-// sample or one value. dev/reference.h calls them in loops, and kernels call them in threads.
+// sample or one value. The CPU (dev/reference.h) calls them in loops, and the GPU's kernels call them in each thread.
 
 // --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): the probability of drawing t is
-// proportional to the root mean square of t's latest HISTORY losses. A sample's loss is then multiplied by
-// `importance`, which is 1 / (T times the probability of the sample's t). So the expected loss is the same as with
-// uniform t.
+// proportional to the root mean square of the latest HISTORY (10) losses of samples with this t. A sample's loss is
+// then multiplied by `importance`, which is 1 / (T times the probability of the sample's t). So the expected loss is
+// the same as with uniform t.
 constexpr double EVEN_SHARE = 0.001; // this share of the probability is divided equally among all t
 
-// Stores the losses of a batch's samples at timestep t in the row of t. Each loss is first divided by its sample's
-// `importance`. A row is HISTORY + 1 floats: the latest losses, oldest first, and then the number of losses. Returns
-// the root mean square of the row's losses, or -1 while the row has fewer than HISTORY losses.
+// Stores the losses of a batch's samples at timestep t in the row of t. loss: the samples' losses, which have been
+// multiplied by `importance`. So each is divided by `importance` before it is stored. A row is HISTORY + 1 floats: the
+// latest losses, oldest first, and then the number of losses. Returns the root mean square of the row's losses, or -1
+// while the row has fewer than HISTORY losses.
 HD static inline double remember_losses(float* row, int t, const NoiseLevel* levels, const double* loss, int B) {
     for (int b = 0; b < B; b++) {
         if (levels[b].index != t) continue;
@@ -3840,7 +3865,8 @@ HD static inline float image_value(const void* images, int bytes, size_t i) {
 // Limited Data", appendix B): a training image is changed in up to six ways. Each change is drawn independently of the
 // others. Its probability is p, with two exceptions: an image is turned upside down with probability p / 2, and
 // mirrored with probability 1 / 2, whatever p is. The network is told which changes were made. So it learns that
-// changed images are of another kind, and does not draw such images when it is told that there is no change.
+// changed images are of another kind. When samples are made, the network is told that there is no change, and makes no
+// such images.
 // A row of this list first describes a change. After the semicolon are the numbers that the network is told. These
 // numbers are 0 if the image is not changed in this way. z and z' are standard normal numbers, drawn for each change:
 //   mirrored, upside down   left and right are exchanged, top and bottom are exchanged; 1 for each of the two
@@ -3879,7 +3905,7 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
     const double shift_y = shifts ? z[3] : 0;
 
     // m maps a pixel of the changed image to the place in the original image that this pixel shows. These steps are
-    // done in this order: shift back, stretch back, turn, scale back.
+    // done in this order: shift back, stretch back, turn by `angle`, scale back.
     const double longer = exp2(0.2 * stretch);
     const Matrix2 along_axis{1 / longer, 0, 0, longer};
     const Matrix2 stretched = product(rotation(-axis), product(along_axis, rotation(axis)));
@@ -3915,7 +3941,8 @@ constexpr int FILTER = 12; // the number of sym6's coefficients, which are calle
 constexpr int AROUND = 7;
 HD static inline int fine_size(int size) { return 2 * (size + FILTER / 2); } // how many rows (columns) the canvas has
 
-// Returns tap k of sym6 (Daubechies 1992, table 6.2); 0 if k is not from 0 to 11. The squares of the taps add up to 1.
+// Returns tap k of sym6 (Daubechies 1992, table 6.2); 0 if k is not from 0 to 11. All taps add up to sqrt(2). Those
+// with even k add up to half of that, and so do those with odd k.
 HD static inline float sym6(int k) {
     const float taps[FILTER] = {0.015404109327027373f, 0.0034907120842174702f, -0.11799011114819057f,
                                 -0.048311742585633f,   0.4910559419267466f,    0.787641141030194f,
@@ -3989,8 +4016,9 @@ HD static inline float canvas_value(const CanvasPlace& place, const void* channe
         }
         sum += place.rows.weight[i] * of_row;
     }
-    // A byte stands for byte / 127.5 - 1. The 49 products of weights add up to 1 / 2 here, so the -1 becomes -0.5. (In
-    // `halved` the 144 products of taps add up to 2, so the changed image is as bright as the original one.)
+    // A byte stands for byte / 127.5 - 1. A row's weights, and a column's weights, add up to sqrt(2) / 2 (sym6). So the
+    // 49 products of weights add up to 1 / 2, and the -1 becomes -0.5. (In `halved` the 144 products of taps add up to
+    // 2, so the changed image is as bright as the original one.)
     return bytes == 1 ? sum / 127.5f - 0.5f : sum;
 }
 
@@ -4062,8 +4090,9 @@ HD static inline float grey_value(const void* images, int bytes, size_t i, int H
     return 0.299f * red + 0.587f * green + 0.114f * blue;
 }
 
-// What --cond mask leaves out: up to four holes. A hole is a rectangle, or a stroke between two points. All is computed
-// in integers, so that every device leaves out the same pixels.
+// --cond mask leaves out the pixels of an image that lie in its holes. There are up to four holes. A hole is a
+// rectangle, or a stroke between two points. All is computed in integers, so that every device leaves out the same
+// pixels.
 constexpr int HOLES = 4;
 struct Hole {
     bool is_there, is_stroke;
@@ -4095,7 +4124,7 @@ HD static inline Holes draw_holes(const Words words[2 * HOLES], int H, int W) {
     return holes;
 }
 
-// Returns whether the distance of (y, x) from a stroke's line is at most the stroke's radius.
+// Returns whether the distance of (y, x) from the line between a stroke's two ends is at most the stroke's radius.
 HD static inline bool is_in_stroke(const Hole& s, int y, int x) {
     const int64_t along_y = s.y1 - s.y0, along_x = s.x1 - s.x0;
     const int64_t from_y = y - s.y0, from_x = x - s.x0;
@@ -4104,7 +4133,7 @@ HD static inline bool is_in_stroke(const Hole& s, int y, int x) {
     const int64_t ahead = from_y * along_y + from_x * along_x; // distance along the line, times the line's length
     if (ahead <= 0) return from_y * from_y + from_x * from_x <= radius2;
     if (ahead < length2) {
-        const int64_t beside = from_y * along_x - from_x * along_y; // distance from the line, times its length
+        const int64_t beside = from_y * along_x - from_x * along_y; // distance from the line, times the line's length
         return beside * beside <= radius2 * length2;
     }
     const int64_t behind_y = y - s.y1, behind_x = x - s.x1;
@@ -4136,22 +4165,25 @@ struct TuningLoss {
 HD static inline TuningLoss tuning_loss(const NoiseLevel& level, double D, double c) {
     if (D == 0) return TuningLoss{0, 0};
     const double root = sqrt(D + c * c);
-    const double value = level.weight * D / (root + c); // = weight (root - c), without cancellation
+    // This equals weight (root - c). If D is small, root - c would lose most of its digits.
+    const double value = level.weight * D / (root + c);
     return TuningLoss{value, level.weight * level.x0_out * (double)level.x0_out / root};
 }
 
-// The term of one value in the variational bound, in nats, and its derivatives by d (d_mean) and by v (d_variance).
-// d = output - target is the error in the answer's first half, which predicts the mean. v is the number in the answer's
-// second half, which predicts the variance. The network's variance is exp(log_var + u) with
-// u = log_ratio + range (v + 1) / 2. If v lies between -1 and 1, this variance lies between the two fixed variances
-// (Nichol & Dhariwal 2021, eq. 15). The term is:
+// The variational bound is a sum that has a term for each value of an image. A BoundTerm holds such a term, in nats,
+// and its derivatives by d (d_mean) and by v (d_variance). d = output - target is the error in the answer's first half,
+// which predicts the mean. v is the number in the answer's second half, which predicts the variance. The network's
+// variance is exp(log_var + u) with u = log_ratio + range (v + 1) / 2. If v lies between -1 and 1, this variance lies
+// between two fixed variances, `small` and beta in ddpm_levels (Nichol & Dhariwal 2021, eq. 15). The term is:
 //   t > 0   the KL divergence of two normal distributions, whose means differ by sqrt(kl exp(log_var)) d
-//   t = 0   minus the log of the probability of the true value among the 256 values of a byte
+//   t = 0   minus the log of the probability that the network's distribution gives to the true value, which is one of
+//           the 256 values of a byte
 struct BoundTerm {
     float value, d_mean, d_variance;
 };
 
-// Returns guided-diffusion's approximation of the normal distribution function. Writes its derivative to *density.
+// Returns guided-diffusion's approximation of the probability that a standard normal number is below z. Writes the
+// derivative of this probability by z to *density.
 HD static inline double normal_cdf(double z, double* density) {
     constexpr double ROOT_2_OVER_PI = 0.7978845608028654;
     const double t = tanh(ROOT_2_OVER_PI * (z + 0.044715 * z * z * z));
@@ -4171,9 +4203,10 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
         const double d_variance = 0.5 * slope * (-less - pull * d);
         return BoundTerm{(float)value, (float)pull, (float)d_variance};
     }
-    // A value of x_0 stands for the interval from x_0 - 1 / 255 to x_0 + 1 / 255, and x_0 - mean = -x0_out d. The
-    // probability is the distribution function at the interval's upper end minus that function at its lower end. Both
-    // ends are measured from the mean, in units of the standard deviation.
+    // The 256 values of x_0 lie 2 / 255 apart. So a value stands for the interval from x_0 - 1 / 255 to x_0 + 1 / 255.
+    // Its probability is normal_cdf at the interval's upper end (high) minus normal_cdf at its lower end (low). Both
+    // ends are measured from the mean, in units of the standard deviation. The mean is the network's estimate of x_0,
+    // so x_0 - mean = -x0_out d.
     const double centered = -(double)level.x0_out * d;
     const double inverse = exp(-0.5 * ((double)level.log_var + u)); // 1 / the standard deviation
     const double high = inverse * (centered + 1.0 / 255);
@@ -4191,7 +4224,8 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
         dense_low = 0;
     }
     if (p < 1e-12) return BoundTerm{27.631021f, 0, 0}; // -log(1e-12), as guided-diffusion limits it
-    // The derivative by u of each end of the interval (high, low) is -1 / 2 times that end.
+    // Both ends of the interval (high, low) contain the factor exp(-u / 2). So the derivative of an end by u is
+    // -1 / 2 times that end.
     const double d_mean = (dense_high - dense_low) * inverse * level.x0_out / p;
     const double d_variance = (dense_high * high - dense_low * low) * 0.5 * slope / p;
     return BoundTerm{(float)-log(p), (float)d_mean, (float)d_variance};
@@ -4224,7 +4258,7 @@ struct Move {
     double m_x = 0, m_x0 = 0; // coefficients of m'
     double learned_low = 0;   // if the network chooses the noise's standard deviation: the smallest that it can choose
     double learned_high = 0;  // the largest that it can choose. If learned_low is 0, the standard deviation is .noise
-    double known_until = -1;  // with --inpaint: if this move is the last of its step, the step's n (see keep_known)
+    double known_until = -1;  // with --inpaint, in the last move of a step: n, for the noise that keep_known adds
 };
 
 // Euler's method: x' = x + (n - s) (x - x0) / s. The code writes x' as a weighted mean of x and x0 instead: if s is
@@ -4243,9 +4277,10 @@ static Move ddim_step(double s, double n, double eta) {
     return move;
 }
 
-// Ho et al. 2020, eq. 6 and 7: x' is the mean of q(x_n | x_s, x_0) plus noise. The variance of the noise is one of two
-// fixed values (section 3.2 of that paper), or the network chooses a variance between these two (Nichol & Dhariwal
-// 2021, eq. 15). The last step adds no noise.
+// Ho et al. 2020, eq. 6 and 7: x' is the mean of q(x_n | x_s, x_0) plus noise. The mean is where Euler's step to the
+// sigma n^2 / s leads. The variance of the noise is one of two fixed values (section 3.2 of that paper; --sigma_small
+// chooses), or the network chooses a variance between these two (Nichol & Dhariwal 2021, eq. 15). The last step adds no
+// noise.
 static Move ddpm_step(const Config& c, double s, double n) {
     const double small = posterior_deviation(s, n);
     double large = 0;
@@ -4356,7 +4391,8 @@ static double karras_sigma(const Config& c, double high, double low, int i, int 
 // Returns the sigmas of a sampler: the sigma before each of its N steps, and 0 at the end. known: the sigmas of the T
 // timesteps. The sigmas depend on the sampler:
 //   ddpm, ddim    the sigmas of the timesteps that --timestep_respacing keeps
-//   consistency   Karras's schedule from sigma_max to mid_t: Geng et al. 2024 take two steps, at 80 and 0.821
+//   consistency   Karras's schedule from sigma_max to mid_t. Two steps are therefore at sigma_max and mid_t. (Geng et
+//                 al. 2024 take two steps, at 80 and 0.821.)
 //   others        Karras's schedule. For a model of flow instead: equal steps of t = sigma / (1 + sigma)
 static std::vector<double> sampler_sigmas(const Config& c, const std::vector<double>& known) {
     const std::vector<int> kept = space_timesteps(c.diffusion_steps, c.timestep_respacing);
@@ -4435,7 +4471,9 @@ static void add_step(std::vector<Move>* moves, const Config& c, double before, d
 
 static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
     const int N = (int)sigmas.size() - 1;
-    const bool variance_1 = c.goes_by_timesteps(); // the first x_t has variance 1, as in guided-diffusion
+    // With samplers that go by timesteps, the first x_t = signal x has variance 1, as in guided-diffusion. So the
+    // variance of x is 1 / signal^2 = 1 + sigma^2.
+    const bool variance_1 = c.goes_by_timesteps();
     Route route;
     route.start = variance_1 ? std::sqrt(1 + sigmas[0] * sigmas[0]) : sigmas[0];
     const int first = first_step(c, N);
@@ -4445,7 +4483,8 @@ static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
         if (i == first && i > last) route.first_move = (int64_t)route.moves.size();
         if (c.can_churn()) {
             const double gamma = churn_gamma(c, s, N);
-            // This is S_noise sqrt(s'^2 - s^2) with s' = s (1 + gamma). Without churn it is exactly 0.
+            // The standard deviation of the noise that raises sigma from s to s' = s (1 + gamma) is
+            // S_noise sqrt(s'^2 - s^2). Written like this, it is exactly 0 without churn.
             const double noise = s * std::sqrt(gamma * (2 + gamma)) * c.S_noise;
             if (route.moves.empty()) route.churn = noise;
             else route.moves.back().noise = noise; // the noise is added at the end of the step before
@@ -4504,7 +4543,7 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
     // next, keep_known also adds noise to all of x, to go back to the sigma at which that step begins.
     if (keeps_known) {
         const double back = signal_at(then);
-        const double added = std::sqrt(std::max(then * then - end * end, 0.0)); // noise, in the scale of x
+        const double added = std::sqrt(std::max(then * then - end * end, 0.0)); // noise that raises x's sigma to `then`
         step.known_x = (float)next;
         step.known_sigma = (float)(next * end);
         step.back_x = (float)(back / next);
@@ -4517,7 +4556,7 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
 struct SamplerPlan {
     // The network's first input is image * x_0 + start * normals + churn * other normals.
     float image, start, churn;
-    int64_t begin; // the step that sampling begins with
+    int64_t begin; // the index in `steps` of the step that sampling begins with
     std::vector<SamplerStep> steps;
 };
 
@@ -4545,15 +4584,17 @@ static SamplerPlan plan_sampler(const Config& c) {
     return plan;
 }
 
-// A sampler's memory. Members marked (device) point to device memory. B is the number of images in a batch. So the
-// sizes of these arrays do not depend on how many images are sampled in all.
+// A sampler's memory. Members marked (device) point to device memory. They are as large as a batch of B images needs,
+// however many images are sampled in all: one batch is sampled after the other.
 struct Sampler {
     SamplerPlan plan;
     SamplerStep* steps; // (device) the plan's steps
     Denoising denoising;
-    float* all;                    // (device) all ranks' images (ranks, B, H, W, C); null: there is one rank
-    int64_t* k;                    // (device) the number of the sampler's next step
-    int64_t *zero, *one;           // (device) the numbers 0 and 1, which random draws use as their step
+    float* all; // (device) all ranks' images (ranks, B, H, W, C); null: there is one rank
+    int64_t* k; // (device) the number of the sampler's next step
+    // (device) the numbers 0 and 1. A RandomKey holds the address of a step's number. The first x is drawn before all
+    // steps. So its two draws, of noise and of churn, take 0 and 1 as their steps' numbers.
+    int64_t *zero, *one;
     float* t;                      // (device) (B): what the network is told of the noise
     int* labels;                   // (device) (B): the classes
     float* values;                 // (device) (B, num_values); null: the network reads no numbers
@@ -4646,8 +4687,8 @@ static void put_pictures(const Config& c, Sampler* s, int64_t first, int B, int 
 }
 
 // With --start_from or --inpaint: multiplies a batch's given images by plan.image and writes them to the network's
-// input x (copies B, n). With --inpaint, plan.image is 0. Then the function also copies the given images and their
-// masks to the arrays that keep_known reads.
+// input x (copies B, n). With --inpaint, plan.image is 0, because sampling begins with noise alone. Then the function
+// also copies the given images and their masks to the arrays that keep_known reads.
 static void put_given_images(float* x, Sampler* s, int64_t first, int B, int copies, int n) {
     const size_t bytes = n * sizeof(float);
     for (int b = 0; b < B; b++) {
@@ -4668,9 +4709,10 @@ static void put_given_images(float* x, Sampler* s, int64_t first, int B, int cop
     }
 }
 
-// Draws images first .. first + B - 1 of a seed. An image does not depend on B. The images are left in net's input
+// Samples images first .. first + B - 1 of a seed. An image does not depend on B. The images are left in net's input
 // tensor. With guidance, this tensor first holds all images with their conditions, and after them the same images
-// without conditions. tell is called after each step. Its argument is B times the share of the steps that are done.
+// without conditions. tell is called after each step, to show the progress. Its argument is B times the share of the
+// steps that are done: the work so far, counted in images.
 static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, auto tell) {
     const Config& c = net->config;
     const int HW = c.H * c.W;
@@ -4721,7 +4763,7 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     free_graph(&graph);
 }
 
-// Draws n images. Rank 0 returns them (n, H, W, C); most of their values lie between -1 and 1. Ranks take batches in
+// Samples n images. Rank 0 returns them (n, H, W, C); most of their values lie between -1 and 1. Ranks take batches in
 // turns. A batch is up to net->B images, with guidance up to half of that.
 static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, int n) {
     const Config& c = net->config;
@@ -4760,7 +4802,7 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
 // A data file consists of a header, images (N, C, H, W) of uint8 or float32, labels (N), and K numbers of each image
 // (N, K) (docs/FORMATS.md). The images stay on the disk: a step reads only its own images. The operating system is
 // asked to fetch them into memory a few batches before the step. Labels and numbers are kept in memory. The program
-// also reads data files of unet.cu.
+// also reads data files of unet.cu, another program that trains UNets.
 //
 // The functions, in the order in which they run: if --data_dir names a folder of pictures, take_data_dir makes a data
 // file of them. open_dataset checks the file, once. For each step, load_batch sends the images to the device; it calls
@@ -4802,22 +4844,23 @@ struct Dataset : InputFile {
     int bytes = 1;      // the size of a value of an image: 1 (uint8) or 4 (float32)
     int K = 0;          // how many numbers each image has
     int name_bytes = 0; // the number of bytes of the numbers' names
-    // The header's checksum. The header also holds a checksum of what follows it, so header_crc identifies the whole
-    // file.
+    // The header's checksum. The header itself holds a checksum of all that follows it (in version 2: of all that
+    // follows the images, which includes the images' checksums). So header_crc identifies the whole file.
     uint32_t header_crc = 0;
     std::vector<int32_t> labels;     // (N), or empty
     std::vector<float> values;       // (N, K): the numbers
     std::string value_names;         // the names of the K numbers, a line for each; or empty
     std::vector<uint32_t> image_crc; // (N), the checksum of each image; empty: the checksums are not known
-    int64_t asked = 0;               // the system was asked to fetch the images up to this position of the stream
+    int64_t asked = 0;               // the system was asked to fetch the stream's images up to this position
     std::string error;               // why an image could not be used
     std::shared_ptr<Dataset> cond;   // --cond_file: a picture for each image, in the same order; null: there are none
 
     size_t image_bytes() const { return (size_t)C * H * W * bytes; }
     // The images follow the header, which has 1024 bytes.
     size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); } // the byte of the file where image i begins
-    // These functions return at which byte of a batch's buffer its labels, numbers and pictures begin. The images begin
-    // at byte 0. The labels follow the images, at a multiple of 4 bytes.
+    // A batch of B images is sent to the device in one buffer, which begins with the images. These functions return at
+    // which byte of this buffer the labels, numbers and pictures begin. The labels follow the images, at a multiple of
+    // 4 bytes.
     size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; }
     size_t values_at(int B) const { return labels_at(B) + B * sizeof(int); } // numbers follow the labels
     size_t pictures_at(int B, const Config& c) const {                       // pictures follow the numbers
@@ -4918,13 +4961,14 @@ static void take_data_fields(Dataset* d, const Header& h, const char* hint) {
             d->name_bytes, hint);
 }
 
-// Takes the numbers and their names from `behind`, the words that follow the images in the file.
+// Copies the images' numbers and the names of these numbers into d. behind: all words that follow the images in the
+// file.
 static void take_values(Dataset* d, const std::vector<int32_t>& behind) {
     const float* const numbers = (const float*)(behind.data() + d->label_words());
     const char* const names = (const char*)(numbers + d->value_words());
     d->values.assign(numbers, numbers + d->value_words());
     d->value_names.assign(names, d->name_bytes);
-    while (d->value_names.ends_with('\0')) d->value_names.pop_back(); // the last word is filled with zeros
+    while (d->value_names.ends_with('\0')) d->value_names.pop_back(); // zeros that fill up the last word of 4 bytes
     for (size_t i = 0; i < d->values.size(); i++)
         if (!std::isfinite(d->values[i]))
             refuse(d->path + text(": image %zu has a number that is not finite; make the file again", i / d->K));
@@ -4932,15 +4976,15 @@ static void take_values(Dataset* d, const std::vector<int32_t>& behind) {
 
 // Reads what follows the images in the file: labels if there are classes, the images' numbers and their names if there
 // are numbers, and in version 2 each image's checksum.
-// body_crc: the checksum of all this, which the header holds. In version 1 it also covers the images.
+// body_crc: a checksum from the header. It covers all that follows the images; in version 1 it also covers the images.
 static void read_behind_images(Dataset* d, uint32_t body_crc) {
     std::vector<int32_t> behind(d->words_behind());
     const size_t bytes = behind.size() * sizeof(int32_t);
     d->read(behind.data(), bytes, d->image_at(d->count));
     if (d->version == 2) d->image_crc.assign(behind.end() - d->count, behind.end());
     // In version 1, body_crc covers the images and then `behind`, so it can only be checked if all images are read. In
-    // version 2, body_crc covers only `behind`. There, check_images compares each image with its own checksum. It
-    // returns 0, the value that a checksum starts from.
+    // version 2, check_images compares each image with its own checksum and returns 0, and body_crc covers only
+    // `behind`. So images_crc is 0, the value that the checksum of `behind` alone starts from.
     const bool reads_all = d->size <= READ_AT_START;
     const uint32_t images_crc = reads_all ? check_images(d) : 0;
     const bool can_check = d->version == 2 || (d->version == 1 && reads_all);
@@ -4956,7 +5000,8 @@ static void read_behind_images(Dataset* d, uint32_t body_crc) {
     take_values(d, behind);
 }
 
-// Opens a data file and checks it. If it is longer than READ_AT_START, the images are not checked here.
+// Opens a data file and checks it. If the file is longer than READ_AT_START, its images are not read here. In a file of
+// version 2, read_image checks each image when a step reads it.
 static Dataset open_dataset(const std::string& path) {
     const char* hint = "prepare_data.py makes such files; make unpacks data/fashion32.bin and data/emoji64.bin";
     Dataset d;
@@ -4973,7 +5018,8 @@ static Dataset open_dataset(const std::string& path) {
     must(right, path, "its header's checksum is wrong, so it was damaged; make it again");
 
     read_behind_images(&d, (uint32_t)h.slot[DATA_SLOT_BODY_CRC]);
-    posix_fadvise(d.file, 0, 0, POSIX_FADV_RANDOM); // from here on images are read in a random order
+    // From here on images are read in a random order. So the system should not read what follows an image in advance.
+    posix_fadvise(d.file, 0, 0, POSIX_FADV_RANDOM);
     return d;
 }
 
@@ -5136,8 +5182,8 @@ static std::vector<float> enlarged_picture(const Config& c, const float* small) 
     return picture;
 }
 
-// Makes the picture (H, W, K) that --cond asks for, as in training. It is made of the image (C, H, W) of sample
-// `number`. mask (H, W): where the holes are; null: the holes are drawn.
+// Makes the picture (H, W, cond_channels) that --cond asks for, as in training. It is made of the image (C, H, W) of
+// sample `number`. mask (H, W): where the holes are; null: the holes are drawn.
 static std::vector<float> made_picture(const Config& c, const uint8_t* image, int bytes, int64_t number,
                                        const float* mask) {
     const int HW = c.H * c.W;
@@ -5175,8 +5221,8 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
     return picture;
 }
 
-// Makes the pictures (count, H, W, K) that --cond asks for. They are made of the first images of a file. masks: (count,
-// H, W), which are used in turn; empty: the holes are drawn.
+// Makes the pictures (count, H, W, cond_channels) that --cond asks for. They are made of the first images of a file, at
+// most `most` of them. masks: (count, H, W), which are used in turn; empty: the holes are drawn.
 static std::vector<float> made_pictures(const Config& c, Dataset d, int most, const std::vector<float>& masks) {
     std::vector<float> pictures;
     // This is a vector of floats, so that its memory is aligned even for an image of floats.
@@ -5202,8 +5248,9 @@ static std::string other_pictures(const Config& c) {
     return c.picture_kind == PictureKind::GRAY ? ", or grey ones" : "";
 }
 
-// Returns the pictures (count, H, W, K) for --sample, from --cond_file. With --cond they are made of the file's images.
-// But if the file already holds small or grey pictures, small ones are only enlarged, and grey ones are not changed.
+// Returns the pictures (count, H, W, cond_channels) for --sample, from --cond_file. With --cond they are made of the
+// file's images. But if the file already holds small or grey pictures, small ones are only enlarged, and grey ones are
+// not changed.
 static std::vector<float> sample_pictures(const Config& c) {
     const int K = c.cond_channels;
     if (c.picture_kind == PictureKind::FILE) return read_images(c, "cond_file", c.cond_file, K, K);
@@ -5259,10 +5306,11 @@ static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
 }
 
 // Sends n samples of a batch to the device: images (n, C, H, W), labels (n), numbers (n, num_values), and the pictures
-// (n, K, H, W) that the images are conditioned on. The numbers of an augmentation are still zeros. The batch is the
-// samples at positions first .. first + B - 1 of the stream; this rank sends n = own_images of them. In training, these
-// are the rank's microbatches, one after the other, and some images lose their class and their numbers
-// (--class_dropout). Outside of training the rank sends all B samples.
+// (n, cond_channels, H, W) that the images are conditioned on. A row of the numbers ends with the numbers that describe
+// the image's augmentation. They are zeros here; the device writes them later (augmented).
+// The batch is the samples at positions first .. first + B - 1 of the stream. This rank sends n = own_images of them.
+// In training, these are the rank's microbatches, one after the other, and some images lose their class and their
+// numbers (--class_dropout). Outside of training the rank sends all B samples.
 // Returns whether all images could be used. If not, nothing was sent.
 static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training, int64_t first, int B) {
     const int micro = c.micro();
@@ -5365,14 +5413,14 @@ constexpr int SLOT_BAD_TOTAL = 82;
 constexpr int SLOT_BAD_IN_ROW = 83;
 constexpr int SLOT_IMAGES = 84;     // 8 bytes: how many images the data file has
 constexpr int SLOT_DATA_CRC = 86;   // the data file's header_crc
-constexpr int SLOT_UNUSED_TOO = 87; // one slot
-constexpr int SLOT_GUARD = 88;      // 40 bytes
+constexpr int SLOT_UNUSED_TOO = 87; // a slot without a meaning, which is 0
+constexpr int SLOT_GUARD = 88;      // 40 bytes: the run's Guard
 constexpr int SLOT_EMAS = 98;       // how many averages there are besides the first; the next slots hold their rates
 constexpr int SLOT_SAMPLER = 106;   // schedule_sampler
 constexpr int SLOT_ECT = 107;       // with --objective ect: the first slot of this objective's flags
 constexpr int SLOT_ECT_END = 113;   // the first slot after these flags
 constexpr int SLOT_COND_CRC = 113;  // with cond_channels: the header_crc of --cond_file; the next slot holds cond_noise
-constexpr int SLOT_PRECISION = 115; // of training; the slots after it are unused, up to SLOT_PATH
+constexpr int SLOT_PRECISION = 115; // the run's --precision; the slots after it are unused, up to SLOT_PATH
 constexpr int SLOT_PATH = 128;      // 512 bytes: the path data_file, a byte 0, the path cond_file
 constexpr int MOST_LEVELS = 8;      // how many numbers channel_mult may have, and how many attention_resolutions
 
@@ -5404,7 +5452,8 @@ static Header model_header(const Config& config, int contents, int64_t step) {
     h.set(SLOT_SEED, config.seed);
     h.slot[SLOT_HEIGHT] = config.H;
     h.slot[SLOT_WIDTH] = config.W;
-    for (const Flag& f : FLAGS) { // slot_is_used reads the slots of earlier flags
+    // In the order of FLAGS, because slot_is_used reads slots that earlier flags have filled.
+    for (const Flag& f : FLAGS) {
         const bool is_of_run = f.slot > SLOT_STEP;
         if (!f.slot || (is_of_run && !(contents & HAS_TRAINING)) || !slot_is_used(h, f)) continue;
         const std::string value = flag_value(config, f);
@@ -5465,7 +5514,8 @@ struct ModelFile : InputFile {
         return keeps_losses ? (size_t)header.slot[SLOT_DIFFUSION] * (HISTORY + 1) : 0;
     }
 
-    // Returns the run's counters and its guard, as they were when the file was written.
+    // Returns the run's counters and its Guard (statistics of its losses and gradients), as they were when the file was
+    // written.
     StepState state() const {
         StepState s{};
         s.step = header.get<int64_t>(SLOT_STEP);
@@ -5537,8 +5587,8 @@ static ModelFile open_model(const std::string& path) {
     zeroed.slot[SLOT_CRC] = 0;
     const uint32_t crc = m.crc(crc32(0, zeroed.slot, 1024), 1024);
     must(crc == (uint32_t)s[SLOT_CRC], path, "its checksum is wrong, so it was damaged" + earlier);
-    // The checksum was right, so the file holds what was written. If a number is wrong all the same, the program that
-    // wrote the file was wrong.
+    // The checksum was right, so the file holds what was written. If check_lists finds a wrong number all the same, the
+    // program that wrote the file made a mistake.
     check_lists(m);
     return m;
 }
@@ -5593,7 +5643,7 @@ static void check_size(const ModelFile& m, const UNet& net) {
 static Slice slice_of(size_t n, int rank = 0, int ranks = 1) {
     int segments = 1;
     if (ranks > 1) segments = world.direct ? 16 : 8; // fewer with NCCL, which needs a call for each segment
-    const size_t row = STRETCH * segments * ranks;   // how many floats all parts hold if each part is one stretch
+    const size_t row = STRETCH * segments * ranks;   // how many floats all segments have if each part is one stretch
     const size_t stretches = (n + row - 1) / row;    // how many stretches each part needs for n floats; rounded up
     return Slice{n, segments, (int)stretches, rank, ranks};
 }
