@@ -5644,13 +5644,15 @@ HD static inline double lr_factor(const AdamW& h, int64_t step) {
 
 // A loss or a norm is suspicious if it is not finite. After 100 healthy steps it is also suspicious if it is larger
 // than twice the running mean plus ten standard deviations. In healthy training, losses and norms do not become so
-// large.
+// large. x: the loss or the norm. n: the number of healthy steps so far. mean, var: the running mean and variance of
+// the same quantity over those steps.
 HD static inline bool suspicious(double x, double n, double mean, double var) {
     if (!(fabs(x) <= DBL_MAX)) return true;
     return n >= 100 && x > 2 * mean + 10 * sqrt(var);
 }
 
-// Updates a running mean and variance with the value x. They describe about the latest 1 / rate values.
+// Updates a running mean and variance with the value x. The mean and the variance describe about the latest 1 / rate
+// values.
 HD static inline void running_moments(double* mean, double* var, double x, double rate) {
     const double d = x - *mean;
     *mean += rate * d;
@@ -5700,15 +5702,17 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
     state->bad_in_row = state->ok ? 0 : state->bad_in_row + 1;
 }
 
-// Returns a weight's new average over all updates. ema: its average before this update; p: the weight's newest value.
-// With a rate of up to 1, the average is exponential. With a rate above 1, the value after update k has a weight about
-// proportional to k^rate (Karras et al. 2024, eq. 2). step: what power_step returns.
+// Returns a parameter's new average over all updates. ema: its average before this update; p: its newest value. step:
+// the share of p in the new average, which power_step has computed from the rate. With a rate of up to 1, the average
+// is exponential. With a rate above 1, all updates count: the share of the parameter's value after update k is about
+// proportional to k^rate (Karras et al. 2024, eq. 2).
 HD static inline float ema_step(float ema, float p, float rate, float step) {
     return rate > 1 ? ema + step * (p - ema) : rate * ema + step * p;
 }
 
-// Returns the share of the newest weights in an average. If rate is up to 1, the share is 1 - rate. If rate is above 1,
-// the share is 1 - (1 - 1 / updates)^(rate + 1).
+// Returns the share of the newest weights in an average (the argument `step` of ema_step). updates: the number of
+// updates so far, with the newest one. If rate is up to 1, the share is 1 - rate. If rate is above 1, the share is
+// 1 - (1 - 1 / updates)^(rate + 1).
 HD static inline float power_step(float rate, int64_t updates) {
     return rate > 1 ? (float)-expm1((rate + 1.0) * log1p(-1.0 / updates)) : 1 - rate;
 }
@@ -5724,30 +5728,31 @@ struct Trainer {
     Dataset data;
     Objective objective;
     AdamW adamw;
-    Slice own; // this rank's part of the flat arrays
+    Slice own; // where in the flat arrays this rank's slice lies
 
     // Flat arrays. Each holds one number for each parameter.
     // The weights in fp32. With several ranks, only two parts of this array are kept up to date: the first plain_size
-    // weights, and this rank's slice. The network reads all weights after the first plain_size from `copy`. (If
-    // activations are fp32, there are no such weights, and `copy` is this same array.)
+    // weights, which are all that the network reads in fp32, and this rank's slice, which its optimiser updates. The
+    // weights after the first plain_size are those of convolutions. The network reads them from `copy`. (If activations
+    // are fp32, plain_size includes all weights, and `copy` is this same array.)
     float* params;
     float* grads;         // the gradients of the current microbatch
-    act *copy, *ema_copy; // copies of the weights and of their first average, which the network reads; see Weights
-    Fp8Weights fp8;       // --precision fp8: copies of the weights that training steps read
+    act *copy, *ema_copy; // the weights, and their first average, in the type that convolutions read (Weights::copy)
+    Fp8Weights fp8;       // --precision fp8: the FP8 copies of weights, which training steps read
     std::vector<WeightRounding> fp8_works; // the convolutions whose weights fp8 holds
-    float* received; // the other ranks' gradients of this rank's slice (RankGradients); null: there is one rank
-    // A flat array. At the places of this rank's slice, it holds the sum of all gradients of the step. With several
-    // ranks `sum` and `received` are the same array: the gradients that are received lie at the places of the other
-    // ranks' slices. With one rank and one microbatch, `sum` and `grads` are the same array. With one rank and several
-    // microbatches, `sum` is a separate array.
+    float* received; // what other ranks have computed of this rank's gradients (RankGradients); null: there is one rank
+    // A flat array. At the places of this rank's slice, it holds the sum of the gradients of all microbatches of the
+    // step. With several ranks, `sum` and `received` are the same array. They use different places in it: what another
+    // rank sends is received at the places of that rank's slice. With one rank and one microbatch, `sum` and `grads`
+    // are the same array. With one rank and several microbatches, `sum` is a separate array.
     float* sum;
     // Each of these arrays is a slice: it holds this rank's part.
     float *m, *v;             // AdamW's moments
     std::vector<float*> emas; // the averages, one for each --ema_rate
 
-    double* squares;            // one number for each stretch: the sum of the squares of the step's gradient there
+    double* squares;            // for each stretch (see Slice), the sum of the squares of the step's gradient
     StepState *state, *records; // the state after the newest step, and the states after the latest RECORDS steps
-    Upload batch[2];            // this rank's images, labels, numbers and pictures of a batch: see load_batch
+    Upload batch[2];            // this rank's images of a batch, and what the network is told of them: see load_batch
     Graph graph[2];             // graph[i]: a training step on batch[i]
     float* target;              // (micro, H, W, C): the answer that the network should give
     float* t;                   // (B): what the network is told about the noise level of each sample
@@ -5763,8 +5768,8 @@ struct Trainer {
     float* augmented_cond; // (micro, K, H, W): with --augment, the changed pictures
     float* small;          // (micro, H / factor, W / factor, C): with --cond lowres, the images at low resolution
     // --objective ect
-    NoiseLevel* teachers; // (micro): the teachers' levels; null: there is no tuning
-    float* teacher_t;     // (micro): what the teacher is told
+    NoiseLevel* teachers; // (micro): each sample's lower noise level, for the teacher; null: no --objective ect
+    float* teacher_t;     // (micro): what the teacher is told about this level
     int64_t* last_step;   // the run's last step. Validation uses that step's gap between student and teacher.
     // --schedule_sampler loss-second-moment
     float* history;     // (T, HISTORY + 1): the latest losses at each t (remember_losses); null: none are kept
@@ -5799,11 +5804,12 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.objective = make_objective(c);
     tr.adamw = optimiser_settings(c);
     const int N = world.size;
-    const int samples = std::max(c.batch_size, N * tr.net.B); // in a step, or in a round of validation
+    const int samples = std::max(c.batch_size, N * tr.net.B); // of a step, or of all ranks' validation batches
     tr.own = slice_of(tr.net.flat_size, world.rank, N);
     const size_t whole = tr.own.whole(), stretches = whole / STRETCH;
     tr.grads = device_alloc<float>(whole);
-    // Ranks write to each other's params, squares, loss, copy and received. The first three are allocated together.
+    // open_alloc is for arrays to which other ranks write: params, squares, loss, copy and received. The first three
+    // share one allocation.
     tr.params = (float*)open_alloc(whole * sizeof(float) + (stretches + samples) * sizeof(double));
     tr.squares = (double*)(tr.params + whole);
     tr.loss = tr.squares + stretches;
@@ -5817,8 +5823,9 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     while (tr.emas.size() < c.emas.size()) tr.emas.push_back(device_alloc<float>(tr.own.owned()));
     tr.m = device_alloc<float>(tr.own.owned());
     tr.v = device_alloc<float>(tr.own.owned());
-    // If activations are fp32, make_copy makes no new array: then ema_copy is the array that whole_array returns for
-    // the average.
+    // To draw samples, the network reads the first average from ema_copy. If activations are fp32, make_copy allocates
+    // nothing and returns its argument. So the argument is the array in which save_grid gets the whole average: with
+    // several ranks, whole_array gathers it in grads.
     tr.ema_copy = make_copy(N > 1 ? tr.grads : tr.emas[0], whole);
     tr.state = device_alloc<StepState>(1);
     tr.records = device_alloc<StepState>(RECORDS);
@@ -5866,7 +5873,8 @@ struct Pixels {
 
 // --augment: changes B images, each of `channels` channels, and returns the result, which is written to `out`. The
 // changes depend only on the key, so an image and its picture are changed in the same way. told: where the numbers that
-// describe the first image's change are written. Without --augment, the images are returned as they are.
+// describe the first image's change are written, for the network to read (UNet::values). Those of each next image are
+// written num_values() floats later. Without --augment, the images are returned as they are.
 static Pixels augmented(Trainer* tr, float* out, Pixels images, float* told, int channels, int B, RandomKey key) {
     const Config& c = tr->net.config;
     if (!c.augment) return images;
@@ -5898,10 +5906,11 @@ static void show_pictures(Trainer* tr, Pixels images, Pixels pictures, int B, Ra
 }
 
 // Computes the loss of samples first .. first + B - 1 of a step. images: the images of these samples. bytes: the size
-// of a value of an image. Before the call, the samples' noise levels have been drawn, and their labels and numbers have
-// been set in net. Writes the losses to tr->loss + first, and the gradient of the loss to output_gradient(net). In
-// training, this is the gradient of the mean loss of the step's whole batch. Validation uses other random draws, and
-// neither dropout nor flips nor FP8. With --objective ect, the teacher's answer is computed first, with the same draws.
+// of a value of an image. Before the call, the samples' noise levels have been drawn, and what the network is told
+// about the samples has been set in tr->net (labels, values, cond). Writes the losses to tr->loss + first, and the
+// gradient of the loss to output_gradient(net). In training, this is the gradient of the mean loss of the step's whole
+// batch. Validation uses other random draws, and neither dropout nor flips nor FP8. With --objective ect, the teacher's
+// answer is computed first, with the same draws.
 static void forward_and_loss(Trainer* tr, const Objective& o, const void* images, int bytes, int first, int B,
                              RandomKey key, Dropout dropout, bool training) {
     const Config& c = tr->net.config;
@@ -5980,8 +5989,8 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
 //    order.
 // 4. The same norm. The squares are summed by stretches of STRETCH floats at fixed places of the flat array. A stretch
 //    belongs to one rank. The order in which the rank sums it does not depend on the rank's other stretches. All ranks
-//    receive the sums of all stretches and add them up in the order of the array (judge_step). The length of the padded
-//    array depends on N, but the padding is zero, and x + 0 = x.
+//    receive the sums of all stretches and add them up in the order of the array (judge_step). A flat array has
+//    padding at its end, whose length depends on N. But this padding is zero, and x + 0 = x.
 // 5. The same decision. Every rank holds the loss of every sample, in the order of the samples, and the norm. So all
 //    ranks compute the same verdict on the step, the same clipping and the same statistics, without sending messages.
 // 6. The same update. AdamW and the averages treat each parameter separately, so it does not matter which rank owns it.
@@ -5996,7 +6005,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
     const int images = c.batch_size / N; // the number of this rank's images
     const uint64_t seed = (uint64_t)c.seed;
     const Slice& own = tr->own;
-    mark({"draw t, noise; q_sample"}); // only dev/bench listens to `mark`
+    mark({"draw t, noise; q_sample"}); // `mark` is for dev/bench, which measures how long each part takes
     const int64_t* const step = &tr->state->step;
     draw_levels(tr->levels, tr->t, tr->quarters, c.batch_size, tr->objective, {seed, RANDOM_TIMESTEP, step, 0});
     int* const labels = (int*)(batch.device + tr->data.labels_at(images));
@@ -6031,8 +6040,9 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         forward_and_loss(tr, tr->objective, shown.data, shown.bytes, first, B, key, dropout, true);
 
         // The backward pass goes from the last layer to the first, and completes gradients in this order. So the last
-        // segment is sent first. complete_from: from this place of the flat array on, all gradients are complete.
-        int unsent = own.segments; // the number of segments that are not sent yet: the first ones
+        // segment of the flat array (see Slice) is sent first. complete_from: from this place of the flat array on, all
+        // gradients are complete.
+        int unsent = own.segments; // the segments before this one are not sent yet
         const std::function<void(size_t, Stream*)> send_gradients = [&](size_t complete_from, Stream* stream) {
             while (unsent && own.at(unsent - 1, 0) >= complete_from) {
                 unsent--;
@@ -6119,16 +6129,19 @@ static bool train_step(Trainer* tr, int64_t step) {
     return true;
 }
 
-// Returns the mean loss of a data set's first images, or NaN if they can't be read. t and noise are the same in every
-// call, so that the losses of different calls can be compared. With --objective ect, the gap between student and
-// teacher changes from step to step. Here it is always the gap of the run's last step, for the same reason.
+// Returns the mean loss of a data set's first 512 images (or of all, if there are fewer). Returns NaN if they can't be
+// read. t and noise are the same in every call, so that the losses of different calls can be compared. With --objective
+// ect, the gap between student and teacher changes from step to step. Here it is always the gap of the run's last step,
+// for the same reason.
 static double validation_loss(Trainer* tr, Dataset* val) {
     const Config& c = tr->net.config;
     const int count = (int)std::min<int64_t>(val->count, 512);
     const int most = tr->net.B; // the largest number of images in a rank's batch
     const int N = world.size;
     std::vector<double> losses(count);
-    static int64_t* const zero = device_alloc<int64_t>(1); // zero and batch are allocated once and used by all calls
+    // zero is the number of the step for all random draws, so that every call draws the same. zero and batch are
+    // allocated once, at the first call.
+    static int64_t* const zero = device_alloc<int64_t>(1);
     static Upload batch = make_upload(val->batch_bytes(most, c));
     val->asked = 0; // ask for the images again: the system may have dropped them from memory since the last call
     Objective objective = tr->objective;
@@ -6192,7 +6205,7 @@ constexpr double RETRY_AFTER = 5;
 
 constexpr char LOG_COLUMNS[] = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds";
 
-// The numbers of some of these columns.
+// The places of some of these columns in a row, counted from 0.
 enum LogColumn { COLUMN_STEP, COLUMN_LOSS, COLUMN_GRAD_NORM = 3, COLUMN_MS, COLUMN_VAL_LOSS = 9, COLUMN_SECONDS };
 using LogValues = std::array<double, COLUMN_SECONDS + 1>; // a row's values; NaN: the row has no value in this column
 static_assert(std::ranges::count(LOG_COLUMNS, ',') == COLUMN_SECONDS, "a column needs its place in LogColumn");
@@ -6303,7 +6316,7 @@ void LogSummary::add(const std::string& row) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what a run holds
 
-// host/page.h writes index.html. Besides the other members of Run, it needs these values.
+// What host/page.h needs to write index.html, besides the other members of Run.
 struct Page {
     std::string about{}; // the model, the machine, the data
     int64_t started = 0; // when this process began to train, in seconds since 1970
