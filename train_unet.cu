@@ -6362,16 +6362,16 @@ struct Run {
     bool said_rows_wait = false;                           // the user knows that rows wait
     std::map<std::string, std::string> waiting_pictures{}; // the content of pictures to be written, by file name
     bool said_pictures_wait = false;                       // the user knows that pictures wait
-    double pictures_tried = -INFINITY;                     // when pictures were last written or tried
+    double pictures_tried = -INFINITY;                     // when write_waiting last tried to write pictures
     double no_room_since = 0; // when a model file first could not be written; 0: the latest model file was written
     int64_t retry_at = 0;     // the first step after which a model file is tried again
     bool said_moved = false;  // the user was told that the folder has moved
-    bool said_length = false; // print_step has judged how long the run will take
+    bool said_length = false; // print_step has estimated the length of the run, which it does only once
 
     // The clock.
     double seconds = 0;     // the time that this process has spent in steps
-    double steps_began = 0; // when the oldest step began that is issued but not logged yet
-    double began = 0;       // when the run would have begun if it had never paused
+    double steps_began = 0; // when the oldest issued step that is not logged yet began
+    double began = 0;       // now() - began is the length of the run, without the pauses before it was resumed
     double per_step = 0;    // the seconds that a step takes: a mean over recent steps; 0: not known yet
 };
 
@@ -6421,7 +6421,7 @@ static void open_log(Run* run) {
         run->summary.add(row);
         const double val_loss = values[COLUMN_VAL_LOSS];
         if ((int64_t)step == best && std::isfinite(val_loss)) run->best_loss = val_loss;
-        const bool lacks_seconds = std::ranges::count(row, ',') == commas - 1; // an older program wrote it
+        const bool lacks_seconds = std::ranges::count(row, ',') == commas - 1; // written by an older program
         kept += lacks_seconds ? row + ",\n" : row + "\n";
     }
     // The new log replaces the old one as a whole, so a crash at this moment loses nothing.
@@ -6637,7 +6637,8 @@ static bool is_written(Run* run, const std::string& name, const std::string& fai
         printf("%s: is written again\n", name.c_str());
         run->no_room_since = 0;
     }
-    // Ranks measure the pause in steps, because their clocks differ. A step is assumed to last at least a millisecond.
+    // Ranks measure the pause in steps, because their clocks differ. A step is assumed to last at least a millisecond:
+    // per_step is 0 as long as it is not known, and must not be a divisor then.
     const int steps_of_pause = (int)(RETRY_AFTER / std::max(run->per_step, 1e-3));
     const int pause = error ? std::max(1, steps_of_pause) : 0;
     const int agreed = any_rank("the moment to try again", pause);
@@ -6746,7 +6747,7 @@ static void save_snapshot(Run* run) {
     const Config& c = run->config;
     const Header h = model_header(c, HAS_EMA, run->state.updates);
     std::vector<float*> slices;
-    // Both averages are among the run's averages.
+    // With --ema_snapshots, parse_ema_rate has added both rates to c.emas.
     for (float power : POWER_EMAS) {
         const size_t k = std::ranges::find(c.emas, power) - c.emas.begin();
         slices.push_back(run->trainer.emas[k]);
@@ -7035,7 +7036,8 @@ static void print_fp8(const Config& c, const UNet& net) {
         flops += 2.0 * out.H * out.W * (double)net.params[l.weight].size; // as in conv_flops
     }
     const double gflops = flops * c.micro() / convs * 1e-9; // the mean work of these convolutions, for a microbatch
-    constexpr double LITTLE = 10; // GFLOP; with 8 GFLOP a step takes 5 % less time; with 15, 7 % (docs/GUIDE.md)
+    // In GFLOP, like gflops. FP8 made steps 5 % shorter where gflops was 8, and 7 % where it was 15 (docs/GUIDE.md).
+    constexpr double LITTLE = 10;
     const char* const advice =
         gflops < LITTLE
             ? "; that is so little that FP8 hardly saves time: it pays with more channels, or more images at a time"
@@ -7132,7 +7134,8 @@ static void run_step(Run* run) {
     run->issued++;
     const int64_t step = run->issued;
     const bool last = is_stopped(run) || step >= c.max_steps;
-    // If steps are slow, the status line is printed so often that it never becomes older than about ten seconds.
+    // If the status line would be older than ten seconds in four more steps, it is printed now, even if --log_interval
+    // asks for fewer status lines.
     const bool slow = now() - run->status_shown + 4 * run->per_step > 10;
     // Returns whether something is due that happens after every `interval` steps, and after the last step. If interval
     // is 0, it never happens.
@@ -7254,7 +7257,7 @@ static void take_folder(Run* run, const std::string& resume) {
     const Folder& folder = run->folder;
     lock_folder(folder, true);
     must(folder.has_its_name(), c.output_dir, "was moved or replaced while the run began; start it again");
-    check_output_dir(c, folder, resume, run->first_step); // again: from now on no other run can change the folder
+    check_output_dir(c, folder, resume, run->first_step); // again, because before the lock another run could begin here
     // Remove the files that a killed process left unfinished.
     folder.remove_leftovers({"model_", "samples_", "log.csv.", "index.html.", "ema_", "best.bin."});
     leave_later_snapshots(folder, run->first_step);
@@ -7387,7 +7390,8 @@ static int array_to_sample(const Config& c, const ModelFile& m) {
 }
 
 // Returns true if the file holds a model, or data that are no samples. The program must not replace such a file by
-// samples, because the model or the data would be lost.
+// samples, because the model or the data would be lost. Data are taken for samples if they are like a file that
+// samples_as_data_file makes: floats without labels.
 static bool holds_more_than_samples(const Folder& folder, const std::string& name) {
     // All model files and data files begin with a header of 1024 bytes. Its first slot tells the two kinds apart.
     const int file = openat(folder.descriptor, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
@@ -7460,7 +7464,8 @@ static std::string samples_as_data_file(const std::vector<float>& images, int co
                 const float* const value = &images[pixel * C + channel];
                 data.append((const char*)value, sizeof(float));
             }
-    // The header contains a checksum of the images, and a checksum of the header itself. There are no classes.
+    // The header contains a checksum of the images, and a checksum of the header itself. The images have no labels, so
+    // the slot for the number of classes stays 0.
     const int data_crc = (int)crc32(0, data.data(), data.size());
     Header h;
     h.slot[SLOT_MAGIC] = DATA_MAGIC;
@@ -7546,9 +7551,9 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
 // presets (apply_preset) and model files (take_model_file). With --sample, it then calls sample_and_stop. For a run, it
 // then calls check_run, take_data_shape and train.
 
-// Returns the settings of a model file of unet.cu. The file's header holds the shape of the network, but nothing about
-// the diffusion. We assume the diffusion that unet.cu itself trains with: 1000 steps and the linear schedule. The flags
-// about the diffusion may be set on the command line.
+// Returns the settings of a model file of unet.cu (another program: github.com/clu0/unet.cu). The file's header holds the
+// shape of the network, but nothing about the diffusion. We assume the diffusion that unet.cu itself trains with: 1000
+// steps and the linear schedule. The flags about the diffusion may be set on the command line.
 static Config unet_cu_config(const ModelFile& model) {
     const int* s = model.header.slot;
     const int channels = s[2];
@@ -7565,7 +7570,8 @@ static Config unet_cu_config(const ModelFile& model) {
     set("in_channels", channels);
     set("num_channels", num_channels);
     set("max_period", max_period);
-    // The network of unet.cu has attention at its third and fourth level.
+    // The network of unet.cu has attention at its third and fourth level, where images have a quarter and an eighth of
+    // their height.
     c.image_size = text("%dx%d", height, width);
     c.attention_resolutions = text("%d,%d", height / 4, height / 8);
     // The second half of the output channels, if there is one, is for a learned variance (--learn_sigma). With
@@ -7577,9 +7583,10 @@ static Config unet_cu_config(const ModelFile& model) {
 }
 
 // Sets a flag to the value in a model file. If the command line gives the flag, too, the two values must be the same.
-// But a flag that may change from run to run keeps the value of the command line. Slots after SLOT_STEP hold settings
-// of the run, such as the batch size. All of these may change. Slots before SLOT_STEP hold settings of the model. Of
-// these, only the settings of FREE flags (common/flags.h) may change.
+// But a flag that may change from run to run keeps the value of the command line. Which flags may change depends on
+// the flag's slot, its place in the file's header. Slots after SLOT_STEP hold settings of the run, such as the batch
+// size. All of these may change. Slots before SLOT_STEP hold settings of the model. Of these, only the settings of FREE flags
+// (common/flags.h) may change.
 static void take_from_file(Config* c, const std::string& path, const std::string& name, const std::string& value) {
     const Flag& f = *find_flag(name);
     const bool given = c->given(name);
@@ -7622,7 +7629,7 @@ static std::pair<std::string, std::string> kept_paths(const ModelFile& model) {
 
 // Finds a data file whose path is kept in a checkpoint. The path may be relative to the folder in which the run was
 // started. That folder may be one of the folders that contain the checkpoint. So the data file is looked for in the
-// current folder, and then in the checkpoint's folder and the folders above that.
+// current folder, and then in the checkpoint's folder and in the folders above it.
 static std::string find_data(const ModelFile& model, const std::string& data_file) {
     std::filesystem::path found(data_file);
     std::filesystem::path folder = std::filesystem::absolute(model.path).parent_path();
@@ -7697,7 +7704,8 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     const Header& h = model.header;
     if (resume && !model.has(HAS_EMA | HAS_TRAINING))
         die("%s: holds weights only, no moments to resume from; --init starts a new run from it", path.c_str());
-    // --objective ect tunes a model that was trained with another objective.
+    // --objective ect tunes a model that was trained with another objective. is_tuned: whether the file holds
+    // such a model.
     const bool is_tuned = !resume && c->given("objective") && c->objective == "ect" && !is_ect(h);
     const bool from_unet_cu = h.slot[SLOT_MAGIC] == UNET_CU_MODEL_MAGIC;
     if (is_tuned && (from_unet_cu || objective_of(h) == "ddpm"))
@@ -7712,7 +7720,7 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
         // Tuning has its own objective and its own noise levels, so these flags are not taken from the file.
         const bool tuning_has_it = f.slot == SLOT_OBJECTIVE || f.slot == SLOT_P_MEAN || f.slot == SLOT_P_STD;
         if (is_tuned && tuning_has_it) continue;
-        if (f.slot == SLOT_PRECISION && c->sample) continue; // how a model was trained does not say how to sample it
+        if (f.slot == SLOT_PRECISION && c->sample) continue; // samples need not have the precision of the training
         if (slot_is_used(h, f)) take_from_file(c, path, f.name, header_value(*c, h, f));
         else check_unused(h, f.slot, f.slot + 1, path, "");
     }
@@ -7736,7 +7744,8 @@ static void take_ect_defaults(Config* c, bool file_has_levels) {
     }
 }
 
-// A preset may set flags that work only with classes. A model without classes does without these flags.
+// A preset may set flags that work only with classes: class_dropout and guidance_scale. For a model without classes,
+// gives them the values with which they do nothing.
 static void drop_preset_of_classes(Config* c) {
     const bool has_condition = c->class_cond || c->cond_dim; // something that class_dropout can leave out
     if (c->by_preset.contains("class_dropout") && !has_condition) c->class_dropout = 0;
@@ -7829,7 +7838,8 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
         why = text("%ld skipped steps in a row, where %ld were skipped in all", s.bad_in_row, s.bad_total);
     else if (!guard_works) why = text("running means of loss and gradient norm that %ld updates can't give", s.updates);
     if (!why.empty()) die("%s: its header is damaged (%s): use an earlier checkpoint", m.path.c_str(), why.c_str());
-    // The data file's checksum depends on its whole content. It is 0 for a file of unet.cu, which holds no checksum.
+    // header_crc depends on the data file's whole content, because the header holds a checksum of the rest. It is 0 for
+    // a file of unet.cu, which holds no checksum.
     const bool same_count = m.header.get<int64_t>(SLOT_IMAGES) == d.count;
     const bool same_content = m.header.get<uint32_t>(SLOT_DATA_CRC) == d.header_crc;
     if (!(same_count && same_content) && !c.given("data_file"))
@@ -8012,7 +8022,7 @@ static int run_program(int argc, char** argv) {
     if (resumes || !c.init.empty()) model = open_model(resumes ? resume : c.init);
     Dataset data;
     complete_config(&c, model, resumes, &data);
-    const std::string where = model.size ? model.path + ": " : ""; // messages begin with the file of the settings
+    const std::string where = model.size ? model.path + ": " : ""; // error messages about a setting begin with it
     start_device(c.precision, c.device);
     const bool directly = meaning<bool>("exchange", c.exchange, {{"auto", true}, {"nccl", false}});
 
@@ -8061,7 +8071,7 @@ template <> struct ElementOf<float> {
     static constexpr Element ELEMENT = Element::FP32;
     static constexpr bool FAST_EXP = false; // whether the hardware's approximate e^x is exact enough for this type
     static constexpr int PARTS = 2;         // into how many fp16 numbers one number is split for the tensor cores
-    static constexpr uint32_t TWO_ONES = 0x3C003C00; // 1 and 1, in the type that the tensor cores multiply: fp16
+    static constexpr uint32_t TWO_ONES = 0x3C003C00; // two factors 1 for the tensor cores, each in fp16
     static constexpr int FEW_PARTS = 1;              // conv_few stores a float as a sum of FEW_PARTS numbers of type T
 };
 #ifdef __CUDACC__
