@@ -5719,8 +5719,9 @@ HD static inline float power_step(float rate, int64_t updates) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what a trainer holds
-// All data that change from step to step lie in device memory. So a step can be recorded once and replayed. There is
-// memory for two batches: one batch is copied to the device while the model is trained on the other batch.
+// All data that change from step to step lie in device memory, at addresses that stay the same. So the launches of a
+// step can be recorded once, and repeated for each later step (Graph). There is memory for two batches: one batch is
+// copied to the device while the model is trained on the other batch.
 // A slice is this rank's part of a flat array of all parameters. If there is one rank, the slice is the whole array. In
 // the shapes below, B is the batch size, and micro is the number of samples in a microbatch.
 struct Trainer {
@@ -6370,7 +6371,7 @@ struct Run {
 
     // The clock.
     double seconds = 0;     // the time that this process has spent in steps
-    double steps_began = 0; // when the oldest issued step that is not logged yet began
+    double steps_began = 0; // the start of the oldest step that is issued but not logged yet
     double began = 0;       // now() - began is the length of the run, without the pauses before it was resumed
     double per_step = 0;    // the seconds that a step takes: a mean over recent steps; 0: not known yet
 };
@@ -6646,9 +6647,9 @@ static bool is_written(Run* run, const std::string& name, const std::string& fai
     return !agreed;
 }
 
-// Writes a model file: the header, the arrays in the order of the format, and the history of losses. Each rank holds
-// a slice of each array. All ranks call this function, because they gather the slices together. Only rank 0 writes.
-// Returns whether the file was written.
+// Writes a model file: the header, the arrays in the order of the format, and `history`, which is a copy of
+// Trainer::history or empty. Each rank holds a slice of each array. All ranks call this function, because they gather
+// the slices together. Only rank 0 writes. Returns whether the file was written.
 static bool save_arrays(Run* run, const std::string& name, Header header, const std::vector<float*>& slices,
                         const std::vector<float>& history = {}) {
     const UNet& net = run->trainer.net;
@@ -6742,7 +6743,8 @@ static void save_checkpoint(Run* run) {
 }
 
 // Writes the two averages whose rates are in POWER_EMAS into a model file. The slot SLOT_STEP of this file holds the
-// number of updates instead of the number of steps, because the averages depend on the number of updates.
+// number of updates instead of the number of steps, because the averages depend on the number of updates. From the
+// snapshots of a run, train_unet.py --ema_sigma_rel makes averages with other exponents.
 static void save_snapshot(Run* run) {
     const Config& c = run->config;
     const Header h = model_header(c, HAS_EMA, run->state.updates);
@@ -6965,8 +6967,9 @@ static void check_output_dir(const Config& c, const Folder& output, const std::s
              "; resume that one (latest), move it away, or choose another --output_dir");
 }
 
-// A run that goes on from an early checkpoint does later steps again, maybe with other flags. The old snapshots of
-// these steps must not become part of an average of this run. So they are renamed.
+// A run that goes on from an early checkpoint does later steps again, maybe with other flags. But the folder
+// still has snapshots ema_STEP.bin of these steps from before. train_unet.py --ema_sigma_rel, which adds up the
+// snapshots in a folder, must not mix them with the new ones. So the old snapshots are renamed.
 static void leave_later_snapshots(const Folder& folder, int64_t first_step) {
     int64_t count = 0;
     for (const auto& [step, name] : folder.list("ema_")) {
@@ -7036,7 +7039,8 @@ static void print_fp8(const Config& c, const UNet& net) {
         flops += 2.0 * out.H * out.W * (double)net.params[l.weight].size; // as in conv_flops
     }
     const double gflops = flops * c.micro() / convs * 1e-9; // the mean work of these convolutions, for a microbatch
-    // In GFLOP, like gflops. FP8 made steps 5 % shorter where gflops was 8, and 7 % where it was 15 (docs/GUIDE.md).
+    // With fewer GFLOP than this, FP8 hardly saves time. It made steps 5 % shorter where gflops was 8, and 7 % shorter
+    // where gflops was 15 (docs/GUIDE.md).
     constexpr double LITTLE = 10;
     const char* const advice =
         gflops < LITTLE
@@ -7551,9 +7555,9 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
 // presets (apply_preset) and model files (take_model_file). With --sample, it then calls sample_and_stop. For a run, it
 // then calls check_run, take_data_shape and train.
 
-// Returns the settings of a model file of unet.cu (another program: github.com/clu0/unet.cu). The file's header holds the
-// shape of the network, but nothing about the diffusion. We assume the diffusion that unet.cu itself trains with: 1000
-// steps and the linear schedule. The flags about the diffusion may be set on the command line.
+// Returns the settings of a model file of unet.cu, another program (github.com/clu0/unet.cu). The file's header holds
+// the shape of the network, but nothing about the diffusion. We assume the diffusion that unet.cu itself trains with:
+// 1000 steps and the linear schedule. The flags about the diffusion may be set on the command line.
 static Config unet_cu_config(const ModelFile& model) {
     const int* s = model.header.slot;
     const int channels = s[2];
@@ -7585,8 +7589,8 @@ static Config unet_cu_config(const ModelFile& model) {
 // Sets a flag to the value in a model file. If the command line gives the flag, too, the two values must be the same.
 // But a flag that may change from run to run keeps the value of the command line. Which flags may change depends on
 // the flag's slot, its place in the file's header. Slots after SLOT_STEP hold settings of the run, such as the batch
-// size. All of these may change. Slots before SLOT_STEP hold settings of the model. Of these, only the settings of FREE flags
-// (common/flags.h) may change.
+// size. All of these may change. Slots before SLOT_STEP hold settings of the model. Of these, only the settings of FREE
+// flags (common/flags.h) may change.
 static void take_from_file(Config* c, const std::string& path, const std::string& name, const std::string& value) {
     const Flag& f = *find_flag(name);
     const bool given = c->given(name);
@@ -8066,6 +8070,7 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 // needs.)
 template <class T> struct ElementOf;
 // False for every T. static_assert(IS_MISSING<T>) stops the compilation if a type has no specialisation of a function.
+// (static_assert(false) could stop it always, because it does not depend on T.)
 template <class T> constexpr bool IS_MISSING = false;
 template <> struct ElementOf<float> {
     static constexpr Element ELEMENT = Element::FP32;
