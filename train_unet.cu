@@ -5679,7 +5679,9 @@ struct LossSums {
     int count[4];
 };
 HD static inline void add_loss(LossSums* s, double loss, int quarter) {
-    for (int q = 0; q < 4; q++) { // a loop over constant indices, so that a kernel can keep s in registers
+    // A loop over constant indices, so that a kernel can keep s in registers. For s->sum[quarter] it would have to keep
+    // s in memory, because registers can't be indexed by a variable.
+    for (int q = 0; q < 4; q++) {
         if (q != quarter) continue;
         s->sum[q] += loss;
         s->count[q]++;
@@ -7749,7 +7751,8 @@ static void take_ect_defaults(Config* c, bool file_has_levels) {
 }
 
 // A preset may set flags that work only with classes: class_dropout and guidance_scale. For a model without classes,
-// gives them the values with which they do nothing.
+// this function sets them to values with which they do nothing. (class_dropout stays if the model is conditioned on
+// numbers, because it can leave out the numbers, too.)
 static void drop_preset_of_classes(Config* c) {
     const bool has_condition = c->class_cond || c->cond_dim; // something that class_dropout can leave out
     if (c->by_preset.contains("class_dropout") && !has_condition) c->class_dropout = 0;
