@@ -5754,13 +5754,15 @@ HD static inline double lr_factor(const AdamW& h, int64_t step) {
 
 // A loss or a norm is suspicious if it is not finite. After 100 healthy steps it is also suspicious if it is larger
 // than twice the running mean plus ten standard deviations. In healthy training, losses and norms do not become so
-// large.
+// large. x: the loss or the norm. n: the number of healthy steps so far. mean, var: the running mean and variance of
+// the same quantity over those steps.
 HD static inline bool suspicious(double x, double n, double mean, double var) {
     if (!(fabs(x) <= DBL_MAX)) return true;
     return n >= 100 && x > 2 * mean + 10 * sqrt(var);
 }
 
-// Updates a running mean and variance with the value x. They describe about the latest 1 / rate values.
+// Updates a running mean and variance with the value x. The mean and the variance describe about the latest 1 / rate
+// values.
 HD static inline void running_moments(double* mean, double* var, double x, double rate) {
     const double d = x - *mean;
     *mean += rate * d;
@@ -5787,7 +5789,9 @@ struct LossSums {
     int count[4];
 };
 HD static inline void add_loss(LossSums* s, double loss, int quarter) {
-    for (int q = 0; q < 4; q++) { // a loop over constant indices, so that a kernel can keep s in registers
+    // A loop over constant indices, so that a kernel can keep s in registers. For s->sum[quarter] it would have to keep
+    // s in memory, because registers can't be indexed by a variable.
+    for (int q = 0; q < 4; q++) {
         if (q != quarter) continue;
         s->sum[q] += loss;
         s->count[q]++;
@@ -5810,23 +5814,26 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
     state->bad_in_row = state->ok ? 0 : state->bad_in_row + 1;
 }
 
-// Returns a weight's new average over all updates. ema: its average before this update; p: the weight's newest value.
-// With a rate of up to 1, the average is exponential. With a rate above 1, the value after update k has a weight about
-// proportional to k^rate (Karras et al. 2024, eq. 2). step: what power_step returns.
+// Returns a parameter's new average over all updates. ema: its average before this update; p: its newest value. step:
+// the share of p in the new average, which power_step has computed from the rate. With a rate of up to 1, the average
+// is exponential. With a rate above 1, all updates count: the share of the parameter's value after update k is about
+// proportional to k^rate (Karras et al. 2024, eq. 2).
 HD static inline float ema_step(float ema, float p, float rate, float step) {
     return rate > 1 ? ema + step * (p - ema) : rate * ema + step * p;
 }
 
-// Returns the share of the newest weights in an average. If rate is up to 1, the share is 1 - rate. If rate is above 1,
-// the share is 1 - (1 - 1 / updates)^(rate + 1).
+// Returns the share of the newest weights in an average (the argument `step` of ema_step). updates: the number of
+// updates so far, with the newest one. If rate is up to 1, the share is 1 - rate. If rate is above 1, the share is
+// 1 - (1 - 1 / updates)^(rate + 1).
 HD static inline float power_step(float rate, int64_t updates) {
     return rate > 1 ? (float)-expm1((rate + 1.0) * log1p(-1.0 / updates)) : 1 - rate;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what a trainer holds
-// All data that change from step to step lie in device memory. So a step can be recorded once and replayed. There is
-// memory for two batches: one batch is copied to the device while the model is trained on the other batch.
+// All data that change from step to step lie in device memory, at addresses that stay the same. So the launches of a
+// step can be recorded once, and repeated for each later step (Graph). There is memory for two batches: one batch is
+// copied to the device while the model is trained on the other batch.
 // A slice is this rank's part of a flat array of all parameters. If there is one rank, the slice is the whole array. In
 // the shapes below, B is the batch size, and micro is the number of samples in a microbatch.
 struct Trainer {
@@ -5834,30 +5841,31 @@ struct Trainer {
     Dataset data;
     Objective objective;
     AdamW adamw;
-    Slice own; // this rank's part of the flat arrays
+    Slice own; // where in the flat arrays this rank's slice lies
 
     // Flat arrays. Each holds one number for each parameter.
     // The weights in fp32. With several ranks, only two parts of this array are kept up to date: the first plain_size
-    // weights, and this rank's slice. The network reads all weights after the first plain_size from `copy`. (If
-    // activations are fp32, there are no such weights, and `copy` is this same array.)
+    // weights, which are all that the network reads in fp32, and this rank's slice, which its optimiser updates. The
+    // weights after the first plain_size are those of convolutions. The network reads them from `copy`. (If activations
+    // are fp32, plain_size includes all weights, and `copy` is this same array.)
     float* params;
     float* grads;         // the gradients of the current microbatch
-    act *copy, *ema_copy; // copies of the weights and of their first average, which the network reads; see Weights
-    Fp8Weights fp8;       // --precision fp8: copies of the weights that training steps read
+    act *copy, *ema_copy; // the weights, and their first average, in the type that convolutions read (Weights::copy)
+    Fp8Weights fp8;       // --precision fp8: the FP8 copies of weights, which training steps read
     std::vector<WeightRounding> fp8_works; // the convolutions whose weights fp8 holds
-    float* received; // the other ranks' gradients of this rank's slice (RankGradients); null: there is one rank
-    // A flat array. At the places of this rank's slice, it holds the sum of all gradients of the step. With several
-    // ranks `sum` and `received` are the same array: the gradients that are received lie at the places of the other
-    // ranks' slices. With one rank and one microbatch, `sum` and `grads` are the same array. With one rank and several
-    // microbatches, `sum` is a separate array.
+    float* received; // what other ranks have computed of this rank's gradients (RankGradients); null: there is one rank
+    // A flat array. At the places of this rank's slice, it holds the sum of the gradients of all microbatches of the
+    // step. With several ranks, `sum` and `received` are the same array. They use different places in it: what another
+    // rank sends is received at the places of that rank's slice. With one rank and one microbatch, `sum` and `grads`
+    // are the same array. With one rank and several microbatches, `sum` is a separate array.
     float* sum;
     // Each of these arrays is a slice: it holds this rank's part.
     float *m, *v;             // AdamW's moments
     std::vector<float*> emas; // the averages, one for each --ema_rate
 
-    double* squares;            // one number for each stretch: the sum of the squares of the step's gradient there
+    double* squares;            // for each stretch (see Slice), the sum of the squares of the step's gradient
     StepState *state, *records; // the state after the newest step, and the states after the latest RECORDS steps
-    Upload batch[2];            // this rank's images, labels, numbers and pictures of a batch: see load_batch
+    Upload batch[2];            // this rank's images of a batch, and what the network is told of them: see load_batch
     Graph graph[2];             // graph[i]: a training step on batch[i]
     float* target;              // (micro, H, W, C): the answer that the network should give
     float* t;                   // (B): what the network is told about the noise level of each sample
@@ -5873,8 +5881,8 @@ struct Trainer {
     float* augmented_cond; // (micro, K, H, W): with --augment, the changed pictures
     float* small;          // (micro, H / factor, W / factor, C): with --cond lowres, the images at low resolution
     // --objective ect
-    NoiseLevel* teachers; // (micro): the teachers' levels; null: there is no tuning
-    float* teacher_t;     // (micro): what the teacher is told
+    NoiseLevel* teachers; // (micro): each sample's lower noise level, for the teacher; null: no --objective ect
+    float* teacher_t;     // (micro): what the teacher is told about this level
     int64_t* last_step;   // the run's last step. Validation uses that step's gap between student and teacher.
     // --schedule_sampler loss-second-moment
     float* history;     // (T, HISTORY + 1): the latest losses at each t (remember_losses); null: none are kept
@@ -5909,11 +5917,12 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.objective = make_objective(c);
     tr.adamw = optimiser_settings(c);
     const int N = world.size;
-    const int samples = std::max(c.batch_size, N * tr.net.B); // in a step, or in a round of validation
+    const int samples = std::max(c.batch_size, N * tr.net.B); // of a step, or of all ranks' validation batches
     tr.own = slice_of(tr.net.flat_size, world.rank, N);
     const size_t whole = tr.own.whole(), stretches = whole / STRETCH;
     tr.grads = device_alloc<float>(whole);
-    // Ranks write to each other's params, squares, loss, copy and received. The first three are allocated together.
+    // open_alloc is for arrays to which other ranks write: params, squares, loss, copy and received. The first three
+    // share one allocation.
     tr.params = (float*)open_alloc(whole * sizeof(float) + (stretches + samples) * sizeof(double));
     tr.squares = (double*)(tr.params + whole);
     tr.loss = tr.squares + stretches;
@@ -5927,8 +5936,9 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     while (tr.emas.size() < c.emas.size()) tr.emas.push_back(device_alloc<float>(tr.own.owned()));
     tr.m = device_alloc<float>(tr.own.owned());
     tr.v = device_alloc<float>(tr.own.owned());
-    // If activations are fp32, make_copy makes no new array: then ema_copy is the array that whole_array returns for
-    // the average.
+    // To draw samples, the network reads the first average from ema_copy. If activations are fp32, make_copy allocates
+    // nothing and returns its argument. So the argument is the array in which save_grid gets the whole average: with
+    // several ranks, whole_array gathers it in grads.
     tr.ema_copy = make_copy(N > 1 ? tr.grads : tr.emas[0], whole);
     tr.state = device_alloc<StepState>(1);
     tr.records = device_alloc<StepState>(RECORDS);
@@ -5976,7 +5986,8 @@ struct Pixels {
 
 // --augment: changes B images, each of `channels` channels, and returns the result, which is written to `out`. The
 // changes depend only on the key, so an image and its picture are changed in the same way. told: where the numbers that
-// describe the first image's change are written. Without --augment, the images are returned as they are.
+// describe the first image's change are written, for the network to read (UNet::values). Those of each next image are
+// written num_values() floats later. Without --augment, the images are returned as they are.
 static Pixels augmented(Trainer* tr, float* out, Pixels images, float* told, int channels, int B, RandomKey key) {
     const Config& c = tr->net.config;
     if (!c.augment) return images;
@@ -6008,10 +6019,11 @@ static void show_pictures(Trainer* tr, Pixels images, Pixels pictures, int B, Ra
 }
 
 // Computes the loss of samples first .. first + B - 1 of a step. images: the images of these samples. bytes: the size
-// of a value of an image. Before the call, the samples' noise levels have been drawn, and their labels and numbers have
-// been set in net. Writes the losses to tr->loss + first, and the gradient of the loss to output_gradient(net). In
-// training, this is the gradient of the mean loss of the step's whole batch. Validation uses other random draws, and
-// neither dropout nor flips nor FP8. With --objective ect, the teacher's answer is computed first, with the same draws.
+// of a value of an image. Before the call, the samples' noise levels have been drawn, and what the network is told
+// about the samples has been set in tr->net (labels, values, cond). Writes the losses to tr->loss + first, and the
+// gradient of the loss to output_gradient(net). In training, this is the gradient of the mean loss of the step's whole
+// batch. Validation uses other random draws, and neither dropout nor flips nor FP8. With --objective ect, the teacher's
+// answer is computed first, with the same draws.
 static void forward_and_loss(Trainer* tr, const Objective& o, const void* images, int bytes, int first, int B,
                              RandomKey key, Dropout dropout, bool training) {
     const Config& c = tr->net.config;
@@ -6090,8 +6102,8 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
 //    order.
 // 4. The same norm. The squares are summed by stretches of STRETCH floats at fixed places of the flat array. A stretch
 //    belongs to one rank. The order in which the rank sums it does not depend on the rank's other stretches. All ranks
-//    receive the sums of all stretches and add them up in the order of the array (judge_step). The length of the padded
-//    array depends on N, but the padding is zero, and x + 0 = x.
+//    receive the sums of all stretches and add them up in the order of the array (judge_step). A flat array has
+//    padding at its end, whose length depends on N. But this padding is zero, and x + 0 = x.
 // 5. The same decision. Every rank holds the loss of every sample, in the order of the samples, and the norm. So all
 //    ranks compute the same verdict on the step, the same clipping and the same statistics, without sending messages.
 // 6. The same update. AdamW and the averages treat each parameter separately, so it does not matter which rank owns it.
@@ -6106,7 +6118,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
     const int images = c.batch_size / N; // the number of this rank's images
     const uint64_t seed = (uint64_t)c.seed;
     const Slice& own = tr->own;
-    mark({"draw t, noise; q_sample"}); // only dev/bench listens to `mark`
+    mark({"draw t, noise; q_sample"}); // `mark` is for dev/bench, which measures how long each part takes
     const int64_t* const step = &tr->state->step;
     draw_levels(tr->levels, tr->t, tr->quarters, c.batch_size, tr->objective, {seed, RANDOM_TIMESTEP, step, 0});
     int* const labels = (int*)(batch.device + tr->data.labels_at(images));
@@ -6141,8 +6153,9 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         forward_and_loss(tr, tr->objective, shown.data, shown.bytes, first, B, key, dropout, true);
 
         // The backward pass goes from the last layer to the first, and completes gradients in this order. So the last
-        // segment is sent first. complete_from: from this place of the flat array on, all gradients are complete.
-        int unsent = own.segments; // the number of segments that are not sent yet: the first ones
+        // segment of the flat array (see Slice) is sent first. complete_from: from this place of the flat array on, all
+        // gradients are complete.
+        int unsent = own.segments; // the segments before this one are not sent yet
         const std::function<void(size_t, Stream*)> send_gradients = [&](size_t complete_from, Stream* stream) {
             while (unsent && own.at(unsent - 1, 0) >= complete_from) {
                 unsent--;
@@ -6229,16 +6242,19 @@ static bool train_step(Trainer* tr, int64_t step) {
     return true;
 }
 
-// Returns the mean loss of a data set's first images, or NaN if they can't be read. t and noise are the same in every
-// call, so that the losses of different calls can be compared. With --objective ect, the gap between student and
-// teacher changes from step to step. Here it is always the gap of the run's last step, for the same reason.
+// Returns the mean loss of a data set's first 512 images (or of all, if there are fewer). Returns NaN if they can't be
+// read. t and noise are the same in every call, so that the losses of different calls can be compared. With --objective
+// ect, the gap between student and teacher changes from step to step. Here it is always the gap of the run's last step,
+// for the same reason.
 static double validation_loss(Trainer* tr, Dataset* val) {
     const Config& c = tr->net.config;
     const int count = (int)std::min<int64_t>(val->count, 512);
     const int most = tr->net.B; // the largest number of images in a rank's batch
     const int N = world.size;
     std::vector<double> losses(count);
-    static int64_t* const zero = device_alloc<int64_t>(1); // zero and batch are allocated once and used by all calls
+    // zero is the number of the step for all random draws, so that every call draws the same. zero and batch are
+    // allocated once, at the first call.
+    static int64_t* const zero = device_alloc<int64_t>(1);
     static Upload batch = make_upload(val->batch_bytes(most, c));
     val->asked = 0; // ask for the images again: the system may have dropped them from memory since the last call
     Objective objective = tr->objective;
@@ -6302,7 +6318,7 @@ constexpr double RETRY_AFTER = 5;
 
 constexpr char LOG_COLUMNS[] = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds";
 
-// The numbers of some of these columns.
+// The places of some of these columns in a row, counted from 0.
 enum LogColumn { COLUMN_STEP, COLUMN_LOSS, COLUMN_GRAD_NORM = 3, COLUMN_MS, COLUMN_VAL_LOSS = 9, COLUMN_SECONDS };
 using LogValues = std::array<double, COLUMN_SECONDS + 1>; // a row's values; NaN: the row has no value in this column
 static_assert(std::ranges::count(LOG_COLUMNS, ',') == COLUMN_SECONDS, "a column needs its place in LogColumn");
@@ -6413,7 +6429,7 @@ void LogSummary::add(const std::string& row) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what a run holds
 
-// host/page.h writes index.html. Besides the other members of Run, it needs these values.
+// What host/page.h needs to write index.html, besides the other members of Run.
 struct Page {
     std::string about{}; // the model, the machine, the data
     int64_t started = 0; // when this process began to train, in seconds since 1970
@@ -6459,16 +6475,16 @@ struct Run {
     bool said_rows_wait = false;                           // the user knows that rows wait
     std::map<std::string, std::string> waiting_pictures{}; // the content of pictures to be written, by file name
     bool said_pictures_wait = false;                       // the user knows that pictures wait
-    double pictures_tried = -INFINITY;                     // when pictures were last written or tried
+    double pictures_tried = -INFINITY;                     // when write_waiting last tried to write pictures
     double no_room_since = 0; // when a model file first could not be written; 0: the latest model file was written
     int64_t retry_at = 0;     // the first step after which a model file is tried again
     bool said_moved = false;  // the user was told that the folder has moved
-    bool said_length = false; // print_step has judged how long the run will take
+    bool said_length = false; // print_step has estimated the length of the run, which it does only once
 
     // The clock.
     double seconds = 0;     // the time that this process has spent in steps
-    double steps_began = 0; // when the oldest step began that is issued but not logged yet
-    double began = 0;       // when the run would have begun if it had never paused
+    double steps_began = 0; // the start of the oldest step that is issued but not logged yet
+    double began = 0;       // now() - began is the length of the run, without the pauses before it was resumed
     double per_step = 0;    // the seconds that a step takes: a mean over recent steps; 0: not known yet
 };
 
@@ -6518,7 +6534,7 @@ static void open_log(Run* run) {
         run->summary.add(row);
         const double val_loss = values[COLUMN_VAL_LOSS];
         if ((int64_t)step == best && std::isfinite(val_loss)) run->best_loss = val_loss;
-        const bool lacks_seconds = std::ranges::count(row, ',') == commas - 1; // an older program wrote it
+        const bool lacks_seconds = std::ranges::count(row, ',') == commas - 1; // written by an older program
         kept += lacks_seconds ? row + ",\n" : row + "\n";
     }
     // The new log replaces the old one as a whole, so a crash at this moment loses nothing.
@@ -6734,7 +6750,8 @@ static bool is_written(Run* run, const std::string& name, const std::string& fai
         printf("%s: is written again\n", name.c_str());
         run->no_room_since = 0;
     }
-    // Ranks measure the pause in steps, because their clocks differ. A step is assumed to last at least a millisecond.
+    // Ranks measure the pause in steps, because their clocks differ. A step is assumed to last at least a millisecond:
+    // per_step is 0 as long as it is not known, and must not be a divisor then.
     const int steps_of_pause = (int)(RETRY_AFTER / std::max(run->per_step, 1e-3));
     const int pause = error ? std::max(1, steps_of_pause) : 0;
     const int agreed = any_rank("the moment to try again", pause);
@@ -6742,9 +6759,9 @@ static bool is_written(Run* run, const std::string& name, const std::string& fai
     return !agreed;
 }
 
-// Writes a model file: the header, the arrays in the order of the format, and the history of losses. Each rank holds
-// a slice of each array. All ranks call this function, because they gather the slices together. Only rank 0 writes.
-// Returns whether the file was written.
+// Writes a model file: the header, the arrays in the order of the format, and `history`, which is a copy of
+// Trainer::history or empty. Each rank holds a slice of each array. All ranks call this function, because they gather
+// the slices together. Only rank 0 writes. Returns whether the file was written.
 static bool save_arrays(Run* run, const std::string& name, Header header, const std::vector<float*>& slices,
                         const std::vector<float>& history = {}) {
     const UNet& net = run->trainer.net;
@@ -6838,12 +6855,13 @@ static void save_checkpoint(Run* run) {
 }
 
 // Writes the two averages whose rates are in POWER_EMAS into a model file. The slot SLOT_STEP of this file holds the
-// number of updates instead of the number of steps, because the averages depend on the number of updates.
+// number of updates instead of the number of steps, because the averages depend on the number of updates. From the
+// snapshots of a run, train_unet.py --ema_sigma_rel makes averages with other exponents.
 static void save_snapshot(Run* run) {
     const Config& c = run->config;
     const Header h = model_header(c, HAS_EMA, run->state.updates);
     std::vector<float*> slices;
-    // Both averages are among the run's averages.
+    // With --ema_snapshots, parse_ema_rate has added both rates to c.emas.
     for (float power : POWER_EMAS) {
         const size_t k = std::ranges::find(c.emas, power) - c.emas.begin();
         slices.push_back(run->trainer.emas[k]);
@@ -7061,8 +7079,9 @@ static void check_output_dir(const Config& c, const Folder& output, const std::s
              "; resume that one (latest), move it away, or choose another --output_dir");
 }
 
-// A run that goes on from an early checkpoint does later steps again, maybe with other flags. The old snapshots of
-// these steps must not become part of an average of this run. So they are renamed.
+// A run that goes on from an early checkpoint does later steps again, maybe with other flags. But the folder
+// still has snapshots ema_STEP.bin of these steps from before. train_unet.py --ema_sigma_rel, which adds up the
+// snapshots in a folder, must not mix them with the new ones. So the old snapshots are renamed.
 static void leave_later_snapshots(const Folder& folder, int64_t first_step) {
     int64_t count = 0;
     for (const auto& [step, name] : folder.list("ema_")) {
@@ -7132,7 +7151,9 @@ static void print_fp8(const Config& c, const UNet& net) {
         flops += 2.0 * out.H * out.W * (double)net.params[l.weight].size; // as in conv_flops
     }
     const double gflops = flops * c.micro() / convs * 1e-9; // the mean work of these convolutions, for a microbatch
-    constexpr double LITTLE = 10; // GFLOP; with 8 GFLOP a step takes 5 % less time; with 15, 7 % (docs/GUIDE.md)
+    // With fewer GFLOP than this, FP8 hardly saves time. It made steps 5 % shorter where gflops was 8, and 7 % shorter
+    // where gflops was 15 (docs/GUIDE.md).
+    constexpr double LITTLE = 10;
     const char* const advice =
         gflops < LITTLE
             ? "; that is so little that FP8 hardly saves time: it pays with more channels, or more images at a time"
@@ -7229,7 +7250,8 @@ static void run_step(Run* run) {
     run->issued++;
     const int64_t step = run->issued;
     const bool last = is_stopped(run) || step >= c.max_steps;
-    // If steps are slow, the status line is printed so often that it never becomes older than about ten seconds.
+    // If the status line would be older than ten seconds in four more steps, it is printed now, even if --log_interval
+    // asks for fewer status lines.
     const bool slow = now() - run->status_shown + 4 * run->per_step > 10;
     // Returns whether something is due that happens after every `interval` steps, and after the last step. If interval
     // is 0, it never happens.
@@ -7351,7 +7373,7 @@ static void take_folder(Run* run, const std::string& resume) {
     const Folder& folder = run->folder;
     lock_folder(folder, true);
     must(folder.has_its_name(), c.output_dir, "was moved or replaced while the run began; start it again");
-    check_output_dir(c, folder, resume, run->first_step); // again: from now on no other run can change the folder
+    check_output_dir(c, folder, resume, run->first_step); // again, because before the lock another run could begin here
     // Remove the files that a killed process left unfinished.
     folder.remove_leftovers({"model_", "samples_", "log.csv.", "index.html.", "ema_", "best.bin."});
     leave_later_snapshots(folder, run->first_step);
@@ -7484,7 +7506,8 @@ static int array_to_sample(const Config& c, const ModelFile& m) {
 }
 
 // Returns true if the file holds a model, or data that are no samples. The program must not replace such a file by
-// samples, because the model or the data would be lost.
+// samples, because the model or the data would be lost. Data are taken for samples if they are like a file that
+// samples_as_data_file makes: floats without labels.
 static bool holds_more_than_samples(const Folder& folder, const std::string& name) {
     // All model files and data files begin with a header of 1024 bytes. Its first slot tells the two kinds apart.
     const int file = openat(folder.descriptor, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
@@ -7557,7 +7580,8 @@ static std::string samples_as_data_file(const std::vector<float>& images, int co
                 const float* const value = &images[pixel * C + channel];
                 data.append((const char*)value, sizeof(float));
             }
-    // The header contains a checksum of the images, and a checksum of the header itself. There are no classes.
+    // The header contains a checksum of the images, and a checksum of the header itself. The images have no labels, so
+    // the slot for the number of classes stays 0.
     const int data_crc = (int)crc32(0, data.data(), data.size());
     Header h;
     h.slot[SLOT_MAGIC] = DATA_MAGIC;
@@ -7643,9 +7667,9 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
 // presets (apply_preset) and model files (take_model_file). With --sample, it then calls sample_and_stop. For a run, it
 // then calls check_run, take_data_shape and train.
 
-// Returns the settings of a model file of unet.cu. The file's header holds the shape of the network, but nothing about
-// the diffusion. We assume the diffusion that unet.cu itself trains with: 1000 steps and the linear schedule. The flags
-// about the diffusion may be set on the command line.
+// Returns the settings of a model file of unet.cu, another program (github.com/clu0/unet.cu). The file's header holds
+// the shape of the network, but nothing about the diffusion. We assume the diffusion that unet.cu itself trains with:
+// 1000 steps and the linear schedule. The flags about the diffusion may be set on the command line.
 static Config unet_cu_config(const ModelFile& model) {
     const int* s = model.header.slot;
     const int channels = s[2];
@@ -7662,7 +7686,8 @@ static Config unet_cu_config(const ModelFile& model) {
     set("in_channels", channels);
     set("num_channels", num_channels);
     set("max_period", max_period);
-    // The network of unet.cu has attention at its third and fourth level.
+    // The network of unet.cu has attention at its third and fourth level, where images have a quarter and an eighth of
+    // their height.
     c.image_size = text("%dx%d", height, width);
     c.attention_resolutions = text("%d,%d", height / 4, height / 8);
     // The second half of the output channels, if there is one, is for a learned variance (--learn_sigma). With
@@ -7674,9 +7699,10 @@ static Config unet_cu_config(const ModelFile& model) {
 }
 
 // Sets a flag to the value in a model file. If the command line gives the flag, too, the two values must be the same.
-// But a flag that may change from run to run keeps the value of the command line. Slots after SLOT_STEP hold settings
-// of the run, such as the batch size. All of these may change. Slots before SLOT_STEP hold settings of the model. Of
-// these, only the settings of FREE flags (common/flags.h) may change.
+// But a flag that may change from run to run keeps the value of the command line. Which flags may change depends on
+// the flag's slot, its place in the file's header. Slots after SLOT_STEP hold settings of the run, such as the batch
+// size. All of these may change. Slots before SLOT_STEP hold settings of the model. Of these, only the settings of FREE
+// flags (common/flags.h) may change.
 static void take_from_file(Config* c, const std::string& path, const std::string& name, const std::string& value) {
     const Flag& f = *find_flag(name);
     const bool given = c->given(name);
@@ -7719,7 +7745,7 @@ static std::pair<std::string, std::string> kept_paths(const ModelFile& model) {
 
 // Finds a data file whose path is kept in a checkpoint. The path may be relative to the folder in which the run was
 // started. That folder may be one of the folders that contain the checkpoint. So the data file is looked for in the
-// current folder, and then in the checkpoint's folder and the folders above that.
+// current folder, and then in the checkpoint's folder and in the folders above it.
 static std::string find_data(const ModelFile& model, const std::string& data_file) {
     std::filesystem::path found(data_file);
     std::filesystem::path folder = std::filesystem::absolute(model.path).parent_path();
@@ -7794,7 +7820,8 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     const Header& h = model.header;
     if (resume && !model.has(HAS_EMA | HAS_TRAINING))
         die("%s: holds weights only, no moments to resume from; --init starts a new run from it", path.c_str());
-    // --objective ect tunes a model that was trained with another objective.
+    // --objective ect tunes a model that was trained with another objective. is_tuned: whether the file holds
+    // such a model.
     const bool is_tuned = !resume && c->given("objective") && c->objective == "ect" && !is_ect(h);
     const bool from_unet_cu = h.slot[SLOT_MAGIC] == UNET_CU_MODEL_MAGIC;
     if (is_tuned && (from_unet_cu || objective_of(h) == "ddpm"))
@@ -7809,7 +7836,7 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
         // Tuning has its own objective and its own noise levels, so these flags are not taken from the file.
         const bool tuning_has_it = f.slot == SLOT_OBJECTIVE || f.slot == SLOT_P_MEAN || f.slot == SLOT_P_STD;
         if (is_tuned && tuning_has_it) continue;
-        if (f.slot == SLOT_PRECISION && c->sample) continue; // how a model was trained does not say how to sample it
+        if (f.slot == SLOT_PRECISION && c->sample) continue; // samples need not have the precision of the training
         if (slot_is_used(h, f)) take_from_file(c, path, f.name, header_value(*c, h, f));
         else check_unused(h, f.slot, f.slot + 1, path, "");
     }
@@ -7833,7 +7860,9 @@ static void take_ect_defaults(Config* c, bool file_has_levels) {
     }
 }
 
-// A preset may set flags that work only with classes. A model without classes does without these flags.
+// A preset may set flags that work only with classes: class_dropout and guidance_scale. For a model without classes,
+// this function sets them to values with which they do nothing. (class_dropout stays if the model is conditioned on
+// numbers, because it can leave out the numbers, too.)
 static void drop_preset_of_classes(Config* c) {
     const bool has_condition = c->class_cond || c->cond_dim; // something that class_dropout can leave out
     if (c->by_preset.contains("class_dropout") && !has_condition) c->class_dropout = 0;
@@ -7926,7 +7955,8 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
         why = text("%ld skipped steps in a row, where %ld were skipped in all", s.bad_in_row, s.bad_total);
     else if (!guard_works) why = text("running means of loss and gradient norm that %ld updates can't give", s.updates);
     if (!why.empty()) die("%s: its header is damaged (%s): use an earlier checkpoint", m.path.c_str(), why.c_str());
-    // The data file's checksum depends on its whole content. It is 0 for a file of unet.cu, which holds no checksum.
+    // header_crc depends on the data file's whole content, because the header holds a checksum of the rest. It is 0 for
+    // a file of unet.cu, which holds no checksum.
     const bool same_count = m.header.get<int64_t>(SLOT_IMAGES) == d.count;
     const bool same_content = m.header.get<uint32_t>(SLOT_DATA_CRC) == d.header_crc;
     if (!(same_count && same_content) && !c.given("data_file"))
@@ -8109,7 +8139,7 @@ static int run_program(int argc, char** argv) {
     if (resumes || !c.init.empty()) model = open_model(resumes ? resume : c.init);
     Dataset data;
     complete_config(&c, model, resumes, &data);
-    const std::string where = model.size ? model.path + ": " : ""; // messages begin with the file of the settings
+    const std::string where = model.size ? model.path + ": " : ""; // error messages about a setting begin with it
     start_device(c.precision, c.device);
     const bool directly = meaning<bool>("exchange", c.exchange, {{"auto", true}, {"nccl", false}});
 
@@ -8153,12 +8183,13 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 // needs.)
 template <class T> struct ElementOf;
 // False for every T. static_assert(IS_MISSING<T>) stops the compilation if a type has no specialisation of a function.
+// (static_assert(false) could stop it always, because it does not depend on T.)
 template <class T> constexpr bool IS_MISSING = false;
 template <> struct ElementOf<float> {
     static constexpr Element ELEMENT = Element::FP32;
     static constexpr bool FAST_EXP = false; // whether the hardware's approximate e^x is exact enough for this type
     static constexpr int PARTS = 2;         // into how many fp16 numbers one number is split for the tensor cores
-    static constexpr uint32_t TWO_ONES = 0x3C003C00; // 1 and 1, in the type that the tensor cores multiply: fp16
+    static constexpr uint32_t TWO_ONES = 0x3C003C00; // two factors 1 for the tensor cores, each in fp16
     static constexpr int FEW_PARTS = 1;              // conv_few stores a float as a sum of FEW_PARTS numbers of type T
 };
 #ifdef __CUDACC__
