@@ -8210,8 +8210,8 @@ struct Gpu {
     int sms;                             // the number of multiprocessors
     int shared_per_sm, shared_per_block; // bytes of shared memory of a multiprocessor, and the limit of one block
     bool overlap;                        // this binary has code of sm_90 or later for this GPU, so launches may overlap
-    bool clusters;                       // this GPU runs code of sm_90 or later, and `allowed` allows clusters
-    bool wgmma;                          // this GPU runs code of sm_90a, and `allowed` allows wgmma and TMA
+    bool clusters;                       // this GPU runs code of sm_90 or later, and no test forbids clusters (allowed)
+    bool wgmma;                          // this GPU runs code of sm_90a, and no test forbids wgmma and TMA (allowed)
 
     // shared_for returns how many bytes of dynamic shared memory each block can have if a multiprocessor has to run
     // `blocks` blocks. blocks_of returns how many blocks a multiprocessor can run if each block has `bytes` bytes of
@@ -8724,7 +8724,8 @@ template <int... BITS> INLINE float lane_max(float v) {
 // Adds the values of two lanes whose numbers differ by `offset`, and leaves half of the sums in each lane. Before, each
 // lane holds 2 HALF values in v. Afterwards the first HALF elements of v are sums: in the lower lane the sums of the
 // first HALF values, and in the upper lane the sums of the last HALF values. Returns whether this lane is the upper
-// lane.
+// lane. Several calls in a row, with HALF = 4, 2, 1 and a smaller offset each time, add up the values of many lanes
+// with fewer exchanges than lane_sum needs for each value.
 template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
     const bool upper = threadIdx.x & offset;
     UNROLL_FOR (int i = 0; i < HALF; i++) {
@@ -9124,7 +9125,7 @@ constexpr int slice_channels(Element e) { return SLICE_BYTES / (int)bytes_of(e);
 constexpr int SWIZZLE_BYTES = 8 * SLICE_BYTES; // the swizzle's period; a tile must begin at a multiple of this
 static_assert(SLICE_BYTES == 128, "the widest row that TMA and wgmma swizzle");
 constexpr int BYTES_OF_64_ROWS =
-    SLICE_CHANNELS * SLICE_BYTES; // in bf16, for example one tap's weights for 64 input and 64 output channels
+    SLICE_CHANNELS * SLICE_BYTES; // for example one tap's bf16 weights for 64 input and 64 output channels
 constexpr int whole_swizzles(int bytes) { return (bytes + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES; }
 
 // An operand in shared memory, in the form of wgmma's descriptors (PTX ISA, "Matrix descriptor"). The operand
@@ -9456,7 +9457,8 @@ template <int PITCH> struct Halo {
 };
 
 // A warpgroup's sums for N pixels and for OUT_SLICES slices of 64 output channels. wgmma computes them as a matrix:
-// each row is an output channel, and each column is a pixel. Invariant: nobody reads d between multiply and wait.
+// each row is an output channel, and each column is a pixel. multiply starts products, which run in the background.
+// Invariant: nobody reads d between multiply and wait.
 template <int OUT_SLICES, int N> struct Accumulators {
     float d[OUT_SLICES][N / 2];
     // The sums begin with the bias. A thread holds the sums of two channels of each slice b. d[b][k] belongs to the
@@ -9972,7 +9974,7 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
         }
         // The warps' dx of these images are added up through shared memory.
         copies_arrived<0>();
-        __syncthreads(); // all warps have read their stages, and the previous images' sums
+        __syncthreads(); // all have read the stages and the last images' sums, which may now be overwritten
         if (!p.parts) continue;
         UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) {
             shared.sums[warp][b][lane] = dx[b];
@@ -10065,7 +10067,7 @@ static void label_embedding_forward(float* out, const float* x, const float* tab
         out[i] = x[i] + table[(size_t)label * C + i % C];
     });
 }
-// dx = dout. dtable (rows, C): each row is the sum of dout over the samples whose label is this row. A thread computes
+// dx = dout. dtable (rows, C): row r is the sum of dout over the samples whose label is r. A thread computes
 // one element of dx, and the element of dtable in the same place. For the element of dtable, the thread looks through
 // the labels of all samples. So there are no atomics, and the order of the sum is fixed.
 static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B,
@@ -10138,8 +10140,8 @@ static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, cons
     });
 }
 
-// draw_teachers uses the same random words as draw_levels for each sample. So it draws the student's sigma again. Then
-// it computes the teacher's smaller sigma from the student's.
+// draw_teachers uses the same random words as draw_levels for each sample. So it draws the student's sigma again, which
+// is the noise level that draw_levels has drawn. Then it computes the teacher's smaller sigma from the student's sigma.
 static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key) {
     each(B, [=] __device__(size_t b) {
         const NoiseLevel l = draw_teacher(o, random_words(key, 0, (int)b));
@@ -10299,9 +10301,9 @@ static void enlarge_pictures(float* cond, const float* small, int factor, Pictur
     });
 }
 
-// cond is (B, HW). Images have three channels: parse_cond refuses others. `from` is the pixel of the image that pixel p
-// of the picture shows. It is p itself or, if the image is mirrored, the pixel of the same row whose distance from the
-// right edge is p's distance from the left edge.
+// Makes the grey pictures of --cond gray. `cond` is (B, HW). Images have three channels: parse_cond refuses others.
+// `from` is the pixel of the image that pixel p of the picture shows. It is p itself or, if the image is mirrored, the
+// pixel of the same row whose distance from the right edge is p's distance from the left edge.
 static void grey_images(float* cond, const void* images, PictureDraws draws, int B, int H, int W, int bytes) {
     const int HW = H * W;
     each((size_t)B * HW, [=] __device__(size_t i) {
@@ -10313,10 +10315,10 @@ static void grey_images(float* cond, const void* images, PictureDraws draws, int
     });
 }
 
-// cond is (B, HW, C + 1): the image without its holes, and then the mask. All threads of a sample draw the same holes.
-// The holes are placed in the image as the network sees it, which may be mirrored already. So the holes themselves are
-// not mirrored. A picture that is left out is 0 in all channels, the mask included. Other masks are 1 (a hole) or -1
-// (known).
+// Makes the pictures of --cond mask. `cond` is (B, HW, C + 1): the image, which is 0 in the holes, and then the mask.
+// All threads of a sample draw the same holes. The holes are placed in the image as the network sees it, which may be
+// mirrored already. So the holes themselves are not mirrored. A picture that is left out is 0 in all channels, the mask
+// included. Other masks are 1 (a hole) or -1 (known).
 static void mask_images(float* cond, const void* images, PictureDraws draws, int B, int C, int H, int W, int bytes) {
     const int HW = H * W;
     const RandomKey key = of_purpose(draws.key, RANDOM_MASK);
@@ -10398,9 +10400,9 @@ constexpr int LOSS_PARTS = 4; // how many blocks share an image
 // the same time. Two blocks fit if the multiprocessor can run 2,048 threads. On other GPUs it can run 1,536.
 constexpr int SUM_BLOCKS = ARCH == 800 || ARCH == 900 || ARCH == 1000 ? 2 : 1;
 
-// Adds up the v of a block's 1024 threads. Only the threads of the first warp may use the result. First each warp adds
-// up its values, then the sums of the 32 warps are added. The order is fixed, so that a repeated run has the same
-// losses and norms, bit by bit.
+// Adds up the values v of a block's 1024 threads. Only the threads of the first warp may use the result, because only
+// they receive it. First each warp adds up its values, then the first warp adds up the sums of the 32 warps. The order
+// is fixed, so that a repeated run has the same losses and norms, bit by bit.
 INLINE double block_sum(double v) {
     __shared__ double sums[32]; // one sum of each warp
     v = warp_sum(v);
@@ -10547,10 +10549,10 @@ struct SamplerView {
 
 // Computes the thresholds of dynamic thresholding (see sampler_step), one for each image. The threshold d.threshold[b]
 // of image b is the |x0| with rank d.rank among all |x0| of the image. Rank 0 is the smallest |x0|. A block works on
-// one image. Floats that are not negative have the same order as their bits, read as
-// integers. So the value is found 8 bits at a time, beginning with the highest bits. Each of four passes looks only at
-// the numbers that begin with the bits found so far. The pass counts how often each of the 256 values of the next 8
-// bits occurs. From these counts it finds the 8 bits of the number with the wanted rank.
+// one image. Floats that are not negative have the same order as their bits, read as integers. So the threshold is
+// found 8 bits at a time, beginning with the highest bits. Each of four passes looks only at the |x0| that begin with
+// the bits found so far. The pass counts how often each of the 256 values of the next 8 bits occurs. From these counts
+// it finds the next 8 bits of the |x0| with the wanted rank.
 static __global__ void __launch_bounds__(1024)
     sampler_threshold_kernel(SamplerView view, const SamplerStep* steps, Denoising d, const int64_t* k) {
     __shared__ int count[256];
