@@ -8210,8 +8210,8 @@ struct Gpu {
     int sms;                             // the number of multiprocessors
     int shared_per_sm, shared_per_block; // bytes of shared memory of a multiprocessor, and the limit of one block
     bool overlap;                        // this binary has code of sm_90 or later for this GPU, so launches may overlap
-    bool clusters;                       // this GPU runs code of sm_90 or later, and no test forbids clusters (allowed)
-    bool wgmma;                          // this GPU runs code of sm_90a, and no test forbids wgmma and TMA (allowed)
+    bool clusters;                       // this GPU runs code of sm_90 or later, and allowed.clusters is true
+    bool wgmma;                          // this GPU runs code of sm_90a (wgmma and TMA), and allowed.hopper is true
 
     // shared_for returns how many bytes of dynamic shared memory each block can have if a multiprocessor has to run
     // `blocks` blocks. blocks_of returns how many blocks a multiprocessor can run if each block has `bytes` bytes of
@@ -8931,8 +8931,8 @@ template <int WARPS, class Places> INLINE float take_apart_places(uint32_t (&top
 // scale: for floats, the factor that undoes the scales of both operands.
 // For floats, each product is the sum of three products of fp16 parts: high * high, high * low and low * high. Tensor
 // cores truncate when they add. So they add up only these three products over 16 values of k. The fp32 units, which
-// round, add this sum to d. Each of the three products has to wait for the product before it. So up to four tiles take
-// turns, which hides the latency.
+// round, add this sum to d. Each of the three products has to wait for the product before it, because they add to the
+// same registers. So up to four tiles take turns, which hides the latency.
 template <class T, int NA, int NB>
 INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[4 * PARTS<T>],
                      const uint32_t (*b)[2 * PARTS<T>], float scale) {
@@ -9619,7 +9619,7 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // 
             }
             piece = pack<T>(v);
         } else piece = load16(from);
-        unpack<T>(v, piece); // the statistics are those of the rounded values
+        unpack<T>(v, piece); // the sums below must be those of the rounded values, which the group norm will read
         UNROLL_FOR (int k = 0; k < COPIES; k++) {
             *(uint4*)(to + in_square(k, 2 * W, C)) = piece;
         }
