@@ -8334,7 +8334,8 @@ static void release(Upload*) {}
 // of: single PTX instructions, activations in registers, sums over threads, and tensor cores (mma.sync on any GPU; TMA
 // and wgmma on Hopper).
 
-// Loops over registers must be unrolled: an array is in registers only if every index is known to the compiler.
+// A loop over an array that shall lie in registers must be unrolled: an array can lie in registers only if the compiler
+// knows every index.
 #define UNROLL_FOR _Pragma("unroll") for
 #define UNROLL_4_FOR _Pragma("unroll 4") for
 #define UNROLL_8_FOR _Pragma("unroll 8") for
@@ -8347,11 +8348,11 @@ static void release(Upload*) {}
 // The properties of a GPU on which the choice of a kernel may depend. If a new kind of GPU shall have tiles of its own,
 // add a member that distinguishes this kind from the other kinds.
 struct Gpu {
-    int sms;                             // multiprocessors
+    int sms;                             // the number of multiprocessors
     int shared_per_sm, shared_per_block; // bytes of shared memory of a multiprocessor, and the limit of one block
     bool overlap;                        // this binary has code of sm_90 or later for this GPU, so launches may overlap
-    bool clusters;                       // the binary has code of sm_90 or later, and clusters of blocks are allowed
-    bool wgmma;                          // the binary has code of sm_90a, whose wgmma and TMA are allowed
+    bool clusters;                       // this GPU runs code of sm_90 or later, and allowed.clusters is true
+    bool wgmma;                          // this GPU runs code of sm_90a (wgmma and TMA), and allowed.hopper is true
 
     // shared_for returns how many bytes of dynamic shared memory each block can have if a multiprocessor has to run
     // `blocks` blocks. blocks_of returns how many blocks a multiprocessor can run if each block has `bytes` bytes of
@@ -8362,11 +8363,11 @@ struct Gpu {
     }
     constexpr int blocks_of(int bytes, int statics = 0) const { return shared_per_sm / (bytes + statics + 1024); }
 };
-// The sizes of the kernels' tiles are chosen for these two GPUs. Kernels without wgmma run on any GPU. So their tiles
-// must fit into the shared memory of an RTX 30, because no other GPU has less.
+// The sizes of the kernels' tiles are chosen for these two GPUs. Kernels without wgmma run on any GPU of sm_80 or
+// later. So their tiles must fit into the shared memory of an RTX 30, because no other such GPU has less.
 constexpr Gpu RTX_30{82, 100 * 1024, 99 * 1024, false, false, false};
 constexpr Gpu H200{132, 228 * 1024, 227 * 1024, true, true, true};
-static Gpu gpu; // the GPU of this process; tests replace it by other GPUs
+static Gpu gpu; // the GPU of this process; start_device fills it in
 
 // A Stream is a CUDA stream (queue) and its workspace. Kernels of a stream run one after the other, so each operation
 // may overwrite the whole workspace. What an operation leaves in the workspace is lost when the next operation runs.
@@ -8374,15 +8375,16 @@ struct Stream {
     cudaStream_t queue = nullptr;
     char* workspace = nullptr;
     size_t workspace_bytes = 0;
-    bool joined = false; // true: the next launch must not overlap, for example since it waits for another stream
+    bool joined = false; // true: the next kernel must not overlap the work before it, such as a wait for another stream
 };
 
 // A Device is the main stream. It also holds a side stream, whose kernels run at the same time as those of the main
 // stream (run_beside).
 struct Device : Stream {
     Stream side;
-    cudaStream_t copy_stream = nullptr; // copies from the host (send), which need no workspace
-    char* norm_sums = nullptr;          // sums that group norms' backward passes leave for finish_gradients
+    cudaStream_t copy_stream = nullptr; // a queue for copies from the host (send); copies need no workspace
+    char* norm_sums = nullptr;          // each image's sums from the backward passes of group norms. finish_gradients
+                                        // adds them up over the images
     size_t norm_sums_bytes = 0;
 };
 static Device device;
@@ -8406,8 +8408,8 @@ Stream* const MAIN_STREAM = &device;
 // B's blocks start as soon as all blocks of A have called await_previous_kernel and a multiprocessor has room for them.
 // So every kernel that is launched with overlap calls await_previous_kernel before it reads or writes anything that
 // another kernel writes. (A kernel that does not call it is launched without overlap: see launch_behind.)
-// Before this call, B may compute addresses, read its parameters, and read what kernels before A wrote, because those
-// kernels have ended.
+// Before this call, B may compute addresses, read its parameters, and read what kernels before A wrote. Those kernels
+// have ended: A's own calls of await_previous_kernel have waited for them before B could start.
 // cluster: how many neighbouring blocks can access each other's shared memory (1: no cluster).
 template <class... Parameters, class... Arguments>
 static void launch_on(Stream* stream, int cluster, void (*kernel)(Parameters...), dim3 grid, dim3 threads,
@@ -8454,8 +8456,9 @@ template <class Call, int N> static void decide(const Call& call, const Way<Call
     way->launch(call);
 }
 
-// Returns f(T()), where T is the type of activations (act_element). The program passes activations as act*, from which
-// the compiler does not know this type. f is a template, so within f the compiler knows the type.
+// Returns f(T()), where T is the C++ type of act_element: float or bf16. The program passes activations as act*, and
+// act is void, so a kernel's template argument T cannot be found from such a pointer. The caller writes f as a lambda
+// with a template parameter T. with_act chooses T at run time, and f launches the kernel for this T.
 template <class F> static auto with_act(F f) {
     switch (act_element) {
     case Element::FP32: return f(float());
@@ -8502,14 +8505,16 @@ constexpr bool CLUSTERS = ARCH >= 900;
 #define PTX(TEXT, ...) asm volatile(TEXT ::__VA_ARGS__ : "memory")
 
 // Waits until the kernels before this one have ended and their writes can be seen (see launch_on). After that, it lets
-// the next kernel start. (A and B are the kernels in the drawing at launch_on. In the opposite order, B would let a
-// kernel C start while A still runs, although C waits only for B.)
+// the next kernel start. The two instructions must stand in this order. Suppose that kernels A, B, C follow each other.
+// In the opposite order, B would let C start while A still runs. Then what A writes might be missing when C reads it
+// before C's own wait, as launch_on allows.
 INLINE void await_previous_kernel() {
     if (CLUSTERS) PTX("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;");
 }
 
 INLINE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-// These functions load 4, 8 and 16 bytes. The asm is volatile, so that the compiler does not move it past a barrier.
+// These functions load 4, 8 and 16 bytes from shared memory. The asm is volatile, so that the compiler does not move it
+// past a barrier.
 INLINE float load_float(uint32_t address) {
     float v;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
@@ -8571,8 +8576,9 @@ INLINE void store_to_block(uint32_t p, uint32_t barrier, float4 v) {
     PTX("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];", //
         "r"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier));
 }
-// Arrives at another block's barrier. The arrival is .relaxed, which means that it orders no writes. With .release
-// instead of .relaxed, the compiler would insert a fence for all of the GPU's memory.
+// Arrives at another block's mbarrier, which reports that a stage is free again. The arrival is .relaxed: it does not
+// make this thread's earlier writes visible to the other block. A report that a stage is free does not need that. With
+// .release instead of .relaxed, the compiler would insert a slow fence for all of the GPU's memory.
 INLINE void arrive_at_block(uint32_t barrier) {
     PTX("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];", "r"(barrier));
 }
@@ -8580,8 +8586,9 @@ INLINE void arrive_at_block(uint32_t barrier) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Activations: pieces of 16 bytes
 // A piece is 16 bytes: VEC<T> neighbouring channels of a pixel, 8 bf16 or 4 floats. Threads load and store whole
-// pieces, the widest access that there is. Channel counts are multiples of 32, so a pixel is a whole number of pieces.
-// In registers a piece is unpacked to fp32; arithmetic is always fp32, and results are rounded once, in pack.
+// pieces, because 16 bytes are the most that one instruction loads. Channel counts are multiples of 32, so a pixel is a
+// whole number of pieces. In registers a piece is unpacked to fp32; arithmetic is always fp32, and results are rounded
+// once, in pack.
 template <class T> constexpr int VEC = 16 / sizeof(T);
 static int act_vec() { return 16 / (int)act_bytes(); }
 
@@ -8644,7 +8651,8 @@ template <> INLINE uint4 pack<bf16>(const float (&v)[8]) {
     return r;
 }
 
-// Converts 4 or 8 floats to FP8, with the same rounding as fp8_bits. TO: FP8 (e4m3) or FP8_GRADIENT (e5m2).
+// Converts 4 or 8 floats to FP8, and rounds them as fp8_bits (section 1, for the host) does. TO: FP8 (e4m3) or
+// FP8_GRADIENT (e5m2). Only GPUs of sm_90 or later call this.
 template <Element TO = Element::FP8> INLINE uint32_t pack_fp8(float a, float b, float c, float d) {
     static_assert(is_fp8(TO));
     uint32_t r = 0;
@@ -8710,8 +8718,8 @@ INLINE void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a
 INLINE void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
 template <class T> INLINE float4 load4(const T* p) { return to_floats<T>(*(const Four<T>*)p); }
 
-// Writes 8 or 16 bytes by one instruction. The compiler may split an ordinary store into smaller ones. Then half of
-// every 32-byte sector that is written to memory is wasted.
+// Writes 8 or 16 bytes by one instruction. The compiler may split an ordinary store into two smaller ones. Then each of
+// the two would write only half of every 32-byte sector of memory that the warp's lanes write to, which takes longer.
 INLINE void store_whole(void* p, uint4 v) {
     PTX("st.global.v4.b32 [%0], {%1,%2,%3,%4};", "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
@@ -8719,18 +8727,20 @@ INLINE void store_whole(void* p, uint2 v) { PTX("st.global.v2.b32 [%0], {%1,%2};
 INLINE void store_whole(void* p, float4 v) {
     PTX("st.global.v4.f32 [%0], {%1,%2,%3,%4};", "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w));
 }
-// Stores v, rounded to T. Returns the rounded values, because the statistics must be computed from the values that the
-// group norm will read.
+// Stores v, rounded to T. Returns the rounded values: the caller computes a group norm's statistics from them, because
+// the group norm will read the rounded values, too.
 template <class T> INLINE float4 store4(T* p, float4 v) {
     const Four<T> four = from_floats<T>(v);
     store_whole(p, four);
     return to_floats<T>(four);
 }
 
-// Converts a Grad to a GradOf<T>. Kernels need this, because they must know the type of the gradient's elements.
+// Converts a Grad, whose pointers are act* (void*), to a GradOf<T> with pointers of type T*. Kernels need this, because
+// they must know the type of the gradient's elements.
 template <class T> static GradOf<T> typed(const Grad& g) { return {(T*)g.dx, (const T*)g.add1, (const T*)g.add2}; }
 
-// Stores v + the addends as the piece of dx that begins at element i.
+// Adds the gradient's addends (add1, add2) to v, and stores the sum as the piece of g.dx that begins at element i.
+// Afterwards v holds the sum.
 template <class T> INLINE void store_gradient(const GradOf<T>& g, size_t i, float (&v)[VEC<T>]) {
     UNROLL_FOR (int k = 0; k < 2; k++) {
         const T* add = k ? g.add2 : g.add1;
@@ -8739,8 +8749,9 @@ template <class T> INLINE void store_gradient(const GradOf<T>& g, size_t i, floa
     *(uint4*)(g.dx + i) = pack<T>(v);
 }
 
-// Where a kernel writes a gradient: in type T and, unless fp8.bytes is null, also in FP8 (e5m2). The FP8 numbers are
-// made from the values as T stores them, so it does not matter which kernel makes them.
+// Where a kernel writes a gradient: in type T and, unless fp8.bytes is null, also in FP8 (e5m2). store_gradient_fp8
+// writes the FP8 numbers, after store_gradient has written v. It rounds v to T before it rounds v to FP8. So the FP8
+// numbers are the same as those that round_gradient, another kernel, makes from the stored gradient.
 template <class T> struct Fp8GradOf : GradOf<T> { Fp8Copy fp8; };
 template <class T> INLINE void store_gradient_fp8(const Fp8GradOf<T>& g, size_t i, float (&v)[VEC<T>], float factor) {
     if (!g.fp8.bytes) return;
@@ -8759,9 +8770,9 @@ INLINE float reciprocal_fast(float x) {
     return x;
 }
 
-// Returns 1 / (1 + e^-z). u is Z_FACTOR<T> z (see Silu). For bf16, e^-z = 2^u is one instruction. The rounding of u
-// causes a relative error of about 1e-6 at |z| = 10. bf16's own rounding error, 4e-3, is far larger. For fp32, u is z,
-// and e^-z is computed by the library's expf, which is more exact.
+// Returns 1 / (1 + e^-z). The argument u is z * Z_FACTOR<T> (section 14). For bf16, u = -z log2(e), so e^-z is 2^u,
+// which is one instruction. The rounding of u causes a relative error of about 1e-6 at |z| = 10. bf16's own rounding
+// error, 4e-3, is far larger. For fp32, u is z, and e^-z is computed by the library's expf, which is more exact.
 template <class T> INLINE float sigmoid(float u) {
     const float e_to_minus_z = ElementOf<T>::FAST_EXP ? exp2_fast(u) : expf(-u);
     return reciprocal_fast(1.0f + e_to_minus_z);
@@ -8770,7 +8781,8 @@ template <class T> INLINE float sigmoid(float u) {
 HD static constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // The first pixel of a tile: image n, row h, column w. An image is cut into tiles_h x tiles_w tiles of rows x columns
-// pixels. If images are small, a tile consists of the same pixels of several images: `images` is the number of them.
+// pixels. If images are small, a tile consists of the same pixels of several images. `images` is the number of images
+// in a tile, and n is the first of them.
 struct Origin {
     int n, h, w;
 };
@@ -8802,8 +8814,9 @@ INLINE void copy_async_row_if(bool wanted, uint32_t to, const void* from, bool v
         "@wanted cp.async.cg.shared.global.L2::128B [%1], [%2], 16, %3;}",
         "r"((int)wanted), "r"(to), "l"(from), "r"(valid ? 16 : 0));
 }
-// Copies 8 channels: one piece of bf16, or two pieces of floats. Rows are swizzled (see Swizzle), so the address of the
-// second piece is that of the first piece with bit 4 toggled.
+// Copies 8 channels to shared address to + offset: one piece of bf16, or two pieces of floats. Rows are swizzled (see
+// Swizzle), so the second piece lies at the address of the first piece with bit 4 toggled. `offset` is added after the
+// toggling, so it must not change bit 4.
 template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* from, bool valid, bool wanted = true) {
     static_assert(VEC<T> <= 8, "8 channels must fill at least one piece");
     UNROLL_FOR (int j = 0; j < 8 / VEC<T>; j++) {
@@ -8838,7 +8851,7 @@ INLINE void copy_async_16(void* to, const void* from, uint64_t policy) {
 // Returns the sum over those lanes of a warp whose numbers (0 to 31) differ only in the bits BITS. Each of these lanes
 // receives the sum. For example, lane_sum<1, 2> adds the values of lanes 4i, 4i + 1, 4i + 2, 4i + 3. BITS are used in
 // the order in which they are given. `lanes` is a mask of all lanes that call the function. lane_max returns the
-// largest value instead of the sum. (The fold over `, ...` repeats the statement for each of BITS.)
+// largest value instead of the sum. (In C++, the `, ...` repeats the statement for each of BITS.)
 template <int... BITS, class T> INLINE T lane_sum(T v, unsigned lanes = 0xFFFFFFFFu) {
     ((v += __shfl_xor_sync(lanes, v, BITS)), ...);
     return v;
@@ -8852,7 +8865,8 @@ template <int... BITS> INLINE float lane_max(float v) {
 // Adds the values of two lanes whose numbers differ by `offset`, and leaves half of the sums in each lane. Before, each
 // lane holds 2 HALF values in v. Afterwards the first HALF elements of v are sums: in the lower lane the sums of the
 // first HALF values, and in the upper lane the sums of the last HALF values. Returns whether this lane is the upper
-// lane.
+// lane. Several calls in a row, with HALF = 4, 2, 1 and a smaller offset each time, add up the values of many lanes
+// with fewer exchanges than lane_sum needs for each value.
 template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
     const bool upper = threadIdx.x & offset;
     UNROLL_FOR (int i = 0; i < HALF; i++) {
@@ -8878,15 +8892,16 @@ template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
 // THREADS, V and columns are powers of 2. `shared` is an array of at least 2 V (THREADS + columns) floats.
 template <int THREADS, int V, class F>
 INLINE void fold_columns(float* shared, int columns, const float (&first)[V], const float (&second)[V], F result) {
-    // The number of floats from one k to the next. `columns` of them are padding, so that different k lie in different
-    // banks.
+    // shared[k * pitch + t] is thread t's value for the sum number k. The pitch includes `columns` floats of padding.
+    // The padding shifts the values of k + 1 by `columns` banks from those of k, so that fewer of a warp's reads below
+    // meet in one bank.
     const int pitch = THREADS + columns;
     UNROLL_FOR (int i = 0; i < V; i++) {
         shared[2 * i * pitch + threadIdx.x] = first[i];
         shared[(2 * i + 1) * pitch + threadIdx.x] = second[i];
     }
     __syncthreads();
-    const int lanes = THREADS / (2 * V * columns); // threads that add up one sum together
+    const int lanes = THREADS / (2 * V * columns); // how many threads add up one sum together
     const int i = threadIdx.x / lanes;             // the index of the sum that this thread helps to add up
     const int lane = threadIdx.x % lanes;
     const int k = i / columns;
@@ -8953,13 +8968,13 @@ LDMATRIX(ldmatrix_trans, ".trans")
 MMA(mma_bf16, "f32.bf16.bf16.f32")
 MMA(mma_fp16, "f32.f16.f16.f32")
 
-// How floats are multiplied on the tensor cores. TF32 would keep only 11 bits of a float. Instead, a float is scaled by
-// a power of two and then split into the sum of two fp16 numbers of 11 bits each, high + low. The relative error is at
-// most 2^-22. A product of two floats is then three products of fp16: high high' + high low' + low high' (low low' is
-// too small to matter). A fragment of floats has twice as many registers as one of bf16: all high parts, then all low
-// parts. fp16 has a small range of exponents. So numbers that are split together are multiplied by the same scale,
-// which depends on the largest of them. Numbers that are smaller than the largest one by a factor of 2^17 or more lose
-// bits.
+// How floats are multiplied on the tensor cores. TF32 would keep only 11 of a float's 24 bits. Instead, a float is
+// scaled by a power of two and then split into the sum of two fp16 numbers of 11 bits each, high + low. The relative
+// error is at most 2^-22. Let high + low be one float and high' + low' be another. Their product is then the sum of
+// three products of fp16: high high' + high low' + low high'. (low low' is too small to matter.) A fragment of floats
+// has twice as many registers as one of bf16: all high parts, then all low parts. fp16 has a small range of exponents.
+// So numbers that are split together are multiplied by the same scale, which depends on the largest of them. Numbers
+// that are smaller than the largest one by a factor of 2^17 or more lose bits.
 // PARTS: how many numbers an element is split into. A fragment has PARTS times as many registers as one of bf16.
 template <class T> constexpr int PARTS = ElementOf<T>::PARTS;
 static int act_parts() {
@@ -8978,7 +8993,8 @@ template <class T> INLINE uint32_t pack_pair(float low, float high) {
 }
 // The power of two by which numbers are multiplied before they are split.
 struct PartScale {
-    uint32_t exponent; // the exponent of the largest magnitude, as a float stores it; at least 15
+    // The exponent of the largest magnitude, as a float stores it. It is at least 15, so that undo() is not 0.
+    uint32_t exponent;
     INLINE explicit PartScale(uint32_t top) : exponent(max(top >> 23, 15)) {}      // top: the largest magnitude's bits
     INLINE float apply() const { return __uint_as_float((268 - exponent) << 23); } // brings top to 2^14 ... 2^15
     INLINE float undo() const { return __uint_as_float((exponent - 14) << 23); }   // 1 / apply()
@@ -9015,8 +9031,8 @@ template <class T, int N, int R> INLINE float take_apart_fragments(uint32_t (&x)
 // Convolutions split floats in shared memory, not in registers, because each number is used in several fragments. A
 // place holds 8 floats: one piece at an address, and one piece at this address with bit 4 toggled. After the split, the
 // first piece holds the 8 high parts, in the layout of 8 bf16. The second piece holds the 8 low parts. Each thread
-// splits the floats that it has copied itself, so no barrier is needed between copy and split. places(f) calls
-// f(address) for each place that this thread splits.
+// splits the floats that it has copied itself, so no barrier is needed between copy and split. The argument `places` of
+// the functions below is a function: places(f) calls f(address) for each place that this thread splits.
 // There are two steps, with a __syncthreads between them. In find_top each warp writes the largest magnitude of its
 // floats into `tops`. take_apart_places finds the largest magnitude of all warps, and scales the floats by a factor
 // that depends on this magnitude. Then it splits the floats, and returns the factor that undoes the scale.
@@ -9056,8 +9072,8 @@ template <int WARPS, class Places> INLINE float take_apart_places(uint32_t (&top
 // scale: for floats, the factor that undoes the scales of both operands.
 // For floats, each product is the sum of three products of fp16 parts: high * high, high * low and low * high. Tensor
 // cores truncate when they add. So they add up only these three products over 16 values of k. The fp32 units, which
-// round, add this sum to d. Each of the three products has to wait for the product before it. So up to four tiles take
-// turns, which hides the latency.
+// round, add this sum to d. Each of the three products has to wait for the product before it, because they add to the
+// same registers. So up to four tiles take turns, which hides the latency.
 template <class T, int NA, int NB>
 INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[4 * PARTS<T>],
                      const uint32_t (*b)[2 * PARTS<T>], float scale) {
@@ -9092,10 +9108,11 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
 //   row 1    1 0 3 2 5 4 7 6      places 0, 1, 2, ...: each in a group of banks of its own.
 //   row 2    2 3 0 1 6 7 4 5
 //
-// With 4 chunks to a row (64 bytes), two rows share the 128 bytes, and the key is r / 2 % 4. With 2 chunks to a row it
-// is r / 4 % 2. With an odd number of chunks no key is needed: the rows begin at different banks anyway.
+// With 4 chunks to a row (64 bytes), two rows fill the 32 banks together, and the key is r / 2 % 4. With 2 chunks to a
+// row the key is r / 4 % 2. With an odd number of chunks no key is needed (it is 0), because the rows begin at
+// different banks anyway.
 template <int CHUNKS> INLINE int swizzle_key(int row) {
-    constexpr int BITS = std::min(3, std::countr_zero((unsigned)CHUNKS)); // how often 2 divides CHUNKS, at most 3
+    constexpr int BITS = std::min(3, std::countr_zero((unsigned)CHUNKS)); // CHUNKS = 2^BITS * odd, BITS at most 3
     return (row >> (3 - BITS)) & ((1 << BITS) - 1);
 }
 
@@ -9219,7 +9236,9 @@ WGMMA_FP8(128, D64, "%64", "%65", SUMS_64)
 WGMMA_FP8(192, D96, "%96", "%97", SUMS_96)
 WGMMA_FP8(256, D128, "%128", "%129", SUMS_96, SIXTEEN(96), SIXTEEN(112))
 
-INLINE void wgmma_fence() { PTX("wgmma.fence.sync.aligned;"); } // is called before the first product of a group
+// Must be called before the first product of a group. It makes the products wait until earlier instructions have
+// written the registers of D and of A.
+INLINE void wgmma_fence() { PTX("wgmma.fence.sync.aligned;"); }
 INLINE void wgmma_commit() { PTX("wgmma.commit_group.sync.aligned;"); }
 template <int N> INLINE void wgmma_wait() { // waits until all groups except the latest N are done
     PTX("wgmma.wait_group.sync.aligned %0;", "n"(N));
@@ -9247,7 +9266,7 @@ constexpr int slice_channels(Element e) { return SLICE_BYTES / (int)bytes_of(e);
 constexpr int SWIZZLE_BYTES = 8 * SLICE_BYTES; // the swizzle's period; a tile must begin at a multiple of this
 static_assert(SLICE_BYTES == 128, "the widest row that TMA and wgmma swizzle");
 constexpr int BYTES_OF_64_ROWS =
-    SLICE_CHANNELS * SLICE_BYTES; // in bf16, for example one tap's weights for 64 input and 64 output channels
+    SLICE_CHANNELS * SLICE_BYTES; // for example one tap's bf16 weights for 64 input and 64 output channels
 constexpr int whole_swizzles(int bytes) { return (bytes + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES; }
 
 // An operand in shared memory, in the form of wgmma's descriptors (PTX ISA, "Matrix descriptor"). The operand
@@ -9336,7 +9355,9 @@ static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int
     CUtensorMap map = {};
     if (!p) return map;
     cuuint64_t size[4];
-    cuuint64_t pitch[4]; // bytes from an element to the next one along dimension i + 1; the driver reads three of them
+    // pitch[i] is the number of bytes from an element to the next one along dimension i + 1. The driver reads pitch[0]
+    // to pitch[2].
+    cuuint64_t pitch[4];
     cuuint64_t bytes = bytes_of(element);
     cuuint32_t boxes[4], steps[4] = {1, 1, 1, 1};
     for (int i = 0; i < 4; i++) {
@@ -9346,7 +9367,7 @@ static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int
         pitch[i] = bytes;
     }
     const auto swizzle = tma_swizzle(box[0] * bytes_of(element));
-    const auto outside = CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE; // zeros
+    const auto outside = CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE; // outside of the tensor, TMA reads zeros
     const CUresult error = encode(&map, tma_type(element), 4, (void*)p, size, pitch, boxes, steps,
                                   CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, outside);
     if (error != CUDA_SUCCESS) die("internal error: cuTensorMapEncodeTiled returned %d", (int)error);
@@ -9429,13 +9450,14 @@ INLINE void warp_stored(uint32_t full) {
 template <int BYTES, int OWNERS = 1> struct Pipeline {
     static_assert(BYTES % SWIZZLE_BYTES == 0, "a tile must begin at a whole kilobyte");
     uint32_t stages_at, full_at, empty_at; // addresses of stage 0 and its barriers; a stage has OWNERS full barriers
-    int size, readers, writers;            // number of stages; how many arrivals free a stage; how many fill it
+    int size, readers, writers;            // number of stages; how many arrivals at an empty barrier tell that a stage
+                                           // is free; how many arrivals at a full barrier tell that a stage is full
     int place = 0;                         // the next stage: the loading role fills it, a reader waits for it
     int done = 0;                          // the stage that this reader releases next
     uint32_t phase = 0;  // the parity to wait for at the full barrier of `place`. At its empty barrier, the parity to
                          // wait for is phase ^ 1. In the first round that wait returns at once: a new barrier behaves
                          // as if a phase of parity 1 had already ended.
-    uint32_t phases = 0; // OWNERS = 2: the parities of this warpgroup's own full barriers, a bit for each stage
+    uint32_t phases = 0; // OWNERS = 2: bit i is the parity to wait for at this warpgroup's own full barrier of stage i
 
     INLINE Pipeline(SharedMemory& shared, int n, int readers, int writers = 1) : readers(readers), writers(writers) {
         auto take = [](uint32_t& next, int n, int bytes) { // takes n * bytes bytes, and returns their address
@@ -9509,9 +9531,9 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
 };
 // The ring through which results leave a kernel. It has barriers, but no memory. Another ring of the kernel holds the
 // input pixels. A warpgroup writes its results into stages of that ring, when it no longer needs the pixels there. It
-// does not release such a stage itself. Instead, it calls warp_stored with a full barrier of Results: that of the stage
-// with the same number. The storing warp waits at this barrier, stores the results, and frees the stage in the ring of
-// pixels.
+// does not release such a stage itself. Instead, it calls warp_stored with a full barrier of Results. If the results
+// lie in stage i of the ring of pixels, this is the barrier of stage i of Results. The storing warp waits at this
+// barrier, stores the results, and frees stage i in the ring of pixels.
 typedef Pipeline<0, 2> Results;
 
 // init_barriers and ready both initialise the barriers of several pipelines. One thread calls init_barriers. All
@@ -9576,7 +9598,8 @@ template <int PITCH> struct Halo {
 };
 
 // A warpgroup's sums for N pixels and for OUT_SLICES slices of 64 output channels. wgmma computes them as a matrix:
-// each row is an output channel, and each column is a pixel. Invariant: nobody reads d between multiply and wait.
+// each row is an output channel, and each column is a pixel. multiply starts products, which run in the background.
+// Invariant: nobody reads d between multiply and wait.
 template <int OUT_SLICES, int N> struct Accumulators {
     float d[OUT_SLICES][N / 2];
     // The sums begin with the bias. A thread holds the sums of two channels of each slice b. d[b][k] belongs to the
@@ -9594,9 +9617,11 @@ template <int OUT_SLICES, int N> struct Accumulators {
                 d[b][k] = 0;
             }
     }
-    // Starts STEPS products as one group. Each product sums over 16 input channels. weights: the address of the
-    // weights, which are 64 rows of 128 bytes for each slice of output channels. TRANSPOSED: a row of the weights
-    // belongs to an input channel of the product, not to an output channel. This is so for the input gradient.
+    // Starts the products of weights and pixels, as one group: STEPS products for each slice of output channels. Each
+    // product sums over 16 input channels. weights: the address of the weights, which are 64 rows of 128 bytes for each
+    // slice of output channels. TRANSPOSED: a row of the weights belongs to an input channel of the product, not to an
+    // output channel. This is so for the input gradient, because its input channels are the convolution's output
+    // channels.
     template <int STEPS, bool TRANSPOSED> INLINE void multiply(uint32_t weights, Operand pixels) {
         constexpr int A_MAJOR = TRANSPOSED ? MN_MAJOR : K_MAJOR;
         constexpr int A_STEP = TRANSPOSED ? 128 : 2; // from 16 values of k to the next 16, in units of 16 bytes
@@ -9617,13 +9642,15 @@ template <int OUT_SLICES, int N> struct Accumulators {
             UNROLL_FOR (int b = 0; b < OUT_SLICES; b++) Product::add(d[b], a.at(k * 2 + b * 512), pixels.at(k * 2));
         wgmma_commit();
     }
-    // Multiplies the sums of the thread's two channels of slice b by factors, and then adds v.
+    // This is used for FP8, to undo the factors that operands were multiplied by before they were rounded. It
+    // multiplies the sums of the thread's two channels of slice b by factors[0] and factors[1], and then adds v (such
+    // as the bias).
     INLINE void scale(int b, const float (&factors)[2], const float (&v)[2]) {
         UNROLL_FOR (int k = 0; k < N / 2; k++) {
             d[b][k] = fmaf(d[b][k], factors[k >> 1 & 1], v[k >> 1 & 1]);
         }
     }
-    // Adds v to the sums of the thread's two channels of slice b, at all pixels.
+    // Adds v[0] and v[1], such as the embedding, to the sums of the thread's two channels of slice b, at all pixels.
     INLINE void add(int b, const float (&v)[2]) {
         UNROLL_FOR (int k = 0; k < N / 2; k++) {
             d[b][k] += v[k >> 1 & 1];
@@ -9673,7 +9700,8 @@ template <bool TAKE_TURNS> struct Turn {
 // columns: a convolution with stride 2 gives the same values as one with stride 1 followed by PICK.
 enum Resampling { POOL, REPEAT, PICK };
 
-// Returns where pixel k (0 to 3) of a 2x2 square begins, in elements from the square's first pixel. W: pixels of a row
+// Returns where pixel k (0 to 3) of a 2x2 square begins, in elements from the square's first pixel. W is the number of
+// pixels in a row of the image.
 INLINE size_t in_square(int k, int W, int C) { return ((size_t)(k / 2) * W + k % 2) * C; }
 
 // Adds the four pixels of the 2x2 square that begins at x to sum.
@@ -9732,7 +9760,7 @@ static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // 
             }
             piece = pack<T>(v);
         } else piece = load16(from);
-        unpack<T>(v, piece); // the statistics are those of the rounded values
+        unpack<T>(v, piece); // the sums below must be those of the rounded values, which the group norm will read
         UNROLL_FOR (int k = 0; k < COPIES; k++) {
             *(uint4*)(to + in_square(k, 2 * W, C)) = piece;
         }
@@ -9754,8 +9782,9 @@ static void launch_resample(act* out, Stats* stats, const act* x, int B, int H, 
     if (stats) stats->parts = 1;
     const int pieces = C / VEC<T>;
     const int pixels = R == REPEAT ? H * W : ((H + 1) / 2) * ((W + 1) / 2);
-    // Narrow slabs give more blocks, and wide slabs read longer contiguous parts of memory. With stats, slabs are
-    // widened only as long as the GPU stays nearly full.
+    // Narrow slabs give more blocks, and wide slabs read longer contiguous parts of memory. With stats, there is only
+    // one block for each slab of an image. So slabs are widened only as long as there are blocks for at least 3/4 of
+    // the multiprocessors.
     int columns = 2;
     while (columns < 8 && pieces % (2 * columns) == 0) {
         const int blocks = B * pieces / (2 * columns);
@@ -10086,7 +10115,7 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
         }
         // The warps' dx of these images are added up through shared memory.
         copies_arrived<0>();
-        __syncthreads(); // all warps have read their stages, and the previous images' sums
+        __syncthreads(); // all have read the stages and the last images' sums, which may now be overwritten
         if (!p.parts) continue;
         UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) {
             shared.sums[warp][b][lane] = dx[b];
@@ -10154,7 +10183,8 @@ static void silu_backward(GradOf<float> dx, const float* dout, const float* x, s
 }
 
 // out (B, dim) = [cos(t f_k), sin(t f_k)], where f_k = max_period^(-k / half) for k < half = dim / 2. Each thread
-// computes one pair. f_k is rounded to fp32, as in PyTorch. The angle t f_k is a double, since it may be large.
+// computes the cosine and the sine for one k. f_k is rounded to fp32, as in PyTorch. The angle t f_k is a double,
+// because a large angle in fp32 would have a large rounding error.
 static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period,
                                        Stream* stream = MAIN_STREAM) {
     const int half = dim / 2;
@@ -10178,7 +10208,7 @@ static void label_embedding_forward(float* out, const float* x, const float* tab
         out[i] = x[i] + table[(size_t)label * C + i % C];
     });
 }
-// dx = dout. dtable (rows, C): each row is the sum of dout over the samples whose label is this row. A thread computes
+// dx = dout. dtable (rows, C): row r is the sum of dout over the samples whose label is r. A thread computes
 // one element of dx, and the element of dtable in the same place. For the element of dtable, the thread looks through
 // the labels of all samples. So there are no atomics, and the order of the sum is fixed.
 static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B,
@@ -10196,8 +10226,9 @@ static void label_embedding_backward(GradOf<float> dx, float* dtable, const floa
     });
 }
 
-// out (B, C) = x + values (B, K) weight (C, K)^T. Each thread computes one element of out. K is small: an image has few
-// values.
+// out (B, C) = x + values (B, K) weight (C, K)^T. `values` holds the K numbers of each image that the network is
+// conditioned on (--cond_dim). Each thread computes one element of out. Its loop over K is short, because K is usually
+// small.
 static void values_embedding_forward(float* out, const float* x, const float* weight, const float* values, int B, int K,
                                      int C, Stream* stream = MAIN_STREAM) {
     each_on(stream, (size_t)B * C, [=] __device__(size_t i) {
@@ -10208,8 +10239,8 @@ static void values_embedding_forward(float* out, const float* x, const float* we
         out[i] = x[i] + sum;
     });
 }
-// A thread computes one element of dx and, in the same place, one element of dweight. For dweight it sums over the
-// samples, in their order.
+// Thread i computes element i of dx and element i of dweight. For dweight the thread sums over the samples, in their
+// order.
 static void values_embedding_backward(GradOf<float> dx, float* dweight, const float* dout, const float* values, int B,
                                       int K, int C) {
     each((size_t)std::max(B, K) * C, [=] __device__(size_t i) {
@@ -10232,14 +10263,15 @@ static void values_embedding_backward(GradOf<float> dx, float* dweight, const fl
 
 // Philox makes random words in quartets. This function returns the four words of the quartet with number `quartet`, for
 // sample b. The words depend only on the key, which includes the step, and on `quartet` and b. key.sample0 + b is the
-// sample's number in the step's whole batch; outside of training, it is the image's number. So a draw does not depend
-// on the rank or the microbatch that the sample belongs to.
+// sample's number in the step's whole batch. (When a model makes samples, it is the number of the image that is made.)
+// So a draw does not depend on the rank or the microbatch that the sample belongs to.
 INLINE Words random_words(const RandomKey& key, uint32_t quartet, int b) {
     return philox(key.seed, quartet, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
 }
 
-// draw_levels draws a noise level for each sample. With --objective ect, draw_teachers draws the noise level of each
-// sample's teacher. Each thread works on one sample.
+// draw_levels draws a noise level for each sample. t is what the network is told of the level. The log shows a mean
+// loss for each quarter of all noise levels, and `quarters` holds the quarter that the sample's level lies in. With
+// --objective ect, draw_teachers draws the noise level of each sample's teacher. Each thread works on one sample.
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key) {
     each(B, [=] __device__(size_t b) {
         const NoiseLevel l = draw_level(o, random_words(key, 0, (int)b));
@@ -10249,8 +10281,8 @@ static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, cons
     });
 }
 
-// draw_teachers uses the same random words as draw_levels for each sample. So it draws the student's sigma again. Then
-// it computes the teacher's smaller sigma from the student's.
+// draw_teachers uses the same random words as draw_levels for each sample. So it draws the student's sigma again, which
+// is the noise level that draw_levels has drawn. Then it computes the teacher's smaller sigma from the student's sigma.
 static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key) {
     each(B, [=] __device__(size_t b) {
         const NoiseLevel l = draw_teacher(o, random_words(key, 0, (int)b));
@@ -10296,9 +10328,10 @@ static void augment_images(float* out, Augmentation* drawn, float* canvas, float
     });
 }
 
-// Used with --schedule_sampler loss-second-moment. Each thread works on one t, and looks through the batch for samples
-// with this t. So only one thread writes the row of `history` that holds the losses of this t. The thread stores these
-// losses in the order of the batch.
+// Used with --schedule_sampler loss-second-moment, which draws those t more often whose latest losses were large. Each
+// thread works on one t, and looks through the batch for samples with this t. So only one thread writes the row of
+// `history` that holds the losses of this t. The thread stores these losses in the order of the batch. rms_losses[t] is
+// then the root mean square of the losses in this row, or -1 while the row has too few losses.
 // Every rank holds the losses of the whole batch, so all ranks compute the same rows.
 static void update_rms_losses(double* rms_losses, float* history, const NoiseLevel* levels, const double* loss,
                               const StepState* state, int T, int B) {
@@ -10341,7 +10374,7 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
     });
 }
 
-// picture_is_mirrored returns whether the picture of sample b is mirrored, which it is if the sample's image is
+// picture_is_mirrored returns whether the picture of sample b is mirrored. A picture is mirrored if its image is
 // mirrored. picture_is_left_out returns whether the picture of sample b is replaced by zeros (--cond_dropout).
 INLINE bool picture_is_mirrored(const PictureDraws& draws, int b) {
     return draws.random_flip && (random_words(of_purpose(draws.key, RANDOM_FLIP), 0, b).w[0] & 1);
@@ -10353,7 +10386,8 @@ INLINE bool picture_is_left_out(const PictureDraws& draws, int b) {
 }
 
 // The functions from here to mask_images make the pictures of a batch, which the network reads as its condition. Each
-// thread writes one element of the result. Only in mask_images, each thread writes all channels of a pixel.
+// thread writes one element of the result. mask_images is an exception: there each thread writes all channels of a
+// pixel.
 static void take_pictures(float* cond, const void* pictures, PictureDraws draws, int B, int K, int H, int W,
                           int bytes) {
     // The result is (B, H, W, K), so its element i is channel k of a pixel. The data file's pictures are (B, K, H, W).
@@ -10368,8 +10402,9 @@ static void take_pictures(float* cond, const void* pictures, PictureDraws draws,
     });
 }
 
-// small is (B, H / factor, W / factor, C). The four normal numbers of quartet e / 4 are the noise of four
-// neighbouring elements. Element e uses number e % 4 of them. So four neighbouring threads compute the same quartet.
+// Makes the small pictures of --cond lowres. `small` is (B, H / factor, W / factor, C). The four normal numbers of
+// quartet e / 4 are the noise of four neighbouring elements. Element e uses number e % 4 of them. So four neighbouring
+// threads compute the same quartet.
 static void shrink_images(float* small, const void* images, int factor, PictureDraws draws, int B, int C, int H, int W,
                           int bytes) {
     const int small_w = W / factor;
@@ -10391,7 +10426,8 @@ static void shrink_images(float* small, const void* images, int factor, PictureD
     });
 }
 
-// The small pictures of mirrored images are mirrored already (shrink_images), so there is nothing to mirror here.
+// Enlarges the small pictures of --cond lowres. shrink_images has already mirrored the small pictures of mirrored
+// images, so there is nothing to mirror here.
 static void enlarge_pictures(float* cond, const float* small, int factor, PictureDraws draws, int B, int C, int H,
                              int W) {
     const int n = H * W * C;
@@ -10406,9 +10442,9 @@ static void enlarge_pictures(float* cond, const float* small, int factor, Pictur
     });
 }
 
-// cond is (B, HW). Images have three channels: parse_cond refuses others. `from` is the pixel of the image that pixel p
-// of the picture shows. It is p itself or, if the image is mirrored, the pixel of the same row whose distance from the
-// right edge is p's distance from the left edge.
+// Makes the grey pictures of --cond gray. `cond` is (B, HW). Images have three channels: parse_cond refuses others.
+// `from` is the pixel of the image that pixel p of the picture shows. It is p itself or, if the image is mirrored, the
+// pixel of the same row whose distance from the right edge is p's distance from the left edge.
 static void grey_images(float* cond, const void* images, PictureDraws draws, int B, int H, int W, int bytes) {
     const int HW = H * W;
     each((size_t)B * HW, [=] __device__(size_t i) {
@@ -10420,10 +10456,10 @@ static void grey_images(float* cond, const void* images, PictureDraws draws, int
     });
 }
 
-// cond is (B, HW, C + 1): the image without its holes, and then the mask. All threads of a sample draw the same holes.
-// The holes are placed in the image as the network sees it, which may be mirrored already. So the holes themselves are
-// not mirrored. A picture that is left out is 0 in all channels, the mask included. Other masks are 1 (a hole) or -1
-// (known).
+// Makes the pictures of --cond mask. `cond` is (B, HW, C + 1): the image, which is 0 in the holes, and then the mask.
+// All threads of a sample draw the same holes. The holes are placed in the image as the network sees it, which may be
+// mirrored already. So the holes themselves are not mirrored. A picture that is left out is 0 in all channels, the mask
+// included. Other masks are 1 (a hole) or -1 (known).
 static void mask_images(float* cond, const void* images, PictureDraws draws, int B, int C, int H, int W, int bytes) {
     const int HW = H * W;
     const RandomKey key = of_purpose(draws.key, RANDOM_MASK);
@@ -10505,9 +10541,9 @@ constexpr int LOSS_PARTS = 4; // how many blocks share an image
 // the same time. Two blocks fit if the multiprocessor can run 2,048 threads. On other GPUs it can run 1,536.
 constexpr int SUM_BLOCKS = ARCH == 800 || ARCH == 900 || ARCH == 1000 ? 2 : 1;
 
-// Adds up the v of a block's 1024 threads. Only the threads of the first warp may use the result. First each warp adds
-// up its values, then the sums of the 32 warps are added. The order is fixed, so that a repeated run has the same
-// losses and norms, bit by bit.
+// Adds up the values v of a block's 1024 threads. Only the threads of the first warp may use the result, because only
+// they receive it. First each warp adds up its values, then the first warp adds up the sums of the 32 warps. The order
+// is fixed, so that a repeated run has the same losses and norms, bit by bit.
 INLINE double block_sum(double v) {
     __shared__ double sums[32]; // one sum of each warp
     v = warp_sum(v);
@@ -10555,7 +10591,8 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
             term = bound_term(l, d, v, x0);
         }
         sum += (double)mse * d * d + (double)bound * term.value;
-        // if the loss has an mse term, the bound trains only the variance
+        // If the loss has an mse term, the bound trains only the variance. So the bound adds nothing to the gradient of
+        // the mean.
         const float d_bound = o.mse > 0 ? 0.0f : bound * term.d_mean;
         dout[at_mean] = slope * (2 * mse * d + d_bound);
         if (Cout > C) dout[at_variance] = slope * bound * term.d_variance;
@@ -10581,10 +10618,11 @@ static void loss_forward_backward(double* loss, float* dout, const float* out, c
     });
 }
 
-// The loss of consistency tuning is a function of an image's squared distance |x0_out (out - target)|^2. So its
-// gradient is slope * (out - target). The slope is one number for each image, and depends on the distance of the whole
-// image (tuning_loss). So there are three launches. This kernel computes the distances, the second launch computes the
-// slopes, and the third launch computes the gradients.
+// The loss of consistency tuning is a function of an image's squared distance |x0_out (out - target)|^2. (x0_out is the
+// factor by which x0 changes if the network's answer changes.) So the gradient of the loss is slope * (out - target).
+// The slope is one number for each image, and depends on the distance of the whole image (tuning_loss). So there are
+// three launches. This kernel computes the distances, the second launch computes the slopes, and the third launch
+// computes the gradients.
 // grid (LOSS_PARTS, B). sums (B, LOSS_PARTS): each block's part of an image's distance
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     tuning_distance_kernel(double* sums, const float* out, const float* target, const NoiseLevel* levels, int n) {
@@ -10650,11 +10688,12 @@ struct SamplerView {
     }
 };
 
-// d.threshold (B) holds one value for each image: the |x0| with rank d.rank among all |x0| of the image. Rank 0 is the
-// smallest. A block works on one image. Floats that are not negative have the same order as their bits, read as
-// integers. So the value is found 8 bits at a time, beginning with the highest bits. Each of four passes looks only at
-// the numbers that begin with the bits found so far. The pass counts how often each of the 256 values of the next 8
-// bits occurs. From these counts it finds the 8 bits of the number with the wanted rank.
+// Computes the thresholds of dynamic thresholding (see sampler_step), one for each image. The threshold d.threshold[b]
+// of image b is the |x0| with rank d.rank among all |x0| of the image. Rank 0 is the smallest |x0|. A block works on
+// one image. Floats that are not negative have the same order as their bits, read as integers. So the threshold is
+// found 8 bits at a time, beginning with the highest bits. Each of four passes looks only at the |x0| that begin with
+// the bits found so far. The pass counts how often each of the 256 values of the next 8 bits occurs. From these counts
+// it finds the next 8 bits of the |x0| with the wanted rank.
 static __global__ void __launch_bounds__(1024)
     sampler_threshold_kernel(SamplerView view, const SamplerStep* steps, Denoising d, const int64_t* k) {
     __shared__ int count[256];
@@ -10698,7 +10737,7 @@ INLINE float limited(float x0, float limit) {
 
 // A sampler's step, in place. If thresholds are wanted, they are computed first. Each thread computes four elements.
 // The formulas contain the step's coefficients (SamplerStep), the sampler's memory m, and z, which is a standard normal
-// number. x0 is limited only if denoising.limit is true:
+// number. x' and m' are the new x and m. x0 is limited only if denoising.limit is true:
 //
 //   x0 = limited(x0_x x + x0_out answer)
 //   x' = next_x x + next_x0 x0 + next_m m + sigma z
@@ -10722,13 +10761,15 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
             float x0 = view.predicted_x0(s, d, b, e + k);
             if (d.limit) x0 = limited(x0, limit);
             float sigma = s.sigma;
-            if (s.range > 0 && s.sigma > 0) { // sigma is learned: the second half of the channels holds it
+            // If sigma is learned, the second half of the answer's channels tells where log(sigma) lies: -1 stands for
+            // the least and 1 for the largest log(sigma) of this step.
+            if (s.range > 0 && s.sigma > 0) {
                 const float variance = out[view.place(b, e + k) + C];
                 sigma = expf(s.log_sigma + s.range * 0.5f * (variance + 1));
             }
             float next = s.next_x * v + s.next_x0 * x0 + sigma * z[k];
-            // The memory m is read before it is overwritten. If no step of the sampler writes m, d.m is null and these
-            // three coefficients are 0.
+            // The memory m is read before it is overwritten. If no step of the sampler writes m, d.m is null, and
+            // next_m, m_x and m_x0 are 0 in every step.
             if (s.next_m != 0) next += s.next_m * d.m[i];
             if (s.m_x != 0 || s.m_x0 != 0) d.m[i] = s.m_x * v + s.m_x0 * x0;
             x[i] = next;
@@ -10742,8 +10783,9 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
 //   x = known_x image + known_sigma z
 // If the sampler then goes back to an earlier step, noise is added to all of x. So the steps that are made again can
 // make the known and the new part fit together (RePaint, Lugmayr et al. 2022):
-//   x' = back_x x + back_sigma z'     (if it does not go back, back_x is 1 and back_sigma is 0)
-// A mask has one value for each element of the image: read_images repeats its only channel C times.
+//   x' = back_x x + back_sigma z'     (if the sampler does not go back, back_x is 1 and back_sigma is 0)
+// The array `mask` has one value for each element of the image. A mask's file has only one channel, which read_images
+// repeats C times.
 static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key,
                        bool guided, int B, int n) {
     each_quad(B, n, [=] __device__(int b, int e) {
