@@ -10922,7 +10922,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
         copies_committed();
     };
     const NormParameters<V> parameters(a, t.b, t.c);
-    float factor = 1; // the factor of FP8 outputs
+    float factor = 1; // an FP8 output is multiplied by this before it is rounded
     if constexpr (!std::is_same_v<OUT, T*>) factor = factor_of(out);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
     const int g = a.group_of(t.slab0) + threadIdx.x / 8; // the group whose sums this thread and its neighbours add up
@@ -11037,7 +11037,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
                           NormArgs a) {
     constexpr int V = VEC<T>;
     constexpr int PIXELS = 4;
-    __shared__ uint4 loads[PIXELS][2][NORM_THREADS]; // later: the sums of each thread
+    __shared__ uint4 loads[PIXELS][2][NORM_THREADS]; // pieces of x and of dout; at the end, each thread's sums
     __shared__ __align__(16) float2 coefficients[NORM_SLAB];
     const NormColumn<T, PIXELS> t{a, (int)blockIdx.z};
     const T* next_x = t.x;
@@ -11139,7 +11139,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     const NormChannel channel(a, t.b, t.slab0 + min(threadIdx.x, a.slab - 1));
     t.begin(fetch);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
-    await_previous_kernel(); // the previous kernel wrote the sums, but neither x nor dout
+    // The previous kernel wrote the sums, but neither x nor dout. So the loads above did not have to wait for it.
+    await_previous_kernel();
     if ((int)threadIdx.x < a.slab) coefficients[threadIdx.x] = channel.coefficients(Z_FACTOR<T>);
 
     partial += (size_t)t.b * chunks * a.C;
@@ -11174,7 +11175,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     float scale[V], shift[V], x_factor[V], offset[V];
     load_pairs(scale, shift, coefficients + (t.c - t.slab0));
     load_pairs(x_factor, offset, terms + (t.c - t.slab0));
-    float factor = 0; // the factor of gradients that are stored in FP8
+    float factor = 0; // dx is multiplied by this before it is rounded to FP8
     if constexpr (std::is_same_v<GRAD, Fp8GradOf<T>>) factor = to.fp8.bytes ? *to.fp8.factor : 0;
     size_t at = t.at;
     t.walk([&](int slot, int p, bool more) {
@@ -11365,15 +11366,16 @@ template <class T, bool DROPOUT> struct NormSlab {
     }
     INLINE void begin_addends(const GradOf<T>& to) {
         if (to.dx) load_addends(to, 0);
-        if (to.add1) // the addends of later pixels are fetched into the L2 cache
+        if (to.add1) // add1 of the later pixels is fetched into the L2 cache, where load_addends then finds it
             NO_UNROLL_FOR (int k = BATCH; k < count; k++) {
                 asm volatile("prefetch.global.L2 [%0];" ::"l"(to.add1 + at + k * stride));
             }
     }
     // For each channel, adds up the sums of all threads of a warp, and writes the totals to warp_sums.
     INLINE void fold(float (&v)[2 * V]) const {
-        const int value = fold_rows<V, 16>(v, 1 << w.log_columns); // the index of the first sum that this lane has
-        const int left = max(2 * V << w.log_columns >> 5, 2);      // how many sums this lane has
+        // Now v begins with the `left` sums that this lane has. `value` is the index that the first of them had in v.
+        const int value = fold_rows<V, 16>(v, 1 << w.log_columns);
+        const int left = max(2 * V << w.log_columns >> 5, 2);
         float2* const to = warp_sums + row_warp * w.pitch() + column * V + value / 2;
         if (busy)
             UNROLL_FOR (int i = 0; i < V; i++)
@@ -11416,7 +11418,7 @@ template <class T, bool DROPOUT> struct NormSlab {
     }
     // Computes and stores dx = scale dz - (x_factor x + offset) + addends, for all pixels of this thread.
     template <class GRAD> INLINE void store_dx(const GRAD& to, float (&scale)[V]) {
-        float factor = 0; // the factor of gradients that are stored in FP8
+        float factor = 0; // dx is multiplied by this before it is rounded to FP8
         if constexpr (std::is_same_v<GRAD, Fp8GradOf<T>>) factor = to.fp8.bytes ? *to.fp8.factor : 0;
         float x_factor[V], offset[V];
         load_pairs(x_factor, offset, coefficients + (c - slab0));
@@ -11443,9 +11445,9 @@ template <class T, bool DROPOUT> struct NormSlab {
     }
 };
 
-// grid (chunks of pixels, slabs of channels, images). The chunks of an image form a cluster. NormSlab describes what a
-// thread works on and what lies in shared memory. The five steps are listed above ("How"). GRAD: GradOf<T>, or
-// Fp8GradOf<T>.
+// grid (chunks of pixels, slabs of channels, images). The blocks that work on the chunks of one image and one slab form
+// a cluster. NormSlab describes what a thread works on and what lies in shared memory. The five steps are listed above
+// ("How"). GRAD is GradOf<T>, or, if a dx is also written in FP8, Fp8GradOf<T>.
 template <class T, bool DROPOUT, class GRAD>
 static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     groupnorm_backward_whole_kernel(GRAD dx1, GRAD dx2, const T* dout, NormArgs a, NormWhole w) {
@@ -11504,7 +11506,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     }
 }
 
-// norm_sums_kernel sums the gradients of many group norms' parameters over the batch, in one launch.
+// norm_sums_kernel sums the gradients of many group norms' parameters over the batch, in one launch. This struct is one
+// of these norms.
 struct NormSums {
     const float2* sums; // (B, C): each image's part of dbias and dweight
     float *dweight, *dbias;
@@ -12380,7 +12383,7 @@ template <class T> static void launch_attention_general(const AttentionCall& a) 
 // bytes and a head has enough rows. Otherwise a warp owns 16 rows.
 template <class T, int DIM, int MT = DIM * sizeof(T) <= 128 ? 2 : 1>
 static void launch_attention(const AttentionCall& a) {
-    // Small images have few rows. With MT = 2 there would be too few blocks for the GPU.
+    // Small images have few rows. With MT = 2 there would be too few blocks to fill the GPU, so MT is 1 there.
     const int few_rows = a.dout ? 64 : 256;
     if (MT == 2 && a.T <= few_rows) {
         launch_attention<T, DIM, 1>(a);
@@ -12404,8 +12407,9 @@ static size_t attention_backward_workspace(int B, int T, int, int heads) { // th
 // --- attention_forward_wgmma and attention_backward_wgmma (sm_90a)
 // Used when: bf16, heads of 32 or 64 channels, T a multiple of 64. Backward: T = 64, or a multiple of 128 from 256 to
 //   1024; otherwise attention_backward_kernel computes the backward pass.
-// How: A warpgroup owns 64 rows of a head. TMA brings tiles of the other rows to shared memory. wgmma multiplies these
-//   tiles. P (and for dk also dS) is computed in registers. The next product reads it there, as its operand A.
+// How: A warpgroup owns 64 rows of a head. TMA copies the rows that these are combined with to shared memory, tile by
+//   tile. wgmma multiplies the tiles. P (and for dk also dS) is computed in registers. The next product reads it there,
+//   as its operand A.
 //   Forward: warpgroups own queries, and keys and values stream past.
 //   Backward: warpgroups own keys, and queries stream past in chunks of 64. A cluster of blocks computes a head. Each
 //   block has 128 of the head's keys in shared memory. All blocks work on every chunk, one block after the other. Each
@@ -12466,8 +12470,8 @@ template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     // Registers of a thread in the warpgroup that computes the queries' gradients, and in the warpgroups that own keys.
     static constexpr int DQ_REGISTERS = ALONE ? 80 : 136;
     static constexpr int KEY_REGISTERS = ALONE ? 176 : 184;
-    // What lies in shared memory: at most BARRIERS mbarriers, and the rings. For each ring, the number of its stages
-    // and the bytes of a stage. A tile is 64 rows of a head.
+    // What lies in shared memory: at most BARRIERS mbarriers, and the rings that BackwardBlock describes. The constants
+    // are the number of a ring's stages and the bytes of one stage. A tile is 64 rows of a head.
     static constexpr int BARRIERS = 32;
     static constexpr int TILE_BYTES = 64 * 2 * DIM;
     static constexpr int ROWS_BYTES = 64 * sizeof(SoftmaxRow);
@@ -12493,7 +12497,7 @@ template <int DIM> INLINE Operand head_rows(uint32_t address) {
 }
 // Each of these functions starts products, as one group of wgmma. b lies in shared memory.
 //   multiply_abt   d += a b^T; a lies in shared memory
-//   multiply_ab    d += a b, or with K_MAJOR d += a b^T; a lies in registers. With ADD = 0 the sum begins with 0.
+//   multiply_ab    d += a b, or with K_MAJOR d += a b^T; a lies in registers. With ADD = 0, d is overwritten: d = a b.
 //   multiply_atb   d += a^T b; a lies in shared memory, in rows of 64 elements
 template <int DIM, int M> INLINE void multiply_abt(float (&d)[M], const Operand& a, const Operand& b) {
     using Product = Wgmma<2 * M>;
@@ -12633,10 +12637,10 @@ template <int N> struct Softmax {
 // Shared memory: the block's queries; a ring of keys and a ring of values. Each stage holds a chunk of KEYS rows.
 //   1. The first thread starts the loads of the queries and of as many chunks as there are stages.
 //   2. Each warp reads its queries into registers. Each warpgroup computes S of chunk 0.
-//   3. In turn i a warpgroup computes the softmax of chunk i. Then it computes two products at the same time: out += P
-//      v of chunk i, and the scores of chunk i + 1. After that, with a ring, the first thread loads a chunk into the
-//      stage of chunk i - 1. If it loaded a chunk into the stage of chunk i instead, it would have to wait for the
-//      other warpgroup, which may still read chunk i.
+//   3. In turn i a warpgroup computes the softmax of chunk i. Then it computes two products at the same time. The first
+//      is out += P v of chunk i. The second is the scores of chunk i + 1. After that, with a ring, the first thread
+//      loads a chunk into the stage of chunk i - 1. If it loaded a chunk into the stage of chunk i instead, it would
+//      have to wait for the other warpgroup, which may still read chunk i.
 //   4. out / sum is stored, and also SoftmaxRow, for the backward pass.
 // The compiler overlaps products of wgmma only on two conditions. First, the wait for each product must be in the same
 // turn of the loop as the product. Second, between fence and wait no other instruction may touch the product's
@@ -12716,8 +12720,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
         if (threadIdx.x == 0 && i > 0 && i - 1 + T::STAGES < chunks) load_chunk(i - 1 + T::STAGES);
         __syncwarp();
     }
-    // Four lanes share a row. Each of them holds a part of the row's sum of P and a part of its out. The first of these
-    // lanes stores the row's SoftmaxRow.
+    // Four lanes share a row. Each lane holds a part of the row's sum of P, and some columns of the row's out. The
+    // first of these lanes stores the row's SoftmaxRow.
     const float total[2] = {lane_sum<1, 2>(softmax.sum[0]), lane_sum<1, 2>(softmax.sum[1])};
     const int row = tile.row0 + 64 * warpgroup;
     bf16* const to = (bf16*)p.to + ((size_t)tile.b * p.T + row) * p.C + tile.h * DIM;
@@ -12749,7 +12753,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
 template <class T> struct BackwardBlock {
     static constexpr int DIM = T::DIM;
     static constexpr int WARPGROUPS = T::WARPGROUPS;
-    typedef uint4 Dots[2][DIM / 16]; // [0]: half a row of dout; [1]: half a row of out
+    typedef uint4 Dots[2][DIM / 16]; // a thread's operands of D: [0] is half a row of dout, [1] is half a row of out
 
     const AttentionTma& p;
     int blocks = T::ALONE ? 1 : p.T / T::KEYS;             // how many blocks the cluster has
@@ -12808,7 +12812,8 @@ template <class T> struct BackwardBlock {
         }
     }
     // Loads the next chunk into the next stage. Once all stages have been filled, the next stage holds an old chunk:
-    // the chunk before the one whose dS has just arrived. Nobody reads this old chunk any more.
+    // the chunk before the one whose dS has just arrived. Nobody reads this old chunk any more, so nothing has to wait
+    // until its stage is free.
     INLINE void load_chunk() {
         if (load_head >= p.all_heads) return;
         const Stage to = chunks.next();
@@ -12858,8 +12863,10 @@ template <class T> struct BackwardBlock {
         // -D lies at the same place in the shared memory of all blocks.
         const auto [stage, full] = dots.stage(dots_to_send.done);
         const uint32_t to = stage + 4 * row;
+        // The instruction of store_to_block (st.async) exists only in clusters. So a block that is ALONE stores -D in
+        // the ordinary way, and each of its warps arrives at the barrier.
         if (T::ALONE && lane % 4 == 0) PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(two.x), "f"(two.y));
-        if (T::ALONE) warp_stored(full); // st.async exists only in clusters
+        if (T::ALONE) warp_stored(full);
         for (int r = threadIdx.x % 4; !T::ALONE && r < blocks; r += 4) {
             store_to_block(at_block(to, r), at_block(full, r), two);
         }
@@ -12906,7 +12913,8 @@ template <class T> struct BackwardBlock {
                 Dots dot = {};
                 // What -D of the next head needs is loaded while the products are computed.
                 if (dots_now) load_dots(dot, head + head_stride, tile);
-                if (dots_now && T::ALONE) send_dots(dot, tile); // at once: ALONE has too few registers to keep dot
+                // A block that is ALONE has too few registers to keep `dot` until the end of this step.
+                if (dots_now && T::ALONE) send_dots(dot, tile);
                 float dq[DIM / 2] = {};
                 if (begun) {
                     const uint32_t from = received(sums, T::SUM_BYTES, thread == 0) + thread * 16;
@@ -12946,7 +12954,7 @@ template <class T> struct BackwardBlock {
                 if (dots_now && !T::ALONE) send_dots(dot, tile);
             }
             // All dS of this head have arrived. So key_gradients has read -D of this head, and the stage of `dots` is
-            // free. The blocks that sent -D are told so.
+            // free. The first `blocks` threads tell this to the blocks that sent -D, one block each.
             const int stage = dots.hand_over();
             if (thread < blocks) {
                 if (T::ALONE) dots.free(stage);
