@@ -10637,8 +10637,8 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 // ("Film" is the scale and shift that are computed from the embedding, with --use_scale_shift_norm.) The forward kernel
 // needs no pass over x for mean and rstd: the kernel that wrote x also summed x and x^2 for each channel, and wrote
 // these sums to an array (struct Stats). The forward kernel reads the sums there.
-// For each element, one multiplication and one addition are left: z = x scale + shift. A block computes the two
-// coefficients of each of its channels once.
+// For each element, one multiplication and one addition are left: z = x scale + shift. These two coefficients are the
+// same for all pixels of a channel, so they are computed before the loop over the pixels.
 //
 // Backward. dz is the gradient of z: dout, multiplied by dropout's factors and by the nonlinearity's derivative.
 //
@@ -10658,14 +10658,15 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 //   each chunk, and the second kernel computes dx. Each block of the second kernel adds up the chunks' sums for the
 //   groups of its slab. For each slab, one block also computes the image's part of the parameters' gradients.
 // Costs: Memory traffic. Forward: x is read and out is written. Backward: x and dout are read twice, and dx is
-//   written. All blocks run at the same time, so the time to start a block is only spent once.
+//   written. An image is only divided into so many chunks that all blocks run at the same time. So the time to start a
+//   block is spent only once. (In a very large batch an image is one chunk, and blocks still wait for others.)
 
 constexpr int NORM_THREADS = 256;
 constexpr int NORM_SLAB = 64; // how many channels a slab has at most
 constexpr int MAX_GROUPS = 64;
-// How many blocks of a kernel run on one multiprocessor at the same time. __launch_bounds__ tells this number to the
-// compiler, which then limits the registers of a thread so that they suffice for all these blocks. heavy: the kernel
-// needs more registers, because it computes dropout or, in the second pass, adds addends
+// How many blocks of a kernel should run on a multiprocessor at the same time. __launch_bounds__ tells this number to
+// the compiler, which then limits the registers of a thread so that they suffice for all these blocks. heavy: the
+// kernel needs more registers, because it computes dropout or, in the second pass, adds addends
 constexpr int norm_forward_blocks(bool dropout) { return dropout ? 3 : 4; }
 constexpr int norm_backward_blocks(bool heavy) { return heavy ? 2 : 3; }
 
@@ -10856,8 +10857,8 @@ template <int AT_ONCE> INLINE double2 sum_pairs(const float2* pairs, int n, int 
 // Eight lanes together add up a table whose rows have n entries. Lane i reads entries i, i + 8, i + 16, ..., counted
 // row by row. This struct holds where the lane's first entry is (row, column), and how far it is from one of its
 // entries to the next: `rows` rows down and `columns` columns to the right. (If this column would be n or larger, the
-// entry lies n columns further left, one row further down.) The struct is made before await_previous_kernel, because
-// of its divisions: after that call, they would take a tenth of the time of a norm of 8x8 pixels.
+// entry lies n columns further left, one row further down.) The struct for x1 is made before await_previous_kernel,
+// because of its divisions: after that call, they would take a tenth of the time of a norm of 8x8 pixels.
 struct LaneShare {
     int n;
     int row = threadIdx.x % 8 / n;
@@ -11461,8 +11462,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     const int tid = threadIdx.x;
     const int blocks = slab.blocks;
 
-    // What the forward pass has stored can be read before the previous kernel has ended. The few values that other work
-    // waits for are loaded first.
+    // The kernels of the forward pass ended long ago. So what they stored can be read before the previous kernel has
+    // ended. The few values that the first computations need are loaded first.
     const NormChannel channel(a, slab.b, slab.slab0 + min(tid, w.slab - 1));
     slab.load_x();
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
@@ -12123,7 +12124,7 @@ struct Query {
 };
 
 // On entry p holds the scores S, and ds holds dP. On return p holds P, and ds holds dS:
-//   P = e^((S - top) / sqrt(d)) / sum = 2^((S - top) scale2 - log_sum)
+//   P = e^((S - top) / sqrt(d)) / sum = 2^((S - top) scale2 - log_sum)      scale2 = log2(e) / sqrt(d)
 //   dS = P (dP - D)
 // If the block owns queries, each row belongs to a query: own_queries[m][0] is the Query of row g of tile m, and
 // own_queries[m][1] is the Query of row g + 8 (g = lane / 4). If the block owns keys (OWNS_KEYS), each column belongs
@@ -12467,7 +12468,8 @@ template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     static constexpr int KEYS = 64 * WARPGROUPS; // how many keys a block owns
     static constexpr int THREADS = 128 * (WARPGROUPS + 1);
     static constexpr int PER_SM = ALONE ? 2 : 1; // blocks that fit on a multiprocessor
-    // Registers of a thread in the warpgroup that computes the queries' gradients, and in the warpgroups that own keys.
+    // How many registers a thread has: DQ_REGISTERS in the warpgroup that computes the queries' gradients,
+    // KEY_REGISTERS in the warpgroups that own keys.
     static constexpr int DQ_REGISTERS = ALONE ? 80 : 136;
     static constexpr int KEY_REGISTERS = ALONE ? 176 : 184;
     // What lies in shared memory: at most BARRIERS mbarriers, and the rings that BackwardBlock describes. The constants
@@ -12747,9 +12749,10 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
 //   dots     query_gradients of all blocks: -D            key_gradients
 //
 // Blocks send `sums` and `dots` to each other. In these two rings, the receiving block waits at its own `full`
-// barriers, and the sending block waits at its own `empty` barriers. A role that both fills a ring and frees its stages
-// needs two positions in it. keys_to_load, sums_to_send and dots_to_send hold the positions for filling: they are
-// second Pipeline objects that use the same stages and barriers.
+// barriers, at which the sent bytes are counted (store_to_block). The sending block waits at its own `empty` barriers,
+// at which the receiving block arrives (arrive_at_block). A role that both fills a ring and frees its stages needs two
+// positions in it. keys_to_load, sums_to_send and dots_to_send hold the positions for filling: they are second Pipeline
+// objects that use the same stages and barriers.
 template <class T> struct BackwardBlock {
     static constexpr int DIM = T::DIM;
     static constexpr int WARPGROUPS = T::WARPGROUPS;
