@@ -10818,9 +10818,10 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 //   out  = dropout(nonlinearity(z))
 //
 // ("Film" is the scale and shift that are computed from the embedding, with --use_scale_shift_norm.) The forward kernel
-// needs no pass over x for mean and rstd: the kernel that wrote x also wrote each channel's sums of x and x^2 to Stats.
-// For each element, one multiplication and one addition are left: z = x scale + shift. A block computes the two
-// coefficients of each of its channels once.
+// needs no pass over x for mean and rstd: the kernel that wrote x also summed x and x^2 for each channel, and wrote
+// these sums to an array (struct Stats). The forward kernel reads the sums there.
+// For each element, one multiplication and one addition are left: z = x scale + shift. These two coefficients are the
+// same for all pixels of a channel, so they are computed before the loop over the pixels.
 //
 // Backward. dz is the gradient of z: dout, multiplied by dropout's factors and by the nonlinearity's derivative.
 //
@@ -10840,13 +10841,15 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 //   each chunk, and the second kernel computes dx. Each block of the second kernel adds up the chunks' sums for the
 //   groups of its slab. For each slab, one block also computes the image's part of the parameters' gradients.
 // Costs: Memory traffic. Forward: x is read and out is written. Backward: x and dout are read twice, and dx is
-//   written. All blocks run at the same time, so the time to start a block is only spent once.
+//   written. An image is only divided into so many chunks that all blocks run at the same time. So the time to start a
+//   block is spent only once. (In a very large batch an image is one chunk, and blocks still wait for others.)
 
 constexpr int NORM_THREADS = 256;
 constexpr int NORM_SLAB = 64; // how many channels a slab has at most
 constexpr int MAX_GROUPS = 64;
-// How many blocks of a kernel a multiprocessor has enough registers for. heavy: the kernel computes dropout or, in the
-// second pass, adds addends
+// How many blocks of a kernel should run on a multiprocessor at the same time. __launch_bounds__ tells this number to
+// the compiler, which then limits the registers of a thread so that they suffice for all these blocks. heavy: the
+// kernel needs more registers, because it computes dropout or, in the second pass, adds addends
 constexpr int norm_forward_blocks(bool dropout) { return dropout ? 3 : 4; }
 constexpr int norm_backward_blocks(bool heavy) { return heavy ? 2 : 3; }
 
@@ -10891,8 +10894,8 @@ template <class T, int PIXELS> struct NormColumn {
     const NormArgs& a;
     int b;
     int slab0 = blockIdx.y * a.slab; // the slab's first channel
-    // The block works on `rows` pixels at a time. `place` is the number of this thread's first element among the slab's
-    // elements in these pixels.
+    // The block works on `rows` pixels at a time. Number the slab's elements in these pixels 0, 1, 2, ..., pixel after
+    // pixel. Then `place` is the number of this thread's first element.
     int place = threadIdx.x * VEC<T>;
     int c = slab0 + (place & (a.slab - 1));                   // this thread's first channel
     int rows = NORM_THREADS * VEC<T> >> a.log_slab;           // how many pixels the block works on at a time
@@ -10908,7 +10911,8 @@ template <class T, int PIXELS> struct NormColumn {
     const T* x = (const T*)(in_x1 ? a.x1 : a.x2) + at;
 
     // begin and walk use a ring of PIXELS slots. A slot holds what has been loaded of one pixel.
-    // begin calls fetch(slot, inside) for this thread's first PIXELS pixels. inside: whether this pixel exists
+    // begin calls fetch(slot, inside) for this thread's first PIXELS pixels. inside: whether the pixel lies in the
+    // block's chunk, so that it has to be loaded
     // walk calls work(slot, p, more) for each pixel p, as soon as its loads have arrived. more: whether a later pixel
     // has to be loaded into this slot
     template <class F> INLINE void begin(F fetch) const {
@@ -10948,8 +10952,9 @@ template <int V> INLINE void load_floats(float (&v)[V], const float* p) {
 }
 
 // The parameters from which the coefficients of V channels are computed: z = (xhat weight + bias) factor + shift,
-// factor = 1 + scale, where scale and shift come from the embedding (FiLM, --use_scale_shift_norm). The previous kernel
-// does not write these parameters, so they can be loaded before that kernel has ended.
+// factor = 1 + scale, where scale and shift come from the embedding (FiLM, --use_scale_shift_norm). A kernel may start
+// before the previous kernel has ended (launch_on). The previous kernel does not write these parameters, so a norm's
+// kernel loads them before it waits for the previous kernel.
 template <int V> struct NormParameters {
     float weight[V], bias[V];
     float scale[V] = {}, shift[V] = {}; // from the embedding
@@ -10963,7 +10968,8 @@ template <int V> struct NormParameters {
         load_floats(shift, film + a.C);
     }
     INLINE float factor(int i) const { return 1 + scale[i]; }
-    // Returns scale and shift of the i-th channel, so that x scale + shift is z times z_factor.
+    // Returns scale and shift of the i-th channel, so that x scale + shift is z times z_factor. In the backward pass
+    // z_factor is Z_FACTOR, because a nonlinearity's derivative (Silu's df) expects Z_FACTOR z as its argument.
     INLINE float2 coefficients(int i, float mean, float rstd, float z_factor = 1) const {
         const float x_weight = rstd * weight[i]; // xhat weight = (x - mean) x_weight
         const float z_scale = x_weight * factor(i);
@@ -10984,8 +10990,9 @@ struct NormChannel : NormParameters<1> {
     }
     INLINE float2 coefficients(float z_factor) const { return NormParameters::coefficients(0, mean, rstd, z_factor); }
     INLINE float dxhat_factor() const { return weight[0] * factor(0); } // the w in dxhat = w dz
-    // Writes this image's part of the gradients of the parameters and of the embedding. sum holds the sums of dz and of
-    // dz x over the image's pixels.
+    // Writes two kinds of gradients for this channel: this image's part of dbias and dweight, and the gradients of the
+    // image's film shift and film scale. sum holds the sums of dz and of dz x over the image's pixels. Below, factor is
+    // 1 + film scale.
     //   dbias = factor sum(dz)      dweight = factor sum(dz xhat)
     //   d film shift = sum(dz)      d film scale = sum(dz (xhat weight + bias))
     INLINE void put_gradients(const NormArgs& a, double2 sum) const {
@@ -11031,18 +11038,20 @@ template <int AT_ONCE> INLINE double2 sum_pairs(const float2* pairs, int n, int 
 }
 
 // Eight lanes together add up a table whose rows have n entries. Lane i reads entries i, i + 8, i + 16, ..., counted
-// row by row. This struct holds where the lane's first entry is, and how far it is to the next one. The divisions are
-// done before await_previous_kernel. If they were done after it, they would take a tenth of the time of a norm of 8x8
-// pixels.
+// row by row. This struct holds where the lane's first entry is (row, column), and how far it is from one of its
+// entries to the next: `rows` rows down and `columns` columns to the right. (If this column would be n or larger, the
+// entry lies n columns further left, one row further down.) The struct for x1 is made before await_previous_kernel,
+// because of its divisions: after that call, they would take a tenth of the time of a norm of 8x8 pixels.
 struct LaneShare {
     int n;
     int row = threadIdx.x % 8 / n;
     int column = threadIdx.x % 8 % n;
-    int rows = 8 / n;    // the lane's next entry is 8 entries on. It lies this many rows down,
-    int columns = 8 % n; // and this many columns to the right
+    int rows = 8 / n;
+    int columns = 8 % n;
 };
 
-// Where a norm's output is written: T* (as T), Fp8Copy (in FP8), or BothOut<T> (in both forms).
+// groupnorm_forward_kernel is called with one of three types, which say where and in which form it writes its output:
+// T* (elements of type T), Fp8Copy (FP8), or BothOut<T> (both).
 template <class T> struct BothOut {
     T* p;
     Fp8Copy fp8;
@@ -11097,7 +11106,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
         copies_committed();
     };
     const NormParameters<V> parameters(a, t.b, t.c);
-    float factor = 1; // the factor of FP8 outputs
+    float factor = 1; // an FP8 output is multiplied by this before it is rounded
     if constexpr (!std::is_same_v<OUT, T*>) factor = factor_of(out);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
     const int g = a.group_of(t.slab0) + threadIdx.x / 8; // the group whose sums this thread and its neighbours add up
@@ -11145,7 +11154,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     }
     __syncthreads();
 
-    // The V channels of a thread may belong to several groups.
+    // Computes scale and shift of the thread's V channels. These channels may belong to several groups, each of which
+    // has its own mean and rstd.
     float scale[V], shift[V];
     int group = a.group_of(t.c);         // the group that channel i belongs to
     int next = (group + 1) * a.Cg - t.c; // the i where the next group begins
@@ -11211,7 +11221,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
                           NormArgs a) {
     constexpr int V = VEC<T>;
     constexpr int PIXELS = 4;
-    __shared__ uint4 loads[PIXELS][2][NORM_THREADS]; // later: the sums of each thread
+    __shared__ uint4 loads[PIXELS][2][NORM_THREADS]; // pieces of x and of dout; at the end, each thread's sums
     __shared__ __align__(16) float2 coefficients[NORM_SLAB];
     const NormColumn<T, PIXELS> t{a, (int)blockIdx.z};
     const T* next_x = t.x;
@@ -11268,7 +11278,8 @@ INLINE float2 group_terms(double sum, double product, float mean, float rstd, co
     return make_float2(x_factor, (float)sum * rstd - x_factor * mean);
 }
 
-// Backward, second pass: dx = scale dz - (x_factor x + offset) [+ addends, if ADD]. GRAD: GradOf<T>, or Fp8GradOf<T>.
+// Backward, second pass: dx = scale dz - (x_factor x + offset) [+ addends, if ADD]. GRAD is GradOf<T>, or, if a dx is
+// also written in FP8, Fp8GradOf<T>.
 // The grid is that of groupnorm_forward_kernel. Each thread works on the channels and pixels of its NormColumn.
 // `chunks` is the number of chunks in the first pass; this pass may divide the pixels into another number of chunks.
 // Shared memory: each thread's next PIXELS pieces of x, dout and an addend; the coefficients of the slab's channels
@@ -11295,8 +11306,9 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     const uint64_t policy = last_read();
     const T* next_x = t.x;
     const T* next_d = dout + t.at_out;
-    const T* next_add =
-        ADD && to.add1 ? to.add1 + t.at : nullptr; // add1 may be dx itself: each piece is read before it is replaced
+    // add1 may be the same array as dx. This works, because each thread loads a piece of add1 before it writes the
+    // piece of dx at the same place.
+    const T* next_add = ADD && to.add1 ? to.add1 + t.at : nullptr;
     auto fetch = [&](int slot, bool inside) {
         if (inside) {
             copy_async_16(&loads[slot][0][threadIdx.x], next_x, policy);
@@ -11311,7 +11323,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     const NormChannel channel(a, t.b, t.slab0 + min(threadIdx.x, a.slab - 1));
     t.begin(fetch);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
-    await_previous_kernel(); // the previous kernel wrote the sums, but neither x nor dout
+    // The previous kernel wrote the sums, but neither x nor dout. So the loads above did not have to wait for it.
+    await_previous_kernel();
     if ((int)threadIdx.x < a.slab) coefficients[threadIdx.x] = channel.coefficients(Z_FACTOR<T>);
 
     partial += (size_t)t.b * chunks * a.C;
@@ -11346,7 +11359,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     float scale[V], shift[V], x_factor[V], offset[V];
     load_pairs(scale, shift, coefficients + (t.c - t.slab0));
     load_pairs(x_factor, offset, terms + (t.c - t.slab0));
-    float factor = 0; // the factor of gradients that are stored in FP8
+    float factor = 0; // dx is multiplied by this before it is rounded to FP8
     if constexpr (std::is_same_v<GRAD, Fp8GradOf<T>>) factor = to.fp8.bytes ? *to.fp8.factor : 0;
     size_t at = t.at;
     t.walk([&](int slot, int p, bool more) {
@@ -11357,7 +11370,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         fetch(slot, more);
         norm_dz<T, DROPOUT>(dz, x, scale, shift, a, step, t.b, (size_t)p * a.C + t.c);
         UNROLL_FOR (int i = 0; i < V; i++) {
-            const float dx_scale = scale[i] * (1 / Z_FACTOR<T>); // scale was multiplied by Z_FACTOR
+            const float dx_scale = scale[i] * (1 / Z_FACTOR<T>); // scale without Z_FACTOR, which only norm_dz needs
             dz[i] = dx_scale * dz[i] - x_factor[i] * x[i] - offset[i];
         }
         if (ADD) add_piece<T>(dz, add1);
@@ -11381,15 +11394,16 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 //     4. every block computes x_factor and offset of every group from the sums of all warps or blocks
 //     5. dx = scale dz - (x_factor x + offset), from x and dz in shared memory
 //
-// Costs: x and dout are read once. On 8x8 images the time is mostly latency: the GPU fetches code that runs only once,
-//   and work waits for the loads of x. So loops are not unrolled, and the few values that other work waits for are
-//   loaded first.
+// Costs: x and dout are read once. On 8x8 images the threads mostly wait: for their instructions, which the GPU has to
+//   fetch before they run for the first time, and for x. So loops are not unrolled, which makes fewer instructions to
+//   fetch. And the few values that the first computations need are loaded before all others.
 
 // Adds up v over those lanes of a warp whose numbers differ by multiples of `columns` (a power of 2). In each step, a
 // lane gives half of its values to another lane, and adds the values that it receives to its other half. So after each
 // step a lane has half as many values. When only one pair of values is left, the lanes add whole pairs. At the end a
 // lane has one or several pairs of sums, which begin at v[0]. (The more columns, the more pairs.) Returns the index
-// that the lane's first sum had in v.
+// that the lane's first sum had in v. HALF: how many values a lane gives away in the first step. OFFSET: by how much
+// the numbers of the two lanes differ in the first step
 template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int columns) {
     int first = 0;
     if (OFFSET >= columns && halve<HALF>(v, OFFSET)) first = HALF;
@@ -11407,9 +11421,9 @@ template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int c
 
 // How groupnorm_backward_whole_kernel divides an image. A vector is VEC neighbouring channels (16 bytes). A slab
 // consists of whole groups, and also of whole vectors. Each block of a cluster works on a chunk of the image's pixels.
-// A warp works on 2^log_columns neighbouring vectors of a pixel. 2^log_warps warps work on the same vectors of
-// different pixels. A slab may have any number of vectors, so some lanes may have vectors beyond the slab. These lanes
-// are idle.
+// The 32 lanes of a warp work on 2^log_columns neighbouring vectors of each of 32 / 2^log_columns pixels at a time.
+// 2^log_warps warps work on the same vectors of different pixels. A slab may have any number of vectors, so some lanes
+// may have vectors beyond the slab. These lanes are idle.
 struct NormWhole {
     int threads; // threads of a block
     int slab;    // how many channels a slab has
@@ -11419,14 +11433,16 @@ struct NormWhole {
 
     HD int rows() const { return 32 << log_warps >> log_columns; } // how many pixels a block works on at a time
     HD int slots() const { return (chunk + rows() - 1) / rows(); } // how many pixels a thread works on at most
-    // Returns the distance from one row of sums to the next. The distance is odd, so that the sums of one channel lie
-    // in different banks.
+    // A row of sums in shared memory has a pair of sums (of dz and of dz x) for each channel of the slab. Returns the
+    // distance from one row to the next, in pairs. The distance is odd, so that the pairs of one channel lie in
+    // different banks.
     HD int pitch() const { return slab + 1; }
     // Returns how many bytes of shared memory a block needs. In NormSlab the arrays lie in the same order as here.
     int bytes() const {
         const int pieces = 2 * slots() * threads; // x and dout
         const int per_channel = sizeof(float2) + sizeof(float4);
-        const int sums = (1 << log_warps) + (chunks > 1 ? chunks : 0); // a row for each row_warp, and for each block
+        // The rows of sums: one for each of the warps that work on the same vectors, and one for each block.
+        const int sums = (1 << log_warps) + (chunks > 1 ? chunks : 0);
         return pieces * 16 + slab * per_channel + sums * pitch() * (int)sizeof(float2);
     }
 };
@@ -11534,15 +11550,16 @@ template <class T, bool DROPOUT> struct NormSlab {
     }
     INLINE void begin_addends(const GradOf<T>& to) {
         if (to.dx) load_addends(to, 0);
-        if (to.add1) // the addends of later pixels are fetched into the L2 cache
+        if (to.add1) // add1 of the later pixels is fetched into the L2 cache, where load_addends then finds it
             NO_UNROLL_FOR (int k = BATCH; k < count; k++) {
                 asm volatile("prefetch.global.L2 [%0];" ::"l"(to.add1 + at + k * stride));
             }
     }
     // For each channel, adds up the sums of all threads of a warp, and writes the totals to warp_sums.
     INLINE void fold(float (&v)[2 * V]) const {
-        const int value = fold_rows<V, 16>(v, 1 << w.log_columns); // the index of the first sum that this lane has
-        const int left = max(2 * V << w.log_columns >> 5, 2);      // how many sums this lane has
+        // Now v begins with the `left` sums that this lane has. `value` is the index that the first of them had in v.
+        const int value = fold_rows<V, 16>(v, 1 << w.log_columns);
+        const int left = max(2 * V << w.log_columns >> 5, 2);
         float2* const to = warp_sums + row_warp * w.pitch() + column * V + value / 2;
         if (busy)
             UNROLL_FOR (int i = 0; i < V; i++)
@@ -11562,8 +11579,9 @@ template <class T, bool DROPOUT> struct NormSlab {
         }
         mbarrier_wait(all_here, 0);
     }
-    // Computes x_factor and offset of each group from 2^log_items rows of sums, and writes them to coefficients. Eight
-    // threads work on each group.
+    // Computes x_factor and offset of each group, and writes them to coefficients. `sums` has 2^log_items rows, which
+    // still have to be added up: a row for each warp (warp_sums) or for each block (block_sums). Eight threads work on
+    // each group.
     INLINE void find_group_terms(const float2* sums, int log_items) const {
         NO_UNROLL_FOR (int g = tid / 8; g < a.group_of(w.slab); g += threads / 8) {
             double sum = 0;     // the sum of dxhat
@@ -11582,13 +11600,13 @@ template <class T, bool DROPOUT> struct NormSlab {
             }
         }
     }
-    // dx = scale dz - (x_factor x + offset) + addends, for all pixels of a thread
+    // Computes and stores dx = scale dz - (x_factor x + offset) + addends, for all pixels of this thread.
     template <class GRAD> INLINE void store_dx(const GRAD& to, float (&scale)[V]) {
-        float factor = 0; // the factor of gradients that are stored in FP8
+        float factor = 0; // dx is multiplied by this before it is rounded to FP8
         if constexpr (std::is_same_v<GRAD, Fp8GradOf<T>>) factor = to.fp8.bytes ? *to.fp8.factor : 0;
         float x_factor[V], offset[V];
         load_pairs(x_factor, offset, coefficients + (c - slab0));
-        UNROLL_FOR (int i = 0; i < V; i++) { // scale was multiplied by Z_FACTOR
+        UNROLL_FOR (int i = 0; i < V; i++) { // takes Z_FACTOR out of scale, because only norm_dz needs it
             scale[i] *= 1 / Z_FACTOR<T>;
         }
         uint4* p = kept + tid;
@@ -11611,9 +11629,9 @@ template <class T, bool DROPOUT> struct NormSlab {
     }
 };
 
-// grid (chunks of pixels, slabs of channels, images). The chunks of an image form a cluster. NormSlab describes what a
-// thread works on and what lies in shared memory. The five steps are listed above ("How"). GRAD: GradOf<T>, or
-// Fp8GradOf<T>.
+// grid (chunks of pixels, slabs of channels, images). The blocks that work on the chunks of one image and one slab form
+// a cluster. NormSlab describes what a thread works on and what lies in shared memory. The five steps are listed above
+// ("How"). GRAD is GradOf<T>, or, if a dx is also written in FP8, Fp8GradOf<T>.
 template <class T, bool DROPOUT, class GRAD>
 static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     groupnorm_backward_whole_kernel(GRAD dx1, GRAD dx2, const T* dout, NormArgs a, NormWhole w) {
@@ -11627,8 +11645,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     const int tid = threadIdx.x;
     const int blocks = slab.blocks;
 
-    // What the forward pass has stored can be read before the previous kernel has ended. The few values that other work
-    // waits for are loaded first.
+    // The kernels of the forward pass ended long ago. So what they stored can be read before the previous kernel has
+    // ended. The few values that the first computations need are loaded first.
     const NormChannel channel(a, slab.b, slab.slab0 + min(tid, w.slab - 1));
     slab.load_x();
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
@@ -11644,8 +11662,9 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
         slab.channels[tid] = make_float4(channel.mean, channel.rstd, channel.dxhat_factor(), 0);
     }
     __syncthreads();
-    // Sums of other blocks may have arrived in this block already. The barrier's phase ends when thread 0 has arrived
-    // at the barrier and all announced bytes have arrived. It does not matter which of them arrives first.
+    // Thread 0 arrives at the barrier and announces how many bytes of sums the blocks will write here. The barrier's
+    // phase ends when thread 0 and all announced bytes have arrived, in any order. So this is right even if sums of
+    // other blocks are here already.
     if (blocks > 1 && tid == 0) mbarrier_expect(all_here, blocks * w.slab * (int)sizeof(float2));
     float scale[V], shift[V];
     float v[2 * V] = {}; // sums of dz and dz x of each channel
@@ -11671,7 +11690,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     }
 }
 
-// norm_sums_kernel sums the gradients of many group norms' parameters over the batch, in one launch.
+// norm_sums_kernel sums the gradients of many group norms' parameters over the batch, in one launch. This struct is one
+// of these norms.
 struct NormSums {
     const float2* sums; // (B, C): each image's part of dbias and dweight
     float *dweight, *dbias;
@@ -11727,9 +11747,10 @@ static dim3 norm_grid(NormArgs& a, int per_sm, int max_chunks) {
     return dim3(ceil_div(a.s.HW, a.chunk), slabs, a.s.B);
 }
 
-// Returns how many bytes the chunks' sums need at most, for any batch of up to s.B images. norm_grid divides an image
-// into several chunks only if all blocks fit on the GPU at the same time. Then there are at most on_chip sums.
-// Otherwise an image is one chunk, and there are of_batch sums: one for each image and channel.
+// Returns how many bytes the chunks' sums need at most, for any batch of up to s.B images. A block writes a pair of
+// sums (of dz and of dz x) for each of its channels, at most NORM_SLAB pairs. norm_grid divides an image into
+// several chunks only if all blocks fit on the GPU at the same time. Then all blocks together write at most on_chip
+// pairs. Otherwise an image is one chunk, and there are of_batch pairs: one for each image and channel.
 static size_t groupnorm_backward_workspace(const NormShape& s) {
     const int on_chip = norm_backward_blocks(false) * gpu.sms * NORM_SLAB;
     const int of_batch = s.B * (s.C1 + s.C2);
@@ -11769,12 +11790,13 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 //              dv = P^T dout            dq = dS k / sqrt(d)          dk = dS^T q / sqrt(d)
 //
 // The forward pass stores two numbers for each row (SoftmaxRow), from which the backward pass computes P again.
-// S and P never leave the chip (FlashAttention, Dao et al. 2022). A block owns some rows of one head, such as queries.
-// It reads the rows that its own rows are combined with, such as all keys and values, tile by tile. These "stream past"
-// the block's own rows. Hopper's kernels compute bf16 heads of 32 and 64 channels. Two portable versions compute all
-// other heads. In the backward pass of the portable versions, half of the blocks own queries (and write dq). The other
-// half own keys (and write dk and dv). So every sum is computed by one block, in one order. Both halves run the same
-// code, with own rows A1, A2 and streamed rows B1, B2:
+// S and P are never written to the GPU's memory (FlashAttention, Dao et al. 2022). A block owns some rows of one head,
+// such as some of the queries: it computes the results of these rows. It reads the rows that its own rows are combined
+// with, such as all keys and values, tile by tile. We say that these rows "stream past" the block's own rows. Hopper's
+// kernels compute bf16 heads of 32 and 64 channels, if T is suitable. Two portable versions compute all other heads. In
+// the backward pass of the portable versions, half of the blocks own queries (and write dq). The other half own keys
+// (and write dk and dv). So every sum is computed by one block, in one order. Both halves run the same code, with own
+// rows A1, A2 and streamed rows B1, B2:
 //
 //   own     A1   A2     B1   B2        S = A1 B1^T        dP = A2 B2^T
 //   queries q    dout   k    v         dq = dS B1
@@ -11801,8 +11823,8 @@ template <class T> struct HeadRows {
 
 enum { Q_PART, K_PART, V_PART }; // the parts of a pixel's 3C channels in qkv and dqkv
 
-// A block's tile of `rows` rows of one head. The blocks of a head run at the same time. So they find the head's rows in
-// the L2 cache.
+// A block's tile of `rows` rows of one head. Blocks with neighbouring numbers have tiles of the same head. They run at
+// about the same time, so most of them find the rows that they read in the L2 cache.
 struct HeadTile {
     const AttentionCall& a;
     int rows;
@@ -11868,8 +11890,9 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
 // --- attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
 // Used when: d <= 256 (in fp32 d <= 128), and Hopper's kernels (below) can't be used: in fp32, on other GPUs, for
 // other d or T.
-// How: Each warp of a block owns 16 MT rows (queries; backward: queries or keys). The rows that they are combined with
-//   stream past through two stages of shared memory, N at a time: while one stage is multiplied, the other is loaded.
+// How: Each warp of a block owns 16 MT rows (queries; backward: queries or keys), so a block owns M = 16 MT x warps. MT
+//   is 1 or 2. The rows that they are combined with stream past through two stages of shared memory, N at a time: while
+//   one stage is multiplied, the other is loaded. SUB (at most 32) of a stage's N rows are multiplied at a time.
 //
 //     S (M, SUB)  =  own rows (M, d) x streamed rows (SUB, d)^T       in registers: 16 MT rows of S for each warp
 //     out (M, d) +=  P (M, SUB) x streamed rows (SUB, d)              P: the registers of S, packed to bf16
@@ -11888,8 +11911,8 @@ constexpr int attention_streamed_rows(int row_bytes, int MT) {
     if (row_bytes > 64 || MT == 1) return 64;
     return 128;
 }
-// Returns how many blocks a multiprocessor has room for. This depends on the registers that a thread needs for the 16
-// MT rows of its warp. Each row has row_bytes.
+// Returns how many blocks a multiprocessor has room for. This depends on the registers that a thread needs for the
+// 16 MT rows of its warp, each of which has row_bytes bytes.
 constexpr int attention_forward_blocks(int row_bytes, int MT) {
     if (row_bytes > 128) return 1;
     if (row_bytes * MT <= 64) return 6;
@@ -11901,22 +11924,24 @@ constexpr int attention_backward_blocks(int row_bytes, int MT) {
     return row_bytes * MT <= 128 ? 3 : 2;
 }
 
+// The sizes of what a block of the portable kernels works on.
 template <class T_, int DIM_, int MT_, bool KEEP_> struct AttentionTile {
     typedef T_ T;
-    static constexpr int DIM = DIM_; // d, padded with zeros
+    static constexpr int DIM = DIM_; // columns of a row in shared memory: at least d; those beyond d hold zeros
     static constexpr int ROW_BYTES = DIM * sizeof(T);
     static constexpr int V = VEC<T>;
     static constexpr int PARTS = ::PARTS<T>; // 2: each float is multiplied as two fp16 numbers
     // true: the fragments of own rows stay in registers; false: they are read again for each product
     static constexpr bool KEEP = KEEP_;
-    // Own rows. A warp owns 16 MT of them. With MT = 2, the warp multiplies each streamed row that it has read by two
-    // tiles of 16 own rows.
+    // Own rows. A warp owns 16 MT of them, and a block owns M of them. With MT = 2, the warp multiplies each streamed
+    // row that it has read by two tiles of 16 own rows. So a warp reads shared memory half as often for each product.
     static constexpr int MT = MT_;
     static constexpr int WARP_ROWS = 16 * MT;
     static constexpr int WARPS = ROW_BYTES > 256 ? 2 : 4;
     static constexpr int THREADS = 32 * WARPS;
     static constexpr int M = WARPS * WARP_ROWS;
-    // Streamed rows are loaded N at a time. They are multiplied SUB at a time, which gives NT tiles of 8 columns.
+    // Streamed rows are loaded N at a time. They are multiplied SUB at a time. This gives SUB columns of S: NT tiles of
+    // 8 columns.
     static constexpr int N = attention_streamed_rows(ROW_BYTES, MT);
     static constexpr int SUB = std::min(N, 32);
     static constexpr int NT = SUB / 8;
@@ -11953,7 +11978,9 @@ template <class Tile> struct OwnRows {
     static constexpr int SLOTS = Tile::KEEP ? Tile::DIM / 16 : 1;
     const typename Tile::T* rows; // the address that this lane gives to ldmatrix to read the first columns
     uint32_t kept[SLOTS][Tile::MT][4 * Tile::PARTS];
-    float scale[SLOTS]; // a slot's products are multiplied by its scale, which undoes take_apart_fragments' scaling
+    // take_apart_fragments scales the floats of a slot before it splits them. The slot's products are multiplied by
+    // `scale`, which undoes that. (For bf16 it is 1.)
+    float scale[SLOTS];
 
     // own: the block's rows in shared memory
     __device__ void load(const typename Tile::T* own) {
@@ -11982,8 +12009,8 @@ template <class Tile> struct OwnRows {
 
 // A warp's results, in mma.sync's layout: tiles of 16 rows x 8 columns. With g = lane / 4 and q = lane % 4, a thread
 // holds four numbers of tile [m][n]: columns 2q and 2q + 1 of row g ([0], [1]) and of row g + 8 ([2], [3]).
-// Scores: S, P, dP or dS for SUB streamed rows.
-// RowSums: results for a warp's own rows, in 8 CT columns of d.
+// Scores: S, P, dP or dS of the warp's own rows and SUB streamed rows.
+// RowSums: a result such as out or dq, for the warp's own rows: 8 CT of the result's d columns.
 template <class Tile> using Scores = float[Tile::MT][Tile::NT][4];
 template <class Tile, int CT> using RowSums = float[Tile::MT][CT][4];
 
@@ -12210,8 +12237,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
             multiply_add<Tile, CT>(out, p, values, sub, 0);
         }
     }
-    // Divides out by sum, and stores the SoftmaxRow of each row for the backward pass. Four lanes share a row: each of
-    // them holds some of its columns, and a part of its sum.
+    // Divides out by sum, and stores the SoftmaxRow of each row for the backward pass. Four lanes share a row: each
+    // lane holds some of the row's columns of out, and a part of the row's sum.
     UNROLL_FOR (int m = 0; m < MT; m++)
         UNROLL_FOR (int r = 0; r < 2; r++) {
             const float total = lane_sum<1, 2>(softmax.sum[m][r]);
@@ -12259,9 +12286,9 @@ template <class T> static __global__ void __launch_bounds__(256) attention_dots_
     if (threadIdx.x % 4 == 0 && t < a.T) D[tile.row_index(t)] = dot;
 }
 
-// If T is at most SHORT_T, each block of the backward pass computes D of all queries itself, into shared memory. For a
-// larger T, attention_dots_kernel computes D before these blocks run. In compute_dots, rows beyond T get the last row's
-// D.
+// If T is at most SHORT_T, each block of the backward pass computes D of all queries of its head itself, into shared
+// memory, which saves a launch. For a larger T, attention_dots_kernel computes D before these blocks run. In
+// compute_dots, rows beyond T get the last row's D.
 constexpr int SHORT_T = 64;
 template <class T, int THREADS> INLINE void compute_dots(float* D, const HeadTile& tile, const AttentionCall& a) {
     const auto dout = tile.of_out<const T>(a.dout);
@@ -12280,7 +12307,7 @@ struct Query {
 };
 
 // On entry p holds the scores S, and ds holds dP. On return p holds P, and ds holds dS:
-//   P = e^((S - top) / sqrt(d)) / sum = 2^((S - top) scale2 - log_sum)
+//   P = e^((S - top) / sqrt(d)) / sum = 2^((S - top) scale2 - log_sum)      scale2 = log2(e) / sqrt(d)
 //   dS = P (dP - D)
 // If the block owns queries, each row belongs to a query: own_queries[m][0] is the Query of row g of tile m, and
 // own_queries[m][1] is the Query of row g + 8 (g = lane / 4). If the block owns keys (OWNS_KEYS), each column belongs
@@ -12397,7 +12424,7 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
 }
 
 // grid (B * heads * tiles of T, 1, 2 * chunks of d). Blocks that own keys have more work than blocks that own queries.
-// So, for each chunk, the blocks that own keys are started first.
+// So, for each chunk, the blocks that own keys are started first. Then the GPU has to wait less at the end.
 template <class Tile>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
     attention_backward_kernel(AttentionCall a, const float* D) {
@@ -12456,7 +12483,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
     const auto k = tile.of_qkv<const T>(a.qkv, K_PART);
     const auto v = tile.of_qkv<const T>(a.qkv, V_PART);
     const float scale = LOG2E * rsqrtf((float)a.d);
-    float out[GENERAL_COLUMNS] = {}; // P v
+    float out[GENERAL_COLUMNS] = {}; // the sum of P v over the keys so far, in this lane's columns
     float top = -INFINITY;           // the highest score so far
     float sum = 0;                   // the sum of P so far
     for (int j = 0; j < a.T; j++) {
@@ -12540,7 +12567,7 @@ template <class T> static void launch_attention_general(const AttentionCall& a) 
 // bytes and a head has enough rows. Otherwise a warp owns 16 rows.
 template <class T, int DIM, int MT = DIM * sizeof(T) <= 128 ? 2 : 1>
 static void launch_attention(const AttentionCall& a) {
-    // Small images have few rows. With MT = 2 there would be too few blocks for the GPU.
+    // Small images have few rows. With MT = 2 there would be too few blocks to fill the GPU, so MT is 1 there.
     const int few_rows = a.dout ? 64 : 256;
     if (MT == 2 && a.T <= few_rows) {
         launch_attention<T, DIM, 1>(a);
@@ -12564,8 +12591,9 @@ static size_t attention_backward_workspace(int B, int T, int, int heads) { // th
 // --- attention_forward_wgmma and attention_backward_wgmma (sm_90a)
 // Used when: bf16, heads of 32 or 64 channels, T a multiple of 64. Backward: T = 64, or a multiple of 128 from 256 to
 //   1024; otherwise attention_backward_kernel computes the backward pass.
-// How: A warpgroup owns 64 rows of a head. TMA brings tiles of the other rows to shared memory. wgmma multiplies these
-//   tiles. P (and for dk also dS) is computed in registers. The next product reads it there, as its operand A.
+// How: A warpgroup owns 64 rows of a head. TMA copies the rows that these are combined with to shared memory, tile by
+//   tile. wgmma multiplies the tiles. P (and for dk also dS) is computed in registers. The next product reads it there,
+//   as its operand A.
 //   Forward: warpgroups own queries, and keys and values stream past.
 //   Backward: warpgroups own keys, and queries stream past in chunks of 64. A cluster of blocks computes a head. Each
 //   block has 128 of the head's keys in shared memory. All blocks work on every chunk, one block after the other. Each
@@ -12623,11 +12651,12 @@ template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     static constexpr int KEYS = 64 * WARPGROUPS; // how many keys a block owns
     static constexpr int THREADS = 128 * (WARPGROUPS + 1);
     static constexpr int PER_SM = ALONE ? 2 : 1; // blocks that fit on a multiprocessor
-    // Registers of a thread in the warpgroup that computes the queries' gradients, and in the warpgroups that own keys.
+    // How many registers a thread has: DQ_REGISTERS in the warpgroup that computes the queries' gradients,
+    // KEY_REGISTERS in the warpgroups that own keys.
     static constexpr int DQ_REGISTERS = ALONE ? 80 : 136;
     static constexpr int KEY_REGISTERS = ALONE ? 176 : 184;
-    // What lies in shared memory: at most BARRIERS mbarriers, and the rings. For each ring, the number of its stages
-    // and the bytes of a stage. A tile is 64 rows of a head.
+    // What lies in shared memory: at most BARRIERS mbarriers, and the rings that BackwardBlock describes. The constants
+    // are the number of a ring's stages and the bytes of one stage. A tile is 64 rows of a head.
     static constexpr int BARRIERS = 32;
     static constexpr int TILE_BYTES = 64 * 2 * DIM;
     static constexpr int ROWS_BYTES = 64 * sizeof(SoftmaxRow);
@@ -12653,7 +12682,7 @@ template <int DIM> INLINE Operand head_rows(uint32_t address) {
 }
 // Each of these functions starts products, as one group of wgmma. b lies in shared memory.
 //   multiply_abt   d += a b^T; a lies in shared memory
-//   multiply_ab    d += a b, or with K_MAJOR d += a b^T; a lies in registers. With ADD = 0 the sum begins with 0.
+//   multiply_ab    d += a b, or with K_MAJOR d += a b^T; a lies in registers. With ADD = 0, d is overwritten: d = a b.
 //   multiply_atb   d += a^T b; a lies in shared memory, in rows of 64 elements
 template <int DIM, int M> INLINE void multiply_abt(float (&d)[M], const Operand& a, const Operand& b) {
     using Product = Wgmma<2 * M>;
@@ -12793,10 +12822,10 @@ template <int N> struct Softmax {
 // Shared memory: the block's queries; a ring of keys and a ring of values. Each stage holds a chunk of KEYS rows.
 //   1. The first thread starts the loads of the queries and of as many chunks as there are stages.
 //   2. Each warp reads its queries into registers. Each warpgroup computes S of chunk 0.
-//   3. In turn i a warpgroup computes the softmax of chunk i. Then it computes two products at the same time: out += P
-//      v of chunk i, and the scores of chunk i + 1. After that, with a ring, the first thread loads a chunk into the
-//      stage of chunk i - 1. If it loaded a chunk into the stage of chunk i instead, it would have to wait for the
-//      other warpgroup, which may still read chunk i.
+//   3. In turn i a warpgroup computes the softmax of chunk i. Then it computes two products at the same time. The first
+//      is out += P v of chunk i. The second is the scores of chunk i + 1. After that, with a ring, the first thread
+//      loads a chunk into the stage of chunk i - 1. If it loaded a chunk into the stage of chunk i instead, it would
+//      have to wait for the other warpgroup, which may still read chunk i.
 //   4. out / sum is stored, and also SoftmaxRow, for the backward pass.
 // The compiler overlaps products of wgmma only on two conditions. First, the wait for each product must be in the same
 // turn of the loop as the product. Second, between fence and wait no other instruction may touch the product's
@@ -12876,8 +12905,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
         if (threadIdx.x == 0 && i > 0 && i - 1 + T::STAGES < chunks) load_chunk(i - 1 + T::STAGES);
         __syncwarp();
     }
-    // Four lanes share a row. Each of them holds a part of the row's sum of P and a part of its out. The first of these
-    // lanes stores the row's SoftmaxRow.
+    // Four lanes share a row. Each lane holds a part of the row's sum of P, and some columns of the row's out. The
+    // first of these lanes stores the row's SoftmaxRow.
     const float total[2] = {lane_sum<1, 2>(softmax.sum[0]), lane_sum<1, 2>(softmax.sum[1])};
     const int row = tile.row0 + 64 * warpgroup;
     bf16* const to = (bf16*)p.to + ((size_t)tile.b * p.T + row) * p.C + tile.h * DIM;
@@ -12903,13 +12932,14 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
 //   dots     query_gradients of all blocks: -D            key_gradients
 //
 // Blocks send `sums` and `dots` to each other. In these two rings, the receiving block waits at its own `full`
-// barriers, and the sending block waits at its own `empty` barriers. A role that both fills a ring and frees its stages
-// needs two positions in it. keys_to_load, sums_to_send and dots_to_send hold the positions for filling: they are
-// second Pipeline objects that use the same stages and barriers.
+// barriers, at which the sent bytes are counted (store_to_block). The sending block waits at its own `empty` barriers,
+// at which the receiving block arrives (arrive_at_block). A role that both fills a ring and frees its stages needs two
+// positions in it. keys_to_load, sums_to_send and dots_to_send hold the positions for filling: they are second Pipeline
+// objects that use the same stages and barriers.
 template <class T> struct BackwardBlock {
     static constexpr int DIM = T::DIM;
     static constexpr int WARPGROUPS = T::WARPGROUPS;
-    typedef uint4 Dots[2][DIM / 16]; // [0]: half a row of dout; [1]: half a row of out
+    typedef uint4 Dots[2][DIM / 16]; // a thread's operands of D: [0] is half a row of dout, [1] is half a row of out
 
     const AttentionTma& p;
     int blocks = T::ALONE ? 1 : p.T / T::KEYS;             // how many blocks the cluster has
@@ -12968,7 +12998,8 @@ template <class T> struct BackwardBlock {
         }
     }
     // Loads the next chunk into the next stage. Once all stages have been filled, the next stage holds an old chunk:
-    // the chunk before the one whose dS has just arrived. Nobody reads this old chunk any more.
+    // the chunk before the one whose dS has just arrived. Nobody reads this old chunk any more, so nothing has to wait
+    // until its stage is free.
     INLINE void load_chunk() {
         if (load_head >= p.all_heads) return;
         const Stage to = chunks.next();
@@ -13018,8 +13049,10 @@ template <class T> struct BackwardBlock {
         // -D lies at the same place in the shared memory of all blocks.
         const auto [stage, full] = dots.stage(dots_to_send.done);
         const uint32_t to = stage + 4 * row;
+        // The instruction of store_to_block (st.async) exists only in clusters. So a block that is ALONE stores -D in
+        // the ordinary way, and each of its warps arrives at the barrier.
         if (T::ALONE && lane % 4 == 0) PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(two.x), "f"(two.y));
-        if (T::ALONE) warp_stored(full); // st.async exists only in clusters
+        if (T::ALONE) warp_stored(full);
         for (int r = threadIdx.x % 4; !T::ALONE && r < blocks; r += 4) {
             store_to_block(at_block(to, r), at_block(full, r), two);
         }
@@ -13066,7 +13099,8 @@ template <class T> struct BackwardBlock {
                 Dots dot = {};
                 // What -D of the next head needs is loaded while the products are computed.
                 if (dots_now) load_dots(dot, head + head_stride, tile);
-                if (dots_now && T::ALONE) send_dots(dot, tile); // at once: ALONE has too few registers to keep dot
+                // A block that is ALONE has too few registers to keep `dot` until the end of this step.
+                if (dots_now && T::ALONE) send_dots(dot, tile);
                 float dq[DIM / 2] = {};
                 if (begun) {
                     const uint32_t from = received(sums, T::SUM_BYTES, thread == 0) + thread * 16;
@@ -13106,7 +13140,7 @@ template <class T> struct BackwardBlock {
                 if (dots_now && !T::ALONE) send_dots(dot, tile);
             }
             // All dS of this head have arrived. So key_gradients has read -D of this head, and the stage of `dots` is
-            // free. The blocks that sent -D are told so.
+            // free. The first `blocks` threads tell this to the blocks that sent -D, one block each.
             const int stage = dots.hand_over();
             if (thread < blocks) {
                 if (T::ALONE) dots.free(stage);
