@@ -13075,16 +13075,16 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //
 //   weights (Cout, taps x Cin)   times   patches (taps x Cin, pixels)   =   out (Cout, pixels)
 //
-// Column p of the patches holds the inputs that the filter reads for output pixel p. The patches never exist in global
-// memory. A block copies the pixels that it needs to shared memory, with zeros for the padding. The tensor cores'
-// operands are read from there.
+// Column p of the patches holds the inputs that the filter reads for output pixel p. The patches do not exist in global
+// memory (except conv_few's). A block copies the pixels that it needs to shared memory, with zeros for the padding. From
+// shared memory the tensor cores' operands are read.
 //
 // Words of this section (tile, stage, ring, fragment and swizzle are explained at the head of this file):
 //   tap     a position (kh, kw) of the filter, which has 1 or 9 positions; a tap's number is kh * kernel + kw
 //   halo    the pixels of a tile and a border of one pixel around them: all that the nine taps read (see the drawing at
 //           conv_halo)
-//   slice   a part of the input channels (16 to 64 channels; in FP8 128). A stage of shared memory holds one slice of
-//           each of its pixels. Hopper's kernels divide the output channels into slices, too, of 64 channels.
+//   slice   a part of the input channels (16 to 64 channels; in FP8 128). A stage of shared memory holds some pixels,
+//           and of each pixel one slice. Hopper's kernels divide the output channels into slices, too, of 64 channels.
 //   chunk   8 neighbouring channels of one pixel, or the weights of 8 neighbouring channels. A thread copies one chunk
 //           at a time.
 //   k       the index over which a product sums: input channels here, pixels for weight gradients. An instruction of
@@ -13098,7 +13098,9 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //   wgmma and TMA (Hopper)       conv_tiles, conv_small; for weight gradients conv_weight_tma. Elements are bf16, or
 //                                FP8 in a 3x3 convolution or its input gradient. The stride is 1, and the input is not
 //                                upsampled.
-//   conv_few                     turns the network's first and last layers into 1x1 convolutions for these kernels
+//   conv_few                     for the network's first and last layers, where the images have few channels. It
+//                                writes each pixel's patch to global memory. Then the product is a 1x1 convolution,
+//                                which one of the kernels above computes.
 //
 // The same kernels, with the template parameter BACKWARD, compute an input's gradient. This gradient is a convolution,
 // too. Its input is dout, Cout and Cin change places, and the taps have the reverse order. The weights need not be
@@ -13124,7 +13126,7 @@ struct ConvOut {
     const float* emb = nullptr;  // (B, Cout1): the embedding, which is added to all pixels of an image
     int emb_stride = 0;          // floats from a row of emb to the next row
     double* stats = nullptr;     // (B, parts of an image, Cout1, 2): sums of the stored values, and of their squares
-    int* parts = nullptr; // on the host: the function that launches the kernel writes here how many parts there are
+    int* parts = nullptr; // on the host: the launching function writes here how many parts of an image `stats` has
     ConvSkip skip = {};   // a skip connection that the same kernel computes and adds, instead of an addend
 };
 
@@ -13133,7 +13135,7 @@ struct ConvOut {
 struct ConvCall {
     ConvShape s;
     int B = 0, H = 0, W = 0;     // images, rows and columns of the output
-    int Cin1 = 0, Cin2 = 0;      // channels of the inputs x1 and x2 (x2: 1x1 only)
+    int Cin1 = 0, Cin2 = 0;      // channels of the inputs x1 and x2 (only 1x1 has x2)
     int Cout = 0;                // channels of the output
     const act* x1 = nullptr;     // (s.B, s.H, s.W, Cin1)
     const act* x2 = nullptr;     // (s.B, s.H, s.W, Cin2)
@@ -13145,8 +13147,9 @@ struct ConvCall {
     int slices = 0;               // slices of the Cin1 channels
     int taps = 0;                 // conv_gather: taps of the filter
     int source_pixels = 0;        // conv_gather: pixels of an image of the input
-    // (Cout): the sums of channel c are multiplied by factors[c]. It is used only if s.in is FP8 or FP8_GRADIENT. Then
-    // the weights are FP8, too.
+    // (Cout): the sums of channel c are multiplied by factors[c]. This undoes the scaling of the inputs and weights,
+    // which were multiplied by factors before they were rounded to FP8. It is used only if s.in is FP8 or FP8_GRADIENT.
+    // Then the weights are FP8, too.
     const float* factors = nullptr;
 };
 
@@ -13207,7 +13210,7 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
 //   sum, square   the lane's sums for the statistics. The stored (rounded) values are added to `sum`, and their squares
 //                 to `square`.
 // An addend may be the output itself, so the compiler cannot move a load to a place before a store. Therefore all loads
-// of a batch stand before the batch's first store.
+// of a batch stand before the batch's first store. So the loads are under way at the same time.
 template <class Tile, bool BACKWARD, class T, int N>
 INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k_group_floats, const OutputLane<T>& l,
                          bool stats, const Four<T> (&addends)[N], auto index_of) {
@@ -13217,7 +13220,8 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
     static_assert(N % BATCH == 0, "all batches have the same number of pixels");
     if (l.count == 0) return;
 
-    // Only the network's output can have a number of channels that is not a multiple of 4. It has no addends.
+    // If the number of channels is not a multiple of 4, channels are stored one at a time. Only the network's output can
+    // have such a number of channels, and it has no addends.
     if (std::is_same_v<T, float> && l.pitch % 4) {
         for (int i = 0; i < N; i++)
             UNROLL_FOR (int k = 0; k < 4; k++) {
@@ -13237,7 +13241,7 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
             }
             if (!BACKWARD) v[k] = v[k] + (const float4&)l.shift;
         }
-        if (l.add1) // one branch for all pixels, because the compiler does not group the stores of different branches
+        if (l.add1) // around the loop: with an `if` for each pixel, the compiler would not group the pixels' stores
             UNROLL_FOR (int k = 0; k < BATCH; k++)
                 if (index_of(first + k) >= 0) v[k] = v[k] + to_floats<T>(addends[first + k]);
         if (BACKWARD && l.add2)
@@ -13288,7 +13292,7 @@ template <class Tile, class TO, int ROUNDS, bool BACKWARD, int M>
 INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, const ConvOut& o, int n0, int c0,
                           int tile, int tiles, auto pixel) {
     constexpr int ROUND_PIXELS = 64 / ROUNDS;                                    // pixels of a warp in a round
-    constexpr int N = ROUND_PIXELS / Tile::K_GROUPS / Tile::STEP;                // how many pixels a lane stores
+    constexpr int N = ROUND_PIXELS / Tile::K_GROUPS / Tile::STEP;                // pixels that a lane stores in a round
     constexpr int WARP_FLOATS = ROUND_PIXELS * Tile::PITCH;                      // a warp's part of shared memory
     constexpr int K_GROUP_FLOATS = Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH; // a K group's part of shared memory
     constexpr int IMAGE_WARPS = Tile::PIXEL_WARPS / Tile::IMAGES;
@@ -13372,15 +13376,16 @@ template <class T> INLINE uint32_t chunk_place(int chunk, int key) { return (chu
 
 // Returns the place that lies `channels` channels after `place` in the same row. XOR finds it, whatever the key is: the
 // place of a chunk is chunk ^ key, and (chunk ^ key) ^ step = (chunk ^ step) ^ key. Two conditions must hold:
-//   1. The row begins at a multiple of its length or of 128 bytes.
+//   1. The row begins at a multiple of its length or of 128 bytes. So the bits that the XOR changes are bits of the
+//      place within the row, not of the row's address.
 //   2. In binary, the step (channels / 8 chunks) has ones only where the number of the chunk at `place` has zeros. Then
 //      chunk ^ step = chunk + step.
 template <class T> INLINE uint32_t channels_on(uint32_t place, int channels) {
     return place ^ channels * (int)sizeof(T);
 }
 
-// Loads a fragment A by ldmatrix, which loads four matrices of 8 x 8. place: the address of the row that this lane
-// gives to ldmatrix. In general, a row in shared memory holds numbers of one row of A, in the order of k. If
+// Loads a fragment A by ldmatrix, which loads four matrices of 8 x 8. place + offset: the address of the row that
+// this lane gives to ldmatrix. In general, a row in shared memory holds numbers of one row of A, in the order of k. If
 // TRANSPOSED, it holds numbers of one k, in the order of the rows of A. Then ldmatrix transposes each matrix.
 template <class T, bool TRANSPOSED> INLINE void load_fragment(FragmentA<T>& a, uint32_t place, int offset = 0) {
     UNROLL_FOR (int part = 0; part < PARTS<T>; part++) {
@@ -13454,12 +13459,13 @@ INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b
 //   wait for them.
 //   A pixel's row in shared memory is swizzled with a key that depends only on the pixel's COLUMN in the halo. So any 8
 //   neighbouring pixels of an image row can be read without bank conflicts, whatever kw is. And the distance in bytes
-//   from a pixel to the pixel below it is always the same.
+//   from a pixel's chunk to the same chunk of the pixel below is always the same. So the code computes one address for
+//   each kw, and adds constants to it for the other rows.
 //   From the top down: conv_halo launches conv_halo_kernel. The kernel's main loop calls multiply_step for each step.
 //   multiply_step calls multiply_tap for each tap and each group of 16 output channels. multiply_tap has eight
 //   mma_bf16, one for each image row. (With floats it has 24 mma_fp16, three for each image row.)
 // Costs: a tile of 16 x 16 pixels reads (18 / 16)^2 times as many pixels as it has, once for all nine taps.
-//   It reads all weights of its output channels.
+//   Every tile reads all weights of its output channels again.
 
 // A K group is a set of warps that sum over the same input channels (ProductTile). If IMAGES is 1, it is 2 x 2 warps,
 // each with 8 x 8 pixels of the tile. If IMAGES is 2, a K group has one warp for each of two images. Every warp
@@ -13619,7 +13625,8 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         return NO_THREAD_LEFT_OVER || (first_row < ROWS_AT_ONCE && row(i) + first_row < ROWS);
     }
     INLINE uint32_t place(int kw, int i) const {
-        // If the block copies a multiple of 8 rows at once, all rows that this thread copies have the same key.
+        // If the block copies a multiple of 8 rows at once, all rows that this thread copies have the same key, because
+        // the keys repeat after 8 rows. Otherwise `toggled` is added to the place by XOR, to change the key.
         const bool same_key = ROWS_AT_ONCE % 8 == 0;
         const uint32_t toggled = same_key ? 0 : (key(first_row) ^ key(row(i) + first_row)) << 4;
         return (first_place ^ toggled) + kw * Tile::WEIGHT_BYTES + kh(i) * TAP_BYTES + row(i) * ROW_BYTES;
@@ -13631,7 +13638,7 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         const int k = k0 + (BACKWARD ? row(i) + first_row : chunk * 8); // input channel
         const int c = c0 + (BACKWARD ? chunk * 8 : row(i) + first_row); // output channel
         const bool valid = k < p.Cin1 && c < p.Cout;                    // if false, the copy writes zeros
-        int C = BACKWARD ? p.Cout : p.Cin1;                             // channels of a tap in global memory
+        int C = BACKWARD ? p.Cout : p.Cin1;                             // the distance of two taps in p.weight
         asm volatile("" : "+r"(C)); // otherwise the compiler would keep many multiples of C in registers
         const int further = BACKWARD ? ((k0 + row(i)) * 9 + tap) * C : (row(i) * 9 + tap) * C + k0;
         const T* const weight = (const T*)p.weight;
@@ -13865,11 +13872,12 @@ template <bool BACKWARD> INLINE TapOffset tap_offset(const ConvShape& s, int tap
     if (BACKWARD) return {-dy, -dx};
     return {dy, dx};
 }
-// Finds the input pixel that one pixel of a kernel's result reads under one tap. (In conv_weight_gather the result is
-// dout, and the input is x.) The result's pixel comes i pixels after (h, w), counted row by row. The function returns
-// the index of the input pixel within its image. It returns -1 if there is no such pixel (for example, because it lies
-// in the padding). W_inverse is 1 / the width of the result. Multiplying by W_inverse takes the place of a division,
-// and is exact, since the numbers are small.
+// Finds the input pixel that one pixel of a kernel's result reads under one tap. (For conv_weight_gather it finds the
+// pixel of x that belongs to a pixel of dout: there dout's size is that of the result.) The result's pixel comes i
+// pixels after (h, w), counted row by row. The function returns the index of the input pixel within its image. It
+// returns -1 if there is no such pixel (for example, because it lies in the padding). W_inverse is 1 / the width of the
+// result. Multiplying by W_inverse takes the place of a division. Rounded down, the product is the exact quotient,
+// because the numbers are small.
 template <bool BACKWARD>
 INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i, TapOffset offset) {
     const int rows_down = (int)((w + i + 0.5f) * W_inverse);
@@ -14017,7 +14025,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
             if (pixel >= p.H * p.W) source[i] = -1;
         }
     };
-    auto copy_step = [&](int step) { // called for 0, 1, 2, ...
+    auto copy_step = [&](int step) { // must be called for step 0, 1, 2, ... in order: it counts `tap` and `slice` up
         const uint32_t stage = (uint32_t)step % STAGES * Tile::STAGE_BYTES;
         if (slice == 0) start_tap();
         const bool second = slice >= slices1;                      // a slice of the second input
