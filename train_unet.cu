@@ -13076,8 +13076,8 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //   weights (Cout, taps x Cin)   times   patches (taps x Cin, pixels)   =   out (Cout, pixels)
 //
 // Column p of the patches holds the inputs that the filter reads for output pixel p. The patches do not exist in global
-// memory (except conv_few's). A block copies the pixels that it needs to shared memory, with zeros for the padding. From
-// shared memory the tensor cores' operands are read.
+// memory (except conv_few's). A block copies the pixels that it needs to shared memory, with zeros for the padding. The
+// tensor cores' operands are read from there.
 //
 // Words of this section (tile, stage, ring, fragment and swizzle are explained at the head of this file):
 //   tap     a position (kh, kw) of the filter, which has 1 or 9 positions; a tap's number is kh * kernel + kw
@@ -13098,9 +13098,9 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //   wgmma and TMA (Hopper)       conv_tiles, conv_small; for weight gradients conv_weight_tma. Elements are bf16, or
 //                                FP8 in a 3x3 convolution or its input gradient. The stride is 1, and the input is not
 //                                upsampled.
-//   conv_few                     for the network's first and last layers, where the images have few channels. It
-//                                writes each pixel's patch to global memory. Then the product is a 1x1 convolution,
-//                                which one of the kernels above computes.
+//   conv_few                     serves the network's first and last layers, whose images have few channels. It writes
+//                                each pixel's patch to global memory. So the product becomes a 1x1 convolution, and
+//                                one of the kernels above can compute it.
 //
 // The same kernels, with the template parameter BACKWARD, compute an input's gradient. This gradient is a convolution,
 // too. Its input is dout, Cout and Cin change places, and the taps have the reverse order. The weights need not be
@@ -13220,8 +13220,8 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
     static_assert(N % BATCH == 0, "all batches have the same number of pixels");
     if (l.count == 0) return;
 
-    // If the number of channels is not a multiple of 4, channels are stored one at a time. Only the network's output can
-    // have such a number of channels, and it has no addends.
+    // If the number of channels is not a multiple of 4, channels are stored one at a time. Only the network's output
+    // can have such a number of channels, and it has no addends.
     if (std::is_same_v<T, float> && l.pitch % 4) {
         for (int i = 0; i < N; i++)
             UNROLL_FOR (int k = 0; k < 4; k++) {
@@ -13424,8 +13424,8 @@ INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_halo: 3x3, stride 1, any GPU
-// Used when: the type is fp32, or Hopper's kernels (below) do not take this shape. conv_halo can also read its input
-//   through a nearest-neighbour upsampling.
+// Used when: Hopper's kernels (below) do not support the type (fp32), the shape or the GPU. conv_halo can also read its
+//   input through a nearest-neighbour upsampling.
 // How: A block computes 16 x 16 pixels of one image, or 8 x 8 pixels of each of two images, for CHANNELS channels. It
 //   goes through the input channels slice by slice. Per slice it copies the tile's pixels with a border of one pixel
 //   (the halo) to shared memory, once for all nine taps.
@@ -13843,7 +13843,7 @@ template <class Tile, bool BACKWARD, class TO = typename Tile::T> static void co
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_gather: any kernel size and stride, any GPU
-// Used when: conv_halo and Hopper's kernels can't be used: for 1x1, and for stride 2.
+// Used when: the filter is 1x1 or the stride is 2, and Hopper's kernels can't be used.
 // How: A block computes PIXELS neighbouring pixels of one image (counted row by row) for CHANNELS channels. It goes
 //   through all taps, and for each tap through the input channels slice by slice. A step is one slice under one tap.
 //   For a step the block copies (cp.async) the input pixels that its output pixels read under this tap, wherever these
@@ -14119,6 +14119,7 @@ template <class Tile, bool BACKWARD> static void conv_gather(const ConvCall& c) 
 //     first layer, forward             weights (C, 9 F) x rows of the input
 //     last layer's input gradient      transposed weights (C, 9 F) x rows of the output's gradient
 //     weight gradients of both         rows^T x the tensor of C channels
+//   (The last layer's forward pass needs no rows, because its input has many channels.)
 //   A bf16 has 8 bits of mantissa, and an fp32 value has 24. So a value v becomes two bf16 numbers: upper = bf16(v)
 //   and lower = bf16(v - upper). The sum upper + lower has a relative error of 2^-17 at most. This is less than the
 //   error of rounding the result to bf16. A row of weights holds the same weights twice, once for the upper and once
@@ -14140,7 +14141,8 @@ struct ConvFew {
     int R;              // the number of values of a row
     int parts;          // the number of parts that a value is split into: 1 (no split), or 2 in bf16
     bool is_last_layer; // true: the network's last layer; false: its first
-    // The results of the product for a weight gradient. First layer: product (C, R). Last: product (R, C), bias (R).
+    // The weight gradient of the 1x1 convolution, from which conv_few_gradient makes the layer's. First layer: product
+    // (C, R). Last layer: product (R, C), and bias (R), which is the sum of the rows of all pixels.
     float *product, *bias;
     float *dweight, *dbias; // the gradients, as conv_few_gradient writes them
 };
@@ -14220,7 +14222,7 @@ static __global__ void conv_few_gradient(const ConvFew p) {
     const int part_width = p.R / 2; // the distance in a row between an upper part and its lower part
     await_previous_kernel();
     if (p.is_last_layer && i < p.F) {
-        const float* const sum = p.bias + 4 * p.F + i; // tap 4 is the pixel itself: the sum of dout's channel i
+        const float* const sum = p.bias + 4 * p.F + i; // of tap 4, the pixel itself: the sum of dout's channel i
         p.dbias[i] = p.parts == 2 ? sum[0] + sum[part_width] : sum[0];
     }
     if (i >= p.C * K) return;
@@ -14305,8 +14307,9 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 //   If there is more than one range, the blocks write partial sums to the workspace, and conv_weight_sum adds them up
 //   in a fixed order. The bias gradient is the sum of dout over all pixels. It is computed as dout^T times a matrix of
 //   ones. Several warps read the same part of dout, but only one of them computes this product. There is one partial
-//   of the bias for each pair of a range and an image that have common pixels. Small layers share a launch
-//   (WeightBatch).
+//   of the bias for each pair of a range and an image that have common pixels, because the sum over one image is
+//   wanted, too: it is the gradient of the image's embedding (demb). Small layers share a launch (WeightBatch), because
+//   one of them alone would not keep the GPU busy.
 // Costs: x and dout are read once for every tile of 64 x 64 weights; the partials are written and read once.
 
 // The arguments of the kernels for a layer's weight gradient. In the code `split` is the number of a range, and
@@ -14328,7 +14331,7 @@ struct ConvWeight : WeightWork {
     int warpgroups;         // warpgroups of a block of conv_weight_tma
     int block_co, block_ci; // how many tiles of output channels and of input channels a block owns
     int co_tiles;           // tiles of 64 channels of Cout
-    int input_groups;       // how many groups of block_ci tiles the channel_tiles make
+    int input_groups;       // conv_weight_tma: the channel_tiles are this many groups, of block_ci tiles each
 };
 
 // Layers are collected until their weight gradients together take this many cycles (25 us). Then conv_weight_batch
@@ -14479,9 +14482,10 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     else sum_biases(p, block);
 }
 
-// Sums dout over the pixels of the block's range, for each image by itself, and for the 16 M channels from co on. The
-// two kernels below call these functions in their main loops. The sums are computed as a product, too: dout^T times a
-// matrix of ones.
+// Computes the bias gradient's partials: the sums of dout over the pixels of the block's range, for each image by
+// itself. A warp's BiasSum sums the 16 M channels from co on. The two kernels below call these functions in their main
+// loops, where the warp has loaded dout as fragments anyway. So the sums are computed as a product of fragments, too:
+// dout^T times a matrix of ones.
 template <class T, int M> struct BiasSum {
     const ConvWeight& p;
     bool sums_bias; // false: another warp sums these channels, and this warp does nothing
@@ -14541,10 +14545,11 @@ template <class T, int N> INLINE void load_x(FragmentB<T> (&b)[N], uint32_t plac
 // which are two image rows of 8 pixels. Pixel tiles pass through a ring of STAGES stages in shared memory:
 //
 //     a stage:   | x: 10 x 10 pixels of 64 channels | dout: 8 x 8 pixels of 64 channels |
-constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // bytes of shared memory: 4 stages of bf16, or 2 stages of floats
+constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // 4 stages of 164 pixels in bf16, or 2 stages in fp32
 
 // The part of each pixel tile that one thread copies: one chunk of one column, in every X_ROWS-th row of x and in every
-// DOUT_ROWS-th row of dout. The copies have no branches.
+// DOUT_ROWS-th row of dout. There are no branches around the copies: a thread that has nothing to copy passes false to
+// copy_channels. So the compiler can place the copies between products.
 template <class T> struct WeightHaloCopies {
     static constexpr int CHUNKS = 8;                   // chunks of a pixel, which has 64 channels here
     static constexpr int PIXEL_BYTES = 64 * sizeof(T); // bytes of a pixel
@@ -14624,7 +14629,7 @@ template <class T> struct WeightHaloCopies {
     }
 };
 
-// Phases:
+// A block of conv_weight_halo_kernel has these phases:
 //   1. The copies of the first STAGES - 1 pixel tiles are started.
 //   2. For each pixel tile: wait for it, start the copies of a later pixel tile, multiply.
 //   3. The sums are stored in dweight or in the partials.
@@ -14667,7 +14672,7 @@ static __global__ void __launch_bounds__(384, 1)
     // Without this line the compiler would compute lane_x and lane_dout again for every tile.
     asm volatile("" : "+r"(lane_x), "+r"(lane_dout));
 
-    float acc[3][2][4][4] = {}; // acc[kh][i][j]: the sums of the warp's i-th 16 co x j-th 8 ci
+    float acc[3][2][4][4] = {}; // acc[kh][i][j]: sums for the warp's i-th 16 output and j-th 8 input channels
     float x_scale = 1, dout_scale = 1;
     BiasSum<T, 2> bias{p, ci_tile == 0 && ci_warp == 0 && kw == 0, split, co0 + co_warp * 32, first};
     for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
@@ -14744,7 +14749,8 @@ template <class T, int N> struct WeightGatherCopies {
     const T* const dout = (const T*)p.dout + (dout_in ? co : 0);
     const float Wo_inverse = 1.0f / Wo;
     const TapOffset offset = tap_offset<false>(p.shape, tap);
-    // All rows that this thread copies have the same swizzle key.
+    // The address that this thread's first chunk is written to, in stage 0. PIXELS_AT_ONCE is a multiple of 8, so all
+    // rows that this thread copies have the same swizzle key. The other addresses differ only by constants.
     const uint32_t place = base + row * PIXEL_BYTES + chunk_place<T>(chunk, row & 7);
     int n = first / p.tiles_w;             // the image of the pixel tile to copy
     int p0 = (first - n * p.tiles_w) * 64; // the tile's first pixel in this image
@@ -14781,7 +14787,7 @@ template <class T, int N> struct WeightGatherCopies {
     }
 };
 
-// Phases: as in conv_weight_halo_kernel.
+// A block has the same phases as in conv_weight_halo_kernel.
 template <class T, int N, int WORKS>
 static __global__ void __launch_bounds__(128, 4 - N)
     conv_weight_gather_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
@@ -14829,7 +14835,7 @@ static __global__ void __launch_bounds__(128, 4 - N)
     // Without this line the compiler would compute lane_x and lane_dout again for every tile.
     asm volatile("" : "+r"(lane_x), "+r"(lane_dout));
 
-    float acc[M][2 * M][4] = {}; // acc[i][j]: the sums of the warp's i-th 16 co x j-th 8 ci
+    float acc[M][2 * M][4] = {}; // acc[i][j]: sums for the warp's i-th 16 output and j-th 8 input channels
     float x_scale = 1, dout_scale = 1;
     const bool sums_bias = ci_tile == 0 && ci_warp == 0 && tap == 0;
     BiasSum<T, M> bias{p, sums_bias, split, co_tile * 64 + co_warp * 32 * N, first};
@@ -14933,7 +14939,7 @@ struct ConvTma {
     TmaParts x;                      // the input; its boxes have a border of one pixel, if the filter is 3x3
     TmaParts skip;                   // the skip connection's input, if this kernel computes the skip connection
     TmaParts results, addends;       // the tensors that results are written to, and those that are added to results
-    CUtensorMap weight;              // the layer's weights (Cout, taps, Cin), in boxes of 64 of its Cin (FP8: 128)
+    CUtensorMap weight;              // the layer's weights (Cout, taps, Cin); a box has 64 of Cin (FP8: 128)
     CUtensorMap skip_weight;         // the skip connection's weights (Cout, 1, Cin), in boxes of 64 Cin
     int B, H, W, C;                  // sizes of the output
     int tiles_h, tiles_w;            // tiles of an image, down and across
@@ -15000,7 +15006,7 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
 // Used when: 3x3 on images larger than 32 x 32; 3x3 that computes a skip connection, too, on images of any size; 1x1.
-//   pick_conv_small also chooses conv_tiles on images of 9 to 32 rows, where conv_tiles is faster than conv_small.
+//   On images of 9 to 32 rows, pick_conv_small chooses conv_tiles if it is faster than conv_small.
 // How: A tile is 8 x ROWS pixels (8 across, ROWS down) and OUT_SLICES slices of 64 output channels. The products are
 //   D[64 OUT_SLICES channels][8 x ROWS pixels], with A = weights and B = pixels, as drawn above. The pixels are the
 //   dimension N of a product. So products are large even if there are only 64 channels. Blocks are persistent: there
@@ -15116,8 +15122,9 @@ template <class T> struct TileWork {
         return any;
     }
     // Returns a walk over the tiles of this block's warpgroup g. If a stage holds two tiles and the number of tiles is
-    // odd, one warpgroup's last tile lies outside of all images. At any time, different blocks work on neighbouring
-    // tiles. The halos of these tiles overlap, so many pixels are found in the L2 cache.
+    // odd, one warpgroup's last tile lies outside of all images. For this tile TMA loads zeros and stores
+    // nothing. At any time, different blocks work on neighbouring tiles. The halos of these tiles overlap, so many
+    // pixels are found in the L2 cache.
     INLINE TileWalk tiles(int g, int step = 2) const {
         const int first = T::RESIDENT ? blockIdx.x + g * gridDim.x : 2 * blockIdx.x + g;
         const int end = ceil_div(p.tiles, T::UNIT) * T::UNIT;
@@ -15175,7 +15182,7 @@ template <class T> struct PixelLoader {
     }
 };
 
-// Role: load.
+// What the thread that loads does (warp 8).
 // Resident weights: the thread loads them before the previous kernel has ended, since that kernel does not write them.
 // Streamed weights: half way through the weights of slice i, the thread loads the next item. This is slice i + 1 or,
 // after the last slice, the first addend or the next tile's first slice. When the thread has started the loads of all
@@ -15206,8 +15213,8 @@ template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels,
     }
 }
 
-// Role: store. Each of the two warpgroups has one thread that stores its results. When a result is complete in its
-// stage, this thread stores the result by TMA. Then it frees the stage for the loading thread.
+// What a thread that stores does (warps 9 and 10): it stores the results of one of the two warpgroups. When a result is
+// complete in its stage, this thread stores the result by TMA. Then it frees the stage for the loading thread.
 template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels, auto& results, int warpgroup) {
     const ConvTma& p = work.p;
     prefetch_tensor_map(&p.results.map1);
@@ -15239,7 +15246,7 @@ template <class T> struct Epilogue {
     const TileWork<T>& work;
     const ConvTma& p;
     int c;                           // this thread's first channel: it holds sums of c and c + 8 of each slice
-    int lane_place;                  // where in a stage the row begins whose address this lane passes to ldmatrix
+    int lane_place;                  // which 16 bytes of a tile's pixels this lane names to ldmatrix and stmatrix
     float bias[T::OUT_SLICES][2];    // bias of channels c and c + 8 of each slice of 64 channels
     float emb[2];                    // embedding of channels c and c + 8, for one slice of 64 channels
     float factors[T::OUT_SLICES][2]; // FP8: the factors of the same channels
