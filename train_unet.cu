@@ -13080,7 +13080,8 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 // tensor cores' operands are read from there.
 //
 // Words of this section (tile, stage, ring, fragment and swizzle are explained at the head of this file):
-//   tap     a position (kh, kw) of the filter, which has 1 or 9 positions; a tap's number is kh * kernel + kw
+//   tap     a position (kh, kw) of the filter, which has 1 or 9 positions; a tap's number is kh * kernel + kw, where
+//           `kernel` (1 or 3) is the filter's width
 //   halo    the pixels of a tile and a border of one pixel around them: all that the nine taps read (see the drawing at
 //           conv_halo)
 //   slice   a part of the input channels (16 to 64 channels; in FP8 128). A stage of shared memory holds some pixels,
@@ -13147,9 +13148,9 @@ struct ConvCall {
     int slices = 0;               // slices of the Cin1 channels
     int taps = 0;                 // conv_gather: taps of the filter
     int source_pixels = 0;        // conv_gather: pixels of an image of the input
-    // (Cout): the sums of channel c are multiplied by factors[c]. This undoes the scaling of the inputs and weights,
-    // which were multiplied by factors before they were rounded to FP8. It is used only if s.in is FP8 or FP8_GRADIENT.
-    // Then the weights are FP8, too.
+    // (Cout): the sums of channel c are multiplied by factors[c]. This undoes the scaling: inputs and weights were
+    // multiplied by other factors before they were rounded to FP8. `factors` is used only if s.in is FP8 or
+    // FP8_GRADIENT. Then the weights are FP8, too.
     const float* factors = nullptr;
 };
 
@@ -13241,7 +13242,8 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
             }
             if (!BACKWARD) v[k] = v[k] + (const float4&)l.shift;
         }
-        if (l.add1) // around the loop: with an `if` for each pixel, the compiler would not group the pixels' stores
+        // The `if` stands around the loop. With an `if` for each pixel, the compiler would not group the stores.
+        if (l.add1)
             UNROLL_FOR (int k = 0; k < BATCH; k++)
                 if (index_of(first + k) >= 0) v[k] = v[k] + to_floats<T>(addends[first + k]);
         if (BACKWARD && l.add2)
@@ -13278,7 +13280,7 @@ INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int 
 // The end of conv_halo and conv_gather: stores the sums of each warp. acc[r][m] is a fragment of 8 pixels x 16
 // channels. A thread's registers of a fragment hold neighbouring pixels of one channel, but neighbouring channels are
 // to be stored together. So the sums are written to shared memory and read again, in ROUNDS rounds. In each round the
-// sums of the K groups are added.
+// sums of the K groups are added. (In the drawing, q is lane % 4.)
 //
 //   acc of a thread: 2 pixels x channels c, c + 8    ->    staged: 64 / ROUNDS pixels    ->    a lane stores 4 channels
 //   (g = lane / 4: c = g, pixels 2q, 2q + 1)               of PITCH floats each                of every STEP-th pixel
@@ -13376,8 +13378,8 @@ template <class T> INLINE uint32_t chunk_place(int chunk, int key) { return (chu
 
 // Returns the place that lies `channels` channels after `place` in the same row. XOR finds it, whatever the key is: the
 // place of a chunk is chunk ^ key, and (chunk ^ key) ^ step = (chunk ^ step) ^ key. Two conditions must hold:
-//   1. The row begins at a multiple of its length or of 128 bytes. So the bits that the XOR changes are bits of the
-//      place within the row, not of the row's address.
+//   1. The row begins at a multiple of its length or of 128 bytes, and the step is shorter than this. So the row's
+//      address has zeros in all bits that the XOR changes.
 //   2. In binary, the step (channels / 8 chunks) has ones only where the number of the chunk at `place` has zeros. Then
 //      chunk ^ step = chunk + step.
 template <class T> INLINE uint32_t channels_on(uint32_t place, int channels) {
@@ -13563,8 +13565,8 @@ template <class Tile> struct HaloCopies {
         copy_channels(place(slice, i), 0, from, valid, pixel < Tile::PIXELS);
     }
     // Returns the place in a halo, in bytes, of the row that this lane gives to ldmatrix. ldmatrix loads two fragments
-    // B: 8 neighbouring pixels of image row r, and the 8 pixels below them. row_begin: the index of the pixel in column
-    // 0 of row r. The matrices are (row r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15).
+    // B: 8 neighbouring pixels of image row r, and the 8 pixels below them. row_begin: the index, in the halo, of the
+    // pixel in column 0 of row r. The matrices are (row r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15).
     static INLINE uint32_t lane_place(int row_begin, int first_column, int first_k) {
         const int lane = threadIdx.x & 31;
         const int row_of_matrix = lane & 7;
@@ -15239,13 +15241,13 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
 // results to shared memory, one row for each pixel, and adds up the results for the statistics.
 //
 //   d[b] of a thread: its 2 channels c, c + 8 of slice b    ->    a stage: 8 x ROWS rows (pixels) of 64 channels
-//   x all rows j, pixels 2 (t % 4) and + 1 of each                 stmatrix turns 8 x 8 blocks on their way there
+//   x all rows j, pixels 2 (t % 4) and + 1 of each                 stmatrix transposes 8 x 8 matrices on the way
 template <class T> struct Epilogue {
     // A thread's sums for each part of the statistics: sum and sum of squares of channel c, then those of c + 8.
     typedef float StatSums[T::ROWS / T::STATS_ROWS][4];
     const TileWork<T>& work;
     const ConvTma& p;
-    int c;                           // this thread's first channel: it holds sums of c and c + 8 of each slice
+    int c;                           // the thread's first channel: the thread has sums of c and c + 8 of each slice
     int lane_place;                  // which 16 bytes of a tile's pixels this lane names to ldmatrix and stmatrix
     float bias[T::OUT_SLICES][2];    // bias of channels c and c + 8 of each slice of 64 channels
     float emb[2];                    // embedding of channels c and c + 8, for one slice of 64 channels
