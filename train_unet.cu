@@ -13360,7 +13360,8 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
 // ---------------------------------------------------------------------------------------------------------------------
 // --- operands of the portable kernels: bf16, or floats as two fp16 parts
 // conv_halo, conv_gather, conv_weight_halo and conv_weight_gather multiply with mma.sync. The same code serves bf16 and
-// floats. Most differences between the types lie in the code below, in `multiply`, multiply_tap and copy_channels.
+// floats. Most differences between the types lie in the code below, in `multiply`, multiply_tap and copy_channels. (In
+// the last line of the table, high and low are parts of A, and high' and low' are parts of B.)
 //
 //                               bf16         float
 //   a chunk of 8 channels       16 bytes     32 bytes: two pieces of 4 floats, as they were copied. After
@@ -13487,11 +13488,11 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static constexpr int PIXEL_BYTES = std::max(64, 16 * (int)sizeof(T) * K_GROUPS_);
     static constexpr int SLICE = PIXEL_BYTES / sizeof(T);
     static constexpr int K16 = SLICE / 16 / K_GROUPS_; // a K group has 16 * K16 input channels of a slice
-    // The halo.
+    // The halo's sizes, in pixels.
     static constexpr int H = TILE_H + 2;
     static constexpr int W = TILE_W + 2;
     static constexpr int PIXELS = IMAGES * H * W;
-    // Shared memory.
+    // Shared memory: the sizes of its parts, and where they begin (_AT), in bytes.
     static constexpr int HALO_BYTES = PIXELS * PIXEL_BYTES;
     static constexpr int WEIGHT_BYTES = 3 * CHANNELS * PIXEL_BYTES; // bytes of the weights of the three taps of one kw
     static constexpr int WEIGHTS_AT = 2 * HALO_BYTES;
@@ -13628,7 +13629,7 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
     }
     INLINE uint32_t place(int kw, int i) const {
         // If the block copies a multiple of 8 rows at once, all rows that this thread copies have the same key, because
-        // the keys repeat after 8 rows. Otherwise `toggled` is added to the place by XOR, to change the key.
+        // the keys repeat after 8 rows. Otherwise `toggled` replaces one key by the other one (by XOR).
         const bool same_key = ROWS_AT_ONCE % 8 == 0;
         const uint32_t toggled = same_key ? 0 : (key(first_row) ^ key(row(i) + first_row)) << 4;
         return (first_place ^ toggled) + kw * Tile::WEIGHT_BYTES + kh(i) * TAP_BYTES + row(i) * ROW_BYTES;
@@ -13640,7 +13641,7 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         const int k = k0 + (BACKWARD ? row(i) + first_row : chunk * 8); // input channel
         const int c = c0 + (BACKWARD ? chunk * 8 : row(i) + first_row); // output channel
         const bool valid = k < p.Cin1 && c < p.Cout;                    // if false, the copy writes zeros
-        int C = BACKWARD ? p.Cout : p.Cin1;                             // the distance of two taps in p.weight
+        int C = BACKWARD ? p.Cout : p.Cin1;                             // the distance from tap to tap in p.weight
         asm volatile("" : "+r"(C)); // otherwise the compiler would keep many multiples of C in registers
         const int further = BACKWARD ? ((k0 + row(i)) * 9 + tap) * C : (row(i) * 9 + tap) * C + k0;
         const T* const weight = (const T*)p.weight;
@@ -13874,12 +13875,12 @@ template <bool BACKWARD> INLINE TapOffset tap_offset(const ConvShape& s, int tap
     if (BACKWARD) return {-dy, -dx};
     return {dy, dx};
 }
-// Finds the input pixel that one pixel of a kernel's result reads under one tap. (For conv_weight_gather it finds the
-// pixel of x that belongs to a pixel of dout: there dout's size is that of the result.) The result's pixel comes i
-// pixels after (h, w), counted row by row. The function returns the index of the input pixel within its image. It
-// returns -1 if there is no such pixel (for example, because it lies in the padding). W_inverse is 1 / the width of the
-// result. Multiplying by W_inverse takes the place of a division. Rounded down, the product is the exact quotient,
-// because the numbers are small.
+// Finds the input pixel that one pixel of a kernel's result reads under one tap. (conv_weight_gather calls the
+// function, too, to find the pixel of x that belongs to a pixel of dout. There dout takes the place of the result.) The
+// result's pixel comes i pixels after (h, w), counted row by row. The function returns the index of the input pixel
+// within its image. It returns -1 if there is no such pixel (for example, because it lies in the padding). W_inverse is
+// 1 / the width of the result. Multiplying by W_inverse takes the place of a division. Rounded down, the product is the
+// exact quotient, because the numbers are small.
 template <bool BACKWARD>
 INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i, TapOffset offset) {
     const int rows_down = (int)((w + i + 0.5f) * W_inverse);
@@ -14224,7 +14225,8 @@ static __global__ void conv_few_gradient(const ConvFew p) {
     const int part_width = p.R / 2; // the distance in a row between an upper part and its lower part
     await_previous_kernel();
     if (p.is_last_layer && i < p.F) {
-        const float* const sum = p.bias + 4 * p.F + i; // of tap 4, the pixel itself: the sum of dout's channel i
+        // The rows hold values of dout. Under tap 4 lies the pixel itself. So this is the sum of dout's channel i.
+        const float* const sum = p.bias + 4 * p.F + i;
         p.dbias[i] = p.parts == 2 ? sum[0] + sum[part_width] : sum[0];
     }
     if (i >= p.C * K) return;
@@ -14547,7 +14549,7 @@ template <class T, int N> INLINE void load_x(FragmentB<T> (&b)[N], uint32_t plac
 // which are two image rows of 8 pixels. Pixel tiles pass through a ring of STAGES stages in shared memory:
 //
 //     a stage:   | x: 10 x 10 pixels of 64 channels | dout: 8 x 8 pixels of 64 channels |
-constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // 4 stages of 164 pixels in bf16, or 2 stages in fp32
+constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // bytes: 4 stages of 164 pixels in bf16, or 2 stages in fp32
 
 // The part of each pixel tile that one thread copies: one chunk of one column, in every X_ROWS-th row of x and in every
 // DOUT_ROWS-th row of dout. There are no branches around the copies: a thread that has nothing to copy passes false to
@@ -15008,7 +15010,7 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
 // Used when: 3x3 on images larger than 32 x 32; 3x3 that computes a skip connection, too, on images of any size; 1x1.
-//   On images of 9 to 32 rows, pick_conv_small chooses conv_tiles if it is faster than conv_small.
+//   On images of 9 to 32 rows, pick_conv_small chooses conv_tiles if conv_tiles is faster than conv_small.
 // How: A tile is 8 x ROWS pixels (8 across, ROWS down) and OUT_SLICES slices of 64 output channels. The products are
 //   D[64 OUT_SLICES channels][8 x ROWS pixels], with A = weights and B = pixels, as drawn above. The pixels are the
 //   dimension N of a product. So products are large even if there are only 64 channels. Blocks are persistent: there
@@ -15025,11 +15027,12 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 //   Shared memory: | barriers | a ring of stages of pixels: slices of x, addends, then results | stages of weights |
 //   Template parameters:
 //     TAPS         9: 3x3; 1: 1x1
-//     BACKWARD     the input's gradient
+//     BACKWARD     true: the result is the input's gradient
 //     STEPS        how many products of 16 channels a tap of a slice has: 4, or 2 if the only slice has 32 channels
 //     RESIDENT     true: all weights stay in shared memory, and a stage has pixels of one tile. The two warpgroups take
-//                  turns with tiles and with the tensor cores. A 3x3 may also compute the skip connection that is added
-//                  to its result. The slices of the skip connection's input follow those of x, with one tap each.
+//                  turns with tiles and with the tensor cores. A 3x3 convolution may also compute the skip
+//                  connection that is added to its result. The slices of the skip connection's input follow those of
+//                  x, with one tap each.
 //                  false: weights pass through a ring, and both warpgroups read them at the same time. A stage has
 //                  pixels of two tiles, one tile for each warpgroup.
 //     ELEMENT      BF16; FP8: pixels and weights are e4m3 (forward pass); FP8_GRADIENT: pixels are gradients in e5m2,
@@ -15248,7 +15251,7 @@ template <class T> struct Epilogue {
     const TileWork<T>& work;
     const ConvTma& p;
     int c;                           // the thread's first channel: the thread has sums of c and c + 8 of each slice
-    int lane_place;                  // which 16 bytes of a tile's pixels this lane names to ldmatrix and stmatrix
+    int lane_place;                  // the place in a stage, in bytes, that this lane gives to ldmatrix and stmatrix
     float bias[T::OUT_SLICES][2];    // bias of channels c and c + 8 of each slice of 64 channels
     float emb[2];                    // embedding of channels c and c + 8, for one slice of 64 channels
     float factors[T::OUT_SLICES][2]; // FP8: the factors of the same channels
