@@ -13792,7 +13792,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     const int warp_h = pixel_warp / Tile::WARPS_ACROSS % Tile::WARPS_DOWN * 8;
     const int warp_w = pixel_warp % Tile::WARPS_ACROSS * 8;
     const int first_k = Tile::k_group(warp) * Tile::K16 * 16;
-    uint32_t lane_pixels[3]; // for each kw
+    uint32_t lane_pixels[3]; // one address for each kw
     UNROLL_FOR (int kw = 0; kw < 3; kw++)
         lane_pixels[kw] = base + Copies::lane_place((image * Tile::H + warp_h) * Tile::W, warp_w + kw, first_k);
     const uint32_t lane_weights = base + Tile::WEIGHTS_AT + Weights::lane_place(first_k);
@@ -14134,10 +14134,10 @@ template <class Tile, bool BACKWARD> static void conv_gather(const ConvCall& c) 
 // Costs: the rows are written and read. In unet64's first layer they have as many bytes as a tensor of 64 channels.
 
 struct ConvFew {
-    const float* x;     // (B, H, W, F)
+    const float* x;     // (B, H, W, F): the first layer's input, or the gradient of the last layer's output
     const void* weight; // first layer: (C, 9, F); last layer: (F, 9, C); null: no rows of weights are made
-    void* rows;         // (B, H, W, R)
-    void* weight_rows;  // (C, R)
+    void* rows;         // (B, H, W, R): the rows that are made of x
+    void* weight_rows;  // (C, R): the rows that are made of weight
     int B, H, W;
     int F;              // the number of channels of the first layer's input, or of the last layer's output
     int C;              // the number of channels of the first layer's output, or of the last layer's input
@@ -14147,7 +14147,7 @@ struct ConvFew {
     // The weight gradient of the 1x1 convolution, from which conv_few_gradient makes the layer's. First layer: product
     // (C, R). Last layer: product (R, C), and bias (R), which is the sum of the rows of all pixels.
     float *product, *bias;
-    float *dweight, *dbias; // the gradients, as conv_few_gradient writes them
+    float *dweight, *dbias; // the layer's gradients, which conv_few_gradient writes (dbias: only the last layer's)
 };
 
 // Returns the index, in the layer's own weights, of weight k = tap * F + f of channel c. The last layer's rows are made
@@ -14240,8 +14240,8 @@ static bool conv_is_first(const ConvShape& s) { return (s.in != act_element && !
 static bool conv_is_last(const ConvShape& s) { return s.out != act_element || s.Cout % 32; }
 static bool conv_is_few(const ConvShape& s) { return conv_is_first(s) || conv_is_last(s); }
 
-// Sets all members of a ConvFew except its inputs and gradients. The rows lie at the beginning of `memory`. After them
-// lie either the rows of the weights, or the product and the bias.
+// Sets all members of a ConvFew except x, weight, dweight and dbias. The rows lie at the beginning of `memory`. After
+// them lie either the rows of the weights, or the product and the bias.
 static ConvFew plan_few(const ConvShape& s, char* memory) {
     if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2)
         die("a convolution of %d to %d channels must be 3x3, stride 1, of one input", s.C1, s.Cout);
@@ -14333,7 +14333,7 @@ struct ConvWeight : WeightWork {
     int pixel_tiles;        // pixel tiles of all images
     int splits;             // ranges of pixel tiles
     int warpgroups;         // warpgroups of a block of conv_weight_tma
-    int block_co, block_ci; // how many tiles of output channels and of input channels a block owns
+    int block_co, block_ci; // how many tiles of output channels and of input channels a block computes
     int co_tiles;           // tiles of 64 channels of Cout
     int input_groups;       // conv_weight_tma: the channel_tiles are this many groups, of block_ci tiles each
 };
@@ -14589,7 +14589,9 @@ template <class T> struct WeightHaloCopies {
     INLINE bool owns_dout(int k) const { return dout_row < min(DOUT_ROWS, 8 - k * DOUT_ROWS); }
     INLINE uint32_t stage(int pixel_tile) const { return (uint32_t)(pixel_tile - first) % STAGES * STAGE_BYTES; }
 
-    INLINE void copy_tile(int pixel_tile) { // called for first, first + 1, ...; from `end` on it copies zeros
+    // Must be called for the pixel tiles first, first + 1, ... in this order, because it moves `next` on. For tiles
+    // from `end` on it writes zeros.
+    INLINE void copy_tile(int pixel_tile) {
         const uint32_t stage = this->stage(pixel_tile);
         UNROLL_FOR (int k = 0; k < X_COPIES; k++) {
             const int h = next.h + x_row + k * X_ROWS - 1;
@@ -14747,7 +14749,7 @@ template <class T, int N> struct WeightGatherCopies {
     const int C = second ? p.shape.C2 : p.shape.C1;
     const bool x_in = t < p.channel_tiles && ci < C;
     const bool dout_in = co < p.shape.Cout;
-    const bool direct = p.shape.kernel == 1 && p.shape.stride == 1; // pixel i reads the input's pixel i
+    const bool direct = p.shape.kernel == 1 && p.shape.stride == 1; // output pixel i reads input pixel i
     const act* const input = second && x_in ? p.x2 : p.x1;
     const T* const x = (const T*)input + (x_in ? ci : 0);
     const T* const dout = (const T*)p.dout + (dout_in ? co : 0);
@@ -14762,7 +14764,8 @@ template <class T, int N> struct WeightGatherCopies {
     INLINE uint32_t stage(int pixel_tile) const {
         return (uint32_t)(pixel_tile - first) % WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>;
     }
-    INLINE void copy_tile(int pixel_tile) { // called for first, first + 1, ...
+    // Must be called for the pixel tiles first, first + 1, ... in this order, because it moves n and p0 on.
+    INLINE void copy_tile(int pixel_tile) {
         const uint32_t stage = this->stage(pixel_tile);
         const int h0 = direct ? 0 : p0 / Wo;
         const int w0 = p0 - h0 * Wo;
@@ -14944,7 +14947,7 @@ struct ConvTma {
     TmaParts skip;                   // the skip connection's input, if this kernel computes the skip connection
     TmaParts results, addends;       // the tensors that results are written to, and those that are added to results
     CUtensorMap weight;              // the layer's weights (Cout, taps, Cin); a box has 64 of Cin (FP8: 128)
-    CUtensorMap skip_weight;         // the skip connection's weights (Cout, 1, Cin), in boxes of 64 Cin
+    CUtensorMap skip_weight;         // the skip connection's weights (Cout, 1, Cin); a box has 64 of Cin
     int B, H, W, C;                  // sizes of the output
     int tiles_h, tiles_w;            // tiles of an image, down and across
     int tiles;                       // tiles of all images
