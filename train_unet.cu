@@ -13292,16 +13292,17 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //
 //   weights (Cout, taps x Cin)   times   patches (taps x Cin, pixels)   =   out (Cout, pixels)
 //
-// Column p of the patches holds the inputs that the filter reads for output pixel p. The patches never exist in global
-// memory. A block copies the pixels that it needs to shared memory, with zeros for the padding. The tensor cores'
-// operands are read from there.
+// Column p of the patches holds the inputs that the filter reads for output pixel p. The patches do not exist in global
+// memory (except conv_few's). A block copies the pixels that it needs to shared memory, with zeros for the padding. The
+// tensor cores' operands are read from there.
 //
 // Words of this section (tile, stage, ring, fragment and swizzle are explained at the head of this file):
-//   tap     a position (kh, kw) of the filter, which has 1 or 9 positions; a tap's number is kh * kernel + kw
+//   tap     a position (kh, kw) of the filter, which has 1 or 9 positions; a tap's number is kh * kernel + kw, where
+//           `kernel` (1 or 3) is the filter's width
 //   halo    the pixels of a tile and a border of one pixel around them: all that the nine taps read (see the drawing at
 //           conv_halo)
-//   slice   a part of the input channels (16 to 64 channels; in FP8 128). A stage of shared memory holds one slice of
-//           each of its pixels. Hopper's kernels divide the output channels into slices, too, of 64 channels.
+//   slice   a part of the input channels (16 to 64 channels; in FP8 128). A stage of shared memory holds some pixels,
+//           and of each pixel one slice. Hopper's kernels divide the output channels into slices, too, of 64 channels.
 //   chunk   8 neighbouring channels of one pixel, or the weights of 8 neighbouring channels. A thread copies one chunk
 //           at a time.
 //   k       the index over which a product sums: input channels here, pixels for weight gradients. An instruction of
@@ -13315,7 +13316,9 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //   wgmma and TMA (Hopper)       conv_tiles, conv_small; for weight gradients conv_weight_tma. Elements are bf16, or
 //                                FP8 in a 3x3 convolution or its input gradient. The stride is 1, and the input is not
 //                                upsampled.
-//   conv_few                     turns the network's first and last layers into 1x1 convolutions for these kernels
+//   conv_few                     serves the network's first and last layers, whose images have few channels. It writes
+//                                each pixel's patch to global memory. So the product becomes a 1x1 convolution, and
+//                                one of the kernels above can compute it.
 //
 // The same kernels, with the template parameter BACKWARD, compute an input's gradient. This gradient is a convolution,
 // too. Its input is dout, Cout and Cin change places, and the taps have the reverse order. The weights need not be
@@ -13341,7 +13344,7 @@ struct ConvOut {
     const float* emb = nullptr;  // (B, Cout1): the embedding, which is added to all pixels of an image
     int emb_stride = 0;          // floats from a row of emb to the next row
     double* stats = nullptr;     // (B, parts of an image, Cout1, 2): sums of the stored values, and of their squares
-    int* parts = nullptr; // on the host: the function that launches the kernel writes here how many parts there are
+    int* parts = nullptr; // on the host: the launching function writes here how many parts of an image `stats` has
     ConvSkip skip = {};   // a skip connection that the same kernel computes and adds, instead of an addend
 };
 
@@ -13350,7 +13353,7 @@ struct ConvOut {
 struct ConvCall {
     ConvShape s;
     int B = 0, H = 0, W = 0;     // images, rows and columns of the output
-    int Cin1 = 0, Cin2 = 0;      // channels of the inputs x1 and x2 (x2: 1x1 only)
+    int Cin1 = 0, Cin2 = 0;      // channels of the inputs x1 and x2 (only 1x1 has x2)
     int Cout = 0;                // channels of the output
     const act* x1 = nullptr;     // (s.B, s.H, s.W, Cin1)
     const act* x2 = nullptr;     // (s.B, s.H, s.W, Cin2)
@@ -13362,8 +13365,9 @@ struct ConvCall {
     int slices = 0;               // slices of the Cin1 channels
     int taps = 0;                 // conv_gather: taps of the filter
     int source_pixels = 0;        // conv_gather: pixels of an image of the input
-    // (Cout): the sums of channel c are multiplied by factors[c]. It is used only if s.in is FP8 or FP8_GRADIENT. Then
-    // the weights are FP8, too.
+    // (Cout): the sums of channel c are multiplied by factors[c]. This undoes the scaling: inputs and weights were
+    // multiplied by other factors before they were rounded to FP8. `factors` is used only if s.in is FP8 or
+    // FP8_GRADIENT. Then the weights are FP8, too.
     const float* factors = nullptr;
 };
 
@@ -13424,7 +13428,7 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
 //   sum, square   the lane's sums for the statistics. The stored (rounded) values are added to `sum`, and their squares
 //                 to `square`.
 // An addend may be the output itself, so the compiler cannot move a load to a place before a store. Therefore all loads
-// of a batch stand before the batch's first store.
+// of a batch stand before the batch's first store. So the loads are under way at the same time.
 template <class Tile, bool BACKWARD, class T, int N>
 INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k_group_floats, const OutputLane<T>& l,
                          bool stats, const Four<T> (&addends)[N], auto index_of) {
@@ -13434,7 +13438,8 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
     static_assert(N % BATCH == 0, "all batches have the same number of pixels");
     if (l.count == 0) return;
 
-    // Only the network's output can have a number of channels that is not a multiple of 4. It has no addends.
+    // If the number of channels is not a multiple of 4, channels are stored one at a time. Only the network's output
+    // can have such a number of channels, and it has no addends.
     if (std::is_same_v<T, float> && l.pitch % 4) {
         for (int i = 0; i < N; i++)
             UNROLL_FOR (int k = 0; k < 4; k++) {
@@ -13454,7 +13459,8 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
             }
             if (!BACKWARD) v[k] = v[k] + (const float4&)l.shift;
         }
-        if (l.add1) // one branch for all pixels, because the compiler does not group the stores of different branches
+        // The `if` stands around the loop. With an `if` for each pixel, the compiler would not group the stores.
+        if (l.add1)
             UNROLL_FOR (int k = 0; k < BATCH; k++)
                 if (index_of(first + k) >= 0) v[k] = v[k] + to_floats<T>(addends[first + k]);
         if (BACKWARD && l.add2)
@@ -13491,7 +13497,7 @@ INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int 
 // The end of conv_halo and conv_gather: stores the sums of each warp. acc[r][m] is a fragment of 8 pixels x 16
 // channels. A thread's registers of a fragment hold neighbouring pixels of one channel, but neighbouring channels are
 // to be stored together. So the sums are written to shared memory and read again, in ROUNDS rounds. In each round the
-// sums of the K groups are added.
+// sums of the K groups are added. (In the drawing, q is lane % 4.)
 //
 //   acc of a thread: 2 pixels x channels c, c + 8    ->    staged: 64 / ROUNDS pixels    ->    a lane stores 4 channels
 //   (g = lane / 4: c = g, pixels 2q, 2q + 1)               of PITCH floats each                of every STEP-th pixel
@@ -13505,7 +13511,7 @@ template <class Tile, class TO, int ROUNDS, bool BACKWARD, int M>
 INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, const ConvOut& o, int n0, int c0,
                           int tile, int tiles, auto pixel) {
     constexpr int ROUND_PIXELS = 64 / ROUNDS;                                    // pixels of a warp in a round
-    constexpr int N = ROUND_PIXELS / Tile::K_GROUPS / Tile::STEP;                // how many pixels a lane stores
+    constexpr int N = ROUND_PIXELS / Tile::K_GROUPS / Tile::STEP;                // pixels that a lane stores in a round
     constexpr int WARP_FLOATS = ROUND_PIXELS * Tile::PITCH;                      // a warp's part of shared memory
     constexpr int K_GROUP_FLOATS = Tile::POSITIONS * ROUND_PIXELS * Tile::PITCH; // a K group's part of shared memory
     constexpr int IMAGE_WARPS = Tile::PIXEL_WARPS / Tile::IMAGES;
@@ -13571,7 +13577,8 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
 // ---------------------------------------------------------------------------------------------------------------------
 // --- operands of the portable kernels: bf16, or floats as two fp16 parts
 // conv_halo, conv_gather, conv_weight_halo and conv_weight_gather multiply with mma.sync. The same code serves bf16 and
-// floats. Most differences between the types lie in the code below, in `multiply`, multiply_tap and copy_channels.
+// floats. Most differences between the types lie in the code below, in `multiply`, multiply_tap and copy_channels. (In
+// the last line of the table, high and low are parts of A, and high' and low' are parts of B.)
 //
 //                               bf16         float
 //   a chunk of 8 channels       16 bytes     32 bytes: two pieces of 4 floats, as they were copied. After
@@ -13589,15 +13596,16 @@ template <class T> INLINE uint32_t chunk_place(int chunk, int key) { return (chu
 
 // Returns the place that lies `channels` channels after `place` in the same row. XOR finds it, whatever the key is: the
 // place of a chunk is chunk ^ key, and (chunk ^ key) ^ step = (chunk ^ step) ^ key. Two conditions must hold:
-//   1. The row begins at a multiple of its length or of 128 bytes.
+//   1. The row begins at a multiple of its length or of 128 bytes, and the step is shorter than this. So the row's
+//      address has zeros in all bits that the XOR changes.
 //   2. In binary, the step (channels / 8 chunks) has ones only where the number of the chunk at `place` has zeros. Then
 //      chunk ^ step = chunk + step.
 template <class T> INLINE uint32_t channels_on(uint32_t place, int channels) {
     return place ^ channels * (int)sizeof(T);
 }
 
-// Loads a fragment A by ldmatrix, which loads four matrices of 8 x 8. place: the address of the row that this lane
-// gives to ldmatrix. In general, a row in shared memory holds numbers of one row of A, in the order of k. If
+// Loads a fragment A by ldmatrix, which loads four matrices of 8 x 8. place + offset: the address of the row that
+// this lane gives to ldmatrix. In general, a row in shared memory holds numbers of one row of A, in the order of k. If
 // TRANSPOSED, it holds numbers of one k, in the order of the rows of A. Then ldmatrix transposes each matrix.
 template <class T, bool TRANSPOSED> INLINE void load_fragment(FragmentA<T>& a, uint32_t place, int offset = 0) {
     UNROLL_FOR (int part = 0; part < PARTS<T>; part++) {
@@ -13636,8 +13644,8 @@ INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_halo: 3x3, stride 1, any GPU
-// Used when: the type is fp32, or Hopper's kernels (below) do not take this shape. conv_halo can also read its input
-//   through a nearest-neighbour upsampling.
+// Used when: Hopper's kernels (below) do not support the type (fp32), the shape or the GPU. conv_halo can also read its
+//   input through a nearest-neighbour upsampling.
 // How: A block computes 16 x 16 pixels of one image, or 8 x 8 pixels of each of two images, for CHANNELS channels. It
 //   goes through the input channels slice by slice. Per slice it copies the tile's pixels with a border of one pixel
 //   (the halo) to shared memory, once for all nine taps.
@@ -13671,12 +13679,13 @@ INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b
 //   wait for them.
 //   A pixel's row in shared memory is swizzled with a key that depends only on the pixel's COLUMN in the halo. So any 8
 //   neighbouring pixels of an image row can be read without bank conflicts, whatever kw is. And the distance in bytes
-//   from a pixel to the pixel below it is always the same.
+//   from a pixel's chunk to the same chunk of the pixel below is always the same. So the code computes one address for
+//   each kw, and adds constants to it for the other rows.
 //   From the top down: conv_halo launches conv_halo_kernel. The kernel's main loop calls multiply_step for each step.
 //   multiply_step calls multiply_tap for each tap and each group of 16 output channels. multiply_tap has eight
 //   mma_bf16, one for each image row. (With floats it has 24 mma_fp16, three for each image row.)
 // Costs: a tile of 16 x 16 pixels reads (18 / 16)^2 times as many pixels as it has, once for all nine taps.
-//   It reads all weights of its output channels.
+//   Every tile reads all weights of its output channels again.
 
 // A K group is a set of warps that sum over the same input channels (ProductTile). If IMAGES is 1, it is 2 x 2 warps,
 // each with 8 x 8 pixels of the tile. If IMAGES is 2, a K group has one warp for each of two images. Every warp
@@ -13696,11 +13705,11 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static constexpr int PIXEL_BYTES = std::max(64, 16 * (int)sizeof(T) * K_GROUPS_);
     static constexpr int SLICE = PIXEL_BYTES / sizeof(T);
     static constexpr int K16 = SLICE / 16 / K_GROUPS_; // a K group has 16 * K16 input channels of a slice
-    // The halo.
+    // The halo's sizes, in pixels.
     static constexpr int H = TILE_H + 2;
     static constexpr int W = TILE_W + 2;
     static constexpr int PIXELS = IMAGES * H * W;
-    // Shared memory.
+    // Shared memory: the sizes of its parts, and where they begin (_AT), in bytes.
     static constexpr int HALO_BYTES = PIXELS * PIXEL_BYTES;
     static constexpr int WEIGHT_BYTES = 3 * CHANNELS * PIXEL_BYTES; // bytes of the weights of the three taps of one kw
     static constexpr int WEIGHTS_AT = 2 * HALO_BYTES;
@@ -13774,8 +13783,8 @@ template <class Tile> struct HaloCopies {
         copy_channels(place(slice, i), 0, from, valid, pixel < Tile::PIXELS);
     }
     // Returns the place in a halo, in bytes, of the row that this lane gives to ldmatrix. ldmatrix loads two fragments
-    // B: 8 neighbouring pixels of image row r, and the 8 pixels below them. row_begin: the index of the pixel in column
-    // 0 of row r. The matrices are (row r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15).
+    // B: 8 neighbouring pixels of image row r, and the 8 pixels below them. row_begin: the index, in the halo, of the
+    // pixel in column 0 of row r. The matrices are (row r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15).
     static INLINE uint32_t lane_place(int row_begin, int first_column, int first_k) {
         const int lane = threadIdx.x & 31;
         const int row_of_matrix = lane & 7;
@@ -13836,7 +13845,8 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         return NO_THREAD_LEFT_OVER || (first_row < ROWS_AT_ONCE && row(i) + first_row < ROWS);
     }
     INLINE uint32_t place(int kw, int i) const {
-        // If the block copies a multiple of 8 rows at once, all rows that this thread copies have the same key.
+        // If the block copies a multiple of 8 rows at once, all rows that this thread copies have the same key, because
+        // the keys repeat after 8 rows. Otherwise `toggled` replaces one key by the other one (by XOR).
         const bool same_key = ROWS_AT_ONCE % 8 == 0;
         const uint32_t toggled = same_key ? 0 : (key(first_row) ^ key(row(i) + first_row)) << 4;
         return (first_place ^ toggled) + kw * Tile::WEIGHT_BYTES + kh(i) * TAP_BYTES + row(i) * ROW_BYTES;
@@ -13848,7 +13858,7 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         const int k = k0 + (BACKWARD ? row(i) + first_row : chunk * 8); // input channel
         const int c = c0 + (BACKWARD ? chunk * 8 : row(i) + first_row); // output channel
         const bool valid = k < p.Cin1 && c < p.Cout;                    // if false, the copy writes zeros
-        int C = BACKWARD ? p.Cout : p.Cin1;                             // channels of a tap in global memory
+        int C = BACKWARD ? p.Cout : p.Cin1;                             // the distance from tap to tap in p.weight
         asm volatile("" : "+r"(C)); // otherwise the compiler would keep many multiples of C in registers
         const int further = BACKWARD ? ((k0 + row(i)) * 9 + tap) * C : (row(i) * 9 + tap) * C + k0;
         const T* const weight = (const T*)p.weight;
@@ -13999,7 +14009,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     const int warp_h = pixel_warp / Tile::WARPS_ACROSS % Tile::WARPS_DOWN * 8;
     const int warp_w = pixel_warp % Tile::WARPS_ACROSS * 8;
     const int first_k = Tile::k_group(warp) * Tile::K16 * 16;
-    uint32_t lane_pixels[3]; // for each kw
+    uint32_t lane_pixels[3]; // one address for each kw
     UNROLL_FOR (int kw = 0; kw < 3; kw++)
         lane_pixels[kw] = base + Copies::lane_place((image * Tile::H + warp_h) * Tile::W, warp_w + kw, first_k);
     const uint32_t lane_weights = base + Tile::WEIGHTS_AT + Weights::lane_place(first_k);
@@ -14053,7 +14063,7 @@ template <class Tile, bool BACKWARD, class TO = typename Tile::T> static void co
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_gather: any kernel size and stride, any GPU
-// Used when: conv_halo and Hopper's kernels can't be used: for 1x1, and for stride 2.
+// Used when: the filter is 1x1 or the stride is 2, and Hopper's kernels can't be used.
 // How: A block computes PIXELS neighbouring pixels of one image (counted row by row) for CHANNELS channels. It goes
 //   through all taps, and for each tap through the input channels slice by slice. A step is one slice under one tap.
 //   For a step the block copies (cp.async) the input pixels that its output pixels read under this tap, wherever these
@@ -14082,11 +14092,12 @@ template <bool BACKWARD> INLINE TapOffset tap_offset(const ConvShape& s, int tap
     if (BACKWARD) return {-dy, -dx};
     return {dy, dx};
 }
-// Finds the input pixel that one pixel of a kernel's result reads under one tap. (In conv_weight_gather the result is
-// dout, and the input is x.) The result's pixel comes i pixels after (h, w), counted row by row. The function returns
-// the index of the input pixel within its image. It returns -1 if there is no such pixel (for example, because it lies
-// in the padding). W_inverse is 1 / the width of the result. Multiplying by W_inverse takes the place of a division,
-// and is exact, since the numbers are small.
+// Finds the input pixel that one pixel of a kernel's result reads under one tap. (conv_weight_gather calls the
+// function, too, to find the pixel of x that belongs to a pixel of dout. There dout takes the place of the result.) The
+// result's pixel comes i pixels after (h, w), counted row by row. The function returns the index of the input pixel
+// within its image. It returns -1 if there is no such pixel (for example, because it lies in the padding). W_inverse is
+// 1 / the width of the result. Multiplying by W_inverse takes the place of a division. Rounded down, the product is the
+// exact quotient, because the numbers are small.
 template <bool BACKWARD>
 INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i, TapOffset offset) {
     const int rows_down = (int)((w + i + 0.5f) * W_inverse);
@@ -14234,7 +14245,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
             if (pixel >= p.H * p.W) source[i] = -1;
         }
     };
-    auto copy_step = [&](int step) { // called for 0, 1, 2, ...
+    auto copy_step = [&](int step) { // must be called for step 0, 1, 2, ... in order: it counts `tap` and `slice` up
         const uint32_t stage = (uint32_t)step % STAGES * Tile::STAGE_BYTES;
         if (slice == 0) start_tap();
         const bool second = slice >= slices1;                      // a slice of the second input
@@ -14328,6 +14339,7 @@ template <class Tile, bool BACKWARD> static void conv_gather(const ConvCall& c) 
 //     first layer, forward             weights (C, 9 F) x rows of the input
 //     last layer's input gradient      transposed weights (C, 9 F) x rows of the output's gradient
 //     weight gradients of both         rows^T x the tensor of C channels
+//   (The last layer's forward pass needs no rows, because its input has many channels.)
 //   A bf16 has 8 bits of mantissa, and an fp32 value has 24. So a value v becomes two bf16 numbers: upper = bf16(v)
 //   and lower = bf16(v - upper). The sum upper + lower has a relative error of 2^-17 at most. This is less than the
 //   error of rounding the result to bf16. A row of weights holds the same weights twice, once for the upper and once
@@ -14339,19 +14351,20 @@ template <class Tile, bool BACKWARD> static void conv_gather(const ConvCall& c) 
 // Costs: the rows are written and read. In unet64's first layer they have as many bytes as a tensor of 64 channels.
 
 struct ConvFew {
-    const float* x;     // (B, H, W, F)
+    const float* x;     // (B, H, W, F): the first layer's input, or the gradient of the last layer's output
     const void* weight; // first layer: (C, 9, F); last layer: (F, 9, C); null: no rows of weights are made
-    void* rows;         // (B, H, W, R)
-    void* weight_rows;  // (C, R)
+    void* rows;         // (B, H, W, R): the rows that are made of x
+    void* weight_rows;  // (C, R): the rows that are made of weight
     int B, H, W;
     int F;              // the number of channels of the first layer's input, or of the last layer's output
     int C;              // the number of channels of the first layer's output, or of the last layer's input
     int R;              // the number of values of a row
     int parts;          // the number of parts that a value is split into: 1 (no split), or 2 in bf16
     bool is_last_layer; // true: the network's last layer; false: its first
-    // The results of the product for a weight gradient. First layer: product (C, R). Last: product (R, C), bias (R).
+    // The weight gradient of the 1x1 convolution, from which conv_few_gradient makes the layer's. First layer: product
+    // (C, R). Last layer: product (R, C), and bias (R), which is the sum of the rows of all pixels.
     float *product, *bias;
-    float *dweight, *dbias; // the gradients, as conv_few_gradient writes them
+    float *dweight, *dbias; // the layer's gradients, which conv_few_gradient writes (dbias: only the last layer's)
 };
 
 // Returns the index, in the layer's own weights, of weight k = tap * F + f of channel c. The last layer's rows are made
@@ -14429,7 +14442,8 @@ static __global__ void conv_few_gradient(const ConvFew p) {
     const int part_width = p.R / 2; // the distance in a row between an upper part and its lower part
     await_previous_kernel();
     if (p.is_last_layer && i < p.F) {
-        const float* const sum = p.bias + 4 * p.F + i; // tap 4 is the pixel itself: the sum of dout's channel i
+        // The rows hold values of dout. Under tap 4 lies the pixel itself. So this is the sum of dout's channel i.
+        const float* const sum = p.bias + 4 * p.F + i;
         p.dbias[i] = p.parts == 2 ? sum[0] + sum[part_width] : sum[0];
     }
     if (i >= p.C * K) return;
@@ -14443,8 +14457,8 @@ static bool conv_is_first(const ConvShape& s) { return (s.in != act_element && !
 static bool conv_is_last(const ConvShape& s) { return s.out != act_element || s.Cout % 32; }
 static bool conv_is_few(const ConvShape& s) { return conv_is_first(s) || conv_is_last(s); }
 
-// Sets all members of a ConvFew except its inputs and gradients. The rows lie at the beginning of `memory`. After them
-// lie either the rows of the weights, or the product and the bias.
+// Sets all members of a ConvFew except x, weight, dweight and dbias. The rows lie at the beginning of `memory`. After
+// them lie either the rows of the weights, or the product and the bias.
 static ConvFew plan_few(const ConvShape& s, char* memory) {
     if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2)
         die("a convolution of %d to %d channels must be 3x3, stride 1, of one input", s.C1, s.Cout);
@@ -14514,8 +14528,9 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 //   If there is more than one range, the blocks write partial sums to the workspace, and conv_weight_sum adds them up
 //   in a fixed order. The bias gradient is the sum of dout over all pixels. It is computed as dout^T times a matrix of
 //   ones. Several warps read the same part of dout, but only one of them computes this product. There is one partial
-//   of the bias for each pair of a range and an image that have common pixels. Small layers share a launch
-//   (WeightBatch).
+//   of the bias for each pair of a range and an image that have common pixels, because the sum over one image is
+//   wanted, too: it is the gradient of the image's embedding (demb). Small layers share a launch (WeightBatch), because
+//   one of them alone would not keep the GPU busy.
 // Costs: x and dout are read once for every tile of 64 x 64 weights; the partials are written and read once.
 
 // The arguments of the kernels for a layer's weight gradient. In the code `split` is the number of a range, and
@@ -14535,9 +14550,9 @@ struct ConvWeight : WeightWork {
     int pixel_tiles;        // pixel tiles of all images
     int splits;             // ranges of pixel tiles
     int warpgroups;         // warpgroups of a block of conv_weight_tma
-    int block_co, block_ci; // how many tiles of output channels and of input channels a block owns
+    int block_co, block_ci; // how many tiles of output channels and of input channels a block computes
     int co_tiles;           // tiles of 64 channels of Cout
-    int input_groups;       // how many groups of block_ci tiles the channel_tiles make
+    int input_groups;       // conv_weight_tma: the channel_tiles are this many groups, of block_ci tiles each
 };
 
 // Layers are collected until their weight gradients together take this many cycles (25 us). Then conv_weight_batch
@@ -14688,9 +14703,10 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     else sum_biases(p, block);
 }
 
-// Sums dout over the pixels of the block's range, for each image by itself, and for the 16 M channels from co on. The
-// two kernels below call these functions in their main loops. The sums are computed as a product, too: dout^T times a
-// matrix of ones.
+// Computes the bias gradient's partials: the sums of dout over the pixels of the block's range, for each image by
+// itself. A warp's BiasSum sums the 16 M channels from co on. The two kernels below call these functions in their main
+// loops, where the warp has loaded dout as fragments anyway. So the sums are computed as a product of fragments, too:
+// dout^T times a matrix of ones.
 template <class T, int M> struct BiasSum {
     const ConvWeight& p;
     bool sums_bias; // false: another warp sums these channels, and this warp does nothing
@@ -14750,10 +14766,11 @@ template <class T, int N> INLINE void load_x(FragmentB<T> (&b)[N], uint32_t plac
 // which are two image rows of 8 pixels. Pixel tiles pass through a ring of STAGES stages in shared memory:
 //
 //     a stage:   | x: 10 x 10 pixels of 64 channels | dout: 8 x 8 pixels of 64 channels |
-constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // bytes of shared memory: 4 stages of bf16, or 2 stages of floats
+constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // bytes: 4 stages of 164 pixels in bf16, or 2 stages in fp32
 
 // The part of each pixel tile that one thread copies: one chunk of one column, in every X_ROWS-th row of x and in every
-// DOUT_ROWS-th row of dout. The copies have no branches.
+// DOUT_ROWS-th row of dout. There are no branches around the copies: a thread that has nothing to copy passes false to
+// copy_channels. So the compiler can place the copies between products.
 template <class T> struct WeightHaloCopies {
     static constexpr int CHUNKS = 8;                   // chunks of a pixel, which has 64 channels here
     static constexpr int PIXEL_BYTES = 64 * sizeof(T); // bytes of a pixel
@@ -14789,7 +14806,9 @@ template <class T> struct WeightHaloCopies {
     INLINE bool owns_dout(int k) const { return dout_row < min(DOUT_ROWS, 8 - k * DOUT_ROWS); }
     INLINE uint32_t stage(int pixel_tile) const { return (uint32_t)(pixel_tile - first) % STAGES * STAGE_BYTES; }
 
-    INLINE void copy_tile(int pixel_tile) { // called for first, first + 1, ...; from `end` on it copies zeros
+    // Must be called for the pixel tiles first, first + 1, ... in this order, because it moves `next` on. For tiles
+    // from `end` on it writes zeros.
+    INLINE void copy_tile(int pixel_tile) {
         const uint32_t stage = this->stage(pixel_tile);
         UNROLL_FOR (int k = 0; k < X_COPIES; k++) {
             const int h = next.h + x_row + k * X_ROWS - 1;
@@ -14833,7 +14852,7 @@ template <class T> struct WeightHaloCopies {
     }
 };
 
-// Phases:
+// A block of conv_weight_halo_kernel has these phases:
 //   1. The copies of the first STAGES - 1 pixel tiles are started.
 //   2. For each pixel tile: wait for it, start the copies of a later pixel tile, multiply.
 //   3. The sums are stored in dweight or in the partials.
@@ -14876,7 +14895,7 @@ static __global__ void __launch_bounds__(384, 1)
     // Without this line the compiler would compute lane_x and lane_dout again for every tile.
     asm volatile("" : "+r"(lane_x), "+r"(lane_dout));
 
-    float acc[3][2][4][4] = {}; // acc[kh][i][j]: the sums of the warp's i-th 16 co x j-th 8 ci
+    float acc[3][2][4][4] = {}; // acc[kh][i][j]: sums for the warp's i-th 16 output and j-th 8 input channels
     float x_scale = 1, dout_scale = 1;
     BiasSum<T, 2> bias{p, ci_tile == 0 && ci_warp == 0 && kw == 0, split, co0 + co_warp * 32, first};
     for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {
@@ -14947,13 +14966,14 @@ template <class T, int N> struct WeightGatherCopies {
     const int C = second ? p.shape.C2 : p.shape.C1;
     const bool x_in = t < p.channel_tiles && ci < C;
     const bool dout_in = co < p.shape.Cout;
-    const bool direct = p.shape.kernel == 1 && p.shape.stride == 1; // pixel i reads the input's pixel i
+    const bool direct = p.shape.kernel == 1 && p.shape.stride == 1; // output pixel i reads input pixel i
     const act* const input = second && x_in ? p.x2 : p.x1;
     const T* const x = (const T*)input + (x_in ? ci : 0);
     const T* const dout = (const T*)p.dout + (dout_in ? co : 0);
     const float Wo_inverse = 1.0f / Wo;
     const TapOffset offset = tap_offset<false>(p.shape, tap);
-    // All rows that this thread copies have the same swizzle key.
+    // The address that this thread's first chunk is written to, in stage 0. PIXELS_AT_ONCE is a multiple of 8, so all
+    // rows that this thread copies have the same swizzle key. The other addresses differ only by constants.
     const uint32_t place = base + row * PIXEL_BYTES + chunk_place<T>(chunk, row & 7);
     int n = first / p.tiles_w;             // the image of the pixel tile to copy
     int p0 = (first - n * p.tiles_w) * 64; // the tile's first pixel in this image
@@ -14961,7 +14981,8 @@ template <class T, int N> struct WeightGatherCopies {
     INLINE uint32_t stage(int pixel_tile) const {
         return (uint32_t)(pixel_tile - first) % WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>;
     }
-    INLINE void copy_tile(int pixel_tile) { // called for first, first + 1, ...
+    // Must be called for the pixel tiles first, first + 1, ... in this order, because it moves n and p0 on.
+    INLINE void copy_tile(int pixel_tile) {
         const uint32_t stage = this->stage(pixel_tile);
         const int h0 = direct ? 0 : p0 / Wo;
         const int w0 = p0 - h0 * Wo;
@@ -14990,7 +15011,7 @@ template <class T, int N> struct WeightGatherCopies {
     }
 };
 
-// Phases: as in conv_weight_halo_kernel.
+// A block has the same phases as in conv_weight_halo_kernel.
 template <class T, int N, int WORKS>
 static __global__ void __launch_bounds__(128, 4 - N)
     conv_weight_gather_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
@@ -15038,7 +15059,7 @@ static __global__ void __launch_bounds__(128, 4 - N)
     // Without this line the compiler would compute lane_x and lane_dout again for every tile.
     asm volatile("" : "+r"(lane_x), "+r"(lane_dout));
 
-    float acc[M][2 * M][4] = {}; // acc[i][j]: the sums of the warp's i-th 16 co x j-th 8 ci
+    float acc[M][2 * M][4] = {}; // acc[i][j]: sums for the warp's i-th 16 output and j-th 8 input channels
     float x_scale = 1, dout_scale = 1;
     const bool sums_bias = ci_tile == 0 && ci_warp == 0 && tap == 0;
     BiasSum<T, M> bias{p, sums_bias, split, co_tile * 64 + co_warp * 32 * N, first};
@@ -15142,8 +15163,8 @@ struct ConvTma {
     TmaParts x;                      // the input; its boxes have a border of one pixel, if the filter is 3x3
     TmaParts skip;                   // the skip connection's input, if this kernel computes the skip connection
     TmaParts results, addends;       // the tensors that results are written to, and those that are added to results
-    CUtensorMap weight;              // the layer's weights (Cout, taps, Cin), in boxes of 64 of its Cin (FP8: 128)
-    CUtensorMap skip_weight;         // the skip connection's weights (Cout, 1, Cin), in boxes of 64 Cin
+    CUtensorMap weight;              // the layer's weights (Cout, taps, Cin); a box has 64 of Cin (FP8: 128)
+    CUtensorMap skip_weight;         // the skip connection's weights (Cout, 1, Cin); a box has 64 of Cin
     int B, H, W, C;                  // sizes of the output
     int tiles_h, tiles_w;            // tiles of an image, down and across
     int tiles;                       // tiles of all images
@@ -15209,7 +15230,7 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
 // Used when: 3x3 on images larger than 32 x 32; 3x3 that computes a skip connection, too, on images of any size; 1x1.
-//   pick_conv_small also chooses conv_tiles on images of 9 to 32 rows, where conv_tiles is faster than conv_small.
+//   On images of 9 to 32 rows, pick_conv_small chooses conv_tiles if conv_tiles is faster than conv_small.
 // How: A tile is 8 x ROWS pixels (8 across, ROWS down) and OUT_SLICES slices of 64 output channels. The products are
 //   D[64 OUT_SLICES channels][8 x ROWS pixels], with A = weights and B = pixels, as drawn above. The pixels are the
 //   dimension N of a product. So products are large even if there are only 64 channels. Blocks are persistent: there
@@ -15226,11 +15247,12 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 //   Shared memory: | barriers | a ring of stages of pixels: slices of x, addends, then results | stages of weights |
 //   Template parameters:
 //     TAPS         9: 3x3; 1: 1x1
-//     BACKWARD     the input's gradient
+//     BACKWARD     true: the result is the input's gradient
 //     STEPS        how many products of 16 channels a tap of a slice has: 4, or 2 if the only slice has 32 channels
 //     RESIDENT     true: all weights stay in shared memory, and a stage has pixels of one tile. The two warpgroups take
-//                  turns with tiles and with the tensor cores. A 3x3 may also compute the skip connection that is added
-//                  to its result. The slices of the skip connection's input follow those of x, with one tap each.
+//                  turns with tiles and with the tensor cores. A 3x3 convolution may also compute the skip
+//                  connection that is added to its result. The slices of the skip connection's input follow those of
+//                  x, with one tap each.
 //                  false: weights pass through a ring, and both warpgroups read them at the same time. A stage has
 //                  pixels of two tiles, one tile for each warpgroup.
 //     ELEMENT      BF16; FP8: pixels and weights are e4m3 (forward pass); FP8_GRADIENT: pixels are gradients in e5m2,
@@ -15325,8 +15347,9 @@ template <class T> struct TileWork {
         return any;
     }
     // Returns a walk over the tiles of this block's warpgroup g. If a stage holds two tiles and the number of tiles is
-    // odd, one warpgroup's last tile lies outside of all images. At any time, different blocks work on neighbouring
-    // tiles. The halos of these tiles overlap, so many pixels are found in the L2 cache.
+    // odd, one warpgroup's last tile lies outside of all images. For this tile TMA loads zeros and stores
+    // nothing. At any time, different blocks work on neighbouring tiles. The halos of these tiles overlap, so many
+    // pixels are found in the L2 cache.
     INLINE TileWalk tiles(int g, int step = 2) const {
         const int first = T::RESIDENT ? blockIdx.x + g * gridDim.x : 2 * blockIdx.x + g;
         const int end = ceil_div(p.tiles, T::UNIT) * T::UNIT;
@@ -15384,7 +15407,7 @@ template <class T> struct PixelLoader {
     }
 };
 
-// Role: load.
+// What the thread that loads does (warp 8).
 // Resident weights: the thread loads them before the previous kernel has ended, since that kernel does not write them.
 // Streamed weights: half way through the weights of slice i, the thread loads the next item. This is slice i + 1 or,
 // after the last slice, the first addend or the next tile's first slice. When the thread has started the loads of all
@@ -15415,8 +15438,8 @@ template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels,
     }
 }
 
-// Role: store. Each of the two warpgroups has one thread that stores its results. When a result is complete in its
-// stage, this thread stores the result by TMA. Then it frees the stage for the loading thread.
+// What a thread that stores does (warps 9 and 10): it stores the results of one of the two warpgroups. When a result is
+// complete in its stage, this thread stores the result by TMA. Then it frees the stage for the loading thread.
 template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels, auto& results, int warpgroup) {
     const ConvTma& p = work.p;
     prefetch_tensor_map(&p.results.map1);
@@ -15441,14 +15464,14 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
 // results to shared memory, one row for each pixel, and adds up the results for the statistics.
 //
 //   d[b] of a thread: its 2 channels c, c + 8 of slice b    ->    a stage: 8 x ROWS rows (pixels) of 64 channels
-//   x all rows j, pixels 2 (t % 4) and + 1 of each                 stmatrix turns 8 x 8 blocks on their way there
+//   x all rows j, pixels 2 (t % 4) and + 1 of each                 stmatrix transposes 8 x 8 matrices on the way
 template <class T> struct Epilogue {
     // A thread's sums for each part of the statistics: sum and sum of squares of channel c, then those of c + 8.
     typedef float StatSums[T::ROWS / T::STATS_ROWS][4];
     const TileWork<T>& work;
     const ConvTma& p;
-    int c;                           // this thread's first channel: it holds sums of c and c + 8 of each slice
-    int lane_place;                  // where in a stage the row begins whose address this lane passes to ldmatrix
+    int c;                           // the thread's first channel: the thread has sums of c and c + 8 of each slice
+    int lane_place;                  // the place in a stage, in bytes, that this lane gives to ldmatrix and stmatrix
     float bias[T::OUT_SLICES][2];    // bias of channels c and c + 8 of each slice of 64 channels
     float emb[2];                    // embedding of channels c and c + 8, for one slice of 64 channels
     float factors[T::OUT_SLICES][2]; // FP8: the factors of the same channels
