@@ -15299,7 +15299,7 @@ template <class T> struct Epilogue {
             }
         }
     }
-    // Stores the tile's sums for the statistics: for each channel, the sum of the results and that of their squares.
+    // Stores the tile's sums for the statistics: for each channel, the sum of the results and the sum of their squares.
     // Four threads hold sums of the same channels, but of different pixels. These sums are added up, and one of the
     // four threads stores the totals. (h, w) is the tile's first pixel. If one_image is true, the whole tile is one
     // part of the statistics. Otherwise the tile has PARTS parts of STATS_ROWS rows, one below the other.
@@ -15797,7 +15797,7 @@ template <class T> struct SmallEpilogue {
         const int rows = at.n < p.B ? p.H - (at.h + warp * 2) : 0; // how many of the warp's two rows are in the image
         const int columns = p.W - at.w;
         NO_UNROLL_FOR (int box = 0; box < T::OUT_N / T::BOX; box++) {
-            float t[4] = {}; // channel c: sum, sum of squares; the same of channel c + 1
+            float t[4] = {}; // sum and sum of squares of channel c, then those of channel c + 1
             NO_UNROLL_FOR (int i0 = lane / WORDS; i0 < 16; i0 += 8) {
                 uint32_t v[LOADS];
                 UNROLL_FOR (int k = 0; k < LOADS; k++) {
@@ -16611,8 +16611,8 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     constexpr double PER_KB = 0.037; // a multiprocessor reads or writes one KB
     constexpr double WARPS = 0.34;   // a block has 256 more threads
     // Fractions of a time, without a unit:
-    constexpr double SERIAL = 0.31;    // so much of a block's throughput does not overlap with its latency
-    constexpr double LAST_WAVE = 0.18; // if there are several waves, the last one costs so much of a wave more
+    constexpr double SERIAL = 0.31;    // this fraction of a block's throughput does not overlap with its latency
+    constexpr double LAST_WAVE = 0.18; // if there are several waves, the time grows by this fraction of a wave
     const int C = s.C1 + s.C2;
     const double elements = act_vec() / 8.0; // SLOT and SLOTS were fitted for vectors of 8 elements
 
@@ -16734,7 +16734,7 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
         // Two passes: the first computes sums over chunks of an image's pixels, the second computes the gradient. Each
         // block of the second pass reads the sums of all chunks of its image. To keep these sums few, the first pass
         // has at most 64 chunks. With addends, the second pass divides the pixels into other chunks than the first
-        // pass, since a multiprocessor may have registers for fewer of its blocks (norm_backward_blocks).
+        // pass, since a multiprocessor may have registers for fewer blocks of the second pass (norm_backward_blocks).
         auto first_pass = norm_first_pass<T>(drop);
         auto second_pass = norm_second_pass<T, GRAD>(drop, addends);
         float2* const partial = (float2*)device.workspace;
@@ -17263,8 +17263,8 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
 }
 
 // Can the kernel of a 3x3 convolution, of shape s, also compute the skip connection (1x1) that is added to the result?
-// It can if shared memory has room for all weights of the convolution and of the skip connection, and for one more
-// stage of pixels than a tile needs.
+// It can on Hopper, if the input has at least 16 rows (a tile has 16 rows), and if shared memory has room for all
+// weights of the convolution and of the skip connection, and for one more stage of pixels than a tile needs.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     if (!conv_is_wgmma(s) || !conv_is_wgmma(skip)) return false;
     if (s.kernel != 3 || skip.kernel != 1 || s.H < 16) return false;
@@ -17344,10 +17344,10 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 // What a launch for weight gradients costs, in cycles as measured on an H200 while all blocks were at work.
 struct WeightCosts {
     int slots;          // how many blocks the GPU runs at once
-    int tile;           // cycles of a block for one pixel tile
-    int filter;         // how many blocks the taps of a filter are divided among
+    int tile;           // cycles that a block takes for one pixel tile
+    int filter;         // among how many blocks the taps of a filter are divided
     int beside;         // cycles of a block, in addition to its tiles, if the block writes partials
-    int beside_dweight; // the same, if the block writes dweight itself
+    int beside_dweight; // cycles of a block, in addition to its tiles, if the block writes dweight itself
     int sums;           // cycles of the second kernel, conv_weight_sum, in addition to PARTIAL_CYCLES for each partial
     int most_partials = MAX_WEIGHT_PARTIALS; // how many partials a plan may have at most
 };
@@ -17627,8 +17627,8 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Stream* stre
 }
 
 // Computes the weight gradient of a layer that is first replaced by another one (conv_weight_alone):
-//   few channels   The layer becomes a 1x1 convolution of rows (conv_few). conv_few_gradient then makes the layer's
-//                  weight gradient of the weight gradient of this 1x1 convolution.
+//   few channels   The layer becomes a 1x1 convolution of rows (conv_few), whose weight gradient is computed first.
+//                  From this, conv_few_gradient computes the layer's own weight gradient.
 //   upsampling     x is first upsampled. Then the layer is a convolution without upsampling.
 //   stride 2       dout is first spread out: zeros are put between its pixels. Then the layer is a convolution with
 //                  stride 1.
@@ -17698,7 +17698,7 @@ static int max_stat_parts(int H, int W) { return ceil_div(H, 8) * ceil_div(W, 8)
 // kernels of this binary were compiled for the same architecture.
 static __global__ void nothing_kernel() { await_previous_kernel(); }
 
-static cudaDeviceProp properties; // what CUDA tells about the GPU of this process
+static cudaDeviceProp properties; // the properties of this process's GPU, as CUDA reports them
 static cudaStream_t side_queue;   // the queue of low priority, which the side stream uses if allowed.beside is true
 
 // Returns how many GPUs the program can use. Without a driver this is 0.
@@ -18058,8 +18058,8 @@ static void end_exchange() {
     meet();
 }
 
-// For each other rank r: copies `bytes` bytes from part(r) to rank r's array `to`. In that array the bytes are written
-// to the part that is reserved for this rank. The copies begin when the stream has done all its work so far.
+// For each other rank r: copies `bytes` bytes from the address part(r) to rank r's array `to`. In that array the bytes
+// are written to the part that is reserved for this rank. The copies begin when `stream` has done all its work so far.
 template <class F> static void send_directly(void* to, size_t bytes, const Stream& stream, F part) {
     follow(&sender, stream);
     for (int k = 1; k < world.size; k++) {
