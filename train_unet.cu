@@ -15539,9 +15539,10 @@ template <class T> struct Epilogue {
             }
         }
     }
-    // Stores the tile's sums for the statistics. Four threads hold sums of the same channels, but of different pixels.
-    // These sums are added up, and one of the four threads stores the total. If one_image is true, a tile is one part
-    // of the statistics. Otherwise it consists of PARTS parts, one below the other.
+    // Stores the tile's sums for the statistics: for each channel, the sum of the results and the sum of their squares.
+    // Four threads hold sums of the same channels, but of different pixels. These sums are added up, and one of the
+    // four threads stores the totals. (h, w) is the tile's first pixel. If one_image is true, the whole tile is one
+    // part of the statistics. Otherwise the tile has PARTS parts of STATS_ROWS rows, one below the other.
     static INLINE float sum_of_four(float v) { return lane_sum<1, 2>(v); }
     INLINE void store_stats(StatSums& sums, int channel, int n, int h, int w) const {
         constexpr int PARTS = T::ROWS / T::STATS_ROWS;
@@ -15571,7 +15572,10 @@ template <class T> struct Epilogue {
             // stage before, so it waits here.
             if (work.first_result + b >= work.products) pixels.arrived(warpgroup);
             if (b) load_embedding(tile.n, b);
-            if constexpr (T::IS_FP8) { // with a skip connection, conv_tiles_kernel has scaled the sums already
+            // FP8: the sums began as 0. So the bias is added here, together with the embedding, after the scaling. With
+            // a skip connection there is no embedding, and conv_tiles_kernel has already scaled the sums and added the
+            // bias to them.
+            if constexpr (T::IS_FP8) {
                 emb[0] += bias[b][0];
                 emb[1] += bias[b][1];
                 if (!p.skip.slices) acc.scale(b, factors[b], emb);
@@ -15600,9 +15604,9 @@ template <class T> struct Epilogue {
 //   empty barrier  ..... phase m ............................................................................ | m + 1
 //
 // The warpgroup releases the stage while the next slice's products run. After wgmma_wait<1> only the products of the
-// latest tap may still run, so the products of all taps of s have ended. The stages of a tile's last OUT_SLICES items
-// are used for results, so the warpgroup does not release them. It hands them over, and the warp that stores frees
-// them:
+// latest tap may still run, so the products of all taps of s have ended. A tile's results are written to the stages of
+// its last OUT_SLICES items (TileWork explains items). So the warpgroup does not release these stages. It hands them
+// over, and the warp that stores frees them:
 //
 //   warpgroup      acc.wait | epilogue: writes results into the stage | warp_stored
 //                                                                           v
@@ -15617,7 +15621,7 @@ template <class T> struct Epilogue {
 //      the stages that earlier products have read.
 //   3. It does the same for the slices of the skip connection, which have one tap each.
 //   4. It passes the turn to the other warpgroup, waits for the products, and finishes the tile (Epilogue).
-template <class T> // a ConvTiles
+template <class T> // T: a ConvTiles
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
     SharedMemory shared(T::BARRIERS);
@@ -15667,8 +15671,8 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
                 if (tap == T::RELEASE_TAP && s && s <= work.first_result) pixels.release();
             }
         }
-        // If there is a skip connection, the FP8 sums are scaled here, because its products, which are added next, must
-        // not be scaled.
+        // If there is a skip connection, the FP8 sums are scaled here. The products of the skip connection are added
+        // after that. They must not be scaled, because they are products of bf16 numbers, which have no factors.
         if (T::IS_FP8 && T::CAN_SKIP && p.skip.slices) {
             acc.wait();
             UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) acc.scale(b, epilogue.factors[b], epilogue.bias[b]);
@@ -15763,11 +15767,13 @@ struct SmallTile {
     static constexpr int BOX = OUT_N % SLICE_CHANNELS == 0 ? SLICE_CHANNELS : SLICE_CHANNELS / 2;
     static constexpr int BOX_BYTES = 64 * BOX * 2;
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
-    // Each warp writes statistics: two floats for each channel. SUMS_BYTES counts one warp of each warpgroup. (All four
-    // warps of all warpgroups write 4 * SUMS_BYTES.)
+    // Each warp writes statistics: two floats for each channel. SUMS_BYTES is the size of what one warp of each
+    // warpgroup writes. (All four warps of all warpgroups write 4 * SUMS_BYTES.)
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8;
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_GROUPS * CONSUMERS * 16 : 0; // sums that the other block sends
-    static constexpr int SHIFTS_BYTES = CONSUMERS * (IS_FP8 ? 16 : 8); // bias + embedding and, for FP8, factors
+    // Room for the shifts (bias + embedding) of up to two channels for each thread that multiplies, as floats. For FP8
+    // there is also room for the factors of these channels.
+    static constexpr int SHIFTS_BYTES = CONSUMERS * (IS_FP8 ? 16 : 8);
     // The rest of the shared memory is for weights. A step needs the weights of STEP_TAPS taps of a slice. BACKWARD:
     // the weights of a tap are loaded as WEIGHT_BOXES boxes, each of 64 output channels.
     static constexpr int FIXED =
@@ -15820,7 +15826,7 @@ template <class T> struct SmallWork {
 // Role: load. Before the call, this thread has started to load the weights of the first WEIGHT_STAGES steps. When the
 // loop comes to the seventh tap of a slice, the thread loads the next slice's halo. First it waits until a stage for
 // halos is free. The stage becomes free after the products of an earlier slice. The loads of the weights for these
-// products have been started before, so the wait ends.
+// products have been started before, so the wait ends (rule 2 in the comments above Stage).
 template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos, auto& weights, const auto& addends) {
     const ConvTma& p = work.p;
     int next = work.first / T::SLICE_STEPS;           // the slice whose halo is loaded next
@@ -15868,7 +15874,7 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
     // where in a halo this warpgroup's pixels begin, in bytes
     const int own_pixels = (image * 10 * T::PITCH + square * 8) * SLICE_BYTES;
     int step_of_slice = work.first % T::SLICE_STEPS; // the number of `step` within its slice
-    int step_done = step_of_slice;                   // the same number, of the step whose weights are released next
+    int step_done = step_of_slice;                   // the number, within its slice, of the step that is released next
     uint32_t halo = 0;
     for (int step = work.first; step < work.end; step++) {
         if (step == work.first || step_of_slice == 0) halo = halos.arrived() + own_pixels;
@@ -15916,9 +15922,9 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
 //   d of lane t, for each group j of 8 channels:   (pixel t / 4, 2 channels), (pixel t / 4 + 8, the same channels)
 //   results:   boxes of 64 pixels x BOX channels; a warp has 16 pixels of each box
 //
-// A thread block runs this code only once, so most of the code's time is spent on fetching its instructions (20 bytes a
-// cycle). So the code must be short. All loops over d are unrolled, because d must stay in registers. The rest of the
-// code does not use d. It loops over the 16 pixels of each warp.
+// A thread block runs this code only once. So most of the code's time is spent on fetching its instructions, of which
+// only 20 bytes arrive in a cycle. Therefore the code must be short. But all loops over d are unrolled, because d must
+// stay in registers. The rest of the code does not use d. It loops over the 16 pixels of each warp.
 template <class T> struct SmallEpilogue {
     const SmallWork<T>& work;
     const ConvTma& p;
@@ -16021,8 +16027,8 @@ template <class T> struct SmallEpilogue {
         }
     }
     // Adds up the results of each warp's 16 pixels. For each channel it writes the sum of the results and the sum of
-    // their squares to shared memory: (warp of the warpgroup, channel, 2). A lane reads two neighbouring channels, of
-    // each pixel or (if PIXELS_AT_ONCE = 2) of every second pixel.
+    // their squares to an array in shared memory: (warp of the warpgroup, channel, 2). A lane reads two neighbouring
+    // channels, of each pixel or (if PIXELS_AT_ONCE = 2) of every second pixel.
     INLINE void sum_pixels(uint32_t results, uint32_t sums) const {
         constexpr int WORDS = T::BOX / 2; // pairs of channels in a row of a box
         constexpr int PIXELS_AT_ONCE = 32 / WORDS;
@@ -16031,7 +16037,7 @@ template <class T> struct SmallEpilogue {
         const int rows = at.n < p.B ? p.H - (at.h + warp * 2) : 0; // how many of the warp's two rows are in the image
         const int columns = p.W - at.w;
         NO_UNROLL_FOR (int box = 0; box < T::OUT_N / T::BOX; box++) {
-            float t[4] = {}; // channel c: sum, sum of squares; the same of channel c + 1
+            float t[4] = {}; // sum and sum of squares of channel c, then those of channel c + 1
             NO_UNROLL_FOR (int i0 = lane / WORDS; i0 < 16; i0 += 8) {
                 uint32_t v[LOADS];
                 UNROLL_FOR (int k = 0; k < LOADS; k++) {
@@ -16166,8 +16172,8 @@ template <class T> static void conv_small(const ConvCall& p) {
 // How: A = dout and B = x. The product sums over pixels (k). Both operands are read as they lie in memory, where a
 //   pixel is a row of 64 channels; wgmma transposes them. The columns of a warpgroup's result D[64 Cout][192] are:
 //     3x3   the three taps of a filter row x 64 Cin. The three thirds of B, for the taps kw = 0, 1, 2, lie in the same
-//           halo. Each third begins one pixel after the third before it. So the descriptor's "leading" distance, from
-//           one third to the next, is ONE PIXEL
+//           halo. Each third begins one pixel after the third before it. So the "leading" distance in the descriptor of
+//           operand B, which is the distance from one third to the next, is ONE PIXEL
 //     1x1   up to 192 Cin. The three thirds of B are three slices of x
 //
 //     D of a 3x3's filter row:    | kw = 0: 64 Cin | kw = 1: 64 Cin | kw = 2: 64 Cin |
@@ -16176,14 +16182,14 @@ template <class T> static void conv_small(const ConvCall& p) {
 //   A block works on a range of pixel tiles. It has 1 or 3 warpgroups that multiply (WARPGROUPS):
 //     1     The block computes one D.
 //     3     The block computes up to three D: for a 3x3 those of all three filter rows, for a 1x1 those of up to 192
-//           Cout. For each D it loads fewer bytes (3x3: about a third, 1x1: half), which is good for large tensors. But
-//           fewer blocks work on each range. So more ranges are needed to fill the GPU, and there are up to three times
-//           as many partials.
-//   One warp loads. Further warps sum dout over the pixels. These sums are the bias gradient. They are needed only
-//   once, so only the blocks that begin with filter row 0 and with the first tile of Cin compute them. If there is only
-//   one range, D is the gradient, and TMA stores it in dweight. Otherwise D is a partial, and conv_weight_sum adds up
-//   the partials. One launch computes the weight gradients of several layers, since a small layer alone would leave
-//   most of the GPU idle.
+//           Cout. For each D it loads fewer bytes than a block with 1 warpgroup (3x3: about a third of them, 1x1:
+//           half), which is good for large tensors. But fewer blocks work on each range. So more ranges are needed to
+//           fill the GPU, and there are up to three times as many partials.
+//   One warp loads. Further warps sum dout over the pixels. These sums are the bias gradient. Blocks for different
+//   filter rows or tiles of Cin read the same dout, but only one of them has to sum it. This is the block that begins
+//   with filter row 0 and with the first tile of Cin. If there is only one range, D is the gradient, and TMA stores it
+//   in dweight. Otherwise D is a partial, and conv_weight_sum adds up the partials. One launch computes the weight
+//   gradients of several layers, since a small layer alone would leave most of the GPU idle.
 //
 //   Shared memory: | barriers | a ring of STAGES, each a pixel tile: X_PARTS slices of x, DOUT_PARTS slices of dout |
 // Costs: the time to read x and dout from the L2 (large tensors: from memory), or the time of the products, whichever
@@ -16197,7 +16203,7 @@ template <int KERNEL_, int WARPGROUPS_, int TILE_W_, int STAGES_> struct WeightT
     static constexpr int TILE_W = TILE_W_;
     static constexpr int PIXELS = TILE_H * TILE_W;
     static constexpr bool IS_3X3 = KERNEL == 3;              // true: a warpgroup's D holds the taps of a filter row
-    static constexpr int ROWS = IS_3X3 ? 3 / WARPGROUPS : 1; // how many blocks share the filter rows
+    static constexpr int ROWS = IS_3X3 ? 3 / WARPGROUPS : 1; // among how many blocks the filter rows are divided
     // The order of the warps: first the warps that multiply, then the warp that loads (LOADER), then the warps that sum
     // dout for the bias gradient.
     static constexpr int LOADER = 4 * WARPGROUPS;
@@ -16236,16 +16242,16 @@ template <class T> struct WeightBlock {
     const ConvWeightTma& maps;
     const int block; // this block's number among the layer's blocks
     const ConvWeight& p = maps.p;
-    int split = block % p.splits;           // the number of its range of pixel tiles
-    int row0 = block / p.splits % T::ROWS;  // its first filter row
+    int split = block % p.splits;           // the number of this block's range of pixel tiles
+    int row0 = block / p.splits % T::ROWS;  // the block's first filter row
     int group = block / p.splits / T::ROWS; // input group + input_groups * output group
     int output_group = group / p.input_groups;
-    int co_tile = output_group * p.block_co;                            // its first tile of 64 output channels
-    int ci_tile = (group - output_group * p.input_groups) * p.block_ci; // its first tile of 64 input channels
-    int first = first_pixel_tile(p, split);                             // its pixel tiles: first .. end - 1
+    int co_tile = output_group * p.block_co;                            // the block's first tile of 64 output channels
+    int ci_tile = (group - output_group * p.input_groups) * p.block_ci; // the block's first tile of 64 input channels
+    int first = first_pixel_tile(p, split);                             // the block's pixel tiles: first .. end - 1
     int end = first_pixel_tile(p, split + 1);
-    int parts = min(p.block_ci, p.channel_tiles - ci_tile);                          // the number of its tiles of Cin
-    int dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile); // the number of its tiles of Cout
+    int parts = min(p.block_ci, p.channel_tiles - ci_tile);                          // how many tiles of Cin
+    int dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile); // how many tiles of Cout
     int busy_warpgroups = T::IS_3X3 ? T::WARPGROUPS : dout_parts;                    // how many warpgroups have work
     int bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS; // how many warps sum dout, if sums_bias
     bool sums_bias = row0 == 0 && ci_tile == 0;
@@ -16253,7 +16259,8 @@ template <class T> struct WeightBlock {
     INLINE explicit WeightBlock(const WorkBlock<ConvWeightTma>& own) : maps(own.work), block(own.block) {}
     // Stores v, the sum of channel c of dout over the pixels of image n that lie in this block's range. (If bias_images
     // is 1, all images are treated as image 0.) If there are several ranges, v is a partial. Otherwise v is the
-    // embedding's gradient. Then it is stored in demb, or nowhere if demb is null.
+    // gradient of the image's embedding, because the forward pass adds the embedding to all pixels of the image. Then v
+    // is stored in demb, or nowhere if demb is null.
     INLINE void put_image_sum(int n, int c, float v) const {
         if (c >= p.shape.Cout) return;
         if (!final) p.bias_partial[(size_t)(split + n) * p.shape.Cout + c] = v;
@@ -16347,9 +16354,10 @@ template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages
         if (sums.c + k < work.p.shape.Cout) work.p.dbias[sums.c + k] = sums.total[k];
 }
 
-// Role: multiply. d = dout (64 Cout, pixels) * x (pixels, 2 M columns). In a 3x3 the columns are three taps of 64 Cin
-// each, and warpgroup wg computes filter row row0 + wg. In a 1x1 the columns are up to three tiles of 64 Cin, and
-// warpgroup wg computes tile wg of the block's tiles of Cout.
+// Role: multiply. D[64 Cout][2 M columns] = dout (64 Cout, pixels) * x (pixels, 2 M columns), summed over the pixels of
+// the block's range. Each thread of the warpgroup holds M elements of D, in d. In a 3x3 the columns are three taps of
+// 64 Cin each, and warpgroup wg computes filter row row0 + wg. In a 1x1 the columns are up to three tiles of 64 Cin,
+// and warpgroup wg computes tile wg of the block's tiles of Cout.
 template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work, auto& stages, int wg, float (&d)[M]) {
     const int x_at = T::IS_3X3 ? wg * T::PITCH * SLICE_BYTES : 0;
     const int dout_at = T::DOUT_AT + (T::IS_3X3 ? 0 : wg * T::DOUT_BYTES);
@@ -16371,8 +16379,8 @@ template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work,
     multiplied<0>(d);
 }
 
-// Writes d, this thread's sums over the block's range, to the partials (splits, tiles, taps, 1024 float4), in the order
-// of weight_place.
+// Writes d, this thread's sums over the block's range, to p.partial (splits, tiles, taps, 1024 float4). The 1024 float4
+// of a tile and tap lie in the order that weight_place explains.
 template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, int co_tile, const float* d) {
     const ConvWeight& p = work.p;
     const int warp = threadIdx.x / 32 % 4;
@@ -16451,7 +16459,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
     const int row = work.row0 + (T::IS_3X3 ? wg : 0);
     const int co_tile = work.co_tile + (T::IS_3X3 ? 0 : wg);
     if (!work.final) return put_partial<T>(work, row, co_tile, acc);
-    // After this barrier no warp reads the tiles any more.
+    // After this barrier no warp reads the pixel tiles any more, so put_dweight may overwrite them.
     warps_sync(2, 128 * work.busy_warpgroups + (work.sums_bias ? 32 * work.bias_warps : 0));
     put_dweight<T>(work, row, co_tile, acc, stages.stage(0).address + wg * 2 * 3 * BYTES_OF_64_ROWS);
 #endif
@@ -16470,8 +16478,8 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 constexpr int ROUNDING_TILE = 64;
 constexpr int MAX_ROUNDINGS = 96; // how many layers one launch rounds at most; adm64 has 69 such layers
 // The convolutions whose weights one launch rounds; each of them is called a work. The list is a parameter of the
-// kernel, so it need not be copied to the device's memory before. The tiles of all works are numbered one after the
-// other. Block i rounds tile i.
+// kernel, so it need not be copied to the device's memory before the launch. The tiles of all works are numbered one
+// after the other. Block i rounds tile i.
 struct RoundingList {
     struct Work : WeightRounding {
         int first_tile; // the number of the work's first tile
@@ -16483,7 +16491,8 @@ struct RoundingList {
     int tiles = 0; // how many tiles all works have
 };
 
-// There is one block for each tile. list is a __grid_constant__, so it stays in constant memory.
+// There is one block for each tile. list is a __grid_constant__. Without this the compiler would copy it to local
+// memory, because an index into list.works is only known at run time.
 static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weights, uint8_t* turned, // flat arrays
                                                                    const bf16* copy,                  // a flat array
                                                                    const __grid_constant__ RoundingList list) {
@@ -16505,9 +16514,9 @@ static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weig
     const int co0 = index / work.tiles_in() / 9 * TILE;
     await_previous_kernel();
 
-    // A thread rounds 8 neighbouring input channels of two output channels. All of these convolutions have multiples of
-    // 32 channels, since conv_is_few is false for them. So the 8 input channels lie all inside the weights or all
-    // outside. The same is true of the 16 output channels that a thread writes below.
+    // A thread rounds the weights of 8 neighbouring input channels, for each of two output channels. The numbers of
+    // channels of all these convolutions are multiples of 32, since conv_is_few is false for them. So either all of the
+    // 8 input channels exist, or none of them. The same is true of the 16 output channels that a thread writes below.
     const int column = threadIdx.x % 8 * 8;
     UNROLL_FOR (int i = 0; i < 2; i++) {
         const int row = threadIdx.x / 8 + i * 32;
@@ -16524,7 +16533,7 @@ static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weig
     // Every thread must come to this barrier. So where there is nothing to round, the loop above uses continue and not
     // return.
     __syncthreads();
-    // A thread writes 16 neighbouring output channels of one input channel.
+    // A thread writes the weights of 16 neighbouring output channels, for one input channel.
     const int ci = ci0 + (int)threadIdx.x / 4;
     const int co = co0 + (int)threadIdx.x % 4 * 16;
     if (ci >= work.Cin || co >= work.Cout) return;
@@ -16558,7 +16567,7 @@ static void round_weights(uint8_t* weights, uint8_t* turned, const act* copy,
     }
 }
 
-// A thread rounds 16 numbers; n is a multiple of 16.
+// Rounds the n numbers of the gradient dout to FP8. Each thread rounds 16 numbers, so n must be a multiple of 16.
 static void round_gradient(Fp8Copy fp8, const act* dout, size_t n) {
     each(n / 16, [=] __device__(size_t i) {
         uint2 rounded[2];
@@ -16577,18 +16586,20 @@ static void round_gradient(Fp8Copy fp8, const act* dout, size_t n) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- adamw: norm of the gradient, the step's verdict, AdamW, averages
 // Used when: at the end of every training step.
-// How: The gradient is summed in stretches of a fixed size (the comments above step_gradients give the reason). The GPU
-//   decides whether and how to update (judge_step), so that the host need not wait.
+// How: The squares of the gradient are summed in stretches of a fixed size. So the norm has the same bits for any
+//   number of GPUs (see the comments above step_gradients). The GPU itself decides whether and how to update the
+//   weights (judge_step), so the host need not wait for the norm.
 // Costs: memory traffic. adamw_kernel reads sum, params, ema, m and v. It writes params, ema, m, v and the bf16 copy.
 
 // Adds up the gradients of all ranks, in the order of the ranks, and writes the result to `sum`. If `add` is true, the
 // old content of `sum` is the first term: the sum over the earlier microbatches of this step. The kernel also writes
 // |sum|^2 of each stretch to the array `squares` of this rank, and to the same array of every rank whose memory this
-// rank can write to. There is one block for each stretch of this rank's slice. A stretch has STRETCH floats. A quad is
-// 4 neighbouring floats. A thread adds up QUADS quads of the stretch, which are 1024 quads apart.
+// rank can write to. This rank's slice is the part of the flat arrays that this rank updates (Slice). There is one
+// block for each stretch of this slice. A stretch has STRETCH floats. A quad is 4 neighbouring floats. A thread adds up
+// QUADS quads of the stretch, which are 1024 quads apart.
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     sum_gradients_kernel(float* sum,                                         // a flat array
-                         const __grid_constant__ Everywhere<double> squares, // (all stretches)
+                         const __grid_constant__ Everywhere<double> squares, // one number for each stretch
                          RankGradients grads,
                          bool add,     // whether the old sum is added
                          bool write) { // false: the only term is `sum` itself, so it need not be written
@@ -16798,7 +16809,8 @@ static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice
     }
 }
 
-// Updates one of the other averages of the parameters, by the formula in ema_step. Each thread updates one element.
+// adamw_kernel updates the first average of the parameters. This kernel updates one of the other averages, by the
+// formula in ema_step. Each thread updates one element.
 static __global__ void __launch_bounds__(256)
     ema_kernel(float* ema, const float* params, const StepState* state, float rate, Slice own) {
     __shared__ float step;
@@ -16838,13 +16850,14 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     constexpr double SLOTS = 0.081;  // the instructions of one more vector for each of 1,024 threads
     constexpr double PER_KB = 0.037; // a multiprocessor reads or writes one KB
     constexpr double WARPS = 0.34;   // a block has 256 more threads
-    // Parts of a time:
-    constexpr double SERIAL = 0.31;    // so much of a block's throughput does not overlap with its latency
-    constexpr double LAST_WAVE = 0.18; // if there are several waves, the last one costs so much of a wave more
+    // Fractions of a time, without a unit:
+    constexpr double SERIAL = 0.31;    // this fraction of a block's throughput does not overlap with its latency
+    constexpr double LAST_WAVE = 0.18; // if there are several waves, the time grows by this fraction of a wave
     const int C = s.C1 + s.C2;
     const double elements = act_vec() / 8.0; // SLOT and SLOTS were fitted for vectors of 8 elements
 
-    // Memory moves whole sectors of 32 bytes; whole rows of 128 bytes are the most efficient.
+    // Memory moves whole sectors of 32 bytes, and whole rows of 128 bytes are the most efficient. So a byte takes more
+    // time if the slab's rows are short (short_rows), or if a warp reads few neighbouring bytes (short_runs).
     const int row_bytes = w.slab / act_vec() * 16; // bytes of the slab's channels in one pixel
     double loss = 0;
     if (row_bytes < 128) loss += 0.07;
@@ -16866,7 +16879,7 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     const int fit = std::min(gpu.blocks_of(w.bytes(), 16), fit_threads);
     const int blocks = s.B * (C / w.slab) * w.chunks;
     const int together = std::min(fit, ceil_div(blocks, gpu.sms));
-    double filled = 1; // large clusters do not fill all multiprocessors
+    double filled = 1; // the fraction of the multiprocessors that is used: large clusters leave some of them idle
     if (w.chunks > 4) filled = 0.91;
     else if (w.chunks > 2) filled = 0.94;
     const double waves = blocks / (filled * fit * gpu.sms);
@@ -16959,8 +16972,9 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
             return launch_on(MAIN_STREAM, w.chunks, kernel, grid, w.threads, w.bytes(), to1, to2, dout, a, w);
         }
         // Two passes: the first computes sums over chunks of an image's pixels, the second computes the gradient. Each
-        // block of the second pass reads the sums of all chunks of its image. So the first pass has at most 64 chunks.
-        // With addends, the second pass divides the pixels into other chunks than the first pass.
+        // block of the second pass reads the sums of all chunks of its image. To keep these sums few, the first pass
+        // has at most 64 chunks. With addends, the second pass divides the pixels into other chunks than the first
+        // pass, since a multiprocessor may have registers for fewer blocks of the second pass (norm_backward_blocks).
         auto first_pass = norm_first_pass<T>(drop);
         auto second_pass = norm_second_pass<T, GRAD>(drop, addends);
         float2* const partial = (float2*)device.workspace;
@@ -17016,7 +17030,7 @@ template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
 // room for a.d channels.
 template <class T> static void attention(const AttentionCall& a) {
     const bool wgmma = act_has_wgmma() && a.T % 64 == 0;
-    constexpr int LARGEST = 32 * VEC<T>; // the most channels of a head for launch_attention: 512 bytes
+    constexpr int LARGEST = 32 * VEC<T>; // channels of the largest head that launch_attention can compute: 512 bytes
     const Way<AttentionCall> ways[] = {
         {wgmma && a.d == 32, launch_attention_wgmma<32>}, // Hopper's kernels
         {wgmma && a.d == 64, launch_attention_wgmma<64>},
@@ -17078,7 +17092,7 @@ static size_t conv_detour_bytes(const ConvShape& s) {
     if (conv_is_few(s)) return few_bytes(s);
     if (!s.upsample && !conv_takes_detour(s)) return 0;
     const ConvShape one = conv_without_detour(s);
-    const int channels = s.upsample ? s.C1 : s.Cout; // of the upsampled input, or of the spread gradient
+    const int channels = s.upsample ? s.C1 : s.Cout; // of the upsampled input, or of the gradient with zeros put in
     const size_t bytes = (size_t)one.B * one.H * one.W * channels * act_bytes();
     return (bytes + 255) / 256 * 256;
 }
@@ -17115,7 +17129,7 @@ static bool halo_is_last(const ConvCall& c) { return c.s.out == Element::FP32 &&
 static bool halo_is_small(const ConvCall& c) { return c.H <= 8 || c.W <= 8; }
 static bool halo_fills_gpu(const ConvCall& c) {
     const int tiles = count_tiles(c, 1, 16, 16) * ceil_div(c.Cout, 64);
-    const int enough = c.Cout % 64 ? 2 : 1; // more tiles than this for each multiprocessor fill the GPU
+    const int enough = c.Cout % 64 ? 2 : 1; // the GPU is full if there are more tiles for each multiprocessor than this
     return tiles > enough * gpu.sms;
 }
 
@@ -17137,7 +17151,8 @@ template <bool BACKWARD> static void pick_conv_halo_bf16(const ConvCall& c) {
     const Way<ConvCall> ways[] = {
         // the network's last convolution has few channels
         {halo_is_last(c), conv_halo<Last, false, float>},
-        // images at most 8 pixels high or wide: a block has two images, and K groups give the block more warps
+        // images at most 8 pixels high or wide: a block has two images, and K groups give the block more warps. (Each K
+        // group, which ProductTile explains, is a set of warps that sums over a part of the input channels.)
         {small_48, conv_halo<Small48, BACKWARD>},
         {small, conv_halo<Small32, BACKWARD>},
         // the largest tiles: there are enough of them to fill the GPU
@@ -17208,7 +17223,7 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
     constexpr bool IS_FP8 = is_fp8(E);
     const int slices = ceil_div(p.Cin1, slice_channels(E));
     const int taps_of_64 = ceil_div(p.Cin1, 64) * 9;
-    const int taps = IS_FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // the taps of all slices
+    const int taps = IS_FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // taps of all slices (FP8: 4.5 for a half slice)
     const bool is_32 = p.Cin1 == 32 && !IS_FP8;                     // the input is only half a slice
     Cheapest<void (*)(const ConvCall&)> way;
 
@@ -17224,7 +17239,7 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
         int block = alone ? cost.block_alone : cost.block_full;
         int tap = alone ? cost.tap_alone : cost.tap_full;
         if (half_slice) tap /= 2;
-        if (IS_FP8 && !alone) { // on an H200, the same tile was measured to take so much longer than in bf16
+        if (IS_FP8 && !alone) { // measured on an H200: the same tile takes so many ns more than in bf16
             block += 1500;
             tap += tap / 12;
         }
@@ -17235,7 +17250,7 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
     using SquareShared = SmallTile<BACKWARD, 1, 64, 1, 2, 2, E>;    // two blocks share a tile's taps
     using TwoImagesShared = SmallTile<BACKWARD, 2, 64, 2, 2, 1, E>; // as SquareShared, and two images share weights
     using TwoImages = SmallTile<BACKWARD, 2, 64, 2, 1, 1, E>;       // two images share weights
-    using ManyChannels = SmallTile<BACKWARD, 1, 192, 1, 1, 1, E>;   // 192 channels share pixels
+    using ManyChannels = SmallTile<BACKWARD, 1, 192, 1, 1, 1, E>;   // pixels are loaded once for 192 channels
     using TwoImages128 = SmallTile<BACKWARD, 2, 128, 2, 1, 1, E>;   // two images, and many channels
     using Wide32 = SmallTile<BACKWARD, 2, 32, 1, 1, 1, E>;          // tiles of 8 x 16 pixels
     using Wide192 = SmallTile<BACKWARD, 2, 192, 1, 1, 1, E>;
@@ -17252,9 +17267,9 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
     }
     if (p.H <= 8) return way.best(p);
 
-    // conv_tiles has persistent blocks. Its time, in ns, is once + (tiles of the busiest block / n) * each, where
-    // `each` is the time of n tiles. (Here a tile is 8 pixels across and 16 down, even if the kernel's own tiles are
-    // larger.)
+    // conv_tiles has persistent blocks. Its time, in ns, is once + (tiles of the busiest block / n) * each. `once` is
+    // the part of the time that does not depend on the number of tiles, and `each` is the time of n tiles. (Here a tile
+    // is 8 pixels across and 16 down, even if the kernel's own tiles are larger.)
     const int tiles = count_tiles(p, 1, 16, 8);
     auto consider_tiles = [&](auto tile, int once, int n, int64_t each) {
         const int runs_of_n = ceil_div(ceil_div(tiles, n), tile.runs(p.Cout));
@@ -17295,8 +17310,9 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
     const int64_t tile_bytes = T::UNIT * T::TILE_BYTES;
     const int64_t slice_bytes = tile_bytes + (T::RESIDENT ? 0 : T::WEIGHT_BYTES);
     const int64_t bytes = slices * slice_bytes + T::OUT_SLICES * tile_bytes * (add ? 2 : 1);
-    // ahead: how many bytes can be loaded at the same time. A tile's results and the slices that are read take some
-    // stages. Only the other stages can be loaded meanwhile. A load takes 1800 cycles.
+    // ahead: how many bytes can be on their way to shared memory at the same time. A tile's results and the slices that
+    // are being multiplied occupy some stages. Only the other stages can be loaded meanwhile. A load takes 1800 cycles,
+    // so ahead / 1800 bytes arrive in a cycle.
     const int64_t ahead = std::max(1, stages - T::OUT_SLICES - 2) * tile_bytes;
     const int64_t bytes_per_cycle = T::RESIDENT ? std::min(L2_BYTES, ahead / 1800) : L2_BYTES;
     const int64_t longest = std::max(products, bytes / bytes_per_cycle);
@@ -17307,8 +17323,9 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
     int64_t end = T::OUT_SLICES * T::PIXELS * (add || p.out.stats ? 10 : 6);
     if (tight) end += 3000;
 
-    // RESIDENT weights: one warpgroup finishes its tile while the other warpgroup multiplies. Streamed weights: both
-    // warpgroups multiply, and then both finish their tiles.
+    // RESIDENT weights: one warpgroup finishes its tile while the other warpgroup multiplies. Each warpgroup computes
+    // every second tile, so on average a tile takes at least (products + end) / 2. Streamed weights: both warpgroups
+    // multiply, and then both finish their tiles.
     const int64_t unit = T::RESIDENT ? std::max(longest, (products + end) / 2) : longest + end;
     const int64_t first_weights = T::RESIDENT ? slices * T::WEIGHT_BYTES / L2_BYTES : 0;
     return first_weights + end + rounds * unit;
@@ -17346,8 +17363,8 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
     way.best(p);
 }
 
-// Picks the tile of conv_tiles for 3x3 on images larger than 32 x 32. For a convolution with a skip connection it picks
-// the tile whatever the size of the images.
+// Picks the tile of conv_tiles for 3x3 on images larger than 32 x 32. For a convolution that also computes a skip
+// connection it picks the tile on smaller images, too.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_3x3(const ConvCall& c) {
     const int slices = ceil_div(c.Cin1, slice_channels(E));
     const bool skip = c.out.skip.weight;               // only tiles with RESIDENT weights can compute a skip connection
@@ -17379,9 +17396,9 @@ static bool conv_is_small(const ConvCall& c) {
 
 // Decides which kernel computes a convolution. A pick_ function, above, chooses the kernel's tile: in general the
 // largest tile with which every multiprocessor still has a block. The table shows how a layer of the network's list
-// leads to an instruction of the tensor cores. Each function calls the next one below it. In the first two columns
-// brackets hold the name for FP8, where it is another one (and once the name for 1x1). In the last two columns they
-// hold the name for fp32. In FP8, conv_product_fp8 stands in place of conv_product.
+// leads to an instruction of the tensor cores. Each function calls the next one below it. Brackets hold another name,
+// or another end of the name. In the first two columns it is for FP8, except _1x1, which is for 1x1 convolutions. In
+// the last two columns it is for fp32. In FP8, conv_product_fp8 stands in place of conv_product.
 //
 //   forward_conv (section 5)     what a layer of kind CONV calls
 //   conv_forward                 fills a ConvCall. For upsampling, stride 2 or few channels it may first replace the
@@ -17408,7 +17425,8 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
 
     // conv_is_wgmma is true on a Hopper GPU, for convolutions in bf16 with stride 1, without upsampling, and with more
     // than a few channels. Hopper's kernels always store all parts of the result, and add at most one addend to each
-    // part.
+    // part. So they are not used if a part of the result is not wanted, or if a part has two addends. If there are two
+    // parts, the first one must consist of whole slices of 64 channels.
     const bool all_parts = o.part1.dx && (!o.Cout2 || (o.part2.dx && o.Cout1 % 64 == 0));
     const bool second_addends = o.part1.add2 || o.part2.add2;
     const bool wgmma = conv_is_wgmma(s) && all_parts && !second_addends;
@@ -17448,8 +17466,9 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         const ConvShape one = conv_without_detour(s);
         return conv_forward(out, stats, workspace, nullptr, weight, bias, emb, emb_stride, residual, one);
     }
-    // Stride 2: one way is to compute all pixels with stride 1, and to keep every fourth pixel. This is faster if there
-    // are so few pixels that launches cost more than products.
+    // Stride 2: one way is to compute all pixels with stride 1, and to keep one of every 2 x 2 pixels. This takes four
+    // times as many products, but they use wgmma. So it is faster if there are so few pixels that launches cost more
+    // time than products.
     const bool few_pixels = s.B * s.H * s.W <= 1 << 16;
     if (detour && !residual && few_pixels) {
         const ConvShape one = conv_without_detour(s);
@@ -17484,8 +17503,8 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
 }
 
 // Can the kernel of a 3x3 convolution, of shape s, also compute the skip connection (1x1) that is added to the result?
-// It can if shared memory has room for all weights of the convolution and of the skip connection, and for one more
-// stage of pixels than a tile needs.
+// It can on Hopper, if the input has at least 16 rows (a tile has 16 rows), and if shared memory has room for all
+// weights of the convolution and of the skip connection, and for one more stage of pixels than a tile needs.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     if (!conv_is_wgmma(s) || !conv_is_wgmma(skip)) return false;
     if (s.kernel != 3 || skip.kernel != 1 || s.H < 16) return false;
@@ -17525,9 +17544,9 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         spread(workspace, dout, s.B, s.H, s.W, s.Cout);
         return conv_backward_input(dx1, Grad{}, workspace, weight, conv_without_detour(s));
     }
-    // unet_backward computes the gradient of a tensor only if needs_grad is set (add_layer), which is not so for the
-    // images. So the next line ends the program only if somebody adds a layer with a backward pass before the first
-    // convolution.
+    // unet_backward computes the gradient of a tensor only if needs_grad is set (add_layer). It is not set for the
+    // images, which are the first convolution's input. So the next line ends the program only if somebody adds a layer
+    // with a backward pass before the first convolution.
     if (conv_is_first(s)) die("internal error: the gradient of the images, which nobody needs");
     if (conv_is_last(s)) {
         if (dx1.add2) die("a convolution to %d channels has one addend to its input's gradient at most", s.Cout);
@@ -17565,10 +17584,10 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 // What a launch for weight gradients costs, in cycles as measured on an H200 while all blocks were at work.
 struct WeightCosts {
     int slots;          // how many blocks the GPU runs at once
-    int tile;           // cycles of a block for one pixel tile
-    int filter;         // how many blocks the taps of a filter are divided among
+    int tile;           // cycles that a block takes for one pixel tile
+    int filter;         // among how many blocks the taps of a filter are divided
     int beside;         // cycles of a block, in addition to its tiles, if the block writes partials
-    int beside_dweight; // the same, if the block writes dweight itself
+    int beside_dweight; // cycles of a block, in addition to its tiles, if the block writes dweight itself
     int sums;           // cycles of the second kernel, conv_weight_sum, in addition to PARTIAL_CYCLES for each partial
     int most_partials = MAX_WEIGHT_PARTIALS; // how many partials a plan may have at most
 };
@@ -17690,8 +17709,9 @@ static ConvWeight plan_weight(const ConvShape& s) {
     }
     p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
 
-    // In bf16 a block of conv_weight_gather computes 2 x 2 tiles of weights, if there are enough tiles of weights and
-    // enough products of 64 x 64 x 64 for this.
+    // In bf16 a block of conv_weight_gather computes 2 x 2 tiles of weights, if there are at least two tiles in each
+    // direction, and enough products to keep the GPU busy. Here a product is a tile of weights, of one tap, summed over
+    // one pixel tile (64 x 64 x 64).
     if (!tma) {
         const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles;
         const bool many_tiles = p.co_tiles > 1 && p.channel_tiles > 1;
@@ -17703,8 +17723,9 @@ static ConvWeight plan_weight(const ConvShape& s) {
     return p;
 }
 
-// Sets where the partials of a layer lie, and returns how many bytes they take. With a single range only the bias has
-// partials. (conv_weight_tma does not need them then.)
+// Sets where the partials of a layer lie, and returns how many bytes they take. If there is only one range, the weights
+// have no partials. But the bias has one for each image, because conv_weight_sum adds up the images. (conv_weight_tma
+// does this itself if there is only one range, without partials.)
 static size_t put_partials(ConvWeight* p, char* memory) {
     const size_t partials = (size_t)p->splits * p->tiles * p->taps;
     const size_t bytes = p->splits > 1 ? partials * 1024 * sizeof(float4) : 0;
@@ -17713,8 +17734,8 @@ static size_t put_partials(ConvWeight* p, char* memory) {
     p->bias_partial = (float*)(memory + bytes);
     return bytes + (bias_bytes + 255) / 256 * 256;
 }
-// Returns how many bytes of the side stream's workspace conv_backward_weights needs. (conv_detour_bytes returns how
-// many bytes of the main stream's workspace conv_forward and conv_backward_input need.)
+// Returns how many bytes of the side stream's workspace conv_backward_weights needs for this layer. (conv_detour_bytes
+// returns how many bytes of the main stream's workspace conv_forward and conv_backward_input need.)
 static size_t conv_workspace(ConvShape s) {
     if (conv_weight_alone(s)) return conv_detour_bytes(s) + conv_workspace(conv_weight_shape(s));
     ConvWeight p = plan_weight(s);
@@ -17722,8 +17743,8 @@ static size_t conv_workspace(ConvShape s) {
 }
 
 typedef std::vector<ConvWeight> WeightPlans;
-// Launches a kernel once for all works. A work is the weight gradient of one layer. work_of(p) returns what the kernel
-// is told about work p, and blocks_of(p) returns the number of blocks that compute work p.
+// Launches a kernel once for all works. A work is the weight gradient of one layer. work_of(p) returns the arguments
+// that the kernel receives for work p, and blocks_of(p) returns the number of blocks that compute work p.
 template <class Work, int WORKS>
 static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const WeightPlans& works, Stream* stream,
                            dim3 threads, int bytes, auto work_of, auto blocks_of) {
@@ -17755,11 +17776,11 @@ template <class Tile> static void conv_weight_tma(const WeightPlans& works, Stre
                    all_blocks);
 }
 // Launches a portable kernel, which has two versions: `alone` for a single layer, `together` for several. In `alone`
-// the compiler knows that the layer is entry 0 of the batch. So the layer's arguments lie at a fixed place among the
-// kernel's parameters.
+// the compiler knows that the layer is entry 0 of the batch. So a block need not search for its layer, and reads the
+// layer's arguments at fixed places among the kernel's parameters.
 static void launch_portable(auto* alone, auto* together, const WeightPlans& works, Stream* stream, int threads,
                             int bytes) {
-    stream->joined = true; // no overlap, since these kernels do not call await_previous_kernel
+    stream->joined = true; // the kernel must not overlap the one before, as it does not call await_previous_kernel
     if (works.size() == 1) launch_weights(alone, works, stream, threads, bytes, std::identity(), all_blocks);
     else launch_weights(together, works, stream, threads, bytes, std::identity(), all_blocks);
 }
@@ -17846,10 +17867,11 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Stream* stre
 }
 
 // Computes the weight gradient of a layer that is first replaced by another one (conv_weight_alone):
-//   few channels   The layer becomes a 1x1 convolution of rows (conv_few). conv_few_gradient then computes the
-//                  layer's gradient from the product.
-//   upsampling     x is first upsampled.
-//   stride 2       dout is first spread out: zeros are put between its pixels.
+//   few channels   The layer becomes a 1x1 convolution of rows (conv_few), whose weight gradient is computed first.
+//                  From this, conv_few_gradient computes the layer's own weight gradient.
+//   upsampling     x is first upsampled. Then the layer is a convolution without upsampling.
+//   stride 2       dout is first spread out: zeros are put between its pixels. Then the layer is a convolution with
+//                  stride 1.
 static void conv_weight_one(WeightWork w, Stream* stream) {
     const ConvShape s = std::exchange(w.shape, conv_weight_shape(w.shape));
     char* const detour = stream->workspace + conv_workspace(w.shape); // after the workspace of the new convolution
@@ -17873,8 +17895,8 @@ static void conv_weight_one(WeightWork w, Stream* stream) {
 }
 
 // A launch for weight gradients should have a certain amount of work (WEIGHT_LAUNCH_CYCLES). Returns what fraction of
-// this amount the layer's weight gradient has. If it is 1 or more, the launch needs no other layers. It is at least
-// 1 / WEIGHT_BATCH, because a launch can't compute more than WEIGHT_BATCH layers.
+// this amount the layer's weight gradient is. If the fraction is 1 or more, the launch needs no other layers. The
+// fraction is at least 1 / WEIGHT_BATCH, because a launch can't compute more than WEIGHT_BATCH layers.
 static double conv_weight_load(const ConvShape& s) {
     if (conv_weight_alone(s)) return 1;
     ConvWeight p = plan_weight(s);
@@ -17916,8 +17938,8 @@ static int max_stat_parts(int H, int W) { return ceil_div(H, 8) * ceil_div(W, 8)
 // kernels of this binary were compiled for the same architecture.
 static __global__ void nothing_kernel() { await_previous_kernel(); }
 
-static cudaDeviceProp properties; // what CUDA tells about the GPU of this process
-static cudaStream_t side_queue;   // the side stream's queue
+static cudaDeviceProp properties; // the properties of this process's GPU, as CUDA reports them
+static cudaStream_t side_queue;   // the queue of low priority, which the side stream uses if allowed.beside is true
 
 // Returns how many GPUs the program can use. Without a driver this is 0.
 static int count_gpus() {
@@ -18073,7 +18095,7 @@ static void follow(Stream* stream, const Stream& other) {
 
 // Calls work(side stream), which launches kernels on the side stream. These kernels begin after the main stream has
 // done all its work so far. Later, wait_for_side(ticket) makes the main stream wait until these kernels have ended. The
-// caller chooses the ticket, a number.
+// ticket is a number that the caller chooses. It tells wait_for_side which call of run_beside is meant.
 static std::map<int, cudaEvent_t> side_events; // for each ticket: the event that its kernels have ended
 template <class F> static void run_beside(int ticket, F work) {
     follow(&device.side, device);
@@ -18086,7 +18108,8 @@ static void wait_for_side(int ticket) { follow(MAIN_STREAM, side_events[ticket])
 //   1. The host fills u->host.
 //   2. send copies u->host to u->device, in the copy stream. The copy begins when the main stream has done all the work
 //      before the latest call of release, because this work still reads the old content of u->device.
-//   3. The main stream waits for the copy and reads u->device. When the host has launched this work, it calls release.
+//   3. The main stream waits for the copy and reads u->device. When the host has launched all kernels that read
+//      u->device, it calls release.
 //
 //   host           fill        fill (waits until `sent`)
 //   copy stream        copy         copy (waits until `released`)
@@ -18117,7 +18140,9 @@ static void grow(char** memory, size_t* bytes, size_t wanted) {
 // Allocates memory that operations need: a workspace for the main stream, which all its operations share, and for
 // training also a workspace for the side stream, and memory for the sums of group norms.
 static void reserve(const Workspace& most, bool training) {
-    const size_t for_most_batches = (size_t)2 * MAX_WEIGHT_PARTIALS * 16384; // a partial has 16384 bytes
+    // The workspace has room for the partials of most batches, each of 16384 bytes. If the partials of a batch need
+    // more room, conv_weight_batch computes its layers in two halves.
+    const size_t for_most_batches = (size_t)2 * MAX_WEIGHT_PARTIALS * 16384;
     if (training) {
         grow(&device.norm_sums, &device.norm_sums_bytes, most.sums);
         grow(&device.side.workspace, &device.side.workspace_bytes, std::max(most.side, for_most_batches));
@@ -18148,8 +18173,8 @@ static const char* ranks_need() {
 }
 
 #ifdef USE_NCCL
-// NCCL's handle for the group of all ranks. It is never destroyed: this would wait for the graphs in which its calls
-// were recorded.
+// NCCL's handle for the group of all ranks. The program never destroys it, because that would wait for the graphs in
+// which NCCL's calls were recorded.
 static ncclComm_t communicator = nullptr;
 
 static void leave_devices() {} // nothing to do before a process ends
@@ -18181,13 +18206,13 @@ struct Opened {
 static std::vector<Opened> opened;
 static Stream sender;        // the stream that copies to other ranks
 static bool sending = false; // copies have begun, and end_exchange has to wait for them
-// meetings[r]: how many meetings (meet_kernel) rank r has reached; rank r itself writes it to this array.
-// meetings[NEAR]: how many meetings this rank has reached.
+// An array in the memory of this rank. meetings[r] is the number of meetings (meet_kernel) that rank r has reached;
+// rank r itself writes this number there. meetings[NEAR] is the number of meetings that this rank has reached.
 static unsigned* meetings;
 
 // p points into memory of this rank. Returns the address of the same place in rank r's memory, or null if p is not in
-// opened memory. If p lies before a region of memory, the offset is negative, and as a size_t it is larger than any
-// region.
+// opened memory. If p lies before a region of memory, the offset is negative. As a size_t it is then larger than any
+// region, so the comparison is false.
 static void* at_rank(void* p, int r) {
     for (const Opened& o : opened) {
         const size_t offset = (char*)p - o.at[world.rank];
@@ -18196,10 +18221,10 @@ static void* at_rank(void* p, int r) {
     return nullptr;
 }
 
-// Allocates memory that is open to all ranks, if world.direct. All ranks call this together. Every rank makes a handle
-// of its new memory, sends it to all other ranks, and opens the handles that it receives. If a rank can't open another
-// rank's memory, world.direct becomes false, and all ranks use NCCL from then on. But if an earlier call has already
-// opened memory, the program ends.
+// Allocates memory. If world.direct is true, all ranks can write to this memory, and all ranks call this function
+// together. Every rank makes a handle of its new memory, sends it to all other ranks, and opens the handles that it
+// receives. If a rank can't open another rank's memory, world.direct becomes false, and all ranks use NCCL from then
+// on. But if an earlier call has already opened memory, the program ends.
 static void* open_alloc(size_t bytes) {
     if (!world.direct) return device_alloc_bytes(bytes);
     bytes = std::max<size_t>(bytes, 2 << 20); // a smaller region could share a page with memory that must not be opened
@@ -18273,8 +18298,8 @@ static void end_exchange() {
     meet();
 }
 
-// For each other rank r: copies `bytes` bytes from part(r) to rank r's array `to`. In that array the bytes are written
-// to the part that is reserved for this rank. The copies begin when the stream has done all its work so far.
+// For each other rank r: copies `bytes` bytes from the address part(r) to rank r's array `to`. In that array the bytes
+// are written to the part that is reserved for this rank. The copies begin when `stream` has done all its work so far.
 template <class F> static void send_directly(void* to, size_t bytes, const Stream& stream, F part) {
     follow(&sender, stream);
     for (int k = 1; k < world.size; k++) {
