@@ -4,135 +4,135 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    228  Part I. The program
-//    231     1. Types at the interface: what operations are called with
-//    690     2. The interface: all that the program asks of a device
-//   1037     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1138     4. Configuration: flags, presets, help, what can work and what cannot
-//   1884     5. The network: a list of layers, made of guided-diffusion's flags
-//   2857     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2867         FP8: buffers, factors, weights for samples
-//   3005         gradients, and buffers
-//   3259     7. Forward and backward: two walks over the list
-//   3385     8. Diffusion: noise schedules, objectives, samplers
-//   3677         the level of a training sample, drawn, and its share of the loss
-//   4141         samplers
-//   4699     9. Data: .bin files that may be larger than memory, the order of their images
-//   5254    10. Model files: weights and checkpoints, initial weights
-//   5611    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5626         the learning rate, the verdict on a step, averages of the weights
-//   5717         what a trainer holds
-//   5859         a step
-//   6165    12. A run: log, guard, checkpoints, resume, samples
-//   6191         the log in memory, as the page shows it
-//   6304         what a run holds
-//   6372         the log and the status line
-//   6564         checkpoints, snapshots and grids
-//   6830         the start of a run: new, from a file's weights, or resumed
-//   7065         the loop over the steps
-//   7183         a run from its first to its last line
-//   7359         samples, without a run
-//   7522    13. main: the command line, then a run or samples
-//   7833         what ranks must have in common
-//   7907         main
-//   8036  Part II. The device
-//   8039    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8120    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8190    16. The GPU: what all kernels share
-//   8257         Launches, which may overlap
-//   8303         Decisions: what kernels are chosen with
-//   8354         Single instructions: shared memory, mbarriers, clusters
-//   8440         Activations: pieces of 16 bytes
-//   8764         each_kernel: a thread for an element
-//   8778         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   8944         Swizzle: how rows lie in shared memory
-//   8962         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9216         building blocks of Hopper's kernels (sm_90a)
-//   9519    17. Small operations: resampling, embeddings, diffusion
-//   9522         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9725         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10085         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10626    18. Group norm
-//  10629         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11188         groupnorm_backward_whole: an image's slab in shared memory
-//  11579    19. Attention
-//  11685         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12235         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12381         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13071    20. Convolution
-//  13114         ConvOut: results, 4 channels of a pixel at a time
-//  13355         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13421         conv_halo: 3x3, stride 1, any GPU
-//  13838         conv_gather: any kernel size and stride, any GPU
-//  14105         conv_few: the first and the last layer
-//  14281         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  14869         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  14993         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15471         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  15922         conv_weight_tma: weight gradients (sm_90a)
-//  16221         FP8 in training: weights and gradients are rounded
-//  16335    21. The optimiser
-//  16338         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16577    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16580         groupnorm_backward
-//  16744         attention: forward and, where a has dout, backward
-//  16808         convolution: forward and input gradient
-//  17311         convolution: weight gradients
-//  17664    23. The GPU: memory, copies, repeated work
-//  17890    24. Between ranks: from device to device
+//    236  Part I. The program
+//    239     1. Types at the interface: what operations are called with
+//    711     2. The interface: all that the program asks of a device
+//   1072     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1173     4. Configuration: flags, presets, help, what can work and what cannot
+//   1934     5. The network: a list of layers, made of guided-diffusion's flags
+//   2917     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2927         FP8: buffers, factors, weights for samples
+//   3071         gradients, and buffers
+//   3330     7. Forward and backward: two walks over the list
+//   3462     8. Diffusion: noise schedules, objectives, samplers
+//   3761         the level of a training sample, drawn, and its share of the loss
+//   4235         samplers
+//   4801     9. Data: .bin files that may be larger than memory, the order of their images
+//   5362    10. Model files: weights and checkpoints, initial weights
+//   5721    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5736         the learning rate, the verdict on a step, averages of the weights
+//   5833         what a trainer holds
+//   5979         a step
+//   6291    12. A run: log, guard, checkpoints, resume, samples
+//   6317         the log in memory, as the page shows it
+//   6430         what a run holds
+//   6498         the log and the status line
+//   6690         checkpoints, snapshots and grids
+//   6958         the start of a run: new, from a file's weights, or resumed
+//   7196         the loop over the steps
+//   7315         a run from its first to its last line
+//   7491         samples, without a run
+//   7656    13. main: the command line, then a run or samples
+//   7973         what ranks must have in common
+//   8047         main
+//   8176  Part II. The device
+//   8179    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8261    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8331    16. The GPU: what all kernels share
+//   8400         Launches, which may overlap
+//   8446         Decisions: what kernels are chosen with
+//   8498         Single instructions: shared memory, mbarriers, clusters
+//   8587         Activations: pieces of 16 bytes
+//   8920         each_kernel: a thread for an element
+//   8934         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9101         Swizzle: how rows lie in shared memory
+//   9120         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9378         building blocks of Hopper's kernels (sm_90a)
+//   9687    17. Small operations: resampling, embeddings, diffusion
+//   9690         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//   9895         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10257         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10809    18. Group norm
+//  10812         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11384         groupnorm_backward_whole: an image's slab in shared memory
+//  11783    19. Attention
+//  11890         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12445         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12591         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13288    20. Convolution
+//  13334         ConvOut: results, 4 channels of a pixel at a time
+//  13578         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13646         conv_halo: 3x3, stride 1, any GPU
+//  14065         conv_gather: any kernel size and stride, any GPU
+//  14333         conv_few: the first and the last layer
+//  14512         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15107         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15231         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15715         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16168         conv_weight_tma: weight gradients (sm_90a)
+//  16469         FP8 in training: weights and gradients are rounded
+//  16584    21. The optimiser
+//  16587         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16829    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  16832         groupnorm_backward
+//  16998         attention: forward and, where a has dout, backward
+//  17062         convolution: forward and input gradient
+//  17570         convolution: weight gradients
+//  17926    23. The GPU: memory, copies, repeated work
+//  18155    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8032, run_program 7968, train 7315, run_step 7116, train_step 6099, load_batch 5207 (read_image 4787),
-//     send 17863 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 17795):
-//     step_gradients 5992: draw_levels 10102 (the formulas: draw_level 3746), forward_and_loss 5905,
-//     q_sample_forward 10312, unet_forward 3287, forward_layer 3273 (a function of the layer's kind),
-//     loss_forward_backward 10428, unet_backward 3354, conv_backward_weights 17657 (weight gradients, on the side
-//     stream), finish_gradients 11525 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16387;
-//     judge_step 16435 (the verdict: judge_batch 5690), update_slice 6064, adamw_update 16549 (adamw_kernel 16506),
-//     next_step 16441, record_step 16447; later collect_steps 7069
-//   pictures, from noise: sample_batch 4614, plan_route 4376, device_step 4421, euler_step 4172 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 17163 draws all of its roads):
-//     forward_conv 2321; conv_forward 17200, with conv_product above it, which asks conv_is_wgmma 16816;
-//     on Hopper, large images: pick_conv_tiles_3x3 17111; conv_tiles 15456, with conv_tiles_kernel above it;
-//     Accumulators 9439 (its function multiply); Wgmma 9028;
-//     on Hopper, small images: pick_conv_small 16967; conv_small 15908, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9028;
-//     on any other GPU pick_conv_halo_bf16 16883; conv_halo 13825, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8830
-//   why several GPUs compute the bits of one: step_gradients 5992
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 398, Silu 8083, with_nonlinearity 8093 (a case);
-//     BEHIND_NORMS, in front of add_norm 2548, chooses it. The embedding has SiLU as a layer: silu_forward 10005
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3604
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 514, and beside each other edm_question 3446,
-//     ask 3481, frame_of 3491, sigma_draws 3497, has_steps_of_t 3503; the head of their section lists the changes
-//   a kind of layer: forward_linear 2241 and what stands beside it, with a list of all places in front of
-//     LayerKind 2213; add_resblock 2600 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 8172, run_program 8108, train 7447, run_step 7247, train_step 6222, load_batch 5315 (read_image 4890),
+//     send 18126 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18057):
+//     step_gradients 6114: draw_levels 10275 (the formulas: draw_level 3831), forward_and_loss 6027,
+//     q_sample_forward 10489, unet_forward 3359, forward_layer 3344 (a function of the layer's kind),
+//     loss_forward_backward 10606, unet_backward 3430, conv_backward_weights 17919 (weight gradients, on the side
+//     stream), finish_gradients 11728 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16638;
+//     judge_step 16686 (the verdict: judge_batch 5804), update_slice 6187, adamw_update 16800 (adamw_kernel 16757),
+//     next_step 16692, record_step 16698; later collect_steps 7200
+//   pictures, from noise: sample_batch 4716, plan_route 4472, device_step 4520, euler_step 4266 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 17420 draws all of its roads):
+//     forward_conv 2379; conv_forward 17458, with conv_product above it, which asks conv_is_wgmma 17070;
+//     on Hopper, large images: pick_conv_tiles_3x3 17368; conv_tiles 15700, with conv_tiles_kernel above it;
+//     Accumulators 9603 (its function multiply); Wgmma 9186;
+//     on Hopper, small images: pick_conv_small 17222; conv_small 16154, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9186;
+//     on any other GPU pick_conv_halo_bf16 17137; conv_halo 14052, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 8986
+//   why several GPUs compute the bits of one: step_gradients 6114
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 413, Silu 8224, with_nonlinearity 8234 (a case);
+//     BEHIND_NORMS, in front of add_norm 2607, chooses it. The embedding has SiLU as a layer: silu_forward 10175
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3688
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 530, and beside each other edm_question 3525,
+//     ask 3560, frame_of 3573, sigma_draws 3580, has_steps_of_t 3586; the head of their section lists the changes
+//   a kind of layer: forward_linear 2299 and what stands beside it, with a list of all places in front of
+//     LayerKind 2271; add_resblock 2659 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 297, with a list of all places in front of it: element_named 1281,
-//     take_aliases 1490, forward_and_loss 5905, ElementOf 8056, with_act 8318, act_has_wgmma 8330, unpack 8459,
-//     pack 8488, to_floats 8557, from_floats 8564, store_two 8569, mma 8830, tma_type 9172, adamw_kernel 16506,
-//     adamw_update 16549, pick_conv_gather 16929, conv_product 17163
-//   the settings, to their values: parse_command_line 1462, take_aliases 1490, complete_config 7950
-//     (apply_preset 1373, take_model_file 7682, take_ect_defaults 7711), take_data_shape 7746 (take_labels 7736),
-//     check_model 1733, check_run 1868
-//   FP8 (--precision fp8): choose_fp8 2797 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 2871 and plan_fp8_gradients 2889 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 2931 for samples, make_fp8_training 2971 for training; add_fp8_args 2094
-//     hands them to the layers. forward_conv 2321 and backward_conv 2332 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17261 makes an input gradient a forward convolution; conv_product_fp8 17193 picks the
-//     kernel, multiply_fp8 9471 and WgmmaFp8 9064 multiply; print_fp8 7013 says whether it pays
+//   an element type beside bf16: Element 307, with a list of all places in front of it: element_named 1323,
+//     take_aliases 1535, forward_and_loss 6027, ElementOf 8197, with_act 8462, act_has_wgmma 8474, unpack 8607,
+//     pack 8636, to_floats 8706, from_floats 8713, store_two 8718, mma 8986, tma_type 9332, adamw_kernel 16757,
+//     adamw_update 16800, pick_conv_gather 17184, conv_product 17420
+//   the settings, to their values: parse_command_line 1507, take_aliases 1535, complete_config 8090
+//     (apply_preset 1417, take_model_file 7818, take_ect_defaults 7848), take_data_shape 7885 (take_labels 7875),
+//     check_model 1780, check_run 1918
+//   FP8 (--precision fp8): choose_fp8 2856 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 2931 and plan_fp8_gradients 2950 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 2995 for samples, make_fp8_training 3037 for training; add_fp8_args 2151
+//     hands them to the layers. forward_conv 2379 and backward_conv 2390 choose between bf16 and FP8;
+//     conv_backward_input_fp8 17520 makes an input gradient a forward convolution; conv_product_fp8 17451 picks the
+//     kernel, multiply_fp8 9637 and WgmmaFp8 9222 multiply; print_fp8 7142 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
-//     refuse or must (host/files.h), of wrong 1353 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5421 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 4835, for a checkpoint's counters in check_resume 7802.
-//     unknown_word 1267 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1273.
-//     Two functions print a message while the run goes on: report_bad_step 6818 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6608 that a file could not be written yet.
-//     stop_run 6582 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     refuse or must (host/files.h), of wrong 1396 (a flag's value), or of a function beside it whose name ends in
+//     _unless. For a damaged header they stand in check_field 5531 and check_unused (host/files.h): look at their
+//     callers; for a data file also in take_data_fields 4938, for a checkpoint's counters in check_resume 7941.
+//     unknown_word 1309 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1315.
+//     Two functions print a message while the run goes on: report_bad_step 6946 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6734 that a file could not be written yet.
+//     stop_run 6708 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
