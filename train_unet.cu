@@ -678,7 +678,40 @@ struct Update {
     size_t plain;
     float *ema, *m, *v;
     const float* sum; // the sum of the ranks' gradients
+    // --optimizer muon (see the comments above update_by_muon). Without it both are null.
+    const uint8_t* is_matrix; // for each 64 floats of a flat array: 1 if they belong to a matrix that Muon updates
+    const float* directions;  // a flat array: for the elements of these matrices, what their update subtracts, per lr
 };
+
+// --optimizer muon. A matrix of weights (rows, columns) that Muon updates. A convolution's matrix has a row for each
+// output channel.
+struct MuonMatrix {
+    size_t offset;     // where its elements begin in a flat array
+    int rows, columns; // multiples of 32
+    size_t gram;       // where its square matrices (short_side, short_side) begin in an array of such squares
+    HD int short_side() const { return rows < columns ? rows : columns; }
+    HD int long_side() const { return rows < columns ? columns : rows; }
+};
+// The matrices in device memory, and how a GPU divides the products of all of them into tiles (see orthogonalise).
+struct MuonTile {
+    int matrix, row, column; // the tile's matrix, and its first row and column in the result
+};
+struct MuonWork {
+    std::vector<MuonMatrix> matrices; // the same list as on_device
+    const MuonMatrix* on_device = nullptr;
+    const MuonTile* square_tiles = nullptr; // of results (short_side, short_side)
+    const MuonTile* tiles = nullptr;        // of results (rows, columns)
+    int square_count = 0, count = 0;        // how many tiles these are
+    float* squares = nullptr;               // two such squares for each matrix: X X^T, and a polynomial of it
+    size_t squares_size = 0;                // how many floats each of the two has for all matrices together
+};
+// Muon's constants (Jordan et al. 2024): the decay of the momentum, and the polynomial that is applied five times.
+constexpr float MUON_MOMENTUM = 0.95f;
+constexpr int MUON_ITERATIONS = 5;
+constexpr float MUON_A = 3.4445f, MUON_B = -4.7750f, MUON_C = 2.0315f;
+constexpr int MUON_TILE = 64; // a tile of a product has so many rows and columns
+// Returns the factor that makes Muon's updates about as large as AdamW's (Liu et al. 2025, eq. 4).
+HD static inline float muon_scale(const MuonMatrix& m) { return 0.2f * sqrtf((float)m.long_side()); }
 
 // The running mean and variance of the loss, and those of the gradient's norm. The function `healthy` compares each new
 // step with them. Only steps that it finds healthy change them.
@@ -954,6 +987,13 @@ static void judge_step(StepState* state, const double* squares, // (stretches)
 // Updates the weights by AdamW (Loshchilov & Hutter 2019) with clipping, and then the first average of the weights. If
 // the step is not ok, nothing changes.
 static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own);
+// --optimizer muon: what is done before adamw_update (see the comments above update_by_muon).
+// muon_momentum updates the momentum, u.m, of this rank's part of Muon's matrices. Then it writes the Nesterov momentum
+// to X, a flat array, which may be u.sum.
+static void muon_momentum(float* X, const Update& u, const StepState* state, AdamW h, Slice own);
+// For each of Muon's matrices, computes from its momentum X the direction of its update. X and directions are flat
+// arrays. X is overwritten.
+static void orthogonalise(float* directions, float* X, const MuonWork& muon, const StepState* state);
 // Updates one of the other averages of the weights (ema_step). adamw_update updates the first one.
 static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own);
 static void cast_params(act* copy, const float* params, size_t n);
@@ -1266,6 +1306,7 @@ struct Config {
     bool null_class() const { return class_cond && class_dropout > 0; } // the class table's last row means "no class"
     bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
     bool guided() const { return guidance_scale != 1; }
+    bool muon() const { return optimizer == "muon"; }
     // Returns how many numbers the network is told of an image: its own numbers, and those of its augmentation.
     int num_values() const { return cond_dim + (augment > 0 ? AUGMENT_NUMBERS : 0); }
     bool can_be_guided() const { return (class_dropout > 0 && (class_cond || cond_dim > 0)) || cond_dropout > 0; }
@@ -3271,10 +3312,13 @@ static void place_buffers(UNet* net, int B) {
 static void check_memory(UNet* net, bool training) {
     const double GIB = 0x1p30;
     // For sampling, a parameter needs at most a weight, its copy, and a copy in FP8. For training it needs a weight, a
-    // gradient, two moments, an average, copies of the weight and of the average, and two copies in FP8.
+    // gradient, two moments, an average, copies of the weight and of the average, and two copies in FP8. Muon also needs
+    // a direction and, for each matrix, two squares, which are together smaller than two such matrices.
     const size_t fp8_bytes = net->config.precision == "fp8" ? bytes_of(Element::FP8) : 0;
     const size_t sampling_bytes = sizeof(float) + act_bytes() + fp8_bytes;
-    const size_t param_bytes = training ? 5 * sizeof(float) + 2 * act_bytes() + 2 * fp8_bytes : sampling_bytes;
+    const size_t muon_bytes = net->config.muon() ? 3 * sizeof(float) : 0;
+    const size_t training_bytes = 5 * sizeof(float) + 2 * act_bytes() + 2 * fp8_bytes + muon_bytes;
+    const size_t param_bytes = training ? training_bytes : sampling_bytes;
     const double weights = net->flat_size * param_bytes / GIB;
     const double available = device_available() / GIB;
     const double needed = weights + net->arena_bytes / GIB;
@@ -5420,7 +5464,8 @@ constexpr int SLOT_SAMPLER = 106;   // schedule_sampler
 constexpr int SLOT_ECT = 107;       // with --objective ect: the first slot of this objective's flags
 constexpr int SLOT_ECT_END = 113;   // the first slot after these flags
 constexpr int SLOT_COND_CRC = 113;  // with cond_channels: the header_crc of --cond_file; the next slot holds cond_noise
-constexpr int SLOT_PRECISION = 115; // the run's --precision; the slots after it are unused, up to SLOT_PATH
+constexpr int SLOT_PRECISION = 115; // the run's --precision
+constexpr int SLOT_OPTIMIZER = 116; // the run's --optimizer; the slots after it are unused, up to SLOT_PATH
 constexpr int SLOT_PATH = 128;      // 512 bytes: the path data_file, a byte 0, the path cond_file
 constexpr int MOST_LEVELS = 8;      // how many numbers channel_mult may have, and how many attention_resolutions
 
@@ -5552,7 +5597,7 @@ static void check_lists(const ModelFile& m) {
     unused(SLOT_EMAS + m.emas(), SLOT_SAMPLER);
     unused(is_ect(m.header) ? SLOT_ECT_END : SLOT_ECT, SLOT_COND_CRC);
     if (!s[SLOT_COND_CHANNELS]) unused(SLOT_COND_CRC, SLOT_PRECISION);
-    unused(SLOT_PRECISION + 1, SLOT_PATH);
+    unused(SLOT_OPTIMIZER + 1, SLOT_PATH);
 }
 
 // Opens a model file and checks all that can be checked without its network.
@@ -5860,8 +5905,13 @@ struct Trainer {
     // are the same array. With one rank and several microbatches, `sum` is a separate array.
     float* sum;
     // Each of these arrays is a slice: it holds this rank's part.
-    float *m, *v;             // AdamW's moments
+    float *m, *v;             // AdamW's moments. Where Muon updates a matrix, m is its momentum, and v is not used
     std::vector<float*> emas; // the averages, one for each --ema_rate
+
+    // --optimizer muon
+    MuonWork muon;      // the matrices that Muon updates
+    uint8_t* is_matrix; // see Update; null: AdamW updates all parameters
+    float* directions;  // a flat array, see Update
 
     double* squares;            // for each stretch (see Slice), the sum of the squares of the step's gradient
     StepState *state, *records; // the state after the newest step, and the states after the latest RECORDS steps
@@ -5907,6 +5957,49 @@ static AdamW optimiser_settings(const Config& c) {
     return h;
 }
 
+// Returns whether Muon updates a parameter, if the flag is given: all matrices that lie between two layers of hidden
+// channels. AdamW updates the others: biases, norms, the first and the last convolution, and the embeddings of classes
+// and numbers.
+static bool muon_updates(const Param& p) {
+    const bool at_an_end = p.name == "input_blocks.0.0.weight" || p.name == "out.2.weight";
+    const bool of_a_condition = p.name == "label_emb.weight" || p.name == "cond_emb.weight";
+    return p.shape.size() >= 2 && !at_an_end && !of_a_condition;
+}
+
+// Sets tr->muon, tr->is_matrix and tr->directions.
+static void make_muon(Trainer* tr) {
+    MuonWork& muon = tr->muon;
+    std::vector<uint8_t> is_matrix(tr->own.whole() / 64);
+    for (const Param& p : tr->net.params) {
+        if (!muon_updates(p)) continue;
+        const int rows = p.shape[0];
+        const MuonMatrix m{p.offset, rows, (int)(p.size / rows), muon.squares_size};
+        if (m.rows % 32 || m.columns % 32 || m.offset % 64)
+            die("internal error: %s can't be updated by Muon's kernels", p.name.c_str());
+        std::fill_n(is_matrix.begin() + p.offset / 64, p.size / 64, 1);
+        muon.squares_size += (size_t)m.short_side() * m.short_side();
+        muon.matrices.push_back(m);
+    }
+    std::vector<MuonTile> square_tiles, tiles;
+    for (int i = 0; i < (int)muon.matrices.size(); i++) {
+        const MuonMatrix& m = muon.matrices[i];
+        auto cut = [&](std::vector<MuonTile>* list, int rows, int columns) {
+            for (int row = 0; row < rows; row += MUON_TILE)
+                for (int column = 0; column < columns; column += MUON_TILE) list->push_back({i, row, column});
+        };
+        cut(&square_tiles, m.short_side(), m.short_side());
+        cut(&tiles, m.rows, m.columns);
+    }
+    muon.on_device = device_copy(muon.matrices);
+    muon.square_tiles = device_copy(square_tiles);
+    muon.tiles = device_copy(tiles);
+    muon.square_count = (int)square_tiles.size();
+    muon.count = (int)tiles.size();
+    muon.squares = device_alloc<float>(2 * muon.squares_size);
+    tr->is_matrix = device_copy(is_matrix);
+    tr->directions = device_alloc<float>(tr->own.whole());
+}
+
 // Makes the network and all arrays of a trainer. The arrays are zero; start_weights or restore fills them.
 static Trainer make_trainer(const Config& c, const Dataset& data) {
     Trainer tr{};
@@ -5936,6 +6029,7 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     while (tr.emas.size() < c.emas.size()) tr.emas.push_back(device_alloc<float>(tr.own.owned()));
     tr.m = device_alloc<float>(tr.own.owned());
     tr.v = device_alloc<float>(tr.own.owned());
+    if (c.muon()) make_muon(&tr);
     // To draw samples, the network reads the first average from ema_copy. If activations are fp32, make_copy allocates
     // nothing and returns its argument. So the argument is the array in which save_grid gets the whole average: with
     // several ranks, whole_array gathers it in grads.
@@ -6182,6 +6276,32 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
     else if (N > 1) gather(tr->squares, nullptr, sizeof(double), own, own.n);
 }
 
+// --optimizer muon: Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) updates the matrices between
+// hidden channels, and AdamW the other parameters. Let W be such a matrix, and G its gradient after clipping:
+//
+//   m = 0.95 m + 0.05 G                                       the momentum
+//   X = 0.95 m + 0.05 G                                       Nesterov's momentum
+//   W = (1 - lr weight_decay) W - lr scale orthogonal(X)      scale: muon_scale
+//
+// orthogonal(X) has the same singular vectors as X, but all its singular values are about 1. So a step changes W by
+// about the same amount in each of these directions, also in those in which the gradient is small. The singular values
+// are not computed. Five times, X is replaced by an odd polynomial of itself, which maps values from (0, 1] to about 1:
+//
+//   X = X / |X|           |X|: the root of the sum of squares, so no singular value is above 1
+//   A = X X^T             (X^T X, if X has more rows than columns)
+//   X = a X + (b A + c A A) X
+//
+// This function computes orthogonal(X) for the matrices of the whole network. A matrix may be cut by the borders of the
+// ranks' slices. So each rank computes X for its slice, all ranks exchange X, and each rank computes all directions.
+// This takes the memory of tr->grads, in which nothing is read any more at the matrices' places.
+static void update_by_muon(Trainer* tr, const Update& update) {
+    mark({"Muon"});
+    muon_momentum(tr->grads, update, tr->state, tr->adamw, tr->own);
+    if (world.size > 1) gather(tr->grads, nullptr, STRETCH * sizeof(float), tr->own, tr->own.n);
+    orthogonalise(tr->directions, tr->grads, tr->muon, tr->state);
+    mark({"AdamW, EMA"});
+}
+
 // Does the optimiser's part of a step, for this rank's slice. Then all ranks exchange their new weights in the form
 // that kernels read: the first plain_size weights in fp32, and the other weights in the copy.
 static void update_slice(Trainer* tr) {
@@ -6196,6 +6316,9 @@ static void update_slice(Trainer* tr) {
     update.m = tr->m;
     update.v = tr->v;
     update.sum = tr->sum;
+    update.is_matrix = tr->is_matrix;
+    update.directions = tr->directions;
+    if (c.muon()) update_by_muon(tr, update);
     adamw_update(update, tr->state, tr->adamw, own);
     for (size_t k = 1; k < tr->emas.size(); k++) ema_update(tr->emas[k], tr->params, tr->state, c.emas[k], own);
     if (world.size == 1) return;
@@ -7701,12 +7824,13 @@ static Config unet_cu_config(const ModelFile& model) {
 // Sets a flag to the value in a model file. If the command line gives the flag, too, the two values must be the same.
 // But a flag that may change from run to run keeps the value of the command line. Which flags may change depends on
 // the flag's slot, its place in the file's header. Slots after SLOT_STEP hold settings of the run, such as the batch
-// size. All of these may change. Slots before SLOT_STEP hold settings of the model. Of these, only the settings of FREE
-// flags (common/flags.h) may change.
+// size. All of these may change, except the optimiser, because the moments in the file are those of its own optimiser.
+// Slots before SLOT_STEP hold settings of the model. Of these, only the settings of FREE flags (common/flags.h) may
+// change.
 static void take_from_file(Config* c, const std::string& path, const std::string& name, const std::string& value) {
     const Flag& f = *find_flag(name);
     const bool given = c->given(name);
-    const bool may_change = f.slot > SLOT_STEP || f.free;
+    const bool may_change = (f.slot > SLOT_STEP && f.slot != SLOT_OPTIMIZER) || f.free;
     if (given && may_change) return;
     const std::string wanted = flag_value(*c, f);
     set_flag(c, f, value, path + ": ");
@@ -16590,6 +16714,7 @@ static void round_gradient(Fp8Copy fp8, const act* dout, size_t n) {
 //   number of GPUs (see the comments above step_gradients). The GPU itself decides whether and how to update the
 //   weights (judge_step), so the host need not wait for the norm.
 // Costs: memory traffic. adamw_kernel reads sum, params, ema, m and v. It writes params, ema, m, v and the bf16 copy.
+//   With --optimizer muon the kernels of `muon` run before it.
 
 // Adds up the gradients of all ranks, in the order of the ranks, and writes the result to `sum`. If `add` is true, the
 // old content of `sum` is the first term: the sum over the earlier microbatches of this step. The kernel also writes
@@ -16730,6 +16855,7 @@ struct AdamWFactors {
     float decay;     // 1 - lr weight_decay
     float step_size; // lr / (1 - beta1^t)
     float root;      // sqrt(1 - beta2^t)
+    float lr;        // of this step
 };
 INLINE AdamWFactors adamw_factors(const StepState* state, const AdamW& h) {
     double clip = 1;
@@ -16738,7 +16864,7 @@ INLINE AdamWFactors adamw_factors(const StepState* state, const AdamW& h) {
     const double correction2 = 1 - pow((double)h.beta2, (double)state->updates);
     const float decay = 1 - state->lr * h.weight_decay;
     const float step_size = (float)(state->lr / correction1);
-    return {(float)clip, decay, step_size, (float)sqrt(correction2)};
+    return {(float)clip, decay, step_size, (float)sqrt(correction2), state->lr};
 }
 
 // AdamW (Loshchilov & Hutter 2019) and the average of the parameters, for one rank's slice:
@@ -16751,8 +16877,11 @@ INLINE AdamWFactors adamw_factors(const StepState* state, const AdamW& h) {
 //
 // A thread updates four neighbouring weights at a time. They are elements 4 i ... 4 i + 3 of the slice's arrays (ema, m
 // and v), and elements 4 k ... 4 k + 3 of the flat arrays (params, copy, sum).
+// With MUON, the elements of Muon's matrices have another update: p = decay p - lr direction. Their m has been updated by
+// muon_momentum_kernel, and their v is not used.
 // u is a __grid_constant__, so it stays in constant memory. Without this the compiler would copy u to local memory,
 // because the index r in u.params.at[r] is only known at run time.
+template <bool MUON>
 static __global__ void __launch_bounds__(256)
     adamw_kernel(const __grid_constant__ Update u, const StepState* state, AdamW h, Slice own) {
     await_previous_kernel();
@@ -16780,10 +16909,22 @@ static __global__ void __launch_bounds__(256)
             p = p * f.decay - f.step_size * m / (sqrtf(v) / f.root + h.eps);
             e = h.ema_rate * e + (1 - h.ema_rate) * p;
         };
-        update(p.x, e.x, m.x, v.x, sum.x);
-        update(p.y, e.y, m.y, v.y, sum.y);
-        update(p.z, e.z, m.z, v.z, sum.z);
-        update(p.w, e.w, m.w, v.w, sum.w);
+        auto move = [&](float& p, float& e, float direction) {
+            p = p * f.decay - f.lr * direction;
+            e = h.ema_rate * e + (1 - h.ema_rate) * p;
+        };
+        if (MUON && u.is_matrix[k / 16]) { // 64 floats are 16 quads
+            const float4 direction = ((const float4*)u.directions)[k];
+            move(p.x, e.x, direction.x);
+            move(p.y, e.y, direction.y);
+            move(p.z, e.z, direction.z);
+            move(p.w, e.w, direction.w);
+        } else {
+            update(p.x, e.x, m.x, v.x, sum.x);
+            update(p.y, e.y, m.y, v.y, sum.y);
+            update(p.z, e.z, m.z, v.z, sum.z);
+            update(p.w, e.w, m.w, v.w, sum.w);
+        }
         ema[i] = e;
         ms[i] = m;
         vs[i] = v;
@@ -16805,10 +16946,238 @@ static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice
     case Element::FP8:  // act_element is never FP8
     case Element::FP8_GRADIENT:
     case Element::BF16: // adamw_kernel writes the copy as bf16. Another element would need a template parameter
-        return launch(adamw_kernel, blocks, 256, 0, u, state, h, own);
+        return launch(u.is_matrix ? adamw_kernel<true> : adamw_kernel<false>, blocks, 256, 0, u, state, h, own);
     }
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// --- muon: directions for matrices of weights
+// Used when: --optimizer muon, after judge_step and before adamw_kernel.
+// How: update_by_muon has the formulas. A launch computes one product for all matrices of the network, because a single
+//   matrix has too little work for a GPU: 5 times 3 launches. A block computes one tile of a result, of MUON_TILE rows
+//   and columns. A sum is computed by one block, in a fixed order, so the bits repeat.
+// Costs: for a matrix (rows, columns), 20 times rows x columns x short_side operations on the tensor cores. The operands
+//   are read as fp32 and rounded to the type of the activations (fp32 is multiplied as two parts).
+
+// Nesterov's momentum of this rank's part of Muon's matrices, for whose elements u.is_matrix is 1. A thread computes four
+// neighbouring floats at a time, as in adamw_kernel. X may be the same array as u.sum.
+static __global__ void __launch_bounds__(256)
+    muon_momentum_kernel(float* X, const __grid_constant__ Update u, const StepState* state, AdamW h, Slice own) {
+    await_previous_kernel();
+    if (!state->ok) return;
+    __shared__ float shared;
+    if (threadIdx.x == 0) shared = adamw_factors(state, h).clip;
+    __syncthreads();
+    const float clip = shared;
+    auto mix = [](float m, float g) { return MUON_MOMENTUM * m + (1 - MUON_MOMENTUM) * g; };
+    float4* const ms = (float4*)u.m;
+    const size_t stride = (size_t)gridDim.x * 256;
+    for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < own.owned() / 4; i += stride) {
+        const size_t k = own.flat(4 * i) / 4;
+        if (4 * k >= own.n) break; // only padding follows after the last parameter
+        if (!u.is_matrix[k / 16]) continue;
+        const float4 sum = ((const float4*)u.sum)[k];
+        const float4 g = make_float4(sum.x * clip, sum.y * clip, sum.z * clip, sum.w * clip);
+        const float4 old = ms[i];
+        const float4 m = make_float4(mix(old.x, g.x), mix(old.y, g.y), mix(old.z, g.z), mix(old.w, g.w));
+        ms[i] = m;
+        ((float4*)X)[k] = make_float4(mix(m.x, g.x), mix(m.y, g.y), mix(m.z, g.z), mix(m.w, g.w));
+    }
+}
+static void muon_momentum(float* X, const Update& u, const StepState* state, AdamW h, Slice own) {
+    const int blocks = (int)std::min<size_t>(blocks_for(own.owned() / 4), 8 * gpu.sms);
+    launch(muon_momentum_kernel, blocks, 256, 0, X, u, state, h, own);
+}
+
+// Which of an iteration's products a launch computes. S: the square matrix of short_side rows.
+enum class MuonProduct {
+    GRAM,       // A = X X^T, or X^T X if X has more rows than columns
+    POLYNOMIAL, // B = b A + c A A
+    NEXT        // a X + B X, or a X + X B
+};
+
+// An operand of a product, in memory: `rows` rows of K floats, along which the product sums. Element (row, k) lies at
+// p[row row_step + k k_step]. One of the two steps is 1.
+struct MuonOperand {
+    const float* p;
+    int rows;
+    size_t row_step, k_step;
+};
+
+// MUON_K neighbouring values of k of an operand's tile, on their way from memory through registers to shared memory.
+// There element (row, k) lies at [row][k]. With MUON_PITCH floats from row to row, the 8-byte loads of
+// load_muon_fragment read from different banks. 128 threads copy 16 floats each.
+constexpr int MUON_K = 32, MUON_PITCH = MUON_K + 8;
+typedef float MuonTileRows[MUON_TILE][MUON_PITCH];
+struct MuonCopy {
+    float4 quads[4];
+    // Loads from memory. Rows after the operand's last row are zero.
+    INLINE void load(const MuonOperand& o, int first_row, int k) {
+        UNROLL_FOR (int i = 0; i < 4; i++) {
+            const int2 at = place(o, i);
+            const bool is_inside = first_row + at.x < o.rows;
+            const float* from = o.p + (first_row + at.x) * o.row_step + (k + at.y) * o.k_step;
+            quads[i] = is_inside ? *(const float4*)from : make_float4(0, 0, 0, 0);
+        }
+    }
+    INLINE void store(const MuonOperand& o, MuonTileRows& tile) const {
+        UNROLL_FOR (int i = 0; i < 4; i++) {
+            const int2 at = place(o, i);
+            if (o.k_step == 1) *(float4*)&tile[at.x][at.y] = quads[i];
+            else {
+                tile[at.x][at.y] = quads[i].x;
+                tile[at.x + 1][at.y] = quads[i].y;
+                tile[at.x + 2][at.y] = quads[i].z;
+                tile[at.x + 3][at.y] = quads[i].w;
+            }
+        }
+    }
+    // Returns the row (x) and the k (y) of the first float of this thread's i-th quad. Neighbouring threads copy
+    // neighbouring quads in memory.
+    static INLINE int2 place(const MuonOperand& o, int i) {
+        const int quad = threadIdx.x + 128 * i;
+        if (o.k_step == 1) return make_int2(quad / (MUON_K / 4), quad % (MUON_K / 4) * 4);
+        return make_int2(quad % (MUON_TILE / 4) * 4, quad / (MUON_TILE / 4));
+    }
+};
+
+// Loads N fragments, each of ROWS rows from row `first` on and 16 values of k, as mma's drawing shows them (section 16).
+// R: a fragment's registers. Returns the factor that undoes the scale of split floats.
+template <class T, int ROWS, int N, int R>
+INLINE float load_muon_fragments(uint32_t (&x)[N][R], const MuonTileRows& tile, int first, int k) {
+    const int g = threadIdx.x % 32 / 4;
+    const int q = threadIdx.x % 4;
+    UNROLL_FOR (int n = 0; n < N; n++)
+        UNROLL_FOR (int i = 0; i < ROWS / 4; i++) { // i: the register of a fragment whose elements have one part
+            const int row = first + n * ROWS + g + (ROWS == 16 ? i % 2 * 8 : 0);
+            const int column = k + 2 * q + (ROWS == 16 ? i / 2 : i) * 8;
+            const float2 v = *(const float2*)&tile[row][column];
+            if constexpr (PARTS<T> == 1) x[n][i] = pack_pair<T>(v.x, v.y);
+            else {
+                x[n][2 * i] = __float_as_uint(v.x);
+                x[n][2 * i + 1] = __float_as_uint(v.y);
+            }
+        }
+    return take_apart_fragments<T>(x);
+}
+
+// One product of an iteration, for all matrices. grid: the tiles of the results. The first iteration divides by |X|:
+// its A is X X^T before the division, whose trace is |X|^2. So no kernel of its own is needed for the norm.
+template <class T, MuonProduct PRODUCT>
+static __global__ void __launch_bounds__(128)
+    muon_kernel(float* next, const float* X, float* A, float* B, const MuonMatrix* matrices, const MuonTile* tiles,
+                bool is_first, bool is_last, const StepState* state) {
+    await_previous_kernel();
+    if (!state->ok) return;
+    const MuonTile tile = tiles[blockIdx.x];
+    const MuonMatrix m = matrices[tile.matrix];
+    const size_t S = m.short_side();
+    const size_t columns = m.columns;
+    const bool is_wide = m.rows <= m.columns;
+    X += m.offset;
+    next += m.offset;
+    A += m.gram;
+    B += m.gram;
+
+    // The product is left right^T: element (i, j) is the sum over k of left(i, k) right(j, k).
+    MuonOperand left, right;
+    int K; // over how many values it sums
+    if (PRODUCT == MuonProduct::GRAM) {
+        left = is_wide ? MuonOperand{X, m.rows, columns, 1} : MuonOperand{X, m.columns, 1, columns};
+        right = left;
+        K = m.long_side();
+    } else if (PRODUCT == MuonProduct::POLYNOMIAL) {
+        left = right = MuonOperand{A, (int)S, S, 1}; // A is symmetric
+        K = (int)S;
+    } else {
+        left = is_wide ? MuonOperand{B, m.rows, S, 1} : MuonOperand{X, m.rows, columns, 1};
+        right = is_wide ? MuonOperand{X, m.columns, 1, columns} : MuonOperand{B, m.columns, S, 1}; // B is symmetric
+        K = (int)S;
+    }
+
+    // The copies of the next MUON_K values of k are loaded while the warps multiply the current ones. A warp computes
+    // 32 x 32 elements: 2 tiles of 16 rows by 4 tiles of 8 columns.
+    __shared__ MuonTileRows lefts[2], rights[2];
+    const int warp = threadIdx.x / 32;
+    const int warp_row = warp / 2 * 32;
+    const int warp_column = warp % 2 * 32;
+    float d[2 * 4][4] = {}; // tile (i, j) is d[4 i + j]
+    MuonCopy left_copy, right_copy;
+    left_copy.load(left, tile.row, 0);
+    right_copy.load(right, tile.column, 0);
+    for (int k0 = 0, stage = 0; k0 < K; k0 += MUON_K, stage ^= 1) {
+        left_copy.store(left, lefts[stage]);
+        right_copy.store(right, rights[stage]);
+        __syncthreads(); // one barrier is enough: the other stage was read before the warps came to it
+        if (k0 + MUON_K < K) {
+            left_copy.load(left, tile.row, k0 + MUON_K);
+            right_copy.load(right, tile.column, k0 + MUON_K);
+        }
+        UNROLL_FOR (int k = 0; k < MUON_K; k += 16) {
+            uint32_t a[2][4 * PARTS<T>], b[4][2 * PARTS<T>];
+            float scale = load_muon_fragments<T, 16>(a, lefts[stage], warp_row, k);
+            scale *= load_muon_fragments<T, 8>(b, rights[stage], warp_column, k);
+            multiply<T, 2, 4>(d, 4, 1, a, b, scale);
+        }
+    }
+
+    float inverse_norm = 1; // 1 / |X| in the first iteration
+    if (is_first && PRODUCT != MuonProduct::GRAM) {
+        double trace = 0;
+        for (int i = threadIdx.x; i < (int)S; i += 128) trace += A[i * S + i];
+        trace = block_sum(trace);
+        __shared__ double shared;
+        if (threadIdx.x == 0) shared = trace;
+        __syncthreads();
+        inverse_norm = shared > 0 ? (float)(1 / sqrt(shared)) : 0; // a matrix of zeros stays as it is
+    }
+    const float square = inverse_norm * inverse_norm;
+    const float scale = inverse_norm * (is_last ? muon_scale(m) : 1);
+    const int g = threadIdx.x % 32 / 4;
+    const int q = threadIdx.x % 4;
+    const int rows = PRODUCT == MuonProduct::NEXT ? m.rows : (int)S;
+    const int width = PRODUCT == MuonProduct::NEXT ? m.columns : (int)S;
+    UNROLL_FOR (int i = 0; i < 8; i++)
+        UNROLL_FOR (int half = 0; half < 2; half++) { // rows g and g + 8
+            const int row = tile.row + warp_row + i / 4 * 16 + half * 8 + g;
+            const int column = tile.column + warp_column + i % 4 * 8 + 2 * q;
+            if (row >= rows || column >= width) continue;
+            const size_t at = (size_t)row * width + column;
+            const float x = d[i][2 * half];
+            const float y = d[i][2 * half + 1];
+            if (PRODUCT == MuonProduct::GRAM) store_two(A + at, x, y);
+            else if (PRODUCT == MuonProduct::POLYNOMIAL) {
+                const float linear = MUON_B * square;
+                const float quadratic = MUON_C * square * square;
+                store_two(B + at, linear * A[at] + quadratic * x, linear * A[at + 1] + quadratic * y);
+            } else {
+                store_two(next + at, scale * (MUON_A * X[at] + x), scale * (MUON_A * X[at + 1] + y));
+            }
+        }
+}
+
+// Five iterations: X -> directions -> X -> directions -> X -> directions.
+static void orthogonalise(float* directions, float* X, const MuonWork& muon, const StepState* state) {
+    static_assert(MUON_ITERATIONS % 2, "the last iteration writes to directions");
+    with_act([&]<class T>(T) {
+        float* const A = muon.squares;
+        float* const B = A + muon.squares_size;
+        float* from = X;
+        float* to = directions;
+        for (int i = 0; i < MUON_ITERATIONS; i++) {
+            auto run = [&](auto kernel, const MuonTile* tiles, int count) {
+                launch(kernel, count, 128, 0, to, from, A, B, muon.on_device, tiles, i == 0, i == MUON_ITERATIONS - 1,
+                       state);
+            };
+            run(muon_kernel<T, MuonProduct::GRAM>, muon.square_tiles, muon.square_count);
+            run(muon_kernel<T, MuonProduct::POLYNOMIAL>, muon.square_tiles, muon.square_count);
+            run(muon_kernel<T, MuonProduct::NEXT>, muon.tiles, muon.count);
+            std::swap(from, to);
+        }
+    });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // adamw_kernel updates the first average of the parameters. This kernel updates one of the other averages, by the
 // formula in ema_step. Each thread updates one element.
 static __global__ void __launch_bounds__(256)

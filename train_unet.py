@@ -45,7 +45,7 @@ from common.config import pick_device, pick_precision, space_timesteps, value_ro
 from common.data_files import Data, open_data, with_pictures
 from common.files import DataError, check_output, is_model
 from common.formats import check_conversion, convert, post_hoc_average, read_model
-from common.model import build_model, initial_weights, parameter_count, to_state_dict, train_in_fp8
+from common.model import build_model, initial_weights, parameter_count, parameter_shapes, to_state_dict, train_in_fp8
 from common.model_files import HISTORY_LENGTH, ModelFile, TrainingState, write_model
 from common.program import Screen, UserError, check_alone, run_program, stop_on_signal
 from common.random_numbers import (
@@ -632,6 +632,37 @@ def judge(guard: tuple[float, ...], loss: float, grad_norm: float) -> tuple[str,
     return "", (n + 1, mean_l + a * dl, (1 - a) * (var_l + a * dl * dl), mean_g + a * dg, (1 - a) * (var_g + a * dg * dg))
 
 
+MUON_MOMENTUM = 0.95
+MUON_ITERATIONS = 5
+MUON_POLYNOMIAL = 3.4445, -4.7750, 2.0315  # a, b, c
+
+
+def muon_updates(name: str, shape: torch.Size) -> bool:
+    """Whether --optimizer muon has Muon update a parameter: the matrices between hidden channels. AdamW updates the others."""
+    return len(shape) >= 2 and name not in ("input_blocks.0.0.weight", "out.2.weight", "label_emb.weight", "cond_emb.weight")
+
+
+def orthogonal(X: Tensor) -> Tensor:
+    """About the orthogonal matrix that is nearest to X (rows, columns): the same singular vectors, with singular values of about 1 (Jordan et al. 2024,
+    "Muon"). Each iteration is an odd polynomial of X."""
+    a, b, c = MUON_POLYNOMIAL
+    norm = X.norm()
+    X = torch.where(norm > 0, X / norm, 0)
+    for _ in range(MUON_ITERATIONS):
+        if X.shape[0] <= X.shape[1]:
+            A = X @ X.T
+            X = a * X + (b * A + c * A @ A) @ X
+        else:
+            A = X.T @ X
+            X = a * X + X @ (b * A + c * A @ A)
+    return X
+
+
+def muon_scale(X: Tensor) -> float:
+    """The factor that makes Muon's updates about as large as AdamW's (Liu et al. 2025, "Muon is scalable for LLM training", eq. 4)."""
+    return 0.2 * math.sqrt(max(X.shape))
+
+
 class LossHistory:
     """--schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): t is drawn in proportion to the root mean square of its latest
     losses. rows (T, HISTORY_LENGTH + 1): losses, oldest first, and how many; None: t is uniform."""
@@ -693,6 +724,11 @@ class Trainer:
         self.optimizer = torch.optim.AdamW([self.weights], 0, betas, config.adam_eps, config.weight_decay, fused=fused)
         updates = torch.tensor(float(self.state.updates), device=self.device if fused else "cpu")
         self.moments = self.optimizer.state[self.weights] = {"step": updates, "exp_avg": m, "exp_avg_sq": v}
+        # Of each matrix that Muon updates: weight, gradient and momentum, views of the flat arrays
+        views = (to_state_dict(config, flat) for flat in (weights, self.weights.grad, m))
+        triples = zip(parameter_shapes(config), *(named.values() for named in views))
+        chosen = [matrices for name, *matrices in triples if config.muon and muon_updates(name, matrices[0].shape)]
+        self.muon_matrices = [[matrix.view(matrix.shape[0], -1) for matrix in matrices] for matrices in chosen]
 
     def compute_gradients(self, x0: Tensor, t: Tensor, noise: Tensor, labels: Tensor | None, conditions: Conditions) -> Tensor:
         """Leaves the gradient of the mean loss in the model's parameters (and, flat, in weights.grad); returns the samples' losses (B)."""
@@ -721,7 +757,7 @@ class Trainer:
             if config.grad_clip > 0:
                 self.weights.grad.mul_(min(1.0, config.grad_clip / (grad_norm + 1e-6)))
             self.optimizer.param_groups[0]["lr"] = lr
-            self.optimizer.step()
+            self.update_weights(lr)
             for rate, ema in zip(config.ema_rate, self.emas):
                 if rate in POWER_EMAS:  # Karras et al. 2024, eq. 2
                     ema.lerp_(self.weights.detach(), 1 - (1 - 1 / (state.updates + 1)) ** (rate + 1))
@@ -735,6 +771,22 @@ class Trainer:
         where = self.diffusion.quarters(t)
         quarters = [[x for x, q in zip(losses, where) if q == k] for k in range(4)]
         return StepResult(state.step, loss, lr, grad_norm, [sum(q) / len(q) if q else None for q in quarters], why)
+
+    @torch.no_grad()
+    def update_weights(self, lr: float) -> None:
+        """By AdamW, and with --optimizer muon by Muon where there are matrices. There AdamW only decays the weights: it is shown no momentum and no
+        gradient."""
+        directions, momenta = [], []
+        for _, grad, momentum in self.muon_matrices:
+            momentum.mul_(MUON_MOMENTUM).add_(grad, alpha=1 - MUON_MOMENTUM)
+            directions.append(orthogonal(MUON_MOMENTUM * momentum + (1 - MUON_MOMENTUM) * grad))
+            momenta.append(momentum.clone())
+            momentum.zero_()
+            grad.zero_()
+        self.optimizer.step()
+        for (weight, _, momentum), direction, kept in zip(self.muon_matrices, directions, momenta):
+            weight.sub_(direction, alpha=lr * muon_scale(weight))
+            momentum.copy_(kept)
 
     @torch.no_grad()
     def validation_loss(self, data: Data) -> float:

@@ -138,7 +138,10 @@ FLAG(bool, use_checkpoint, false, "compute blocks again in the backward pass: ha
 SAVED(71, float, lr, 1e-3, "learning rate", 0, 100);
 SAVED(78, string, lr_schedule, "constant", "after the warmup; at the end 0", WORDS("constant|linear|cosine"));
 SAVED(77, int64_t, warmup_steps, 0, "steps over which lr rises from 0", 0, BIG);
-SAVED(72, float, weight_decay, 0, "AdamW's, per unit of lr", 0, 100);
+SAVED(116, string, optimizer, "adamw",
+      "muon: Muon (Jordan et al. 2024) for the matrices between hidden channels, AdamW for the rest",
+      WORDS("adamw|muon"));
+SAVED(72, float, weight_decay, 0, "AdamW's and Muon's, per unit of lr", 0, 100);
 SAVED(73, float, adam_beta1, 0.9, "decay of the first moment", 0, 0.999999);
 SAVED(74, float, adam_beta2, 0.999, "decay of the second moment", 0, 0.999999);
 SAVED(75, float, adam_eps, 1e-8, "added to the root of the second moment", 1e-30, 1);
@@ -189,9 +192,9 @@ PRESET(quick32, "--image_size 32 --in_channels 1 --patch_size 2 --num_channels 3
                 "--num_res_blocks 1 --attention_resolutions 4 --num_head_channels 32 --conv_resample False "
                 "--use_scale_shift_norm True --class_cond True --class_dropout 0.1 --guidance_scale 2 "
                 "--noise_schedule cosine --predict x0 --min_snr_gamma 5 --sampler heun "
-                "--S_churn 10 --timestep_respacing 25 --batch_size 32 --lr 2e-3 --warmup_steps 100 "
+                "--S_churn 20 --timestep_respacing 50 --batch_size 32 --optimizer muon --lr 4e-3 --warmup_steps 100 "
                 "--lr_schedule linear --adam_beta2 0.99 --max_steps 2000 --ema_rate 0.99 "
-                "--data_file data/fashion32.bin --save_interval 1000 --sample_interval 500");
+                "--data_file data/fashion32.bin --save_interval 1000 --sample_interval 1000");
 PRESET(quick64, "--image_size 64 --patch_size 2 --num_channels 128 --channel_mult 1,2,2 --num_res_blocks 1 "
                 "--attention_resolutions 16,8 --num_head_channels 32 --conv_resample False "
                 "--use_scale_shift_norm True --noise_schedule cosine --predict x0 --min_snr_gamma 0.5 --sampler heun "

@@ -264,6 +264,11 @@ class Config(dataclasses.make_dataclass("AllFlags", [row for row in TABLE if row
         return self.class_cond and self.class_dropout > 0
 
     @property
+    def muon(self) -> bool:
+        """Whether Muon updates the matrices between hidden channels."""
+        return self.optimizer == "muon"
+
+    @property
     def num_values(self) -> int:
         """Numbers that the network is told of an image: its own, and those of its augmentation."""
         return self.cond_dim + (AUGMENT_NUMBERS if self.augment > 0 else 0)

@@ -144,7 +144,7 @@ class ModelFile:
                 raise UserError(TUNES.format(self.path))
             inherited |= {"objective": "ect", "ect_frame": self.config.objective}
         as_saved = Config(**flags)  # in float32
-        for name in flags.keys() & {*SAVED_FLAGS, *(["seed"] if resume else [])} - FREE_FLAGS:
+        for name in flags.keys() & {*SAVED_FLAGS, *(["seed", "optimizer"] if resume else [])} - FREE_FLAGS:
             if getattr(as_saved, name) != inherited[name]:
                 given, there = format_value(name, flags[name]), format_value(name, inherited[name])
                 raise UserError(f"--{name} {given}: {self.path} was made with {there}; leave the flag out")

@@ -1776,6 +1776,61 @@ static inline void record_step(StepState* records, const StepState* state, int c
 // A GPU's bf16 copy of the weights is written here. In fp32 the copy is the parameters themselves.
 static inline void cast_params(float*, const float*, size_t) {}
 
+// --optimizer muon, before adamw_update (update_by_muon in train_unet.cu has the formulas). The momentum of this rank's
+// part of the matrices, and Nesterov's momentum X, a flat array.
+static inline void muon_momentum(float* X, const Update& u, const StepState* state, AdamW h, Slice own) {
+    if (!state->ok) return;
+    double clip = 1;
+    if (h.grad_clip > 0) clip = std::min(1.0, h.grad_clip / (state->grad_norm + 1e-6));
+    const float scale = (float)clip;
+#pragma omp parallel for schedule(static)
+    for (size_t first = 0; first < own.owned(); first += 64) { // the elements of a matrix lie in whole groups of 64
+        const size_t flat = own.flat(first);
+        if (flat >= own.n || !u.is_matrix[flat / 64]) continue;
+        for (size_t i = 0; i < 64; i++) {
+            const float g = u.sum[flat + i] * scale;
+            float& m = u.m[first + i];
+            m = MUON_MOMENTUM * m + (1 - MUON_MOMENTUM) * g;
+            X[flat + i] = MUON_MOMENTUM * m + (1 - MUON_MOMENTUM) * g;
+        }
+    }
+}
+
+// out = the orthogonal matrix near to `in`, times scale. Both have `rows` rows of `columns` numbers, which are multiples
+// of TN. A matrix that is wider than high is transposed first, so that X^T X is as small as it can be.
+static inline void orthogonalise_matrix(float* out, const float* in, int rows, int columns, float scale) {
+    const bool is_high = rows >= columns;
+    const int L = std::max(rows, columns);
+    const int S = std::min(rows, columns);
+    std::vector<float> X((size_t)L * S), X_turned((size_t)S * L), XB((size_t)L * S), A((size_t)S * S), B((size_t)S * S);
+    if (is_high) std::copy_n(in, X.size(), X.data());
+    else transpose(X.data(), S, in, L, S, L);
+    double squares = 0;
+    for (float x : X) squares += (double)x * x;
+    const float inverse_norm = squares > 0 ? (float)(1 / std::sqrt(squares)) : 0;
+    for (float& x : X) x *= inverse_norm;
+    for (int iteration = 0; iteration < MUON_ITERATIONS; iteration++) {
+        transpose(X_turned.data(), L, X.data(), S, L, S);
+        matmul(A.data(), S, X_turned.data(), L, X.data(), S, S, S, L); // A = X^T X
+        matmul(B.data(), S, A.data(), S, A.data(), S, S, S, S);        // B = b A + c A A
+        for (size_t i = 0; i < B.size(); i++) B[i] = MUON_B * A[i] + MUON_C * B[i];
+        matmul(XB.data(), S, X.data(), S, B.data(), S, L, S, S); // X = a X + X B
+        for (size_t i = 0; i < X.size(); i++) X[i] = MUON_A * X[i] + XB[i];
+    }
+    for (float& x : X) x *= scale;
+    if (is_high) std::copy_n(X.data(), X.size(), out);
+    else transpose(out, L, X.data(), S, L, S);
+}
+static inline void orthogonalise(float* directions, float* X, const MuonWork& muon, const StepState* state) {
+    if (!state->ok) return;
+    static_assert(32 % TN == 0, "sides of matrices are multiples of 32");
+#pragma omp parallel for schedule(dynamic)
+    for (size_t i = 0; i < muon.matrices.size(); i++) {
+        const MuonMatrix& m = muon.matrices[i];
+        orthogonalise_matrix(directions + m.offset, X + m.offset, m.rows, m.columns, muon_scale(m));
+    }
+}
+
 // torch.optim.AdamW behind torch.nn.utils.clip_grad_norm_, with g the clipped gradient:
 //   m = beta1 m + (1 - beta1) g,                  v = beta2 v + (1 - beta2) g^2
 //   m_hat = m / (1 - beta1^t),                    v_hat = v / (1 - beta2^t)         t: the number of updates
@@ -1793,15 +1848,23 @@ static inline void adamw_update(const Update& u, const StepState* state, AdamW h
     const float decay = 1 - state->lr * h.weight_decay;
     const float step_size = (float)(state->lr / correction1);
     const float root = (float)std::sqrt(correction2);
+    const size_t piece = u.is_matrix ? 64 : STRETCH; // of floats that are all updated in the same way
 #pragma omp parallel for schedule(static)
-    for (size_t first = 0; first < own.owned(); first += STRETCH) {
+    for (size_t first = 0; first < own.owned(); first += piece) {
         const size_t flat = own.flat(first); // ema, m and v hold the slice alone, the other arrays everything
-        const size_t count = flat < own.n ? std::min(own.n - flat, STRETCH) : 0;
+        const size_t count = flat < own.n ? std::min(own.n - flat, piece) : 0;
         float* const params = u.params.at[0] + flat;
         float* const ema = u.ema + first;
         float* const m = u.m + first;
         float* const v = u.v + first;
         const float* const grads = u.sum + flat;
+        if (u.is_matrix && count && u.is_matrix[flat / 64]) { // Muon's
+            for (size_t i = 0; i < count; i++) {
+                params[i] = params[i] * decay - state->lr * u.directions[flat + i];
+                ema[i] = h.ema_rate * ema[i] + (1 - h.ema_rate) * params[i];
+            }
+            continue;
+        }
 #pragma omp simd
         for (size_t i = 0; i < count; i++) {
             const float g = grads[i] * scale;
