@@ -4,135 +4,136 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    236  Part I. The program
-//    239     1. Types at the interface: what operations are called with
-//    711     2. The interface: all that the program asks of a device
-//   1072     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1173     4. Configuration: flags, presets, help, what can work and what cannot
-//   1934     5. The network: a list of layers, made of guided-diffusion's flags
-//   2917     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2927         FP8: buffers, factors, weights for samples
-//   3071         gradients, and buffers
-//   3330     7. Forward and backward: two walks over the list
-//   3462     8. Diffusion: noise schedules, objectives, samplers
-//   3761         the level of a training sample, drawn, and its share of the loss
-//   4235         samplers
-//   4801     9. Data: .bin files that may be larger than memory, the order of their images
-//   5362    10. Model files: weights and checkpoints, initial weights
-//   5721    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5736         the learning rate, the verdict on a step, averages of the weights
-//   5833         what a trainer holds
-//   5979         a step
-//   6291    12. A run: log, guard, checkpoints, resume, samples
-//   6317         the log in memory, as the page shows it
-//   6430         what a run holds
-//   6498         the log and the status line
-//   6690         checkpoints, snapshots and grids
-//   6958         the start of a run: new, from a file's weights, or resumed
-//   7196         the loop over the steps
-//   7315         a run from its first to its last line
-//   7491         samples, without a run
-//   7656    13. main: the command line, then a run or samples
-//   7973         what ranks must have in common
-//   8047         main
-//   8176  Part II. The device
-//   8179    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8261    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8331    16. The GPU: what all kernels share
-//   8400         Launches, which may overlap
-//   8446         Decisions: what kernels are chosen with
-//   8498         Single instructions: shared memory, mbarriers, clusters
-//   8587         Activations: pieces of 16 bytes
-//   8920         each_kernel: a thread for an element
-//   8934         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9101         Swizzle: how rows lie in shared memory
-//   9120         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9378         building blocks of Hopper's kernels (sm_90a)
-//   9687    17. Small operations: resampling, embeddings, diffusion
-//   9690         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//   9895         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10257         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10809    18. Group norm
-//  10812         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11384         groupnorm_backward_whole: an image's slab in shared memory
-//  11783    19. Attention
-//  11890         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12445         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12591         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13288    20. Convolution
-//  13334         ConvOut: results, 4 channels of a pixel at a time
-//  13578         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13646         conv_halo: 3x3, stride 1, any GPU
-//  14065         conv_gather: any kernel size and stride, any GPU
-//  14333         conv_few: the first and the last layer
-//  14512         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15107         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15231         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15715         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16168         conv_weight_tma: weight gradients (sm_90a)
-//  16469         FP8 in training: weights and gradients are rounded
-//  16584    21. The optimiser
-//  16587         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16829    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  16832         groupnorm_backward
-//  16998         attention: forward and, where a has dout, backward
-//  17062         convolution: forward and input gradient
-//  17570         convolution: weight gradients
-//  17926    23. The GPU: memory, copies, repeated work
-//  18155    24. Between ranks: from device to device
+//    237  Part I. The program
+//    240     1. Types at the interface: what operations are called with
+//    745     2. The interface: all that the program asks of a device
+//   1113     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1214     4. Configuration: flags, presets, help, what can work and what cannot
+//   1976     5. The network: a list of layers, made of guided-diffusion's flags
+//   2959     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2969         FP8: buffers, factors, weights for samples
+//   3113         gradients, and buffers
+//   3375     7. Forward and backward: two walks over the list
+//   3507     8. Diffusion: noise schedules, objectives, samplers
+//   3806         the level of a training sample, drawn, and its share of the loss
+//   4280         samplers
+//   4846     9. Data: .bin files that may be larger than memory, the order of their images
+//   5407    10. Model files: weights and checkpoints, initial weights
+//   5767    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5782         the learning rate, the verdict on a step, averages of the weights
+//   5879         what a trainer holds
+//   6074         a step
+//   6415    12. A run: log, guard, checkpoints, resume, samples
+//   6441         the log in memory, as the page shows it
+//   6554         what a run holds
+//   6622         the log and the status line
+//   6814         checkpoints, snapshots and grids
+//   7082         the start of a run: new, from a file's weights, or resumed
+//   7320         the loop over the steps
+//   7439         a run from its first to its last line
+//   7615         samples, without a run
+//   7780    13. main: the command line, then a run or samples
+//   8098         what ranks must have in common
+//   8172         main
+//   8301  Part II. The device
+//   8304    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8386    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8456    16. The GPU: what all kernels share
+//   8525         Launches, which may overlap
+//   8571         Decisions: what kernels are chosen with
+//   8623         Single instructions: shared memory, mbarriers, clusters
+//   8712         Activations: pieces of 16 bytes
+//   9045         each_kernel: a thread for an element
+//   9059         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9226         Swizzle: how rows lie in shared memory
+//   9245         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9503         building blocks of Hopper's kernels (sm_90a)
+//   9812    17. Small operations: resampling, embeddings, diffusion
+//   9815         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10020         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10382         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10934    18. Group norm
+//  10937         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11509         groupnorm_backward_whole: an image's slab in shared memory
+//  11908    19. Attention
+//  12015         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12570         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12716         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13413    20. Convolution
+//  13459         ConvOut: results, 4 channels of a pixel at a time
+//  13703         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13771         conv_halo: 3x3, stride 1, any GPU
+//  14190         conv_gather: any kernel size and stride, any GPU
+//  14458         conv_few: the first and the last layer
+//  14637         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15232         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15356         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15840         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16293         conv_weight_tma: weight gradients (sm_90a)
+//  16594         FP8 in training: weights and gradients are rounded
+//  16709    21. The optimiser
+//  16712         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16971         muon: directions for matrices of weights
+//  17199    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17202         groupnorm_backward
+//  17368         attention: forward and, where a has dout, backward
+//  17432         convolution: forward and input gradient
+//  17940         convolution: weight gradients
+//  18296    23. The GPU: memory, copies, repeated work
+//  18525    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8172, run_program 8108, train 7447, run_step 7247, train_step 6222, load_batch 5315 (read_image 4890),
-//     send 18126 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18057):
-//     step_gradients 6114: draw_levels 10275 (the formulas: draw_level 3831), forward_and_loss 6027,
-//     q_sample_forward 10489, unet_forward 3359, forward_layer 3344 (a function of the layer's kind),
-//     loss_forward_backward 10606, unet_backward 3430, conv_backward_weights 17919 (weight gradients, on the side
-//     stream), finish_gradients 11728 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16638;
-//     judge_step 16686 (the verdict: judge_batch 5804), update_slice 6187, adamw_update 16800 (adamw_kernel 16757),
-//     next_step 16692, record_step 16698; later collect_steps 7200
-//   pictures, from noise: sample_batch 4716, plan_route 4472, device_step 4520, euler_step 4266 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 17420 draws all of its roads):
-//     forward_conv 2379; conv_forward 17458, with conv_product above it, which asks conv_is_wgmma 17070;
-//     on Hopper, large images: pick_conv_tiles_3x3 17368; conv_tiles 15700, with conv_tiles_kernel above it;
-//     Accumulators 9603 (its function multiply); Wgmma 9186;
-//     on Hopper, small images: pick_conv_small 17222; conv_small 16154, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9186;
-//     on any other GPU pick_conv_halo_bf16 17137; conv_halo 14052, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 8986
-//   why several GPUs compute the bits of one: step_gradients 6114
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 413, Silu 8224, with_nonlinearity 8234 (a case);
-//     BEHIND_NORMS, in front of add_norm 2607, chooses it. The embedding has SiLU as a layer: silu_forward 10175
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3688
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 530, and beside each other edm_question 3525,
-//     ask 3560, frame_of 3573, sigma_draws 3580, has_steps_of_t 3586; the head of their section lists the changes
-//   a kind of layer: forward_linear 2299 and what stands beside it, with a list of all places in front of
-//     LayerKind 2271; add_resblock 2659 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 8297, run_program 8233, train 7571, run_step 7371, train_step 6346, load_batch 5360 (read_image 4935),
+//     send 18496 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18427):
+//     step_gradients 6209: draw_levels 10400 (the formulas: draw_level 3876), forward_and_loss 6122,
+//     q_sample_forward 10614, unet_forward 3404, forward_layer 3389 (a function of the layer's kind),
+//     loss_forward_backward 10731, unet_backward 3475, conv_backward_weights 18289 (weight gradients, on the side
+//     stream), finish_gradients 11853 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16764;
+//     judge_step 16812 (the verdict: judge_batch 5850), update_slice 6308, adamw_update 16942 (adamw_kernel 16887),
+//     next_step 16818, record_step 16824; later collect_steps 7324
+//   pictures, from noise: sample_batch 4761, plan_route 4517, device_step 4565, euler_step 4311 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 17790 draws all of its roads):
+//     forward_conv 2421; conv_forward 17828, with conv_product above it, which asks conv_is_wgmma 17440;
+//     on Hopper, large images: pick_conv_tiles_3x3 17738; conv_tiles 15825, with conv_tiles_kernel above it;
+//     Accumulators 9728 (its function multiply); Wgmma 9311;
+//     on Hopper, small images: pick_conv_small 17592; conv_small 16279, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9311;
+//     on any other GPU pick_conv_halo_bf16 17507; conv_halo 14177, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9111
+//   why several GPUs compute the bits of one: step_gradients 6209
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 414, Silu 8349, with_nonlinearity 8359 (a case);
+//     BEHIND_NORMS, in front of add_norm 2649, chooses it. The embedding has SiLU as a layer: silu_forward 10300
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3733
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 531, and beside each other edm_question 3570,
+//     ask 3605, frame_of 3618, sigma_draws 3625, has_steps_of_t 3631; the head of their section lists the changes
+//   a kind of layer: forward_linear 2341 and what stands beside it, with a list of all places in front of
+//     LayerKind 2313; add_resblock 2701 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 307, with a list of all places in front of it: element_named 1323,
-//     take_aliases 1535, forward_and_loss 6027, ElementOf 8197, with_act 8462, act_has_wgmma 8474, unpack 8607,
-//     pack 8636, to_floats 8706, from_floats 8713, store_two 8718, mma 8986, tma_type 9332, adamw_kernel 16757,
-//     adamw_update 16800, pick_conv_gather 17184, conv_product 17420
-//   the settings, to their values: parse_command_line 1507, take_aliases 1535, complete_config 8090
-//     (apply_preset 1417, take_model_file 7818, take_ect_defaults 7848), take_data_shape 7885 (take_labels 7875),
-//     check_model 1780, check_run 1918
-//   FP8 (--precision fp8): choose_fp8 2856 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 2931 and plan_fp8_gradients 2950 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 2995 for samples, make_fp8_training 3037 for training; add_fp8_args 2151
-//     hands them to the layers. forward_conv 2379 and backward_conv 2390 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17520 makes an input gradient a forward convolution; conv_product_fp8 17451 picks the
-//     kernel, multiply_fp8 9637 and WgmmaFp8 9222 multiply; print_fp8 7142 says whether it pays
+//   an element type beside bf16: Element 308, with a list of all places in front of it: element_named 1365,
+//     take_aliases 1577, forward_and_loss 6122, ElementOf 8322, with_act 8587, act_has_wgmma 8599, unpack 8732,
+//     pack 8761, to_floats 8831, from_floats 8838, store_two 8843, mma 9111, tma_type 9457, adamw_kernel 16887,
+//     adamw_update 16942, pick_conv_gather 17554, conv_product 17790
+//   the settings, to their values: parse_command_line 1549, take_aliases 1577, complete_config 8215
+//     (apply_preset 1459, take_model_file 7943, take_ect_defaults 7973), take_data_shape 8010 (take_labels 8000),
+//     check_model 1822, check_run 1960
+//   FP8 (--precision fp8): choose_fp8 2898 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 2973 and plan_fp8_gradients 2992 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3037 for samples, make_fp8_training 3079 for training; add_fp8_args 2193
+//     hands them to the layers. forward_conv 2421 and backward_conv 2432 choose between bf16 and FP8;
+//     conv_backward_input_fp8 17890 makes an input gradient a forward convolution; conv_product_fp8 17821 picks the
+//     kernel, multiply_fp8 9762 and WgmmaFp8 9347 multiply; print_fp8 7266 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
-//     refuse or must (host/files.h), of wrong 1396 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5531 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 4938, for a checkpoint's counters in check_resume 7941.
-//     unknown_word 1309 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1315.
-//     Two functions print a message while the run goes on: report_bad_step 6946 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6734 that a file could not be written yet.
-//     stop_run 6708 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     refuse or must (host/files.h), of wrong 1438 (a flag's value), or of a function beside it whose name ends in
+//     _unless. For a damaged header they stand in check_field 5577 and check_unused (host/files.h): look at their
+//     callers; for a data file also in take_data_fields 4983, for a checkpoint's counters in check_resume 8066.
+//     unknown_word 1351 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1357.
+//     Two functions print a message while the run goes on: report_bad_step 7070 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6858 that a file could not be written yet.
+//     stop_run 6832 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -3312,8 +3313,8 @@ static void place_buffers(UNet* net, int B) {
 static void check_memory(UNet* net, bool training) {
     const double GIB = 0x1p30;
     // For sampling, a parameter needs at most a weight, its copy, and a copy in FP8. For training it needs a weight, a
-    // gradient, two moments, an average, copies of the weight and of the average, and two copies in FP8. Muon also needs
-    // a direction and, for each matrix, two squares, which are together smaller than two such matrices.
+    // gradient, two moments, an average, copies of the weight and of the average, and two copies in FP8. Muon also
+    // needs a direction and, for each matrix, two squares, which are together smaller than two such matrices.
     const size_t fp8_bytes = net->config.precision == "fp8" ? bytes_of(Element::FP8) : 0;
     const size_t sampling_bytes = sizeof(float) + act_bytes() + fp8_bytes;
     const size_t muon_bytes = net->config.muon() ? 3 * sizeof(float) : 0;
@@ -16877,8 +16878,8 @@ INLINE AdamWFactors adamw_factors(const StepState* state, const AdamW& h) {
 //
 // A thread updates four neighbouring weights at a time. They are elements 4 i ... 4 i + 3 of the slice's arrays (ema, m
 // and v), and elements 4 k ... 4 k + 3 of the flat arrays (params, copy, sum).
-// With MUON, the elements of Muon's matrices have another update: p = decay p - lr direction. Their m has been updated by
-// muon_momentum_kernel, and their v is not used.
+// With MUON, the elements of Muon's matrices have another update: p = decay p - lr direction. Their m has been updated
+// by muon_momentum_kernel, and their v is not used.
 // u is a __grid_constant__, so it stays in constant memory. Without this the compiler would copy u to local memory,
 // because the index r in u.params.at[r] is only known at run time.
 template <bool MUON>
@@ -16950,17 +16951,33 @@ static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice
     }
 }
 
+// adamw_kernel updates the first average of the parameters. This kernel updates one of the other averages, by the
+// formula in ema_step. Each thread updates one element.
+static __global__ void __launch_bounds__(256)
+    ema_kernel(float* ema, const float* params, const StepState* state, float rate, Slice own) {
+    __shared__ float step;
+    await_previous_kernel();
+    if (threadIdx.x == 0) step = power_step(rate, state->updates);
+    __syncthreads();
+    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; // index in the slice
+    const size_t k = own.flat(i);                            // index in the flat array
+    if (k < own.n && state->ok) ema[i] = ema_step(ema[i], params[k], rate, step);
+}
+static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own) {
+    launch(ema_kernel, blocks_for(own.owned()), 256, 0, ema, params, state, rate, own);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // --- muon: directions for matrices of weights
 // Used when: --optimizer muon, after judge_step and before adamw_kernel.
 // How: update_by_muon has the formulas. A launch computes one product for all matrices of the network, because a single
 //   matrix has too little work for a GPU: 5 times 3 launches. A block computes one tile of a result, of MUON_TILE rows
 //   and columns. A sum is computed by one block, in a fixed order, so the bits repeat.
-// Costs: for a matrix (rows, columns), 20 times rows x columns x short_side operations on the tensor cores. The operands
-//   are read as fp32 and rounded to the type of the activations (fp32 is multiplied as two parts).
+// Costs: for a matrix (rows, columns), 20 times rows x columns x short_side operations on the tensor cores. The
+//   operands are read as fp32 and rounded to the type of the activations (fp32 is multiplied as two parts).
 
-// Nesterov's momentum of this rank's part of Muon's matrices, for whose elements u.is_matrix is 1. A thread computes four
-// neighbouring floats at a time, as in adamw_kernel. X may be the same array as u.sum.
+// Computes Nesterov's momentum of this rank's part of Muon's matrices. For the elements of these matrices u.is_matrix
+// is 1. A thread computes four neighbouring floats at a time, as in adamw_kernel. X may be the same array as u.sum.
 static __global__ void __launch_bounds__(256)
     muon_momentum_kernel(float* X, const __grid_constant__ Update u, const StepState* state, AdamW h, Slice own) {
     await_previous_kernel();
@@ -16989,7 +17006,7 @@ static void muon_momentum(float* X, const Update& u, const StepState* state, Ada
     launch(muon_momentum_kernel, blocks, 256, 0, X, u, state, h, own);
 }
 
-// Which of an iteration's products a launch computes. S: the square matrix of short_side rows.
+// Which of an iteration's products a launch computes.
 enum class MuonProduct {
     GRAM,       // A = X X^T, or X^T X if X has more rows than columns
     POLYNOMIAL, // B = b A + c A A
@@ -17041,8 +17058,9 @@ struct MuonCopy {
     }
 };
 
-// Loads N fragments, each of ROWS rows from row `first` on and 16 values of k, as mma's drawing shows them (section 16).
-// R: a fragment's registers. Returns the factor that undoes the scale of split floats.
+// Loads N fragments, as mma's drawing shows them (section 16). Each has ROWS rows and 16 values of k. The rows begin at
+// row `first` of the tile. R: how many registers a fragment has. Returns the factor that undoes the scale of split
+// floats.
 template <class T, int ROWS, int N, int R>
 INLINE float load_muon_fragments(uint32_t (&x)[N][R], const MuonTileRows& tile, int first, int k) {
     const int g = threadIdx.x % 32 / 4;
@@ -17175,23 +17193,6 @@ static void orthogonalise(float* directions, float* X, const MuonWork& muon, con
             std::swap(from, to);
         }
     });
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// adamw_kernel updates the first average of the parameters. This kernel updates one of the other averages, by the
-// formula in ema_step. Each thread updates one element.
-static __global__ void __launch_bounds__(256)
-    ema_kernel(float* ema, const float* params, const StepState* state, float rate, Slice own) {
-    __shared__ float step;
-    await_previous_kernel();
-    if (threadIdx.x == 0) step = power_step(rate, state->updates);
-    __syncthreads();
-    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; // index in the slice
-    const size_t k = own.flat(i);                            // index in the flat array
-    if (k < own.n && state->ok) ema[i] = ema_step(ema[i], params[k], rate, step);
-}
-static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own) {
-    launch(ema_kernel, blocks_for(own.owned()), 256, 0, ema, params, state, rate, own);
 }
 
 // =====================================================================================================================
