@@ -74,34 +74,34 @@
 //  16709    21. The optimiser
 //  16712         adamw: norm of the gradient, the step's verdict, AdamW, averages
 //  16971         muon: directions for matrices of weights
-//  17199    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17202         groupnorm_backward
-//  17368         attention: forward and, where a has dout, backward
-//  17432         convolution: forward and input gradient
-//  17940         convolution: weight gradients
-//  18296    23. The GPU: memory, copies, repeated work
-//  18525    24. Between ranks: from device to device
+//  17204    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17207         groupnorm_backward
+//  17373         attention: forward and, where a has dout, backward
+//  17437         convolution: forward and input gradient
+//  17945         convolution: weight gradients
+//  18301    23. The GPU: memory, copies, repeated work
+//  18530    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 8297, run_program 8233, train 7571, run_step 7371, train_step 6346, load_batch 5360 (read_image 4935),
-//     send 18496 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18427):
+//     send 18501 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18432):
 //     step_gradients 6209: draw_levels 10400 (the formulas: draw_level 3876), forward_and_loss 6122,
 //     q_sample_forward 10614, unet_forward 3404, forward_layer 3389 (a function of the layer's kind),
-//     loss_forward_backward 10731, unet_backward 3475, conv_backward_weights 18289 (weight gradients, on the side
+//     loss_forward_backward 10731, unet_backward 3475, conv_backward_weights 18294 (weight gradients, on the side
 //     stream), finish_gradients 11853 (those of norms); with several ranks send_gradients (in step_gradients) and
 //     all_to_all (in the last section); sum_gradients 16764;
 //     judge_step 16812 (the verdict: judge_batch 5850), update_slice 6308, adamw_update 16942 (adamw_kernel 16887),
 //     next_step 16818, record_step 16824; later collect_steps 7324
 //   pictures, from noise: sample_batch 4761, plan_route 4517, device_step 4565, euler_step 4311 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 17790 draws all of its roads):
-//     forward_conv 2421; conv_forward 17828, with conv_product above it, which asks conv_is_wgmma 17440;
-//     on Hopper, large images: pick_conv_tiles_3x3 17738; conv_tiles 15825, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 17795 draws all of its roads):
+//     forward_conv 2421; conv_forward 17833, with conv_product above it, which asks conv_is_wgmma 17445;
+//     on Hopper, large images: pick_conv_tiles_3x3 17743; conv_tiles 15825, with conv_tiles_kernel above it;
 //     Accumulators 9728 (its function multiply); Wgmma 9311;
-//     on Hopper, small images: pick_conv_small 17592; conv_small 16279, with conv_small_kernel and multiply_small above
+//     on Hopper, small images: pick_conv_small 17597; conv_small 16279, with conv_small_kernel and multiply_small above
 //     it; Wgmma 9311;
-//     on any other GPU pick_conv_halo_bf16 17507; conv_halo 14177, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 17512; conv_halo 14177, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 9111
 //   why several GPUs compute the bits of one: step_gradients 6209
 //   a nonlinearity beside SiLU, behind the norms: Nonlinearity 414, Silu 8349, with_nonlinearity 8359 (a case);
@@ -115,7 +115,7 @@
 //   an element type beside bf16: Element 308, with a list of all places in front of it: element_named 1365,
 //     take_aliases 1577, forward_and_loss 6122, ElementOf 8322, with_act 8587, act_has_wgmma 8599, unpack 8732,
 //     pack 8761, to_floats 8831, from_floats 8838, store_two 8843, mma 9111, tma_type 9457, adamw_kernel 16887,
-//     adamw_update 16942, pick_conv_gather 17554, conv_product 17790
+//     adamw_update 16942, pick_conv_gather 17559, conv_product 17795
 //   the settings, to their values: parse_command_line 1549, take_aliases 1577, complete_config 8215
 //     (apply_preset 1459, take_model_file 7943, take_ect_defaults 7973), take_data_shape 8010 (take_labels 8000),
 //     check_model 1822, check_run 1960
@@ -123,7 +123,7 @@
 //     by which factor, and where. plan_fp8 2973 and plan_fp8_gradients 2992 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3037 for samples, make_fp8_training 3079 for training; add_fp8_args 2193
 //     hands them to the layers. forward_conv 2421 and backward_conv 2432 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17890 makes an input gradient a forward convolution; conv_product_fp8 17821 picks the
+//     conv_backward_input_fp8 17895 makes an input gradient a forward convolution; conv_product_fp8 17826 picks the
 //     kernel, multiply_fp8 9762 and WgmmaFp8 9347 multiply; print_fp8 7266 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1438 (a flag's value), or of a function beside it whose name ends in
@@ -17013,12 +17013,13 @@ enum class MuonProduct {
     NEXT        // a X + B X, or a X + X B
 };
 
-// An operand of a product, in memory: `rows` rows of K floats, along which the product sums. Element (row, k) lies at
-// p[row row_step + k k_step]. One of the two steps is 1.
+// An operand of a product, in memory: `rows` rows of K floats, along which the product sums. Element (row, k) is
+// factor * p[row row_step + k k_step]. One of the two steps is 1.
 struct MuonOperand {
     const float* p;
     int rows;
     size_t row_step, k_step;
+    float factor = 1;
 };
 
 // MUON_K neighbouring values of k of an operand's tile, on their way from memory through registers to shared memory.
@@ -17034,7 +17035,8 @@ struct MuonCopy {
             const int2 at = place(o, i);
             const bool is_inside = first_row + at.x < o.rows;
             const float* from = o.p + (first_row + at.x) * o.row_step + (k + at.y) * o.k_step;
-            quads[i] = is_inside ? *(const float4*)from : make_float4(0, 0, 0, 0);
+            const float4 factors = make_float4(o.factor, o.factor, o.factor, o.factor);
+            quads[i] = is_inside ? *(const float4*)from * factors : make_float4(0, 0, 0, 0);
         }
     }
     INLINE void store(const MuonOperand& o, MuonTileRows& tile) const {
@@ -17080,7 +17082,8 @@ INLINE float load_muon_fragments(uint32_t (&x)[N][R], const MuonTileRows& tile, 
 }
 
 // One product of an iteration, for all matrices. grid: the tiles of the results. The first iteration divides by |X|:
-// its A is X X^T before the division, whose trace is |X|^2. So no kernel of its own is needed for the norm.
+// GRAM computes X X^T before the division. Its trace is |X|^2, so the norm needs no kernel of its own. POLYNOMIAL
+// divides A by |X|^2 as it reads A, because A A could be too small for fp32. NEXT divides its result by |X|.
 template <class T, MuonProduct PRODUCT>
 static __global__ void __launch_bounds__(128)
     muon_kernel(float* next, const float* X, float* A, float* B, const MuonMatrix* matrices, const MuonTile* tiles,
@@ -17097,6 +17100,20 @@ static __global__ void __launch_bounds__(128)
     A += m.gram;
     B += m.gram;
 
+    float inverse_norm = 1;   // 1 / |X| in the first iteration
+    float inverse_square = 1; // 1 / |X|^2
+    if (is_first && PRODUCT != MuonProduct::GRAM) {
+        double trace = 0;
+        for (int i = threadIdx.x; i < (int)S; i += 128) trace += A[i * S + i];
+        trace = block_sum(trace);
+        __shared__ double shared;
+        if (threadIdx.x == 0) shared = trace;
+        __syncthreads();
+        const bool is_zero = shared < FLT_MIN; // then the matrix does not change in this step
+        inverse_square = is_zero ? 0 : (float)(1 / shared);
+        inverse_norm = is_zero ? 0 : (float)(1 / sqrt(shared));
+    }
+
     // The product is left right^T: element (i, j) is the sum over k of left(i, k) right(j, k).
     MuonOperand left, right;
     int K; // over how many values it sums
@@ -17105,7 +17122,7 @@ static __global__ void __launch_bounds__(128)
         right = left;
         K = m.long_side();
     } else if (PRODUCT == MuonProduct::POLYNOMIAL) {
-        left = right = MuonOperand{A, (int)S, S, 1}; // A is symmetric
+        left = right = MuonOperand{A, (int)S, S, 1, inverse_square}; // A is symmetric
         K = (int)S;
     } else {
         left = is_wide ? MuonOperand{B, m.rows, S, 1} : MuonOperand{X, m.rows, columns, 1};
@@ -17139,17 +17156,6 @@ static __global__ void __launch_bounds__(128)
         }
     }
 
-    float inverse_norm = 1; // 1 / |X| in the first iteration
-    if (is_first && PRODUCT != MuonProduct::GRAM) {
-        double trace = 0;
-        for (int i = threadIdx.x; i < (int)S; i += 128) trace += A[i * S + i];
-        trace = block_sum(trace);
-        __shared__ double shared;
-        if (threadIdx.x == 0) shared = trace;
-        __syncthreads();
-        inverse_norm = shared > 0 ? (float)(1 / sqrt(shared)) : 0; // a matrix of zeros stays as it is
-    }
-    const float square = inverse_norm * inverse_norm;
     const float scale = inverse_norm * (is_last ? muon_scale(m) : 1);
     const int g = threadIdx.x % 32 / 4;
     const int q = threadIdx.x % 4;
@@ -17165,9 +17171,8 @@ static __global__ void __launch_bounds__(128)
             const float y = d[i][2 * half + 1];
             if (PRODUCT == MuonProduct::GRAM) store_two(A + at, x, y);
             else if (PRODUCT == MuonProduct::POLYNOMIAL) {
-                const float linear = MUON_B * square;
-                const float quadratic = MUON_C * square * square;
-                store_two(B + at, linear * A[at] + quadratic * x, linear * A[at + 1] + quadratic * y);
+                const float linear = MUON_B * inverse_square;
+                store_two(B + at, linear * A[at] + MUON_C * x, linear * A[at + 1] + MUON_C * y);
             } else {
                 store_two(next + at, scale * (MUON_A * X[at] + x), scale * (MUON_A * X[at + 1] + y));
             }

@@ -576,6 +576,7 @@ def read_config(argv: list[str]) -> Config:
         "use_checkpoint": config.use_checkpoint,
         "use_new_attention_order": not config.use_new_attention_order,
         "objective": config.objective != "ddpm" or config.predict != "eps",
+        "optimizer": config.muon,
     }.items():
         if wrong:
             value = format_value(name, getattr(config, name))

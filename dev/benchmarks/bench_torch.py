@@ -65,6 +65,8 @@ def bench(config: Config, options: Options, device: torch.device, precision: str
         raise UserError("--bench_mode graph: needs a GPU; eager and compile work without")
     if config.objective != "ddpm":
         raise UserError(f"--objective {config.objective}: --bench times the loss of ddpm; leave the flag out")
+    if config.muon:
+        raise UserError("--optimizer muon: --bench times PyTorch's AdamW; use --optimizer adamw")
     torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32 = True, False
     torch.manual_seed(config.seed)
     compiled: Callable = (lambda f: f) if mode == "eager" else torch.compile

@@ -51,7 +51,7 @@ from common.flags import NOT_HERE, PRESETS, TABLE, Own, format_value
 FLAGS = """image_size in_channels patch_size num_channels num_res_blocks channel_mult attention_resolutions num_heads num_head_channels
     num_heads_upsample dropout class_cond num_classes learn_sigma use_scale_shift_norm resblock_updown conv_resample
     use_new_attention_order max_period diffusion_steps noise_schedule sampler timestep_respacing eta clip_denoised max_steps batch_size
-    microbatch lr lr_schedule weight_decay adam_beta1 adam_beta2 adam_eps grad_clip warmup_steps ema_rate max_bad_steps seed data_file data_dir
+    microbatch lr lr_schedule optimizer weight_decay adam_beta1 adam_beta2 adam_eps grad_clip warmup_steps ema_rate max_bad_steps seed data_file data_dir
     random_flip val_data_file val_interval init resume_checkpoint output_dir save_interval keep_checkpoints keep_best sample_interval num_samples
     log_interval sample output use_ema preset class_dropout rescale_timesteps objective predict predict_xstart min_snr_gamma vlb_weight
     rescale_learned_sigmas use_kl sigma_small sigma_data P_mean P_std ect_frame ect_q

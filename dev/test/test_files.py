@@ -70,7 +70,7 @@ EVERY_FLAG = flags(
     --conv_resample False --use_new_attention_order False --max_period 777 --diffusion_steps 500 --noise_schedule cosine --batch_size 4
     --predict v --rescale_timesteps True --min_snr_gamma 5 --vlb_weight 0.5 --sigma_small True --class_dropout 0.25
     --microbatch 2 --lr 3e-4 --lr_schedule cosine --warmup_steps 1 --weight_decay 0.01 --adam_beta1 0.8 --adam_beta2 0.95 --adam_eps 1e-6
-    --grad_clip 0.7 --ema_rate 0.9 --seed 8589934599 --random_flip True --max_steps 1 --sample_interval 0""".replace("\n   ", "")
+    --optimizer muon --grad_clip 0.7 --ema_rate 0.9 --seed 8589934599 --random_flip True --max_steps 1 --sample_interval 0""".replace("\n   ", "")
 )
 
 
@@ -122,13 +122,13 @@ def test_header_is_the_configuration(checkpoint: Path, data: Path) -> None:
         56: 2,
     }
     expected |= {40: 777, 41: 500, 42: 1, 64: 1, 65: 0, 66: 7, 67: 2, 68: 4, 69: 2, 70: 1, 77: 1, 78: 2, 80: 1, 81: 1, 82: 0, 83: 0, 84: 24, 85: 0}
-    expected |= {43: 0, 44: 2, 45: 1, 48: 0, 49: 1}
+    expected |= {43: 0, 44: 2, 45: 1, 48: 0, 49: 1, 116: 1}
     floats = {46: 5, 47: 0.5, 50: 0.25, 21: 0.3, 23: 0.5, 24: 0.5, 71: 3e-4, 72: 0.01, 73: 0.8, 74: 0.95, 75: 1e-6, 76: 0.7, 79: 0.9}
     assert {i: int(h[i]) for i in expected} == expected
     assert {i: f[i] for i in floats} == {i: np.float32(v) for i, v in floats.items()}
     assert h[86] == np.frombuffer(data.read_bytes()[:1024], "<i4")[8]
     assert h.tobytes()[512:].rstrip(b"\0").decode() == str(data)
-    unused = [*range(25, 31), *range(34, 40), *range(51, 56), *range(57, 64), 87, *range(98, 128)]
+    unused = [*range(25, 31), *range(34, 40), *range(51, 56), *range(57, 64), 87, *range(98, 116), *range(117, 128)]
     assert not h[unused].any()
 
 
@@ -317,7 +317,7 @@ def test_every_flag_of_a_file_comes_before_a_presets(
     unused = {"P_mean", "P_std"} & set(model_files.unused_slots(vars(config)))
     assert not {n: (getattr(made, n), getattr(config, n)) for n in set(model_files.SAVED_FLAGS) - unused if getattr(made, n) != getattr(config, n)}
 
-    given = parse_flags(ODD_RUN, FLAGS)
+    given = parse_flags(flags(ODD_RUN, "--optimizer", "adamw" if size == 32 else "muon"), FLAGS)  # not what the preset for this size has
     for name in [name for name in given if name in model_files.unused_slots(vars(config))] + ["cond_noise"] * ("lowres" not in config.cond):
         given.pop(name, None)
     if config.augment:
@@ -488,7 +488,7 @@ BAD_TRAINING_SLOTS = [
     (76, NAN, "<f4"), (77, -1), (77, INT_MAX), (78, 3), (78, -1), (79, 1.5, "<f4"), (79, NAN, "<f4"), (80, 2), (80, -1), (81, -1), (81, 2),
     (81, INT_MAX), (82, -1), (82, 5), (83, -1), (83, 1), (84, 23), (84, -1, "<i8"), (85, 1), (86, 0), (88, NAN, "<f8"), (88, -1.0, "<f8"),
     (90, NAN, "<f8"), (90, np.inf, "<f8"), (92, -1.0, "<f8"), (92, NAN, "<f8"), (94, NAN, "<f8"), (94, -np.inf, "<f8"), (96, -1e-3, "<f8"),
-    (96, NAN, "<f8"),
+    (96, NAN, "<f8"), (116, 2), (116, -1),
 ]  # fmt: skip
 # another value, but one that could be meant: a model that is as large, or another run of it
 OTHER_MODEL_SLOTS = [
@@ -497,9 +497,9 @@ OTHER_MODEL_SLOTS = [
 ]  # fmt: skip
 OTHER_TRAINING_SLOTS = [
     (68, 8), (69, 0), (69, 1), (70, 100), (71, 0.1, "<f4"), (72, 0.5, "<f4"), (73, 0.0, "<f4"), (74, 0.5, "<f4"), (75, 1e-3, "<f4"), (76, 0.0, "<f4"),
-    (77, 0), (78, 0), (79, 1.0, "<f4"), (80, 0), (90, 0.5, "<f8"), (94, 3.0, "<f8"),
+    (77, 0), (78, 0), (79, 1.0, "<f4"), (80, 0), (90, 0.5, "<f8"), (94, 3.0, "<f8"), (116, 0),
 ]  # fmt: skip
-UNUSED_SLOTS = [25, 30, 34, 39, 51, 53, 54, 57, 87, 99, 105, 107, 127]
+UNUSED_SLOTS = [25, 30, 34, 39, 51, 53, 54, 57, 87, 99, 105, 107, 117, 127]
 RESUME = "--output_dir fresh --resume_checkpoint".split()
 
 
@@ -537,6 +537,7 @@ TOLD_SLOTS = [
     ((22, 0), "levels: 0,"), ((31, 9), "attention resolutions: 9, where 0 to 8 is possible"), ((31, -1), "attention resolutions: -1,"),
     ((43, 9), "--objective 9: must be one of ddpm|edm|flow|ect"), ((42, -1), "--noise_schedule -1: must be one of linear|cosine"),
     ((44, 3), "--predict 3: must be one of eps|x0|v"), ((78, 3), "--lr_schedule 3: must be one of constant|linear|cosine"),
+    ((116, 2), "--optimizer 2: must be one of adamw|muon"),
     ((81, 2), "2 updates and 0 skipped steps must add up to it"), ((83, 1), "1 skipped steps in a row, where 0 were skipped in all"),
     ((90, NAN, "<f8"), "running means of loss and gradient norm"),
 ]  # fmt: skip

@@ -51,7 +51,7 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 CLASSES = "--class_cond True --class_dropout 0.3 --random_flip True --dropout 0.2"
 RUNS = {
-    "eps, averages, snapshots": "--ema_rate 0.9,0.5 --ema_snapshots 2 --grad_clip 0.1",
+    "eps, averages, snapshots, Muon": "--optimizer muon --ema_rate 0.9,0.5 --ema_snapshots 2 --grad_clip 0.1",
     "edm, classes, guidance": f"--objective edm {CLASSES} --guidance_scale 2 --sampler heun",
     "ect of a flow": f"--objective ect --ect_frame flow --ect_d 2 {CLASSES} --use_checkpoint True",
     "learned variance, t by their losses, blocks again": "--learn_sigma True --schedule_sampler loss-second-moment --diffusion_steps 4"
@@ -83,7 +83,7 @@ def test_any_number_of_ranks_is_the_same_run(ranks: Callable, data: Path, tmp_pa
         TINY, RUNS[name], pictures, "--data_file", data, "--val_data_file", data, "--batch_size 12 --microbatch 3 --max_steps 5 --save_interval 2"
     )
     given = flags(given, "--val_interval 2 --sample_interval 3 --num_samples 5 --keep_best True")
-    several = {"eps, averages, snapshots": (2, 4), "edm, classes, guidance": (2,), "numbers of 8 bits": (2,)}.get(name, (4,))
+    several = {"eps, averages, snapshots, Muon": (2, 4), "edm, classes, guidance": (2,), "numbers of 8 bits": (2,)}.get(name, (4,))
     for n in (1, *several):
         ranks(n, [*given, "--output_dir", n])
     for n in several:

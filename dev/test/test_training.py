@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from conftest import (
     BUILD,
     LOG_COLUMNS,
     TINY,
+    Model,
     binary_path,
     checkpoints,
     column,
@@ -78,9 +80,9 @@ def stop(process: subprocess.Popen, after: str, how: int, delay: float = 0) -> s
 # resuming
 
 
-@pytest.mark.parametrize("microbatch", [0, 2])
-def test_resume_is_bit_identical(run: Callable, data: Path, tmp_path: Path, microbatch: int) -> None:
-    given = [*SENSITIVE, "--microbatch", microbatch, "--data_file", data, "--max_steps", 9, "--seed", 2**40 + 7]
+@pytest.mark.parametrize("more", ["--microbatch 0", "--microbatch 2 --optimizer muon"])
+def test_resume_is_bit_identical(run: Callable, data: Path, tmp_path: Path, more: str) -> None:
+    given = flags(SENSITIVE, more, "--data_file", data, "--max_steps 9 --seed", 2**40 + 7)
     run([*given, "--save_interval", 4, "--keep_checkpoints", 0, "--output_dir", "unbroken"])
     whole, final = read_log(tmp_path / "unbroken"), (tmp_path / "unbroken" / model_name(9)).read_bytes()
 
@@ -198,6 +200,26 @@ def test_flags_on_resume(run: Callable, refused: Callable, data: Path, tmp_path:
     assert read_log(tmp_path / "other") != read_log(tmp_path / "same")
 
 
+def test_a_resume_keeps_the_optimizer(run: Callable, refused: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moments are of no use to the other one. A new run from the same file is free. Slot 116 is 0 in files that are older than the flag: AdamW's."""
+    monkeypatch.chdir(tmp_path)
+    for slot, (made, other) in enumerate((("adamw", "muon"), ("muon", "adamw"))):
+        run(flags(TINY, "--data_file", data, "--max_steps 2 --optimizer", made, "--output_dir", made))
+        checkpoint = f"{made}/{model_name(2)}"
+        assert read_checkpoint(tmp_path / checkpoint).header[116] == slot and twin.read_model(checkpoint).config.optimizer == made
+        resume = flags("--resume_checkpoint", checkpoint, "--max_steps 3", QUIET)
+        told = f"--optimizer {other}: {checkpoint} was made with {made}; leave the flag out"
+        refused([*resume, "--optimizer", other], told)
+        with pytest.raises(twin.UserError, match=re.escape(told)):
+            twin.run([*resume, "--optimizer", other, "--device", "cpu"])
+        run(flags(resume, "--optimizer", made, "--output_dir", f"{made}_named"))
+        run(flags(resume, "--output_dir", f"{made}_again"))
+        named, again = (tmp_path / f"{made}_{how}" / model_name(3) for how in ("named", "again"))
+        assert named.read_bytes() == again.read_bytes() and read_checkpoint(again).header[116] == slot
+        run(flags(TINY, "--data_file", data, "--init", checkpoint, "--max_steps 1 --optimizer", other, "--output_dir", f"{made}_init"))
+        assert read_checkpoint(tmp_path / f"{made}_init" / model_name(1)).header[116] == 1 - slot
+
+
 def test_another_batch_size_is_said(
     run: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -240,9 +262,24 @@ def test_data_that_changed_under_a_run(run: Callable, refused: Callable, tmp_pat
     refused(["--resume_checkpoint", "latest", "--max_steps", 3], "d.bin")
 
 
-def test_threads_change_nothing(run: Callable, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_threads_change_nothing(run: Callable, data: Path, tmp_path: Path, optimizer: str) -> None:
     """Losses, weights, moments and pictures are the same bits for any number of threads."""
-    given = [*SENSITIVE, "--data_file", data, "--max_steps", 4, "--microbatch", 2, "--val_data_file", data, "--val_interval", 2]
+    given = [
+        *SENSITIVE,
+        "--optimizer",
+        optimizer,
+        "--data_file",
+        data,
+        "--max_steps",
+        4,
+        "--microbatch",
+        2,
+        "--val_data_file",
+        data,
+        "--val_interval",
+        2,
+    ]
     given = flags(given, "--sample_interval 4")
     for threads in (1, 2, 3, 5):
         run([*given, "--output_dir", str(threads)], threads=threads)
@@ -287,6 +324,18 @@ def test_learning_rate(run: Callable, data: Path, tmp_path: Path, schedule: str,
     assert column(tmp_path / "out", "lr") == pytest.approx(expected, rel=1e-6)
 
 
+def after_adamw(model: Model, gradient: np.ndarray, lr: float) -> np.ndarray:
+    """The weights, in float64, that PyTorch's AdamW makes of a checkpoint's with a gradient that is clipped already."""
+    weight_decay, beta1, beta2, eps = model.header.view("<f4")[72:76].astype(np.float64).tolist()
+    p = torch.nn.Parameter(torch.tensor(model.weights, dtype=torch.float64))
+    p.grad = torch.tensor(gradient)
+    adamw = torch.optim.AdamW([p], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
+    m, v = (torch.tensor(moments, dtype=torch.float64) for moments in (model.m, model.v))
+    adamw.state[p] = dict(step=torch.tensor(float(model.updates)), exp_avg=m, exp_avg_sq=v)
+    adamw.step()
+    return p.detach().numpy()
+
+
 @pytest.mark.parametrize(
     "settings, clipped",
     [
@@ -306,7 +355,7 @@ def test_optimiser_is_adamw(run: Callable, data: Path, tmp_path: Path, settings:
     for k in range(5):
         a, b = models[k], models[k + 1]
         f = a.header.view("<f4").astype(np.float64)
-        weight_decay, beta1, beta2, eps, clip, rate = *f[72:77].tolist(), f[79].item()
+        beta1, beta2, _, clip, rate = *f[73:77].tolist(), f[79].item()
         gradient = (b.m.astype(np.float64) - beta1 * a.m) / (1 - beta1)
         norm = np.linalg.norm(gradient)
         # rounding of the moments: 2^-24 of each, over 1 - beta1
@@ -314,19 +363,106 @@ def test_optimiser_is_adamw(run: Callable, data: Path, tmp_path: Path, settings:
         assert not clipped or norms[k + 1] > clip
         assert np.abs(b.v - (beta2 * a.v + (1 - beta2) * gradient**2)).max() < 1e-5 * b.v.max()
 
-        p = torch.nn.Parameter(torch.tensor(a.weights, dtype=torch.float64))
-        p.grad = torch.tensor(gradient)
-        adamw = torch.optim.AdamW([p], lr=lrs[k + 1], betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
-        adamw.state[p] = dict(
-            step=torch.tensor(float(k + 1)), exp_avg=torch.tensor(a.m, dtype=torch.float64), exp_avg_sq=torch.tensor(a.v, dtype=torch.float64)
-        )
-        adamw.step()
-        expected = p.detach().numpy()
+        expected = after_adamw(a, gradient, lrs[k + 1])
         # an update is a few lr at most; float32 moments give it to 1e-4, float32 weights round at 2^-24
         assert np.abs(b.weights - expected).max() <= 1e-4 * lrs[k + 1] + 2.0**-23 * np.abs(expected).max()
         assert lrs[k + 1] == 0 or np.abs(b.weights - a.weights).max() > 0.1 * lrs[k + 1]
         average = rate * a.ema.astype(np.float64) + (1 - rate) * b.weights
         assert np.abs(b.ema - average).max() <= 2.0**-22 * np.abs(average).max()
+
+
+# What Muon leaves to AdamW, beside biases and norms: the first and the last convolution, and embeddings of classes and numbers.
+NOT_MUONS = {"input_blocks.0.0.weight", "out.2.weight", "label_emb.weight", "cond_emb.weight"}
+# Newton and Schulz's five iterations multiply a small difference of X / |X| by at most 3.4445^5 = 485: that is their slope at 0, and the steepest.
+STEEPEST = 3.4445**5
+# How far float32 may lead the result of the five away. X, its products and their sums round; together each iteration may change X by 2^-20 of its norm, which
+# grows from 1 by at most 3.4445 an iteration. What the i-th of them changes by 3.4445^i 2^-20, the others multiply by about 3.4445^(5 - i).
+ROUNDING = 5 * STEEPEST * 2.0**-20
+
+
+def muon_mask(config: object) -> np.ndarray:
+    """Which elements of a flat array are of matrices that Muon updates."""
+    mask = np.zeros(twin.parameter_count(config), bool)
+    for name, part in model_files.to_state_dict(config, mask).items():
+        part[...] = part.ndim >= 2 and name not in NOT_MUONS
+    return mask
+
+
+def orthogonal(X: torch.Tensor) -> torch.Tensor:
+    """Jordan et al. 2024, as they write it down: quintic iterations of Newton and Schulz."""
+    X = X / X.norm() if X.any() else X
+    for _ in range(5):
+        A = X @ X.T
+        X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
+    return X
+
+
+@pytest.mark.parametrize(
+    "settings, clipped",
+    [
+        ("--grad_clip 0 --class_cond True --class_dropout 0.3 --augment 0.2 --patch_size 2 --learn_sigma True", False),
+        (
+            "--grad_clip 0.05 --weight_decay 0.3 --lr_schedule linear --adam_beta1 0.5 --adam_beta2 0.9 --ema_rate 0.5 --use_scale_shift_norm True",
+            True,
+        ),
+    ],
+)
+def test_optimiser_is_muon(run: Callable, data: Path, tmp_path: Path, settings: str, clipped: bool) -> None:
+    """From one checkpoint to the next, as above: gradients are read off momenta, and Muon takes the step for matrices, PyTorch's AdamW for the others."""
+    run(flags(TINY, "--optimizer muon --data_file", data, "--max_steps 6 --save_interval 1 --keep_checkpoints 0", settings))
+    folder = tmp_path / "out"
+    lrs, norms = column(folder, "lr"), column(folder, "grad_norm")
+    config = twin.read_model(str(folder / model_name(1))).config
+    muons, models = muon_mask(config), [read_checkpoint(folder / model_name(step)) for step in range(1, 7)]
+    assert 0.8 < muons.mean() < 1
+    for a, b, lr, norm in zip(models, models[1:], lrs[1:], norms[1:]):
+        weight_decay, beta1, beta2, _, clip, *_, rate = a.header.view("<f4")[72:80].astype(np.float64).tolist()
+        beta = np.where(muons, 0.95, beta1)
+        gradient = (b.m.astype(np.float64) - beta * a.m) / (1 - beta)
+        # rounding of the moments: 2^-24 of each, over 1 - beta; that of 1 - 0.95 in float32: 2^-22
+        assert np.linalg.norm(gradient) == pytest.approx(norm * (min(1, clip / (norm + 1e-6)) if clipped else 1), rel=1e-5)
+        assert not clipped or norm > clip
+        assert not b.v[muons].any()
+        assert np.abs(b.v - (beta2 * a.v + (1 - beta2) * gradient**2))[~muons].max() < 1e-5 * b.v.max()
+
+        expected = after_adamw(a, gradient, lr)
+        assert np.abs(b.weights - expected)[~muons].max() <= 1e-4 * lr + 2.0**-23 * np.abs(expected).max()
+        assert np.abs(b.weights - a.weights)[~muons].max() > 0.1 * lr
+        nesterov = 0.95 * b.m.astype(np.float64) + 0.05 * gradient
+        named = [model_files.to_state_dict(config, flat) for flat in (muons, nesterov, a.weights.astype(np.float64), b.weights.astype(np.float64))]
+        for name, (is_muons, *tensors) in zip(named[0], zip(*(tensors.values() for tensors in named))):
+            if is_muons.all():
+                X, before, after = (tensor.flatten(1) for tensor in tensors)
+                step = lr * 0.2 * max(X.shape) ** 0.5
+                expected = (1 - lr * weight_decay) * before - step * orthogonal(X)
+                # the weights round at 2^-24, once when they shrink, and once when the step is taken
+                assert (after - expected).norm() <= ROUNDING * step + 2.0**-23 * before.norm(), name
+                assert not X.any() or (after - before).norm() > 0.6 * step, name
+        average = rate * a.ema.astype(np.float64) + (1 - rate) * b.weights
+        assert np.abs(b.ema - average).max() <= 2.0**-22 * np.abs(average).max()
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(64, 288), (288, 64), (96, 96)])
+def test_muons_directions_have_the_same_singular_vectors(shape: tuple[int, int], kind: torch.dtype) -> None:
+    """By torch's singular value decomposition. The polynomial of a value from 0.0015 to 1 lies between 0.68 and 1.21; it multiplies small ones by 485."""
+    tolerance = ROUNDING * 2.0 ** (-29 if kind == torch.float64 else 0)
+    s = torch.linspace(1, 2, min(shape)).double()
+    s[: len(s) // 4] = torch.logspace(-7, -1, len(s) // 4)
+    generator = torch.Generator().manual_seed(3)
+    random = torch.randn(shape, dtype=torch.float64, generator=generator)
+    U, _, V = torch.linalg.svd(random, full_matrices=False)
+    for X in (random, 1e-14 * random, U @ s.diag() @ V):  # gradients that are nothing but rounding are as small as the second
+        U, s, V = torch.linalg.svd(X, full_matrices=False)
+        s /= s.norm()
+        turned = U.T @ twin.orthogonal(X.to(kind)).double() @ V.T
+        values = turned.diagonal()
+        assert torch.linalg.norm(turned - values.diag()) < tolerance
+        assert values[s > 0.0015].min() > 0.68 and values.max() < 1.21
+        assert torch.allclose(values[s < 1e-5], STEEPEST * s[s < 1e-5], rtol=1e-4, atol=tolerance)
+        assert (s > 0.0015).sum() >= 3 / 4 * len(s)
+    zero = twin.orthogonal(torch.zeros(shape, dtype=kind))
+    assert zero.shape == shape and not zero.any()  # and not what 0 / 0 is
 
 
 def test_the_average_starts_as_the_initial_weights(run: Callable, data: Path, tmp_path: Path) -> None:
@@ -352,8 +488,9 @@ def test_init_from_a_checkpoint_is_the_same_in_both_programs(run: Callable, data
     assert np.array_equal(first.ema, second.ema)
 
 
-def test_either_program_continues_the_others_run(run: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = flags(SENSITIVE, "--data_file", data, "--max_steps 6")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_either_program_continues_the_others_run(run: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
+    given = flags(SENSITIVE, "--optimizer", optimizer, "--data_file", data, "--max_steps 6")
     run([*given, "--save_interval", 3, "--output_dir", "native"])
     monkeypatch.chdir(tmp_path)
     twin.run([*given, "--save_interval", "3", "--output_dir", "twin", "--device", "cpu"])
@@ -832,6 +969,11 @@ PARITY = {  # together they use every flag of the model; all levels are small, s
         (1, 7, 5),
         dict(channel_mult=(1,), attention_resolutions=(7,), num_head_channels=32, noise_schedule="cosine", adam_beta1=0.5, batch_size=3, max_steps=20),
     ),
+    "Muon": (  # the last one: its samples are those of any model
+        (3, 12, 16),
+        dict(optimizer="muon", patch_size=2, channel_mult=(1, 2), attention_resolutions=(6,), num_head_channels=32, use_scale_shift_norm=True,
+             class_cond=True, num_classes=3, microbatch=2, weight_decay=0.05, grad_clip=0.5),
+    ),
 }  # fmt: skip
 
 
@@ -886,10 +1028,24 @@ def check_training(run: Callable, tmp_path: Path, shape: tuple[int, int, int], s
                 # what a group norm of one channel a group follows has no gradient but rounding
                 assert (m - moments[key]).norm().item() <= 1e-4 * moments[key].norm().item() + 1e-7 * scale, key
             moved, ours = native.weights - random_weights(config, 4), trainer.weights.detach().numpy()
-            clear = np.abs(native.m) > 1e-4 * np.abs(native.m).max()
+            adams = ~(muon_mask(config) & config.muon)
+            clear = adams & (np.abs(native.m) > 1e-4 * np.abs(native.m).max())
             # Adam's first update is lr * g / (|g| + eps): the sign of the gradient, so gradients that are all rounding go either way
             assert np.abs(native.weights - ours)[clear].max() <= 0.01 * result.lr + 2.0**-23 * np.abs(ours).max()
-            assert np.abs(moved).max() <= 1.01 * result.lr + config.weight_decay * result.lr * np.abs(ours).max() + 2.0**-23 * np.abs(ours).max()
+            assert (
+                np.abs(moved[adams]).max() <= 1.01 * result.lr + config.weight_decay * result.lr * np.abs(ours).max() + 2.0**-23 * np.abs(ours).max()
+            )
+            if config.muon:  # the first direction is that of the gradient
+                flat = (native.m.copy(), trainer.moments["exp_avg"].clone().numpy(), native.weights.copy(), ours)
+                named = [model_files.to_state_dict(config, array) for array in (~adams, *flat)]
+                for key, (is_muons, *tensors) in zip(named[0], zip(*(tensors.values() for tensors in named))):
+                    m, other_m, w, other_w = (tensor.flatten(1) if is_muons.all() else tensor for tensor in tensors)
+                    apart = STEEPEST * (m / m.norm() - other_m / other_m.norm()).norm().item() + 2 * ROUNDING
+                    furthest = result.lr * 0.2 * max(m.shape) ** 0.5 * apart + 2.0**-22 * w.norm().item()
+                    assert not is_muons.all() or (w - other_w).norm().item() <= furthest, key
+    if config.muon:  # seen: 2e-5 of the way
+        muons, native, ours = muon_mask(config), read_checkpoint(tmp_path / "out" / model_name(20)), trainer.weights.detach().numpy()
+        assert np.linalg.norm((native.weights - ours)[muons]) <= 1e-3 * np.linalg.norm((ours - random_weights(config, 4))[muons])
 
 
 @pytest.mark.parametrize(
