@@ -61,47 +61,47 @@
 //  12716         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
 //  13413    20. Convolution
 //  13459         ConvOut: results, 4 channels of a pixel at a time
-//  13703         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13771         conv_halo: 3x3, stride 1, any GPU
-//  14190         conv_gather: any kernel size and stride, any GPU
-//  14458         conv_few: the first and the last layer
-//  14637         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15232         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15356         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15840         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16293         conv_weight_tma: weight gradients (sm_90a)
-//  16594         FP8 in training: weights and gradients are rounded
-//  16709    21. The optimiser
-//  16712         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16971         muon: directions for matrices of weights
-//  17204    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17207         groupnorm_backward
-//  17373         attention: forward and, where a has dout, backward
-//  17437         convolution: forward and input gradient
-//  17945         convolution: weight gradients
-//  18301    23. The GPU: memory, copies, repeated work
-//  18530    24. Between ranks: from device to device
+//  13704         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13772         conv_halo: 3x3, stride 1, any GPU
+//  14191         conv_gather: any kernel size and stride, any GPU
+//  14459         conv_few: the first and the last layer
+//  14638         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15233         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15357         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15841         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16294         conv_weight_tma: weight gradients (sm_90a)
+//  16595         FP8 in training: weights and gradients are rounded
+//  16710    21. The optimiser
+//  16713         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16972         muon: directions for matrices of weights
+//  17205    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17208         groupnorm_backward
+//  17374         attention: forward and, where a has dout, backward
+//  17438         convolution: forward and input gradient
+//  17946         convolution: weight gradients
+//  18302    23. The GPU: memory, copies, repeated work
+//  18531    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 8297, run_program 8233, train 7571, run_step 7371, train_step 6346, load_batch 5360 (read_image 4935),
-//     send 18501 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18432):
+//     send 18502 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18433):
 //     step_gradients 6209: draw_levels 10400 (the formulas: draw_level 3876), forward_and_loss 6122,
 //     q_sample_forward 10614, unet_forward 3404, forward_layer 3389 (a function of the layer's kind),
-//     loss_forward_backward 10731, unet_backward 3475, conv_backward_weights 18294 (weight gradients, on the side
+//     loss_forward_backward 10731, unet_backward 3475, conv_backward_weights 18295 (weight gradients, on the side
 //     stream), finish_gradients 11853 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16764;
-//     judge_step 16812 (the verdict: judge_batch 5850), update_slice 6308, adamw_update 16942 (adamw_kernel 16887),
-//     next_step 16818, record_step 16824; later collect_steps 7324
+//     all_to_all (in the last section); sum_gradients 16765;
+//     judge_step 16813 (the verdict: judge_batch 5850), update_slice 6308, adamw_update 16943 (adamw_kernel 16888),
+//     next_step 16819, record_step 16825; later collect_steps 7324
 //   pictures, from noise: sample_batch 4761, plan_route 4517, device_step 4565, euler_step 4311 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 17795 draws all of its roads):
-//     forward_conv 2421; conv_forward 17833, with conv_product above it, which asks conv_is_wgmma 17445;
-//     on Hopper, large images: pick_conv_tiles_3x3 17743; conv_tiles 15825, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 17796 draws all of its roads):
+//     forward_conv 2421; conv_forward 17834, with conv_product above it, which asks conv_is_wgmma 17446;
+//     on Hopper, large images: pick_conv_tiles_3x3 17744; conv_tiles 15826, with conv_tiles_kernel above it;
 //     Accumulators 9728 (its function multiply); Wgmma 9311;
-//     on Hopper, small images: pick_conv_small 17597; conv_small 16279, with conv_small_kernel and multiply_small above
+//     on Hopper, small images: pick_conv_small 17598; conv_small 16280, with conv_small_kernel and multiply_small above
 //     it; Wgmma 9311;
-//     on any other GPU pick_conv_halo_bf16 17512; conv_halo 14177, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 17513; conv_halo 14178, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 9111
 //   why several GPUs compute the bits of one: step_gradients 6209
 //   a nonlinearity beside SiLU, behind the norms: Nonlinearity 414, Silu 8349, with_nonlinearity 8359 (a case);
@@ -114,8 +114,8 @@
 //     dev/reference.h
 //   an element type beside bf16: Element 308, with a list of all places in front of it: element_named 1365,
 //     take_aliases 1577, forward_and_loss 6122, ElementOf 8322, with_act 8587, act_has_wgmma 8599, unpack 8732,
-//     pack 8761, to_floats 8831, from_floats 8838, store_two 8843, mma 9111, tma_type 9457, adamw_kernel 16887,
-//     adamw_update 16942, pick_conv_gather 17559, conv_product 17795
+//     pack 8761, to_floats 8831, from_floats 8838, store_two 8843, mma 9111, tma_type 9457, adamw_kernel 16888,
+//     adamw_update 16943, pick_conv_gather 17560, conv_product 17796
 //   the settings, to their values: parse_command_line 1549, take_aliases 1577, complete_config 8215
 //     (apply_preset 1459, take_model_file 7943, take_ect_defaults 7973), take_data_shape 8010 (take_labels 8000),
 //     check_model 1822, check_run 1960
@@ -123,7 +123,7 @@
 //     by which factor, and where. plan_fp8 2973 and plan_fp8_gradients 2992 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3037 for samples, make_fp8_training 3079 for training; add_fp8_args 2193
 //     hands them to the layers. forward_conv 2421 and backward_conv 2432 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17895 makes an input gradient a forward convolution; conv_product_fp8 17826 picks the
+//     conv_backward_input_fp8 17896 makes an input gradient a forward convolution; conv_product_fp8 17827 picks the
 //     kernel, multiply_fp8 9762 and WgmmaFp8 9347 multiply; print_fp8 7266 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1438 (a flag's value), or of a function beside it whose name ends in
@@ -809,7 +809,7 @@ static void groupnorm_backward(Grad dx1, Grad dx2,           // as x1 and x2
 // convolution's weights begin at the same place as in the flat array `copy`. Each weight is multiplied by
 // FP8_WEIGHT_FACTOR before it is rounded. In `turned`, the weights are in the order in which input gradients read them.
 // round_gradient writes a copy of dout, an array of n gradients, in e5m2.
-static void round_weights(uint8_t* weights, // flat: (Cout, tap, Cin) of each convolution without turned_alone
+static void round_weights(uint8_t* weights, // flat: (Cout, tap, Cin) of each convolution that is FP8 in the forward pass
                           uint8_t* turned,  // flat: (Cin, 8 - tap, Cout) of each convolution
                           const act* copy,  // flat: the weights in bf16, from which both are made
                           const std::vector<WeightRounding>& works);
@@ -11417,7 +11417,7 @@ template <class T, bool DROPOUT, bool ADD, class GRAD>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT || ADD))
     groupnorm_backward_kernel(GRAD dx1, GRAD dx2,
                               const float2* partial, // (B, chunks, C): the first pass's sums
-                              int chunks,            //
+                              int chunks,            // into how many chunks the pixels of an image are divided
                               const T* dout,         // (B, HW, C)
                               NormArgs a) {
     constexpr int V = VEC<T>;
@@ -12161,9 +12161,9 @@ INLINE void multiply_transposed(Scores<Tile>& scores, OwnRows<Tile>& own, const 
     }
 }
 
-// Sets a to the columns 16 k ... 16 k + 15 of p, as A fragments. Each lane already holds the numbers of its fragments,
-// so lanes exchange nothing. For bf16 the numbers are rounded. Floats stay as they are, in the order that
-// take_apart_fragments expects.
+// Sets a to the columns 16 k ... 16 k + 15 of p, as fragments of a product's first operand. Each lane already holds the
+// numbers of its fragments, so lanes exchange nothing. For bf16 the numbers are rounded. Floats stay as they are, in
+// the order that take_apart_fragments expects.
 template <class Tile, int REGISTERS>
 INLINE void load_fragments(uint32_t (&a)[Tile::MT][REGISTERS], const Scores<Tile>& p, int k) {
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
@@ -13584,7 +13584,8 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
             }
             if (!BACKWARD) v[k] = v[k] + (const float4&)l.shift;
         }
-        // The `if` stands around the loop. With an `if` for each pixel, the compiler would not group the stores.
+        // The test of l.add1 stands outside the loop over the pixels. Inside the loop it would keep the compiler from
+        // starting the store4 of all pixels, further below, one right after the other.
         if (l.add1)
             UNROLL_FOR (int k = 0; k < BATCH; k++)
                 if (index_of(first + k) >= 0) v[k] = v[k] + to_floats<T>(addends[first + k]);

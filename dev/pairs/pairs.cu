@@ -38,6 +38,9 @@ namespace pair_groupnorm {
 namespace pair_linear {
 #include "linear.cu"
 }
+namespace pair_muon {
+#include "muon.cu"
+}
 namespace pair_patches {
 #include "patches.cu"
 }
@@ -73,6 +76,7 @@ int main(int argc, char** argv) {
         {"fp8", pair_fp8::main},
         {"groupnorm", pair_groupnorm::main},
         {"linear", pair_linear::main},
+        {"muon", pair_muon::main},
         {"patches", pair_patches::main},
         {"resblock", pair_resblock::main},
         {"sampler_step", pair_sampler_step::main},

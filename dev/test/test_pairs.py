@@ -78,7 +78,7 @@ def built() -> None:
 
 def test_every_pair_is_here() -> None:
     wanted = "conv3x3 conv1x1 linear groupnorm silu attention upsample downsample patches timestep_embedding resblock attention_block"
-    wanted += " adamw augment ddpm_loss fp8 sampler_step unet"
+    wanted += " adamw augment ddpm_loss fp8 muon sampler_step unet"
     assert set(wanted.split()) == set(NAMES)
 
 
