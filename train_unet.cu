@@ -809,7 +809,7 @@ static void groupnorm_backward(Grad dx1, Grad dx2,           // as x1 and x2
 // convolution's weights begin at the same place as in the flat array `copy`. Each weight is multiplied by
 // FP8_WEIGHT_FACTOR before it is rounded. In `turned`, the weights are in the order in which input gradients read them.
 // round_gradient writes a copy of dout, an array of n gradients, in e5m2.
-static void round_weights(uint8_t* weights, // flat: (Cout, tap, Cin) of each convolution that is FP8 in the forward pass
+static void round_weights(uint8_t* weights, // flat: (Cout, tap, Cin) of each convolution that has Layer::fp8
                           uint8_t* turned,  // flat: (Cin, 8 - tap, Cout) of each convolution
                           const act* copy,  // flat: the weights in bf16, from which both are made
                           const std::vector<WeightRounding>& works);
