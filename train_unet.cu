@@ -4,136 +4,138 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    237  Part I. The program
-//    240     1. Types at the interface: what operations are called with
-//    745     2. The interface: all that the program asks of a device
-//   1113     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1214     4. Configuration: flags, presets, help, what can work and what cannot
-//   1976     5. The network: a list of layers, made of guided-diffusion's flags
-//   2959     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2969         FP8: buffers, factors, weights for samples
-//   3113         gradients, and buffers
-//   3375     7. Forward and backward: two walks over the list
-//   3507     8. Diffusion: noise schedules, objectives, samplers
-//   3806         the level of a training sample, drawn, and its share of the loss
-//   4280         samplers
-//   4846     9. Data: .bin files that may be larger than memory, the order of their images
-//   5407    10. Model files: weights and checkpoints, initial weights
-//   5767    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5782         the learning rate, the verdict on a step, averages of the weights
-//   5879         what a trainer holds
-//   6074         a step
-//   6415    12. A run: log, guard, checkpoints, resume, samples
-//   6441         the log in memory, as the page shows it
-//   6554         what a run holds
-//   6622         the log and the status line
-//   6814         checkpoints, snapshots and grids
-//   7082         the start of a run: new, from a file's weights, or resumed
-//   7320         the loop over the steps
-//   7439         a run from its first to its last line
-//   7615         samples, without a run
-//   7780    13. main: the command line, then a run or samples
-//   8098         what ranks must have in common
-//   8172         main
-//   8301  Part II. The device
-//   8304    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8386    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8456    16. The GPU: what all kernels share
-//   8525         Launches, which may overlap
-//   8571         Decisions: what kernels are chosen with
-//   8623         Single instructions: shared memory, mbarriers, clusters
-//   8712         Activations: pieces of 16 bytes
-//   9045         each_kernel: a thread for an element
-//   9059         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9226         Swizzle: how rows lie in shared memory
-//   9245         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9503         building blocks of Hopper's kernels (sm_90a)
-//   9812    17. Small operations: resampling, embeddings, diffusion
-//   9815         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10020         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10382         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10934    18. Group norm
-//  10937         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11509         groupnorm_backward_whole: an image's slab in shared memory
-//  11908    19. Attention
-//  12015         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12570         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12716         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13413    20. Convolution
-//  13459         ConvOut: results, 4 channels of a pixel at a time
-//  13704         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13772         conv_halo: 3x3, stride 1, any GPU
-//  14191         conv_gather: any kernel size and stride, any GPU
-//  14459         conv_few: the first and the last layer
-//  14638         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15233         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15357         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15841         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16294         conv_weight_tma: weight gradients (sm_90a)
-//  16595         FP8 in training: weights and gradients are rounded
-//  16710    21. The optimiser
-//  16713         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16972         muon: directions for matrices of weights
-//  17205    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17208         groupnorm_backward
-//  17374         attention: forward and, where a has dout, backward
-//  17438         convolution: forward and input gradient
-//  17946         convolution: weight gradients
-//  18302    23. The GPU: memory, copies, repeated work
-//  18531    24. Between ranks: from device to device
+//    239  Part I. The program
+//    242     1. Types at the interface: what operations are called with
+//    747     2. The interface: all that the program asks of a device
+//   1115     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1216     4. Configuration: flags, presets, help, what can work and what cannot
+//   1978     5. The network: a list of layers, made of guided-diffusion's flags
+//   2963     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2973         FP8: buffers, factors, weights for samples
+//   3117         gradients, and buffers
+//   3379     7. Forward and backward: two walks over the list
+//   3511     8. Diffusion: noise schedules, objectives, samplers
+//   3810         the level of a training sample, drawn, and its share of the loss
+//   4284         samplers
+//   4850     9. Data: .bin files that may be larger than memory, the order of their images
+//   5411    10. Model files: weights and checkpoints, initial weights
+//   5771    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5786         the learning rate, the verdict on a step, averages of the weights
+//   5883         what a trainer holds
+//   6078         a step
+//   6421    12. A run: log, guard, checkpoints, resume, samples
+//   6447         the log in memory, as the page shows it
+//   6560         what a run holds
+//   6628         the log and the status line
+//   6820         checkpoints, snapshots and grids
+//   7088         the start of a run: new, from a file's weights, or resumed
+//   7326         the loop over the steps
+//   7445         a run from its first to its last line
+//   7621         samples, without a run
+//   7786    13. main: the command line, then a run or samples
+//   8104         what ranks must have in common
+//   8178         main
+//   8307  Part II. The device
+//   8310    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8392    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8462    16. The GPU: what all kernels share
+//   8531         Launches, which may overlap
+//   8577         Decisions: what kernels are chosen with
+//   8629         Single instructions: shared memory, mbarriers, clusters
+//   8718         Activations: pieces of 16 bytes
+//   9051         each_kernel: a thread for an element
+//   9065         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9232         Swizzle: how rows lie in shared memory
+//   9251         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9509         building blocks of Hopper's kernels (sm_90a)
+//   9818    17. Small operations: resampling, embeddings, diffusion
+//   9821         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10026         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10388         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10940    18. Group norm
+//  10943         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11515         groupnorm_backward_whole: an image's slab in shared memory
+//  11914    19. Attention
+//  12021         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12576         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12722         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13419    20. Convolution
+//  13465         ConvOut: results, 4 channels of a pixel at a time
+//  13710         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13778         conv_halo: 3x3, stride 1, any GPU
+//  14197         conv_gather: any kernel size and stride, any GPU
+//  14465         conv_few: the first and the last layer
+//  14644         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15239         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15363         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15847         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16300         conv_weight_tma: weight gradients (sm_90a)
+//  16601         FP8 in training: weights and gradients are rounded
+//  16716    21. The optimiser
+//  16719         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16978         muon: directions for matrices of weights
+//  17211    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17214         groupnorm_backward
+//  17380         attention: forward and, where a has dout, backward
+//  17444         convolution: forward and input gradient
+//  17952         convolution: weight gradients
+//  18308    23. The GPU: memory, copies, repeated work
+//  18537    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8297, run_program 8233, train 7571, run_step 7371, train_step 6346, load_batch 5360 (read_image 4935),
-//     send 18502 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18433):
-//     step_gradients 6209: draw_levels 10400 (the formulas: draw_level 3876), forward_and_loss 6122,
-//     q_sample_forward 10614, unet_forward 3404, forward_layer 3389 (a function of the layer's kind),
-//     loss_forward_backward 10731, unet_backward 3475, conv_backward_weights 18295 (weight gradients, on the side
-//     stream), finish_gradients 11853 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16765;
-//     judge_step 16813 (the verdict: judge_batch 5850), update_slice 6308, adamw_update 16943 (adamw_kernel 16888),
-//     next_step 16819, record_step 16825; later collect_steps 7324
-//   pictures, from noise: sample_batch 4761, plan_route 4517, device_step 4565, euler_step 4311 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 17796 draws all of its roads):
-//     forward_conv 2421; conv_forward 17834, with conv_product above it, which asks conv_is_wgmma 17446;
-//     on Hopper, large images: pick_conv_tiles_3x3 17744; conv_tiles 15826, with conv_tiles_kernel above it;
-//     Accumulators 9728 (its function multiply); Wgmma 9311;
-//     on Hopper, small images: pick_conv_small 17598; conv_small 16280, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9311;
-//     on any other GPU pick_conv_halo_bf16 17513; conv_halo 14178, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9111
-//   why several GPUs compute the bits of one: step_gradients 6209
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 414, Silu 8349, with_nonlinearity 8359 (a case);
-//     BEHIND_NORMS, in front of add_norm 2649, chooses it. The embedding has SiLU as a layer: silu_forward 10300
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3733
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 531, and beside each other edm_question 3570,
-//     ask 3605, frame_of 3618, sigma_draws 3625, has_steps_of_t 3631; the head of their section lists the changes
-//   a kind of layer: forward_linear 2341 and what stands beside it, with a list of all places in front of
-//     LayerKind 2313; add_resblock 2701 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 8303, run_program 8239, train 7577, run_step 7377, train_step 6352, load_batch 5364 (read_image 4939),
+//     send 18508 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18439):
+//     step_gradients 6215: draw_levels 10406 (the formulas: draw_level 3880), forward_and_loss 6126,
+//     q_sample_forward 10620, unet_forward 3408, forward_layer 3393 (a function of the layer's kind),
+//     loss_forward_backward 10737, unet_backward 3479, conv_backward_weights 18301 (weight gradients, on the side
+//     stream), finish_gradients 11859 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16771;
+//     judge_step 16819 (the verdict: judge_batch 5854), update_slice 6314, adamw_update 16949 (adamw_kernel 16894),
+//     next_step 16825, record_step 16831; later collect_steps 7330
+//   --optimizer muon: muon_updates 5968 says which weights; update_slice 6314, update_by_muon 6304 (with the formulas),
+//     muon_momentum 17011, orthogonalise 17190 (with muon_kernel above it), adamw_kernel 16894 (its `move`)
+//   pictures, from noise: sample_batch 4765, plan_route 4521, device_step 4569, euler_step 4315 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 17802 draws all of its roads):
+//     forward_conv 2425; conv_forward 17840, with conv_product above it, which asks conv_is_wgmma 17452;
+//     on Hopper, large images: pick_conv_tiles_3x3 17750; conv_tiles 15832, with conv_tiles_kernel above it;
+//     Accumulators 9734 (its function multiply); Wgmma 9317;
+//     on Hopper, small images: pick_conv_small 17604; conv_small 16286, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9317;
+//     on any other GPU pick_conv_halo_bf16 17519; conv_halo 14184, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9117
+//   why several GPUs compute the bits of one: step_gradients 6215
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 416, Silu 8355, with_nonlinearity 8365 (a case);
+//     BEHIND_NORMS, in front of add_norm 2653, chooses it. The embedding has SiLU as a layer: silu_forward 10306
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3737
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 533, and beside each other edm_question 3574,
+//     ask 3609, frame_of 3622, sigma_draws 3629, has_steps_of_t 3635; the head of their section lists the changes
+//   a kind of layer: forward_linear 2345 and what stands beside it, with a list of all places in front of
+//     LayerKind 2317; add_resblock 2705 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 308, with a list of all places in front of it: element_named 1365,
-//     take_aliases 1577, forward_and_loss 6122, ElementOf 8322, with_act 8587, act_has_wgmma 8599, unpack 8732,
-//     pack 8761, to_floats 8831, from_floats 8838, store_two 8843, mma 9111, tma_type 9457, adamw_kernel 16888,
-//     adamw_update 16943, pick_conv_gather 17560, conv_product 17796
-//   the settings, to their values: parse_command_line 1549, take_aliases 1577, complete_config 8215
-//     (apply_preset 1459, take_model_file 7943, take_ect_defaults 7973), take_data_shape 8010 (take_labels 8000),
-//     check_model 1822, check_run 1960
-//   FP8 (--precision fp8): choose_fp8 2898 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 2973 and plan_fp8_gradients 2992 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3037 for samples, make_fp8_training 3079 for training; add_fp8_args 2193
-//     hands them to the layers. forward_conv 2421 and backward_conv 2432 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17896 makes an input gradient a forward convolution; conv_product_fp8 17827 picks the
-//     kernel, multiply_fp8 9762 and WgmmaFp8 9347 multiply; print_fp8 7266 says whether it pays
+//   an element type beside bf16: Element 310, with a list of all places in front of it: element_named 1367,
+//     take_aliases 1579, forward_and_loss 6126, ElementOf 8328, with_act 8593, act_has_wgmma 8605, unpack 8738,
+//     pack 8767, to_floats 8837, from_floats 8844, store_two 8849, mma 9117, tma_type 9463, adamw_kernel 16894,
+//     adamw_update 16949, pick_conv_gather 17566, conv_product 17802
+//   the settings, to their values: parse_command_line 1551, take_aliases 1579, complete_config 8221
+//     (apply_preset 1461, take_model_file 7949, take_ect_defaults 7979), take_data_shape 8016 (take_labels 8006),
+//     check_model 1824, check_run 1962
+//   FP8 (--precision fp8): choose_fp8 2902 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 2977 and plan_fp8_gradients 2996 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3041 for samples, make_fp8_training 3083 for training; add_fp8_args 2195
+//     hands them to the layers. forward_conv 2425 and backward_conv 2436 choose between bf16 and FP8;
+//     conv_backward_input_fp8 17902 makes an input gradient a forward convolution; conv_product_fp8 17833 picks the
+//     kernel, multiply_fp8 9768 and WgmmaFp8 9353 multiply; print_fp8 7272 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
-//     refuse or must (host/files.h), of wrong 1438 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5577 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 4983, for a checkpoint's counters in check_resume 8066.
-//     unknown_word 1351 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1357.
-//     Two functions print a message while the run goes on: report_bad_step 7070 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6858 that a file could not be written yet.
-//     stop_run 6832 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     refuse or must (host/files.h), of wrong 1440 (a flag's value), or of a function beside it whose name ends in
+//     _unless. For a damaged header they stand in check_field 5581 and check_unused (host/files.h): look at their
+//     callers; for a data file also in take_data_fields 4987, for a checkpoint's counters in check_resume 8072.
+//     unknown_word 1353 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1359.
+//     Two functions print a message while the run goes on: report_bad_step 7076 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6864 that a file could not be written yet.
+//     stop_run 6838 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -2308,6 +2310,8 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 //      the kind needs a setting, add a member to Layer. The functions can read it as they read a.layer->heads
 //   2. a line that adds such a layer to the list: add_layer(net, {.kind = &...}, ...) in a function like add_resblock
 //   3. its operation: a prototype in section 2, a kernel in Part II, loops in dev/reference.h
+//   4. muon_updates, if --optimizer muon should leave its weights to AdamW. It must, unless they are a matrix whose
+//      sides are multiples of 32
 static double no_flops(const LayerArgs&) { return 0; }
 static Workspace no_workspace(const LayerArgs&) { return {}; }
 struct LayerKind {
@@ -6202,7 +6206,9 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
 // 5. The same decision. Every rank holds the loss of every sample, in the order of the samples, and the norm. So all
 //    ranks compute the same verdict on the step, the same clipping and the same statistics, without sending messages.
 // 6. The same update. AdamW and the averages treat each parameter separately, so it does not matter which rank owns it.
-//    The owner sends the new weight to all ranks.
+//    The owner sends the new weight to all ranks. Muon does not treat them separately: it multiplies whole matrices. So
+//    every rank receives the momentum of all matrices and computes the directions of all of them, by the same kernels in
+//    the same order (update_by_muon). Of these, it uses those of its slice.
 //
 // This holds under two conditions: the same microbatch and batch, and the same kind of device. A run that is resumed on
 // another number of ranks keeps its microbatch (check_microbatch).
