@@ -6207,8 +6207,8 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
 //    ranks compute the same verdict on the step, the same clipping and the same statistics, without sending messages.
 // 6. The same update. AdamW and the averages treat each parameter separately, so it does not matter which rank owns it.
 //    The owner sends the new weight to all ranks. Muon does not treat them separately: it multiplies whole matrices. So
-//    every rank receives the momentum of all matrices and computes the directions of all of them, by the same kernels in
-//    the same order (update_by_muon). Of these, it uses those of its slice.
+//    every rank receives the momentum of all matrices and computes the directions of all of them, by the same kernels
+//    in the same order (update_by_muon). Of these, it uses those of its slice.
 //
 // This holds under two conditions: the same microbatch and batch, and the same kind of device. A run that is resumed on
 // another number of ranks keeps its microbatch (check_microbatch).
