@@ -6,136 +6,136 @@
 // Map (make map renews the line numbers)
 //    239  Part I. The program
 //    242     1. Types at the interface: what operations are called with
-//    747     2. The interface: all that the program asks of a device
-//   1115     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1216     4. Configuration: flags, presets, help, what can work and what cannot
-//   1978     5. The network: a list of layers, made of guided-diffusion's flags
-//   2963     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2973         FP8: buffers, factors, weights for samples
-//   3117         gradients, and buffers
-//   3379     7. Forward and backward: two walks over the list
-//   3511     8. Diffusion: noise schedules, objectives, samplers
-//   3810         the level of a training sample, drawn, and its share of the loss
-//   4284         samplers
-//   4850     9. Data: .bin files that may be larger than memory, the order of their images
-//   5411    10. Model files: weights and checkpoints, initial weights
-//   5771    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5786         the learning rate, the verdict on a step, averages of the weights
-//   5883         what a trainer holds
-//   6078         a step
-//   6421    12. A run: log, guard, checkpoints, resume, samples
-//   6447         the log in memory, as the page shows it
-//   6560         what a run holds
-//   6628         the log and the status line
-//   6820         checkpoints, snapshots and grids
-//   7088         the start of a run: new, from a file's weights, or resumed
-//   7326         the loop over the steps
-//   7445         a run from its first to its last line
-//   7621         samples, without a run
-//   7786    13. main: the command line, then a run or samples
-//   8104         what ranks must have in common
-//   8178         main
-//   8307  Part II. The device
-//   8310    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8392    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8462    16. The GPU: what all kernels share
-//   8531         Launches, which may overlap
-//   8577         Decisions: what kernels are chosen with
-//   8629         Single instructions: shared memory, mbarriers, clusters
-//   8718         Activations: pieces of 16 bytes
-//   9051         each_kernel: a thread for an element
-//   9065         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9232         Swizzle: how rows lie in shared memory
-//   9251         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9509         building blocks of Hopper's kernels (sm_90a)
-//   9818    17. Small operations: resampling, embeddings, diffusion
-//   9821         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10026         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10388         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10940    18. Group norm
-//  10943         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11515         groupnorm_backward_whole: an image's slab in shared memory
-//  11914    19. Attention
-//  12021         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12576         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12722         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13419    20. Convolution
-//  13465         ConvOut: results, 4 channels of a pixel at a time
-//  13710         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13778         conv_halo: 3x3, stride 1, any GPU
-//  14197         conv_gather: any kernel size and stride, any GPU
-//  14465         conv_few: the first and the last layer
-//  14644         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15239         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15363         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15847         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16300         conv_weight_tma: weight gradients (sm_90a)
-//  16601         FP8 in training: weights and gradients are rounded
-//  16716    21. The optimiser
-//  16719         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16978         muon: directions for matrices of weights
-//  17211    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17214         groupnorm_backward
-//  17380         attention: forward and, where a has dout, backward
-//  17444         convolution: forward and input gradient
-//  17952         convolution: weight gradients
-//  18308    23. The GPU: memory, copies, repeated work
-//  18537    24. Between ranks: from device to device
+//    750     2. The interface: all that the program asks of a device
+//   1118     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1219     4. Configuration: flags, presets, help, what can work and what cannot
+//   1981     5. The network: a list of layers, made of guided-diffusion's flags
+//   2966     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2976         FP8: buffers, factors, weights for samples
+//   3120         gradients, and buffers
+//   3382     7. Forward and backward: two walks over the list
+//   3514     8. Diffusion: noise schedules, objectives, samplers
+//   3813         the level of a training sample, drawn, and its share of the loss
+//   4287         samplers
+//   4853     9. Data: .bin files that may be larger than memory, the order of their images
+//   5414    10. Model files: weights and checkpoints, initial weights
+//   5774    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5789         the learning rate, the verdict on a step, averages of the weights
+//   5886         what a trainer holds
+//   6081         a step
+//   6424    12. A run: log, guard, checkpoints, resume, samples
+//   6450         the log in memory, as the page shows it
+//   6563         what a run holds
+//   6631         the log and the status line
+//   6823         checkpoints, snapshots and grids
+//   7091         the start of a run: new, from a file's weights, or resumed
+//   7329         the loop over the steps
+//   7448         a run from its first to its last line
+//   7624         samples, without a run
+//   7789    13. main: the command line, then a run or samples
+//   8107         what ranks must have in common
+//   8181         main
+//   8310  Part II. The device
+//   8313    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8395    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8465    16. The GPU: what all kernels share
+//   8534         Launches, which may overlap
+//   8580         Decisions: what kernels are chosen with
+//   8632         Single instructions: shared memory, mbarriers, clusters
+//   8721         Activations: pieces of 16 bytes
+//   9054         each_kernel: a thread for an element
+//   9068         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9235         Swizzle: how rows lie in shared memory
+//   9254         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9512         building blocks of Hopper's kernels (sm_90a)
+//   9821    17. Small operations: resampling, embeddings, diffusion
+//   9824         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10029         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10391         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10943    18. Group norm
+//  10946         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11518         groupnorm_backward_whole: an image's slab in shared memory
+//  11917    19. Attention
+//  12024         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12579         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12725         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13422    20. Convolution
+//  13468         ConvOut: results, 4 channels of a pixel at a time
+//  13713         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13781         conv_halo: 3x3, stride 1, any GPU
+//  14200         conv_gather: any kernel size and stride, any GPU
+//  14468         conv_few: the first and the last layer
+//  14647         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15242         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15366         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15850         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16303         conv_weight_tma: weight gradients (sm_90a)
+//  16604         FP8 in training: weights and gradients are rounded
+//  16719    21. The optimiser
+//  16722         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16981         muon: directions for matrices of weights
+//  17216    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17219         groupnorm_backward
+//  17385         attention: forward and, where a has dout, backward
+//  17449         convolution: forward and input gradient
+//  17957         convolution: weight gradients
+//  18313    23. The GPU: memory, copies, repeated work
+//  18542    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8303, run_program 8239, train 7577, run_step 7377, train_step 6352, load_batch 5364 (read_image 4939),
-//     send 18508 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18439):
-//     step_gradients 6215: draw_levels 10406 (the formulas: draw_level 3880), forward_and_loss 6126,
-//     q_sample_forward 10620, unet_forward 3408, forward_layer 3393 (a function of the layer's kind),
-//     loss_forward_backward 10737, unet_backward 3479, conv_backward_weights 18301 (weight gradients, on the side
-//     stream), finish_gradients 11859 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16771;
-//     judge_step 16819 (the verdict: judge_batch 5854), update_slice 6314, adamw_update 16949 (adamw_kernel 16894),
-//     next_step 16825, record_step 16831; later collect_steps 7330
-//   --optimizer muon: muon_updates 5968 says which weights; update_slice 6314, update_by_muon 6304 (with the formulas),
-//     muon_momentum 17011, orthogonalise 17190 (with muon_kernel above it), adamw_kernel 16894 (its `move`)
-//   pictures, from noise: sample_batch 4765, plan_route 4521, device_step 4569, euler_step 4315 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 17802 draws all of its roads):
-//     forward_conv 2425; conv_forward 17840, with conv_product above it, which asks conv_is_wgmma 17452;
-//     on Hopper, large images: pick_conv_tiles_3x3 17750; conv_tiles 15832, with conv_tiles_kernel above it;
-//     Accumulators 9734 (its function multiply); Wgmma 9317;
-//     on Hopper, small images: pick_conv_small 17604; conv_small 16286, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9317;
-//     on any other GPU pick_conv_halo_bf16 17519; conv_halo 14184, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9117
-//   why several GPUs compute the bits of one: step_gradients 6215
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 416, Silu 8355, with_nonlinearity 8365 (a case);
-//     BEHIND_NORMS, in front of add_norm 2653, chooses it. The embedding has SiLU as a layer: silu_forward 10306
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3737
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 533, and beside each other edm_question 3574,
-//     ask 3609, frame_of 3622, sigma_draws 3629, has_steps_of_t 3635; the head of their section lists the changes
-//   a kind of layer: forward_linear 2345 and what stands beside it, with a list of all places in front of
-//     LayerKind 2317; add_resblock 2705 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 8306, run_program 8242, train 7580, run_step 7380, train_step 6355, load_batch 5367 (read_image 4942),
+//     send 18513 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18444):
+//     step_gradients 6218: draw_levels 10409 (the formulas: draw_level 3883), forward_and_loss 6129,
+//     q_sample_forward 10623, unet_forward 3411, forward_layer 3396 (a function of the layer's kind),
+//     loss_forward_backward 10740, unet_backward 3482, conv_backward_weights 18306 (weight gradients, on the side
+//     stream), finish_gradients 11862 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16774;
+//     judge_step 16822 (the verdict: judge_batch 5857), update_slice 6317, adamw_update 16952 (adamw_kernel 16897),
+//     next_step 16828, record_step 16834; later collect_steps 7333
+//   --optimizer muon: muon_updates 5971 says which weights; update_slice 6317, update_by_muon 6307 (with the formulas),
+//     muon_momentum 17014, orthogonalise 17195 (with muon_kernel above it), adamw_kernel 16897 (its `move`)
+//   pictures, from noise: sample_batch 4768, plan_route 4524, device_step 4572, euler_step 4318 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 17807 draws all of its roads):
+//     forward_conv 2428; conv_forward 17845, with conv_product above it, which asks conv_is_wgmma 17457;
+//     on Hopper, large images: pick_conv_tiles_3x3 17755; conv_tiles 15835, with conv_tiles_kernel above it;
+//     Accumulators 9737 (its function multiply); Wgmma 9320;
+//     on Hopper, small images: pick_conv_small 17609; conv_small 16289, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9320;
+//     on any other GPU pick_conv_halo_bf16 17524; conv_halo 14187, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9120
+//   why several GPUs compute the bits of one: step_gradients 6218
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 416, Silu 8358, with_nonlinearity 8368 (a case);
+//     BEHIND_NORMS, in front of add_norm 2656, chooses it. The embedding has SiLU as a layer: silu_forward 10309
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3740
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 533, and beside each other edm_question 3577,
+//     ask 3612, frame_of 3625, sigma_draws 3632, has_steps_of_t 3638; the head of their section lists the changes
+//   a kind of layer: forward_linear 2348 and what stands beside it, with a list of all places in front of
+//     LayerKind 2320; add_resblock 2708 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 310, with a list of all places in front of it: element_named 1367,
-//     take_aliases 1579, forward_and_loss 6126, ElementOf 8328, with_act 8593, act_has_wgmma 8605, unpack 8738,
-//     pack 8767, to_floats 8837, from_floats 8844, store_two 8849, mma 9117, tma_type 9463, adamw_kernel 16894,
-//     adamw_update 16949, pick_conv_gather 17566, conv_product 17802
-//   the settings, to their values: parse_command_line 1551, take_aliases 1579, complete_config 8221
-//     (apply_preset 1461, take_model_file 7949, take_ect_defaults 7979), take_data_shape 8016 (take_labels 8006),
-//     check_model 1824, check_run 1962
-//   FP8 (--precision fp8): choose_fp8 2902 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 2977 and plan_fp8_gradients 2996 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3041 for samples, make_fp8_training 3083 for training; add_fp8_args 2195
-//     hands them to the layers. forward_conv 2425 and backward_conv 2436 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17902 makes an input gradient a forward convolution; conv_product_fp8 17833 picks the
-//     kernel, multiply_fp8 9768 and WgmmaFp8 9353 multiply; print_fp8 7272 says whether it pays
+//   an element type beside bf16: Element 310, with a list of all places in front of it: element_named 1370,
+//     take_aliases 1582, forward_and_loss 6129, ElementOf 8331, with_act 8596, act_has_wgmma 8608, unpack 8741,
+//     pack 8770, to_floats 8840, from_floats 8847, store_two 8852, mma 9120, tma_type 9466, adamw_kernel 16897,
+//     adamw_update 16952, pick_conv_gather 17571, conv_product 17807
+//   the settings, to their values: parse_command_line 1554, take_aliases 1582, complete_config 8224
+//     (apply_preset 1464, take_model_file 7952, take_ect_defaults 7982), take_data_shape 8019 (take_labels 8009),
+//     check_model 1827, check_run 1965
+//   FP8 (--precision fp8): choose_fp8 2905 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 2980 and plan_fp8_gradients 2999 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3044 for samples, make_fp8_training 3086 for training; add_fp8_args 2198
+//     hands them to the layers. forward_conv 2428 and backward_conv 2439 choose between bf16 and FP8;
+//     conv_backward_input_fp8 17907 makes an input gradient a forward convolution; conv_product_fp8 17838 picks the
+//     kernel, multiply_fp8 9771 and WgmmaFp8 9356 multiply; print_fp8 7275 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
-//     refuse or must (host/files.h), of wrong 1440 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5581 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 4987, for a checkpoint's counters in check_resume 8072.
-//     unknown_word 1353 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1359.
-//     Two functions print a message while the run goes on: report_bad_step 7076 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6864 that a file could not be written yet.
-//     stop_run 6838 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     refuse or must (host/files.h), of wrong 1443 (a flag's value), or of a function beside it whose name ends in
+//     _unless. For a damaged header they stand in check_field 5584 and check_unused (host/files.h): look at their
+//     callers; for a data file also in take_data_fields 4990, for a checkpoint's counters in check_resume 8075.
+//     unknown_word 1356 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1362.
+//     Two functions print a message while the run goes on: report_bad_step 7079 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6867 that a file could not be written yet.
+//     stop_run 6841 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -713,6 +713,9 @@ constexpr float MUON_MOMENTUM = 0.95f;
 constexpr int MUON_ITERATIONS = 5;
 constexpr float MUON_A = 3.4445f, MUON_B = -4.7750f, MUON_C = 2.0315f;
 constexpr int MUON_TILE = 64; // a tile of a product has so many rows and columns
+// If |X|^2 is below this number, X is what rounding has left of a gradient of 0, and the matrix is not updated.
+// (Products of numbers as small as X's elements could not be computed in fp32, either.)
+constexpr double MUON_SMALLEST = 1e-28;
 // Returns the factor that makes Muon's updates about as large as AdamW's (Liu et al. 2025, eq. 4).
 HD static inline float muon_scale(const MuonMatrix& m) { return 0.2f * sqrtf((float)m.long_side()); }
 
@@ -6294,7 +6297,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
 // about the same amount in each of these directions, also in those in which the gradient is small. The singular values
 // are not computed. Five times, X is replaced by an odd polynomial of itself, which maps values from (0, 1] to about 1:
 //
-//   X = X / |X|           |X|: the root of the sum of squares, so no singular value is above 1
+//   X = X / |X|           |X|: the root of the sum of squares, so no singular value is above 1. X = 0 if |X| < 1e-14
 //   A = X X^T             (X^T X, if X has more rows than columns)
 //   X = a X + (b A + c A A) X
 //
@@ -17110,13 +17113,15 @@ static __global__ void __launch_bounds__(128)
     float inverse_norm = 1;   // 1 / |X| in the first iteration
     float inverse_square = 1; // 1 / |X|^2
     if (is_first && PRODUCT != MuonProduct::GRAM) {
-        double trace = 0;
-        for (int i = threadIdx.x; i < (int)S; i += 128) trace += A[i * S + i];
-        trace = block_sum(trace);
         __shared__ double shared;
-        if (threadIdx.x == 0) shared = trace;
+        if (threadIdx.x < 32) { // one warp adds up the trace (block_sum is for 1024 threads)
+            double trace = 0;
+            for (int i = threadIdx.x; i < (int)S; i += 32) trace += A[i * S + i];
+            trace = warp_sum(trace);
+            if (threadIdx.x == 0) shared = trace;
+        }
         __syncthreads();
-        const bool is_zero = shared < FLT_MIN; // then the matrix does not change in this step
+        const bool is_zero = shared < MUON_SMALLEST; // then the matrix does not change in this step
         inverse_square = is_zero ? 0 : (float)(1 / shared);
         inverse_norm = is_zero ? 0 : (float)(1 / sqrt(shared));
     }

@@ -635,6 +635,7 @@ def judge(guard: tuple[float, ...], loss: float, grad_norm: float) -> tuple[str,
 MUON_MOMENTUM = 0.95
 MUON_ITERATIONS = 5
 MUON_POLYNOMIAL = 3.4445, -4.7750, 2.0315  # a, b, c
+MUON_SMALLEST = 1e-14  # a momentum whose norm is below it is what rounding has left of a gradient of 0: it moves nothing
 
 
 def muon_updates(name: str, shape: torch.Size) -> bool:
@@ -647,7 +648,7 @@ def orthogonal(X: Tensor) -> Tensor:
     "Muon"). Each iteration is an odd polynomial of X."""
     a, b, c = MUON_POLYNOMIAL
     norm = X.norm()
-    X = torch.where(norm > 0, X / norm, 0)
+    X = torch.where(norm < MUON_SMALLEST, 0, X / norm)
     for _ in range(MUON_ITERATIONS):
         if X.shape[0] <= X.shape[1]:
             A = X @ X.T

@@ -1796,8 +1796,8 @@ static inline void muon_momentum(float* X, const Update& u, const StepState* sta
     }
 }
 
-// out = the orthogonal matrix near to `in`, times scale. Both have `rows` rows of `columns` numbers, which are multiples
-// of TN. A matrix that is wider than high is transposed first, so that X^T X is as small as it can be.
+// out = the orthogonal matrix near to `in`, times scale. Both have `rows` rows of `columns` numbers. Both numbers are
+// multiples of TN. A matrix that is wider than high is transposed first, so that X^T X is as small as it can be.
 static inline void orthogonalise_matrix(float* out, const float* in, int rows, int columns, float scale) {
     const bool is_high = rows >= columns;
     const int L = std::max(rows, columns);
@@ -1807,7 +1807,7 @@ static inline void orthogonalise_matrix(float* out, const float* in, int rows, i
     else transpose(X.data(), S, in, L, S, L);
     double squares = 0;
     for (float x : X) squares += (double)x * x;
-    const float inverse_norm = squares > 0 ? (float)(1 / std::sqrt(squares)) : 0;
+    const float inverse_norm = squares < MUON_SMALLEST ? 0 : (float)(1 / std::sqrt(squares));
     for (float& x : X) x *= inverse_norm;
     for (int iteration = 0; iteration < MUON_ITERATIONS; iteration++) {
         transpose(X_turned.data(), L, X.data(), S, L, S);

@@ -987,7 +987,8 @@ def write_parity_files(folder: Path, shape: tuple[int, int, int], settings: dict
 
 
 def command_line(config: object) -> list[str]:
-    names = [n for n in model_files.CHECKPOINT_FLAGS if n not in model_files.SAVED_FLAGS and n != "data_file"] + ["dropout"]
+    elsewhere = {*model_files.SAVED_FLAGS, "data_file", "precision"}  # the fixture of GPU runs gives --precision itself
+    names = [name for name in model_files.CHECKPOINT_FLAGS if name not in elsewhere] + ["dropout"]
     return [
         "--preset",
         "fashion32",
