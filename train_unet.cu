@@ -7244,7 +7244,7 @@ static void print_memory(const Config& c, const UNet& net) {
     // What the allocated memory is used for. `rest` is the memory that belongs to none of the other uses.
     const double all = device_bytes / GIB;
     const double weights = array + c.emas.size() * slice + copies;
-    const double grads = world.size > 1 ? 2 * array : array; // a rank also receives gradients from other ranks
+    const double grads = world.size > 1 ? 2 * array : array;   // a rank also receives gradients from other ranks
     const double moments = 2 * slice + (c.muon() ? array : 0); // Muon's directions count as a third moment
     const double arena = net.arena_bytes / GIB;
     const double rest = all - weights - grads - moments - arena;
