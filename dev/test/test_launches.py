@@ -68,7 +68,7 @@ MODELS = [
         UNET64, "--image_size 128 --num_channels 128 --channel_mult 1,1,2,3,4 --attention_resolutions 32,16,8 --num_head_channels 64 --batch_size 4"
     ),
     flags(UNET64, "--image_size 256 --batch_size 2 --attention_resolutions 32"),
-    flags(UNET64, "--num_channels 96 --image_size 48x96 --attention_resolutions 12,6 --batch_size 7 --num_head_channels 48"),
+    flags(UNET64, "--num_channels 96 --image_size 48x96 --attention_resolutions 12,6 --batch_size 7 --num_head_channels 48 --optimizer muon"),
     flags(UNET64, "--num_channels 128 --num_head_channels 128"),
     flags(UNET64, "--image_size 128 --patch_size 2"),
     flags(
@@ -78,7 +78,7 @@ MODELS = [
     flags(UNET64, "--dropout 0.1 --class_cond True --num_classes 10 --class_dropout 0.1 --guidance_scale 2 --learn_sigma True"),
     flags(UNET64, "--use_scale_shift_norm True --resblock_updown True --num_res_blocks 1 --dropout 0.1"),
     flags(UNET64, "--conv_resample False --objective edm --channel_mult 1,5 --attention_resolutions 32"),
-    flags(UNET64, "--microbatch 8"),
+    flags(UNET64, "--microbatch 8 --optimizer muon"),
     flags(UNET64, "--use_checkpoint True"),
 ]
 SAMPLERS = [  # the models take turns
