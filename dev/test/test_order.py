@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY_RUN, data_bytes, environment, flags, make_images, model_name
+from conftest import ROOT, TINY_RUN, binary_path, data_bytes, environment, flags, make_images, model_name
 
 BINARY = ROOT / "dev/bench_emulated"
 pytestmark = [pytest.mark.long, pytest.mark.skipif(not BINARY.is_file(), reason="needs make -C dev BUILD=emulated, and nvcc for that")]
@@ -48,12 +48,16 @@ def describe(folder: Path, gpu: str) -> None:
     (folder / "gpu.txt").write_text(words)
 
 
-def start(folder: Path, gpu: str, precision: str, binary: Path | None = None, **variables: str) -> subprocess.CompletedProcess:
+def start(
+    folder: Path, gpu: str, precision: str, binary: Path | None = None, more: tuple[str, ...] = (), **variables: str
+) -> subprocess.CompletedProcess:
     folder.mkdir()
     describe(folder, gpu)
     (folder / "small.bin").write_bytes(data_bytes(make_images(8, 3), np.arange(8) % 3, 3))
     known = environment() | {"FAKE_GPU": "gpu.txt"} | variables
-    return subprocess.run([binary or BINARY, *RUN, "--precision", precision], cwd=folder, env=known, capture_output=True, text=True, timeout=900)
+    return subprocess.run(
+        [binary or BINARY, *RUN, *more, "--precision", precision], cwd=folder, env=known, capture_output=True, text=True, timeout=900
+    )
 
 
 def losses(folder: Path) -> np.ndarray:
@@ -61,8 +65,8 @@ def losses(folder: Path) -> np.ndarray:
     return np.array([float(row.split(",")[1]) for row in rows[1:]])
 
 
-def train(folder: Path, gpu: str, precision: str, **variables: str) -> Path:
-    done = start(folder, gpu, precision, FAKE_LAUNCHES="launches.txt", **variables)
+def train(folder: Path, gpu: str, precision: str, more: tuple[str, ...] = (), **variables: str) -> Path:
+    done = start(folder, gpu, precision, more=more, FAKE_LAUNCHES="launches.txt", **variables)
     assert done.returncode == 0 and re.fullmatch(r"fake GPU 0: .*\n", done.stderr), done.stdout[-1000:] + done.stderr[-2000:]
     return folder
 
@@ -87,6 +91,23 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path
 def test_same_bits(way: str, usual: Callable, tmp_path: Path) -> None:
     gpu, precision, variables = WAYS[way]
     assert results(train(tmp_path / "run", gpu, precision, **variables)) == results(usual(gpu, precision))
+
+
+@pytest.mark.parametrize("gpu, precision", [("H200", "bf16"), ("A100", "fp32")])
+def test_muon(gpu: str, precision: str, tmp_path: Path) -> None:
+    """Muon's kernels between the others of a step: the same bits whatever waits, and in fp32 the losses of the CPU build. Both round float32's sums
+    in another order (2^-24 of each). Muon enlarges what is smallest in a momentum by up to 3.4445^5 = 485, so a weight of size 1 may move by 485 of 2^-24
+    in a step; 2^-12 of a loss leaves as much again for each of the steps and layers between."""
+    muon = ("--optimizer", "muon", "--lr", "2e-3")
+    run, late = (train(tmp_path / name, gpu, precision, muon, **how) for name, how in (("run", {}), ("late", {"FAKE_LATE": "main"})))
+    assert results(run) == results(late)
+    assert len(re.findall("^muon_kernel", (run / "launches.txt").read_text(), re.MULTILINE)) >= 15
+    if precision == "fp32":
+        folder = tmp_path / "cpu"
+        folder.mkdir()
+        (folder / "small.bin").write_bytes((run / "small.bin").read_bytes())
+        subprocess.run([binary_path("cpu"), *RUN, *muon], cwd=folder, env=environment(), check=True, capture_output=True)
+        assert np.max(np.abs(losses(run) / losses(folder) - 1)) < 2**-12
 
 
 def test_other_sums(usual: Callable, tmp_path: Path) -> None:
