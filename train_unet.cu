@@ -23,91 +23,91 @@
 //   5789         the learning rate, the verdict on a step, averages of the weights
 //   5886         what a trainer holds
 //   6081         a step
-//   6424    12. A run: log, guard, checkpoints, resume, samples
-//   6450         the log in memory, as the page shows it
-//   6563         what a run holds
-//   6631         the log and the status line
-//   6823         checkpoints, snapshots and grids
-//   7091         the start of a run: new, from a file's weights, or resumed
-//   7329         the loop over the steps
-//   7448         a run from its first to its last line
-//   7624         samples, without a run
-//   7789    13. main: the command line, then a run or samples
-//   8107         what ranks must have in common
-//   8181         main
-//   8310  Part II. The device
-//   8313    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8395    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8465    16. The GPU: what all kernels share
-//   8534         Launches, which may overlap
-//   8580         Decisions: what kernels are chosen with
-//   8632         Single instructions: shared memory, mbarriers, clusters
-//   8721         Activations: pieces of 16 bytes
-//   9054         each_kernel: a thread for an element
-//   9068         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9235         Swizzle: how rows lie in shared memory
-//   9254         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9512         building blocks of Hopper's kernels (sm_90a)
-//   9821    17. Small operations: resampling, embeddings, diffusion
-//   9824         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10029         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10391         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10943    18. Group norm
-//  10946         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11518         groupnorm_backward_whole: an image's slab in shared memory
-//  11917    19. Attention
-//  12024         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12579         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12725         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13422    20. Convolution
-//  13468         ConvOut: results, 4 channels of a pixel at a time
-//  13713         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13781         conv_halo: 3x3, stride 1, any GPU
-//  14200         conv_gather: any kernel size and stride, any GPU
-//  14468         conv_few: the first and the last layer
-//  14647         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15242         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15366         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15850         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16303         conv_weight_tma: weight gradients (sm_90a)
-//  16604         FP8 in training: weights and gradients are rounded
-//  16719    21. The optimiser
-//  16722         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16981         muon: directions for matrices of weights
-//  17216    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17219         groupnorm_backward
-//  17385         attention: forward and, where a has dout, backward
-//  17449         convolution: forward and input gradient
-//  17957         convolution: weight gradients
-//  18313    23. The GPU: memory, copies, repeated work
-//  18542    24. Between ranks: from device to device
+//   6425    12. A run: log, guard, checkpoints, resume, samples
+//   6451         the log in memory, as the page shows it
+//   6564         what a run holds
+//   6632         the log and the status line
+//   6824         checkpoints, snapshots and grids
+//   7092         the start of a run: new, from a file's weights, or resumed
+//   7330         the loop over the steps
+//   7449         a run from its first to its last line
+//   7625         samples, without a run
+//   7790    13. main: the command line, then a run or samples
+//   8108         what ranks must have in common
+//   8182         main
+//   8311  Part II. The device
+//   8314    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8396    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8466    16. The GPU: what all kernels share
+//   8535         Launches, which may overlap
+//   8581         Decisions: what kernels are chosen with
+//   8633         Single instructions: shared memory, mbarriers, clusters
+//   8722         Activations: pieces of 16 bytes
+//   9055         each_kernel: a thread for an element
+//   9069         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9236         Swizzle: how rows lie in shared memory
+//   9255         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9513         building blocks of Hopper's kernels (sm_90a)
+//   9822    17. Small operations: resampling, embeddings, diffusion
+//   9825         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10030         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10392         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10944    18. Group norm
+//  10947         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11519         groupnorm_backward_whole: an image's slab in shared memory
+//  11918    19. Attention
+//  12025         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12580         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12726         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13423    20. Convolution
+//  13469         ConvOut: results, 4 channels of a pixel at a time
+//  13714         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13782         conv_halo: 3x3, stride 1, any GPU
+//  14201         conv_gather: any kernel size and stride, any GPU
+//  14469         conv_few: the first and the last layer
+//  14648         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15243         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15367         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15851         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16304         conv_weight_tma: weight gradients (sm_90a)
+//  16605         FP8 in training: weights and gradients are rounded
+//  16720    21. The optimiser
+//  16723         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16982         muon: directions for matrices of weights
+//  17217    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17220         groupnorm_backward
+//  17386         attention: forward and, where a has dout, backward
+//  17450         convolution: forward and input gradient
+//  17958         convolution: weight gradients
+//  18314    23. The GPU: memory, copies, repeated work
+//  18543    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8306, run_program 8242, train 7580, run_step 7380, train_step 6355, load_batch 5367 (read_image 4942),
-//     send 18513 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18444):
-//     step_gradients 6218: draw_levels 10409 (the formulas: draw_level 3883), forward_and_loss 6129,
-//     q_sample_forward 10623, unet_forward 3411, forward_layer 3396 (a function of the layer's kind),
-//     loss_forward_backward 10740, unet_backward 3482, conv_backward_weights 18306 (weight gradients, on the side
-//     stream), finish_gradients 11862 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16774;
-//     judge_step 16822 (the verdict: judge_batch 5857), update_slice 6317, adamw_update 16952 (adamw_kernel 16897),
-//     next_step 16828, record_step 16834; later collect_steps 7333
-//   --optimizer muon: muon_updates 5971 says which weights; update_slice 6317, update_by_muon 6307 (with the formulas),
-//     muon_momentum 17014, orthogonalise 17195 (with muon_kernel above it), adamw_kernel 16897 (its `move`)
+//     main 8307, run_program 8243, train 7581, run_step 7381, train_step 6356, load_batch 5367 (read_image 4942),
+//     send 18514 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18445):
+//     step_gradients 6218: draw_levels 10410 (the formulas: draw_level 3883), forward_and_loss 6129,
+//     q_sample_forward 10624, unet_forward 3411, forward_layer 3396 (a function of the layer's kind),
+//     loss_forward_backward 10741, unet_backward 3482, conv_backward_weights 18307 (weight gradients, on the side
+//     stream), finish_gradients 11863 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16775;
+//     judge_step 16823 (the verdict: judge_batch 5857), update_slice 6318, adamw_update 16953 (adamw_kernel 16898),
+//     next_step 16829, record_step 16835; later collect_steps 7334
+//   --optimizer muon: muon_updates 5971 says which weights; update_slice 6318, update_by_muon 6308 (with the formulas),
+//     muon_momentum 17015, orthogonalise 17196 (with muon_kernel above it), adamw_kernel 16898 (its `move`)
 //   pictures, from noise: sample_batch 4768, plan_route 4524, device_step 4572, euler_step 4318 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 17807 draws all of its roads):
-//     forward_conv 2428; conv_forward 17845, with conv_product above it, which asks conv_is_wgmma 17457;
-//     on Hopper, large images: pick_conv_tiles_3x3 17755; conv_tiles 15835, with conv_tiles_kernel above it;
-//     Accumulators 9737 (its function multiply); Wgmma 9320;
-//     on Hopper, small images: pick_conv_small 17609; conv_small 16289, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9320;
-//     on any other GPU pick_conv_halo_bf16 17524; conv_halo 14187, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9120
+//   a convolution, to the tensor cores (a table above conv_product 17808 draws all of its roads):
+//     forward_conv 2428; conv_forward 17846, with conv_product above it, which asks conv_is_wgmma 17458;
+//     on Hopper, large images: pick_conv_tiles_3x3 17756; conv_tiles 15836, with conv_tiles_kernel above it;
+//     Accumulators 9738 (its function multiply); Wgmma 9321;
+//     on Hopper, small images: pick_conv_small 17610; conv_small 16290, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9321;
+//     on any other GPU pick_conv_halo_bf16 17525; conv_halo 14188, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9121
 //   why several GPUs compute the bits of one: step_gradients 6218
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 416, Silu 8358, with_nonlinearity 8368 (a case);
-//     BEHIND_NORMS, in front of add_norm 2656, chooses it. The embedding has SiLU as a layer: silu_forward 10309
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 416, Silu 8359, with_nonlinearity 8369 (a case);
+//     BEHIND_NORMS, in front of add_norm 2656, chooses it. The embedding has SiLU as a layer: silu_forward 10310
 //   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3740
 //   an objective, as edm and flow are: its row in common/flags.h, Frame 533, and beside each other edm_question 3577,
 //     ask 3612, frame_of 3625, sigma_draws 3632, has_steps_of_t 3638; the head of their section lists the changes
@@ -115,27 +115,27 @@
 //     LayerKind 2320; add_resblock 2708 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 310, with a list of all places in front of it: element_named 1370,
-//     take_aliases 1582, forward_and_loss 6129, ElementOf 8331, with_act 8596, act_has_wgmma 8608, unpack 8741,
-//     pack 8770, to_floats 8840, from_floats 8847, store_two 8852, mma 9120, tma_type 9466, adamw_kernel 16897,
-//     adamw_update 16952, pick_conv_gather 17571, conv_product 17807
-//   the settings, to their values: parse_command_line 1554, take_aliases 1582, complete_config 8224
-//     (apply_preset 1464, take_model_file 7952, take_ect_defaults 7982), take_data_shape 8019 (take_labels 8009),
+//     take_aliases 1582, forward_and_loss 6129, ElementOf 8332, with_act 8597, act_has_wgmma 8609, unpack 8742,
+//     pack 8771, to_floats 8841, from_floats 8848, store_two 8853, mma 9121, tma_type 9467, adamw_kernel 16898,
+//     adamw_update 16953, pick_conv_gather 17572, conv_product 17808
+//   the settings, to their values: parse_command_line 1554, take_aliases 1582, complete_config 8225
+//     (apply_preset 1464, take_model_file 7953, take_ect_defaults 7983), take_data_shape 8020 (take_labels 8010),
 //     check_model 1827, check_run 1965
 //   FP8 (--precision fp8): choose_fp8 2905 chooses the convolutions, and above it stands a table of what is rounded,
 //     by which factor, and where. plan_fp8 2980 and plan_fp8_gradients 2999 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3044 for samples, make_fp8_training 3086 for training; add_fp8_args 2198
 //     hands them to the layers. forward_conv 2428 and backward_conv 2439 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17907 makes an input gradient a forward convolution; conv_product_fp8 17838 picks the
-//     kernel, multiply_fp8 9771 and WgmmaFp8 9356 multiply; print_fp8 7275 says whether it pays
+//     conv_backward_input_fp8 17908 makes an input gradient a forward convolution; conv_product_fp8 17839 picks the
+//     kernel, multiply_fp8 9772 and WgmmaFp8 9357 multiply; print_fp8 7276 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1443 (a flag's value), or of a function beside it whose name ends in
 //     _unless. For a damaged header they stand in check_field 5584 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 4990, for a checkpoint's counters in check_resume 8075.
+//     callers; for a data file also in take_data_fields 4990, for a checkpoint's counters in check_resume 8076.
 //     unknown_word 1356 prints the message for a word of a flag that some place does not know. Such a place calls it
 //     itself or through meaning 1362.
-//     Two functions print a message while the run goes on: report_bad_step 7079 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6867 that a file could not be written yet.
-//     stop_run 6841 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     Two functions print a message while the run goes on: report_bad_step 7080 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6868 that a file could not be written yet.
+//     stop_run 6842 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -6282,6 +6282,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         mark({"gradient norm"});
         sum_gradients(tr->sum, everywhere(tr->squares), RankGradients{grads, tr->received, own}, k > 0);
     }
+    // The norm needs the squares of all ranks. With world.direct, sum_gradients has written them to all ranks.
     if (world.direct) meet();
     else if (N > 1) gather(tr->squares, nullptr, sizeof(double), own, own.n);
 }
@@ -6391,7 +6392,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
     static Upload batch = make_upload(val->batch_bytes(most, c));
     val->asked = 0; // ask for the images again: the system may have dropped them from memory since the last call
     Objective objective = tr->objective;
-    objective.rms_losses = nullptr;
+    objective.rms_losses = nullptr; // draw t uniformly, also with --schedule_sampler loss-second-moment
     objective.tuning.step = tr->last_step;
     for (int i = 0; i < count; i += N * most) { // in each round, every rank computes one batch
         come_to("a batch of validation");
@@ -7430,7 +7431,7 @@ static void save_at_the_end(Run* run) {
     const int64_t updates = run->state.updates;
     const bool takes_snapshots = run->config.ema_snapshots;
     const double began = now();
-    stop_signal = 0;
+    stop_signal = 0; // from now on, the next signal counts as the second one
     while (true) {
         if (run->saved_updates < updates) save_checkpoint(run);
         if (takes_snapshots && run->snapshot_updates < updates) save_snapshot(run);
@@ -17652,7 +17653,7 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
         consider(Wide32(), SmallCosts{1040, 129, 1040, 124});
         consider(Wide192(), SmallCosts{3160, 422, 4500, 470});
     }
-    if (p.H <= 8) return way.best(p);
+    if (p.H <= 8) return way.best(p); // conv_tiles is for higher images: its tiles are 16 pixels high
 
     // conv_tiles has persistent blocks. Its time, in ns, is once + (tiles of the busiest block / n) * each. `once` is
     // the part of the time that does not depend on the number of tiles, and `each` is the time of n tiles. (Here a tile
