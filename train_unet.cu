@@ -94,7 +94,7 @@
 //     all_to_all (in the last section); sum_gradients 16775;
 //     judge_step 16823 (the verdict: judge_batch 5857), update_slice 6318, adamw_update 16953 (adamw_kernel 16898),
 //     next_step 16829, record_step 16835; later collect_steps 7334
-//   --optimizer muon: muon_updates 5971 says which weights; update_slice 6318, update_by_muon 6308 (with the formulas),
+//   --optimizer muon: muon_updates 5971 says which weights; update_slice 6318, update_by_muon 6309 (with the formulas),
 //     muon_momentum 17015, orthogonalise 17196 (with muon_kernel above it), adamw_kernel 16898 (its `move`)
 //   pictures, from noise: sample_batch 4768, plan_route 4524, device_step 4572, euler_step 4318 and those beside it
 //   a convolution, to the tensor cores (a table above conv_product 17808 draws all of its roads):
@@ -6304,12 +6304,12 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
 //
 // This function computes orthogonal(X) for the matrices of the whole network. A matrix may be cut by the borders of the
 // ranks' slices. So each rank computes X for its slice, all ranks exchange X, and each rank computes all directions.
-// This takes the memory of tr->grads, in which nothing is read any more at the matrices' places.
+// X takes the memory of tr->sum. At the places of this rank's slice, the gradients of matrices are not needed any more,
+// and at the other ranks' places the received gradients have been added up already.
 static void update_by_muon(Trainer* tr, const Update& update) {
-    mark({"Muon"});
-    muon_momentum(tr->grads, update, tr->state, tr->adamw, tr->own);
-    if (world.size > 1) gather(tr->grads, nullptr, STRETCH * sizeof(float), tr->own, tr->own.n);
-    orthogonalise(tr->directions, tr->grads, tr->muon, tr->state);
+    muon_momentum(tr->sum, update, tr->state, tr->adamw, tr->own);
+    if (world.size > 1) gather(tr->sum, nullptr, STRETCH * sizeof(float), tr->own, tr->own.n);
+    orthogonalise(tr->directions, tr->sum, tr->muon, tr->state);
     mark({"AdamW, EMA"});
 }
 
@@ -6365,7 +6365,7 @@ static bool train_step(Trainer* tr, int64_t step) {
         mark({"judge the step"});
         judge_step(tr->state, tr->squares, tr->own.whole() / STRETCH, tr->loss, tr->quarters, tr->adamw, B);
         if (tr->history) update_rms_losses(tr->rms_losses, tr->history, tr->levels, tr->loss, tr->state, T, B);
-        mark({"AdamW, EMA"});
+        mark({c.muon() ? "Muon" : "AdamW, EMA"});
         update_slice(tr);
         mark({"record the step"});
         next_step(&tr->state->step);
@@ -16984,7 +16984,7 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 // How: update_by_muon has the formulas. A launch computes one product for all matrices of the network, because a single
 //   matrix has too little work for a GPU: 5 times 3 launches. A block computes one tile of a result, of MUON_TILE rows
 //   and columns. A sum is computed by one block, in a fixed order, so the bits repeat.
-// Costs: for a matrix (rows, columns), 20 times rows x columns x short_side operations on the tensor cores. The
+// Costs: with S and L for a matrix's short and long side, 5 (4 S S L + 2 S S S) operations on the tensor cores. The
 //   operands are read as fp32 and rounded to the type of the activations (fp32 is multiplied as two parts).
 
 // Computes Nesterov's momentum of this rank's part of Muon's matrices. For the elements of these matrices u.is_matrix
@@ -17035,7 +17035,7 @@ struct MuonOperand {
 
 // MUON_K neighbouring values of k of an operand's tile, on their way from memory through registers to shared memory.
 // There element (row, k) lies at [row][k]. With MUON_PITCH floats from row to row, the 8-byte loads of
-// load_muon_fragment read from different banks. 128 threads copy 16 floats each.
+// load_muon_fragments read from different banks. 128 threads copy 16 floats each.
 constexpr int MUON_K = 32, MUON_PITCH = MUON_K + 8;
 typedef float MuonTileRows[MUON_TILE][MUON_PITCH];
 struct MuonCopy {
@@ -17145,7 +17145,7 @@ static __global__ void __launch_bounds__(128)
 
     // The copies of the next MUON_K values of k are loaded while the warps multiply the current ones. A warp computes
     // 32 x 32 elements: 2 tiles of 16 rows by 4 tiles of 8 columns.
-    __shared__ MuonTileRows lefts[2], rights[2];
+    __shared__ __align__(16) MuonTileRows lefts[2], rights[2];
     const int warp = threadIdx.x / 32;
     const int warp_row = warp / 2 * 32;
     const int warp_column = warp % 2 * 32;

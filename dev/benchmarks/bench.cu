@@ -262,6 +262,15 @@ static OpCost operation_cost(const Trainer& tr, const Operation& op) {
         (double)c.batch_size / c.micro(); // all but the first are added: both read, the sum written
     if (name == "gradient norm") return {name, n * sizeof(float) * (3 - 2 / microbatches), 0}; // per microbatch
     if (name == "AdamW, EMA") return {name, n * (9 * sizeof(float) + copy), 0}; // five arrays in, four and the copy out
+    if (name == "Muon") {
+        OpCost cost{name, n * 4 * sizeof(float), 0}; // the gradient and the momentum in, the momentum and X out
+        for (const MuonMatrix& m : tr.muon.matrices) {
+            const double S = m.short_side(), L = m.long_side();
+            cost.flops += 5 * (4 * S * S * L + 2 * S * S * S);
+        }
+        cost.matrix = true;
+        return cost;
+    }
     return {name, 0, 0};
 }
 

@@ -98,7 +98,7 @@ def test_muon(gpu: str, precision: str, tmp_path: Path) -> None:
     """Muon's kernels between the others of a step: the same bits whatever waits, and in fp32 the losses of the CPU build. Both round float32's sums
     in another order (2^-24 of each). Muon enlarges what is smallest in a momentum by up to 3.4445^5 = 485, so a weight of size 1 may move by 485 of 2^-24
     in a step; 2^-12 of a loss leaves as much again for each of the steps and layers between."""
-    muon = ("--optimizer", "muon", "--lr", "2e-3")
+    muon = ("--optimizer", "muon")
     run, late = (train(tmp_path / name, gpu, precision, muon, **how) for name, how in (("run", {}), ("late", {"FAKE_LATE": "main"})))
     assert results(run) == results(late)
     assert len(re.findall("^muon_kernel", (run / "launches.txt").read_text(), re.MULTILINE)) >= 15
