@@ -181,12 +181,12 @@ def test_the_preset_by_the_size_of_the_images(run: Callable, make_data: Callable
 @pytest.mark.parametrize(
     ("given", "kept"),
     [
-        ("", {"predict": "x0", "min_snr_gamma": 5.0, "S_churn": 10.0}),
-        ("--objective flow", {"predict": "eps", "min_snr_gamma": 0.0, "S_churn": 10.0}),
-        ("--predict v", {"predict": "v", "min_snr_gamma": 0.0, "S_churn": 10.0}),
+        ("", {"predict": "x0", "min_snr_gamma": 5.0, "S_churn": 20.0}),
+        ("--objective flow", {"predict": "eps", "min_snr_gamma": 0.0, "S_churn": 20.0}),
+        ("--predict v", {"predict": "v", "min_snr_gamma": 0.0, "S_churn": 20.0}),
         ("--sampler ddim", {"predict": "x0", "min_snr_gamma": 5.0, "S_churn": 0.0}),
         ("--sampler heun", {"predict": "x0", "min_snr_gamma": 5.0, "S_churn": 0.0}),
-        ("--learn_sigma True --use_kl True", {"predict": "x0", "min_snr_gamma": 0.0, "S_churn": 10.0}),
+        ("--learn_sigma True --use_kl True", {"predict": "x0", "min_snr_gamma": 0.0, "S_churn": 20.0}),
     ],
 )
 def test_a_preset_does_not_stand_in_the_way(run: Callable, make_data: Callable, tmp_path: Path, given: str, kept: dict) -> None:
