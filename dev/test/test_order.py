@@ -53,6 +53,9 @@ def start(
 ) -> subprocess.CompletedProcess:
     folder.mkdir()
     describe(folder, gpu)
+    if "--num_gpus" in more:
+        with open(folder / "gpu.txt", "a") as description:
+            description.write(" count 2")
     (folder / "small.bin").write_bytes(data_bytes(make_images(8, 3), np.arange(8) % 3, 3))
     known = environment() | {"FAKE_GPU": "gpu.txt"} | variables
     return subprocess.run(
@@ -108,6 +111,17 @@ def test_muon(gpu: str, precision: str, tmp_path: Path) -> None:
         (folder / "small.bin").write_bytes((run / "small.bin").read_bytes())
         subprocess.run([binary_path("cpu"), *RUN, *muon], cwd=folder, env=environment(), check=True, capture_output=True)
         assert np.max(np.abs(losses(run) / losses(folder) - 1)) < 2**-12
+
+
+@pytest.mark.skipif(not BINARY.is_file() or b"fake NCCL: " not in BINARY.read_bytes(), reason="needs nccl.h")
+def test_muon_on_two_gpus(tmp_path: Path) -> None:
+    """A slice's border may cut a matrix, so each GPU needs the momentum of the other (fake_nccl.cpp)."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder, more in zip(folders, ((), ("--num_gpus", "2"))):
+        done = start(folder, "H200", "bf16", more=("--optimizer", "muon", *more))
+        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
+    one, two = map(results, folders)
+    assert one == two
 
 
 def test_other_sums(usual: Callable, tmp_path: Path) -> None:
