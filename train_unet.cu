@@ -74,36 +74,36 @@
 //  16720    21. The optimiser
 //  16723         adamw: norm of the gradient, the step's verdict, AdamW, averages
 //  16982         muon: directions for matrices of weights
-//  17217    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17220         groupnorm_backward
-//  17386         attention: forward and, where a has dout, backward
-//  17450         convolution: forward and input gradient
-//  17958         convolution: weight gradients
-//  18314    23. The GPU: memory, copies, repeated work
-//  18543    24. Between ranks: from device to device
+//  17233    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17236         groupnorm_backward
+//  17402         attention: forward and, where a has dout, backward
+//  17466         convolution: forward and input gradient
+//  17974         convolution: weight gradients
+//  18330    23. The GPU: memory, copies, repeated work
+//  18559    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 8307, run_program 8243, train 7581, run_step 7381, train_step 6356, load_batch 5367 (read_image 4942),
-//     send 18514 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18445):
+//     send 18530 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18461):
 //     step_gradients 6218: draw_levels 10410 (the formulas: draw_level 3883), forward_and_loss 6129,
 //     q_sample_forward 10624, unet_forward 3411, forward_layer 3396 (a function of the layer's kind),
-//     loss_forward_backward 10741, unet_backward 3482, conv_backward_weights 18307 (weight gradients, on the side
+//     loss_forward_backward 10741, unet_backward 3482, conv_backward_weights 18323 (weight gradients, on the side
 //     stream), finish_gradients 11863 (those of norms); with several ranks send_gradients (in step_gradients) and
 //     all_to_all (in the last section); sum_gradients 16775;
 //     judge_step 16823 (the verdict: judge_batch 5857), update_slice 6318, adamw_update 16953 (adamw_kernel 16898),
 //     next_step 16829, record_step 16835; later collect_steps 7334
 //   --optimizer muon: muon_updates 5971 says which weights; update_slice 6318, update_by_muon 6309 (with the formulas),
-//     muon_momentum 17015, orthogonalise 17196 (with muon_kernel above it), adamw_kernel 16898 (its `move`)
+//     muon_momentum 17014, orthogonalise 17212 (with muon_kernel above it), adamw_kernel 16898 (its `move`)
 //   pictures, from noise: sample_batch 4768, plan_route 4524, device_step 4572, euler_step 4318 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 17808 draws all of its roads):
-//     forward_conv 2428; conv_forward 17846, with conv_product above it, which asks conv_is_wgmma 17458;
-//     on Hopper, large images: pick_conv_tiles_3x3 17756; conv_tiles 15836, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 17824 draws all of its roads):
+//     forward_conv 2428; conv_forward 17862, with conv_product above it, which asks conv_is_wgmma 17474;
+//     on Hopper, large images: pick_conv_tiles_3x3 17772; conv_tiles 15836, with conv_tiles_kernel above it;
 //     Accumulators 9738 (its function multiply); Wgmma 9321;
-//     on Hopper, small images: pick_conv_small 17610; conv_small 16290, with conv_small_kernel and multiply_small above
+//     on Hopper, small images: pick_conv_small 17626; conv_small 16290, with conv_small_kernel and multiply_small above
 //     it; Wgmma 9321;
-//     on any other GPU pick_conv_halo_bf16 17525; conv_halo 14188, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 17541; conv_halo 14188, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 9121
 //   why several GPUs compute the bits of one: step_gradients 6218
 //   a nonlinearity beside SiLU, behind the norms: Nonlinearity 416, Silu 8359, with_nonlinearity 8369 (a case);
@@ -117,7 +117,7 @@
 //   an element type beside bf16: Element 310, with a list of all places in front of it: element_named 1370,
 //     take_aliases 1582, forward_and_loss 6129, ElementOf 8332, with_act 8597, act_has_wgmma 8609, unpack 8742,
 //     pack 8771, to_floats 8841, from_floats 8848, store_two 8853, mma 9121, tma_type 9467, adamw_kernel 16898,
-//     adamw_update 16953, pick_conv_gather 17572, conv_product 17808
+//     adamw_update 16953, pick_conv_gather 17588, conv_product 17824
 //   the settings, to their values: parse_command_line 1554, take_aliases 1582, complete_config 8225
 //     (apply_preset 1464, take_model_file 7953, take_ect_defaults 7983), take_data_shape 8020 (take_labels 8010),
 //     check_model 1827, check_run 1965
@@ -125,7 +125,7 @@
 //     by which factor, and where. plan_fp8 2980 and plan_fp8_gradients 2999 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3044 for samples, make_fp8_training 3086 for training; add_fp8_args 2198
 //     hands them to the layers. forward_conv 2428 and backward_conv 2439 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17908 makes an input gradient a forward convolution; conv_product_fp8 17839 picks the
+//     conv_backward_input_fp8 17924 makes an input gradient a forward convolution; conv_product_fp8 17855 picks the
 //     kernel, multiply_fp8 9772 and WgmmaFp8 9357 multiply; print_fp8 7276 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1443 (a flag's value), or of a function beside it whose name ends in
@@ -16997,19 +16997,18 @@ static __global__ void __launch_bounds__(256)
     if (threadIdx.x == 0) shared = adamw_factors(state, h).clip;
     __syncthreads();
     const float clip = shared;
-    auto mix = [](float m, float g) { return MUON_MOMENTUM * m + (1 - MUON_MOMENTUM) * g; };
+    auto four = [](float v) { return make_float4(v, v, v, v); };
+    auto mix = [&](float4 m, float4 g) { return m * four(MUON_MOMENTUM) + g * four(1 - MUON_MOMENTUM); };
     float4* const ms = (float4*)u.m;
     const size_t stride = (size_t)gridDim.x * 256;
     for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < own.owned() / 4; i += stride) {
         const size_t k = own.flat(4 * i) / 4;
-        if (4 * k >= own.n) break; // only padding follows after the last parameter
-        if (!u.is_matrix[k / 16]) continue;
-        const float4 sum = ((const float4*)u.sum)[k];
-        const float4 g = make_float4(sum.x * clip, sum.y * clip, sum.z * clip, sum.w * clip);
-        const float4 old = ms[i];
-        const float4 m = make_float4(mix(old.x, g.x), mix(old.y, g.y), mix(old.z, g.z), mix(old.w, g.w));
+        if (4 * k >= own.n) break;          // only padding follows after the last parameter
+        if (!u.is_matrix[k / 16]) continue; // AdamW's. 64 floats are 16 quads
+        const float4 g = ((const float4*)u.sum)[k] * four(clip);
+        const float4 m = mix(ms[i], g);
         ms[i] = m;
-        ((float4*)X)[k] = make_float4(mix(m.x, g.x), mix(m.y, g.y), mix(m.z, g.z), mix(m.w, g.w));
+        ((float4*)X)[k] = mix(m, g); // Nesterov: as if the same gradient came once more
     }
 }
 static void muon_momentum(float* X, const Update& u, const StepState* state, AdamW h, Slice own) {
@@ -17036,7 +17035,8 @@ struct MuonOperand {
 // MUON_K neighbouring values of k of an operand's tile, on their way from memory through registers to shared memory.
 // There element (row, k) lies at [row][k]. With MUON_PITCH floats from row to row, the 8-byte loads of
 // load_muon_fragments read from different banks. 128 threads copy 16 floats each.
-constexpr int MUON_K = 32, MUON_PITCH = MUON_K + 8;
+constexpr int MUON_K = 32;
+constexpr int MUON_PITCH = MUON_K + 8;
 typedef float MuonTileRows[MUON_TILE][MUON_PITCH];
 struct MuonCopy {
     float4 quads[4];
@@ -17050,6 +17050,7 @@ struct MuonCopy {
             quads[i] = is_inside ? *(const float4*)from * factors : make_float4(0, 0, 0, 0);
         }
     }
+    // Stores to shared memory. Along k a quad is stored at once. Along the rows its four floats go to four rows.
     INLINE void store(const MuonOperand& o, MuonTileRows& tile) const {
         UNROLL_FOR (int i = 0; i < 4; i++) {
             const int2 at = place(o, i);
@@ -17101,6 +17102,7 @@ static __global__ void __launch_bounds__(128)
                 bool is_first, bool is_last, const StepState* state) {
     await_previous_kernel();
     if (!state->ok) return;
+    // The matrix of this block, and the tile of a result that the block computes
     const MuonTile tile = tiles[blockIdx.x];
     const MuonMatrix m = matrices[tile.matrix];
     const size_t S = m.short_side();
@@ -17114,8 +17116,8 @@ static __global__ void __launch_bounds__(128)
     float inverse_norm = 1;   // 1 / |X| in the first iteration
     float inverse_square = 1; // 1 / |X|^2
     if (is_first && PRODUCT != MuonProduct::GRAM) {
-        __shared__ double shared;
-        if (threadIdx.x < 32) { // one warp adds up the trace (block_sum is for 1024 threads)
+        __shared__ double shared; // |X|^2
+        if (threadIdx.x < 32) {   // one warp adds up the trace (block_sum is for 1024 threads)
             double trace = 0;
             for (int i = threadIdx.x; i < (int)S; i += 32) trace += A[i * S + i];
             trace = warp_sum(trace);
@@ -17127,48 +17129,61 @@ static __global__ void __launch_bounds__(128)
         inverse_norm = is_zero ? 0 : (float)(1 / sqrt(shared));
     }
 
-    // The product is left right^T: element (i, j) is the sum over k of left(i, k) right(j, k).
-    MuonOperand left, right;
-    int K; // over how many values it sums
+    // The product is left right^T: element (i, j) is the sum over k of left(i, k) right(j, k). X_columns is X^T. A and
+    // B are symmetric, so each of them is its own transpose.
+    //
+    //                  X is wide           X is high
+    //   GRAM           X X^T               X^T X
+    //   POLYNOMIAL     A A                 A A
+    //   NEXT           B X                 X B
+    const MuonOperand X_rows{X, m.rows, columns, 1};
+    const MuonOperand X_columns{X, m.columns, 1, columns};
+    const MuonOperand A_rows{A, (int)S, S, 1, inverse_square};
+    const MuonOperand B_rows{B, (int)S, S, 1};
+    MuonOperand left = A_rows;
+    MuonOperand right = A_rows;
+    int K = (int)S; // over how many values the product sums
     if (PRODUCT == MuonProduct::GRAM) {
-        left = is_wide ? MuonOperand{X, m.rows, columns, 1} : MuonOperand{X, m.columns, 1, columns};
+        left = is_wide ? X_rows : X_columns;
         right = left;
         K = m.long_side();
-    } else if (PRODUCT == MuonProduct::POLYNOMIAL) {
-        left = right = MuonOperand{A, (int)S, S, 1, inverse_square}; // A is symmetric
-        K = (int)S;
-    } else {
-        left = is_wide ? MuonOperand{B, m.rows, S, 1} : MuonOperand{X, m.rows, columns, 1};
-        right = is_wide ? MuonOperand{X, m.columns, 1, columns} : MuonOperand{B, m.columns, S, 1}; // B is symmetric
-        K = (int)S;
+    }
+    if (PRODUCT == MuonProduct::NEXT) {
+        left = is_wide ? B_rows : X_rows;
+        right = is_wide ? X_columns : B_rows;
     }
 
     // The copies of the next MUON_K values of k are loaded while the warps multiply the current ones. A warp computes
     // 32 x 32 elements: 2 tiles of 16 rows by 4 tiles of 8 columns.
     __shared__ __align__(16) MuonTileRows lefts[2], rights[2];
     const int warp = threadIdx.x / 32;
-    const int warp_row = warp / 2 * 32;
-    const int warp_column = warp % 2 * 32;
-    float d[2 * 4][4] = {}; // tile (i, j) is d[4 i + j]
+    const int warp_row = warp / 2 * 32;    // in the block's tile
+    const int warp_column = warp % 2 * 32; // in the block's tile
+    float d[2 * 4][4] = {};                // the sums; tile (i, j) of the warp is d[4 i + j]
     MuonCopy left_copy, right_copy;
     left_copy.load(left, tile.row, 0);
     right_copy.load(right, tile.column, 0);
-    for (int k0 = 0, stage = 0; k0 < K; k0 += MUON_K, stage ^= 1) {
+    for (int step = 0; step < K / MUON_K; step++) {
+        const int stage = step % 2;
         left_copy.store(left, lefts[stage]);
         right_copy.store(right, rights[stage]);
         __syncthreads(); // one barrier is enough: the other stage was read before the warps came to it
-        if (k0 + MUON_K < K) {
-            left_copy.load(left, tile.row, k0 + MUON_K);
-            right_copy.load(right, tile.column, k0 + MUON_K);
+        const int next_k = (step + 1) * MUON_K;
+        if (next_k < K) {
+            left_copy.load(left, tile.row, next_k);
+            right_copy.load(right, tile.column, next_k);
         }
         UNROLL_FOR (int k = 0; k < MUON_K; k += 16) {
-            uint32_t a[2][4 * PARTS<T>], b[4][2 * PARTS<T>];
+            uint32_t a[2][4 * PARTS<T>];
+            uint32_t b[4][2 * PARTS<T>];
             float scale = load_muon_fragments<T, 16>(a, lefts[stage], warp_row, k);
             scale *= load_muon_fragments<T, 8>(b, rights[stage], warp_column, k);
             multiply<T, 2, 4>(d, 4, 1, a, b, scale);
         }
     }
 
+    // The sums become elements of the result, in pairs of neighbours in a row. Section 16 draws where the
+    // sums of a lane lie.
     const float scale = inverse_norm * (is_last ? muon_scale(m) : 1);
     const int g = threadIdx.x % 32 / 4;
     const int q = threadIdx.x % 4;
@@ -17180,7 +17195,7 @@ static __global__ void __launch_bounds__(128)
             const int column = tile.column + warp_column + i % 4 * 8 + 2 * q;
             if (row >= rows || column >= width) continue;
             const size_t at = (size_t)row * width + column;
-            const float x = d[i][2 * half];
+            const float x = d[i][2 * half]; // element (row, column), and y: the next one in the row
             const float y = d[i][2 * half + 1];
             if (PRODUCT == MuonProduct::GRAM) store_two(A + at, x, y);
             else if (PRODUCT == MuonProduct::POLYNOMIAL) {
@@ -17192,7 +17207,8 @@ static __global__ void __launch_bounds__(128)
         }
 }
 
-// Five iterations: X -> directions -> X -> directions -> X -> directions.
+// Launches five iterations. The first one reads X and writes directions, the next one reads directions and writes X,
+// and so on. So the fifth one writes directions. In each iteration, A and B lie in muon.squares.
 static void orthogonalise(float* directions, float* X, const MuonWork& muon, const StepState* state) {
     static_assert(MUON_ITERATIONS % 2, "the last iteration writes to directions");
     with_act([&]<class T>(T) {
