@@ -17176,9 +17176,9 @@ static __global__ void __launch_bounds__(128)
         UNROLL_FOR (int k = 0; k < MUON_K; k += 16) {
             uint32_t a[2][4 * PARTS<T>];
             uint32_t b[4][2 * PARTS<T>];
-            float scale = load_muon_fragments<T, 16>(a, lefts[stage], warp_row, k);
-            scale *= load_muon_fragments<T, 8>(b, rights[stage], warp_column, k);
-            multiply<T, 2, 4>(d, 4, 1, a, b, scale);
+            const float left_scale = load_muon_fragments<T, 16>(a, lefts[stage], warp_row, k);
+            const float right_scale = load_muon_fragments<T, 8>(b, rights[stage], warp_column, k);
+            multiply<T, 2, 4>(d, 4, 1, a, b, left_scale * right_scale);
         }
     }
 
