@@ -17004,7 +17004,7 @@ static __global__ void __launch_bounds__(256)
     for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < own.owned() / 4; i += stride) {
         const size_t k = own.flat(4 * i) / 4;
         if (4 * k >= own.n) break;          // only padding follows after the last parameter
-        if (!u.is_matrix[k / 16]) continue; // AdamW's. 64 floats are 16 quads
+        if (!u.is_matrix[k / 16]) continue; // AdamW updates this quad. (is_matrix has a byte for each 16 quads.)
         const float4 g = ((const float4*)u.sum)[k] * four(clip);
         const float4 m = mix(ms[i], g);
         ms[i] = m;
@@ -17157,8 +17157,8 @@ static __global__ void __launch_bounds__(128)
     // 32 x 32 elements: 2 tiles of 16 rows by 4 tiles of 8 columns.
     __shared__ __align__(16) MuonTileRows lefts[2], rights[2];
     const int warp = threadIdx.x / 32;
-    const int warp_row = warp / 2 * 32;    // in the block's tile
-    const int warp_column = warp % 2 * 32; // in the block's tile
+    const int warp_row = warp / 2 * 32;    // the warp's first row in the block's tile
+    const int warp_column = warp % 2 * 32; // the warp's first column
     float d[2 * 4][4] = {};                // the sums; tile (i, j) of the warp is d[4 i + j]
     MuonCopy left_copy, right_copy;
     left_copy.load(left, tile.row, 0);

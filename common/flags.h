@@ -187,7 +187,8 @@ PRESETS_SHARE(ADM,
 // What ./train_unet alone does, on a CPU and on a GPU: chosen by the pictures that a minute gives (docs/LEARNT.md,
 // "Recipes"). A network that sees squares of 2x2 pixels is four times as fast; one that predicts x_0, not noise,
 // leaves no grain in them. quick32 also learns the classes: guided by them, twice as many pictures are good. (If
-// quick32 is used without --preset and the data has no labels, the model learns no classes.)
+// quick32 is used without --preset and the data has no labels, the model learns no classes.) Its optimiser is Muon,
+// with which 2,000 steps do about as much as 4,000 with AdamW.
 PRESET(quick32, "--image_size 32 --in_channels 1 --patch_size 2 --num_channels 32 --channel_mult 1,2,2 "
                 "--num_res_blocks 1 --attention_resolutions 4 --num_head_channels 32 --conv_resample False "
                 "--use_scale_shift_norm True --class_cond True --class_dropout 0.1 --guidance_scale 2 "

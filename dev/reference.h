@@ -1858,7 +1858,7 @@ static inline void adamw_update(const Update& u, const StepState* state, AdamW h
         float* const m = u.m + first;
         float* const v = u.v + first;
         const float* const grads = u.sum + flat;
-        if (u.is_matrix && count && u.is_matrix[flat / 64]) { // Muon's
+        if (u.is_matrix && count && u.is_matrix[flat / 64]) { // this piece belongs to a matrix that Muon updates
             for (size_t i = 0; i < count; i++) {
                 params[i] = params[i] * decay - state->lr * u.directions[flat + i];
                 ema[i] = h.ema_rate * ema[i] + (1 - h.ema_rate) * params[i];

@@ -21,7 +21,7 @@ static void orthogonalise_v0(float* directions, float* X, float* A, float* B, Mu
     each(1, [=] HD(size_t) {
         double squares = 0;
         for (size_t i = 0; i < n; i++) squares += (double)from[i] * from[i];
-        A[0] = squares > 0 ? (float)(1 / sqrt(squares)) : 0;
+        A[0] = squares < MUON_SMALLEST ? 0 : (float)(1 / sqrt(squares));
     });
     each(n, [=] HD(size_t i) { to[i] = from[i] * A[0]; });
     for (int iteration = 0; iteration < MUON_ITERATIONS; iteration++) {
