@@ -6,136 +6,136 @@
 // Map (make map renews the line numbers)
 //    239  Part I. The program
 //    242     1. Types at the interface: what operations are called with
-//    750     2. The interface: all that the program asks of a device
-//   1118     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1219     4. Configuration: flags, presets, help, what can work and what cannot
-//   1981     5. The network: a list of layers, made of guided-diffusion's flags
-//   2966     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2976         FP8: buffers, factors, weights for samples
-//   3120         gradients, and buffers
-//   3382     7. Forward and backward: two walks over the list
-//   3514     8. Diffusion: noise schedules, objectives, samplers
-//   3813         the level of a training sample, drawn, and its share of the loss
-//   4287         samplers
-//   4853     9. Data: .bin files that may be larger than memory, the order of their images
-//   5414    10. Model files: weights and checkpoints, initial weights
-//   5774    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5789         the learning rate, the verdict on a step, averages of the weights
-//   5886         what a trainer holds
-//   6081         a step
-//   6425    12. A run: log, guard, checkpoints, resume, samples
-//   6451         the log in memory, as the page shows it
-//   6564         what a run holds
-//   6632         the log and the status line
-//   6824         checkpoints, snapshots and grids
-//   7092         the start of a run: new, from a file's weights, or resumed
-//   7330         the loop over the steps
-//   7449         a run from its first to its last line
-//   7625         samples, without a run
-//   7790    13. main: the command line, then a run or samples
-//   8108         what ranks must have in common
-//   8182         main
-//   8311  Part II. The device
-//   8314    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8396    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8466    16. The GPU: what all kernels share
-//   8535         Launches, which may overlap
-//   8581         Decisions: what kernels are chosen with
-//   8633         Single instructions: shared memory, mbarriers, clusters
-//   8722         Activations: pieces of 16 bytes
-//   9055         each_kernel: a thread for an element
-//   9069         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9236         Swizzle: how rows lie in shared memory
-//   9255         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9513         building blocks of Hopper's kernels (sm_90a)
-//   9822    17. Small operations: resampling, embeddings, diffusion
-//   9825         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10030         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10392         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10944    18. Group norm
-//  10947         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11519         groupnorm_backward_whole: an image's slab in shared memory
-//  11918    19. Attention
-//  12025         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12580         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12726         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13423    20. Convolution
-//  13469         ConvOut: results, 4 channels of a pixel at a time
-//  13714         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13782         conv_halo: 3x3, stride 1, any GPU
-//  14201         conv_gather: any kernel size and stride, any GPU
-//  14469         conv_few: the first and the last layer
-//  14648         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15243         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15367         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15851         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16304         conv_weight_tma: weight gradients (sm_90a)
-//  16605         FP8 in training: weights and gradients are rounded
-//  16720    21. The optimiser
-//  16723         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16982         muon: directions for matrices of weights
-//  17233    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17236         groupnorm_backward
-//  17402         attention: forward and, where a has dout, backward
-//  17466         convolution: forward and input gradient
-//  17974         convolution: weight gradients
-//  18330    23. The GPU: memory, copies, repeated work
-//  18559    24. Between ranks: from device to device
+//    756     2. The interface: all that the program asks of a device
+//   1125     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1226     4. Configuration: flags, presets, help, what can work and what cannot
+//   1988     5. The network: a list of layers, made of guided-diffusion's flags
+//   2973     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2983         FP8: buffers, factors, weights for samples
+//   3127         gradients, and buffers
+//   3390     7. Forward and backward: two walks over the list
+//   3522     8. Diffusion: noise schedules, objectives, samplers
+//   3821         the level of a training sample, drawn, and its share of the loss
+//   4295         samplers
+//   4861     9. Data: .bin files that may be larger than memory, the order of their images
+//   5422    10. Model files: weights and checkpoints, initial weights
+//   5782    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5797         the learning rate, the verdict on a step, averages of the weights
+//   5894         what a trainer holds
+//   6072         a step
+//   6419    12. A run: log, guard, checkpoints, resume, samples
+//   6445         the log in memory, as the page shows it
+//   6558         what a run holds
+//   6626         the log and the status line
+//   6818         checkpoints, snapshots and grids
+//   7086         the start of a run: new, from a file's weights, or resumed
+//   7325         the loop over the steps
+//   7444         a run from its first to its last line
+//   7620         samples, without a run
+//   7785    13. main: the command line, then a run or samples
+//   8103         what ranks must have in common
+//   8177         main
+//   8306  Part II. The device
+//   8309    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8391    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8461    16. The GPU: what all kernels share
+//   8530         Launches, which may overlap
+//   8576         Decisions: what kernels are chosen with
+//   8628         Single instructions: shared memory, mbarriers, clusters
+//   8717         Activations: pieces of 16 bytes
+//   9053         each_kernel: a thread for an element
+//   9067         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9234         Swizzle: how rows lie in shared memory
+//   9253         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9511         building blocks of Hopper's kernels (sm_90a)
+//   9820    17. Small operations: resampling, embeddings, diffusion
+//   9823         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10028         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10390         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10942    18. Group norm
+//  10945         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11517         groupnorm_backward_whole: an image's slab in shared memory
+//  11916    19. Attention
+//  12023         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12578         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12724         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13421    20. Convolution
+//  13467         ConvOut: results, 4 channels of a pixel at a time
+//  13712         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13780         conv_halo: 3x3, stride 1, any GPU
+//  14199         conv_gather: any kernel size and stride, any GPU
+//  14467         conv_few: the first and the last layer
+//  14646         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15241         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15365         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15849         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16302         conv_weight_tma: weight gradients (sm_90a)
+//  16603         FP8 in training: weights and gradients are rounded
+//  16718    21. The optimiser
+//  16721         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16979         muon: directions for matrices of weights
+//  17375    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17378         groupnorm_backward
+//  17544         attention: forward and, where a has dout, backward
+//  17608         convolution: forward and input gradient
+//  18116         convolution: weight gradients
+//  18472    23. The GPU: memory, copies, repeated work
+//  18701    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8307, run_program 8243, train 7581, run_step 7381, train_step 6356, load_batch 5367 (read_image 4942),
-//     send 18530 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18461):
-//     step_gradients 6218: draw_levels 10410 (the formulas: draw_level 3883), forward_and_loss 6129,
-//     q_sample_forward 10624, unet_forward 3411, forward_layer 3396 (a function of the layer's kind),
-//     loss_forward_backward 10741, unet_backward 3482, conv_backward_weights 18323 (weight gradients, on the side
-//     stream), finish_gradients 11863 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16775;
-//     judge_step 16823 (the verdict: judge_batch 5857), update_slice 6318, adamw_update 16953 (adamw_kernel 16898),
-//     next_step 16829, record_step 16835; later collect_steps 7334
-//   --optimizer muon: muon_updates 5971 says which weights; update_slice 6318, update_by_muon 6309 (with the formulas),
-//     muon_momentum 17014, orthogonalise 17212 (with muon_kernel above it), adamw_kernel 16898 (its `move`)
-//   pictures, from noise: sample_batch 4768, plan_route 4524, device_step 4572, euler_step 4318 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 17824 draws all of its roads):
-//     forward_conv 2428; conv_forward 17862, with conv_product above it, which asks conv_is_wgmma 17474;
-//     on Hopper, large images: pick_conv_tiles_3x3 17772; conv_tiles 15836, with conv_tiles_kernel above it;
-//     Accumulators 9738 (its function multiply); Wgmma 9321;
-//     on Hopper, small images: pick_conv_small 17626; conv_small 16290, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9321;
-//     on any other GPU pick_conv_halo_bf16 17541; conv_halo 14188, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9121
-//   why several GPUs compute the bits of one: step_gradients 6218
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 416, Silu 8359, with_nonlinearity 8369 (a case);
-//     BEHIND_NORMS, in front of add_norm 2656, chooses it. The embedding has SiLU as a layer: silu_forward 10310
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3740
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 533, and beside each other edm_question 3577,
-//     ask 3612, frame_of 3625, sigma_draws 3632, has_steps_of_t 3638; the head of their section lists the changes
-//   a kind of layer: forward_linear 2348 and what stands beside it, with a list of all places in front of
-//     LayerKind 2320; add_resblock 2708 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 8302, run_program 8238, train 7576, run_step 7376, train_step 6350, load_batch 5375 (read_image 4950),
+//     send 18672 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18603):
+//     step_gradients 6209: draw_levels 10408 (the formulas: draw_level 3891), forward_and_loss 6120,
+//     q_sample_forward 10622, unet_forward 3419, forward_layer 3404 (a function of the layer's kind),
+//     loss_forward_backward 10739, unet_backward 3490, conv_backward_weights 18465 (weight gradients, on the side
+//     stream), finish_gradients 11861 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16773;
+//     judge_step 16821 (the verdict: judge_batch 5865), update_slice 6313, adamw_update 16950 (adamw_kernel 16896),
+//     next_step 16827, record_step 16833; later collect_steps 7329
+//   --optimizer muon: muon_updates 5978 says which weights; update_slice 6313, update_by_muon 6304 (with the formulas),
+//     muon_momentum 17016, orthogonalise 17354 (with muon_kernel above it), adamw_kernel 16896 (its `move`)
+//   pictures, from noise: sample_batch 4776, plan_route 4532, device_step 4580, euler_step 4326 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 17966 draws all of its roads):
+//     forward_conv 2435; conv_forward 18004, with conv_product above it, which asks conv_is_wgmma 17616;
+//     on Hopper, large images: pick_conv_tiles_3x3 17914; conv_tiles 15834, with conv_tiles_kernel above it;
+//     Accumulators 9736 (its function multiply); Wgmma 9319;
+//     on Hopper, small images: pick_conv_small 17768; conv_small 16288, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9319;
+//     on any other GPU pick_conv_halo_bf16 17683; conv_halo 14186, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9119
+//   why several GPUs compute the bits of one: step_gradients 6209
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 416, Silu 8354, with_nonlinearity 8364 (a case);
+//     BEHIND_NORMS, in front of add_norm 2663, chooses it. The embedding has SiLU as a layer: silu_forward 10308
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3748
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 533, and beside each other edm_question 3585,
+//     ask 3620, frame_of 3633, sigma_draws 3640, has_steps_of_t 3646; the head of their section lists the changes
+//   a kind of layer: forward_linear 2355 and what stands beside it, with a list of all places in front of
+//     LayerKind 2327; add_resblock 2715 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 310, with a list of all places in front of it: element_named 1370,
-//     take_aliases 1582, forward_and_loss 6129, ElementOf 8332, with_act 8597, act_has_wgmma 8609, unpack 8742,
-//     pack 8771, to_floats 8841, from_floats 8848, store_two 8853, mma 9121, tma_type 9467, adamw_kernel 16898,
-//     adamw_update 16953, pick_conv_gather 17588, conv_product 17824
-//   the settings, to their values: parse_command_line 1554, take_aliases 1582, complete_config 8225
-//     (apply_preset 1464, take_model_file 7953, take_ect_defaults 7983), take_data_shape 8020 (take_labels 8010),
-//     check_model 1827, check_run 1965
-//   FP8 (--precision fp8): choose_fp8 2905 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 2980 and plan_fp8_gradients 2999 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3044 for samples, make_fp8_training 3086 for training; add_fp8_args 2198
-//     hands them to the layers. forward_conv 2428 and backward_conv 2439 choose between bf16 and FP8;
-//     conv_backward_input_fp8 17924 makes an input gradient a forward convolution; conv_product_fp8 17855 picks the
-//     kernel, multiply_fp8 9772 and WgmmaFp8 9357 multiply; print_fp8 7276 says whether it pays
+//   an element type beside bf16: Element 310, with a list of all places in front of it: element_named 1377,
+//     take_aliases 1589, forward_and_loss 6120, ElementOf 8327, with_act 8592, act_has_wgmma 8604, unpack 8737,
+//     pack 8766, to_floats 8836, from_floats 8843, store_two 8848, mma 9119, tma_type 9465, adamw_kernel 16896,
+//     adamw_update 16950, pick_conv_gather 17730, conv_product 17966
+//   the settings, to their values: parse_command_line 1561, take_aliases 1589, complete_config 8220
+//     (apply_preset 1471, take_model_file 7948, take_ect_defaults 7978), take_data_shape 8015 (take_labels 8005),
+//     check_model 1834, check_run 1972
+//   FP8 (--precision fp8): choose_fp8 2912 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 2987 and plan_fp8_gradients 3006 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3051 for samples, make_fp8_training 3093 for training; add_fp8_args 2205
+//     hands them to the layers. forward_conv 2435 and backward_conv 2446 choose between bf16 and FP8;
+//     conv_backward_input_fp8 18066 makes an input gradient a forward convolution; conv_product_fp8 17997 picks the
+//     kernel, multiply_fp8 9770 and WgmmaFp8 9355 multiply; print_fp8 7271 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
-//     refuse or must (host/files.h), of wrong 1443 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5584 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 4990, for a checkpoint's counters in check_resume 8076.
-//     unknown_word 1356 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1362.
-//     Two functions print a message while the run goes on: report_bad_step 7080 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6868 that a file could not be written yet.
-//     stop_run 6842 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     refuse or must (host/files.h), of wrong 1450 (a flag's value), or of a function beside it whose name ends in
+//     _unless. For a damaged header they stand in check_field 5592 and check_unused (host/files.h): look at their
+//     callers; for a data file also in take_data_fields 4998, for a checkpoint's counters in check_resume 8071.
+//     unknown_word 1363 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1369.
+//     Two functions print a message while the run goes on: report_bad_step 7074 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6862 that a file could not be written yet.
+//     stop_run 6836 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -681,40 +681,46 @@ struct Update {
     size_t plain;
     float *ema, *m, *v;
     const float* sum; // the sum of the ranks' gradients
-    // --optimizer muon (see the comments above update_by_muon). Without it both are null.
-    const uint8_t* is_matrix; // for each 64 floats of a flat array: 1 if they belong to a matrix that Muon updates
-    const float* directions;  // a flat array: for the elements of these matrices, what their update subtracts, per lr
+    // For each 64 floats of a flat array: 1 if they belong to a matrix that Muon updates. For the elements of these
+    // matrices, `sum` holds directions when adamw_update reads it (update_by_muon): the update subtracts lr times them.
+    // Without --optimizer muon, is_matrix is null.
+    const uint8_t* is_matrix;
 };
 
 // --optimizer muon. A matrix of weights (rows, columns) that Muon updates. A convolution's matrix has a row for each
 // output channel.
 struct MuonMatrix {
-    size_t offset;     // where its elements begin in a flat array
-    int rows, columns; // multiples of 32
-    size_t gram;       // where its square matrices (short_side, short_side) begin in an array of such squares
+    size_t offset;        // where its elements begin in a flat array
+    int rows, columns;    // multiples of 32
+    size_t square_offset; // where its square matrices (short_side, short_side) begin in an array of such squares
     HD int short_side() const { return rows < columns ? rows : columns; }
     HD int long_side() const { return rows < columns ? columns : rows; }
 };
-// The matrices in device memory, and how a GPU divides the products of all of them into tiles (see orthogonalise).
+// The matrices, and what a GPU needs to compute with them (prepare_muon). A GPU computes each product in tiles.
 struct MuonTile {
     int matrix, row, column; // the tile's matrix, and its first row and column in the result
 };
+struct MuonTiles { // the tiles of the results of all matrices
+    const MuonTile* list = nullptr;
+    int count = 0;
+    int tile_size = 0; // a tile has so many rows and columns
+};
 struct MuonWork {
-    std::vector<MuonMatrix> matrices; // the same list as on_device
-    const MuonMatrix* on_device = nullptr;
-    const MuonTile* square_tiles = nullptr; // of results (short_side, short_side)
-    const MuonTile* tiles = nullptr;        // of results (rows, columns)
-    int square_count = 0, count = 0;        // how many tiles these are
-    float* squares = nullptr;               // two such squares for each matrix: X X^T, and a polynomial of it
-    size_t squares_size = 0;                // how many floats each of the two has for all matrices together
+    std::vector<MuonMatrix> matrices;
+    size_t squares_size = 0; // how many numbers the squares (short_side, short_side) of all matrices have together
+    // These are in the GPU's memory:
+    const MuonMatrix* on_device = nullptr; // the same list of matrices
+    MuonTiles square_tiles;                // of results (short_side, short_side)
+    MuonTiles tiles;                       // of results (rows, columns)
+    act* X = nullptr;                      // a flat array
+    act *A = nullptr, *B = nullptr;        // squares: for each matrix X X^T, and a polynomial of it
 };
 // Muon's constants (Jordan et al. 2024): the decay of the momentum, and the polynomial that is applied five times.
 constexpr float MUON_MOMENTUM = 0.95f;
 constexpr int MUON_ITERATIONS = 5;
 constexpr float MUON_A = 3.4445f, MUON_B = -4.7750f, MUON_C = 2.0315f;
-constexpr int MUON_TILE = 64; // a tile of a product has so many rows and columns
-// If |X|^2 is below this number, X is what rounding has left of a gradient of 0, and the matrix is not updated.
-// (Products of numbers as small as X's elements could not be computed in fp32, either.)
+// If |X|^2 is below this number, X is only what rounding has left of a gradient of 0. Then the direction is 0, and only
+// the weight decay changes the matrix.
 constexpr double MUON_SMALLEST = 1e-28;
 // Returns the factor that makes Muon's updates about as large as AdamW's (Liu et al. 2025, eq. 4).
 HD static inline float muon_scale(const MuonMatrix& m) { return 0.2f * sqrtf((float)m.long_side()); }
@@ -997,9 +1003,10 @@ static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice
 // muon_momentum updates the momentum, u.m, of this rank's part of Muon's matrices. Then it writes the Nesterov momentum
 // to X, a flat array, which may be u.sum.
 static void muon_momentum(float* X, const Update& u, const StepState* state, AdamW h, Slice own);
-// For each of Muon's matrices, computes from its momentum X the direction of its update. X and directions are flat
-// arrays. X is overwritten.
-static void orthogonalise(float* directions, float* X, const MuonWork& muon, const StepState* state);
+// For each of Muon's matrices, replaces the momentum X by the direction of the matrix's update. X is a flat array.
+static void orthogonalise(float* X, const MuonWork& muon, const StepState* state);
+// Allocates what `orthogonalise` needs on a GPU. flat_size: the length of a flat array.
+static void prepare_muon(MuonWork* muon, size_t flat_size);
 // Updates one of the other averages of the weights (ema_step). adamw_update updates the first one.
 static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own);
 static void cast_params(act* copy, const float* params, size_t n);
@@ -3321,10 +3328,11 @@ static void check_memory(UNet* net, bool training) {
     const double GIB = 0x1p30;
     // For sampling, a parameter needs at most a weight, its copy, and a copy in FP8. For training it needs a weight, a
     // gradient, two moments, an average, copies of the weight and of the average, and two copies in FP8. Muon also
-    // needs a direction and, for each matrix, two squares, which are together smaller than two such matrices.
+    // needs a copy of the momentum and, for each matrix, two squares, which are together smaller than two such
+    // matrices.
     const size_t fp8_bytes = net->config.precision == "fp8" ? bytes_of(Element::FP8) : 0;
     const size_t sampling_bytes = sizeof(float) + act_bytes() + fp8_bytes;
-    const size_t muon_bytes = net->config.muon() ? 3 * sizeof(float) : 0;
+    const size_t muon_bytes = net->config.muon() ? 3 * act_bytes() : 0;
     const size_t training_bytes = 5 * sizeof(float) + 2 * act_bytes() + 2 * fp8_bytes + muon_bytes;
     const size_t param_bytes = training ? training_bytes : sampling_bytes;
     const double weights = net->flat_size * param_bytes / GIB;
@@ -5919,7 +5927,6 @@ struct Trainer {
     // --optimizer muon
     MuonWork muon;      // the matrices that Muon updates
     uint8_t* is_matrix; // see Update; null: AdamW updates all parameters
-    float* directions;  // a flat array, see Update
 
     double* squares;            // for each stretch (see Slice), the sum of the squares of the step's gradient
     StepState *state, *records; // the state after the newest step, and the states after the latest RECORDS steps
@@ -5974,7 +5981,7 @@ static bool muon_updates(const Param& p) {
     return p.shape.size() >= 2 && !at_an_end && !of_a_condition;
 }
 
-// Sets tr->muon, tr->is_matrix and tr->directions.
+// Sets tr->muon and tr->is_matrix.
 static void make_muon(Trainer* tr) {
     MuonWork& muon = tr->muon;
     std::vector<uint8_t> is_matrix(tr->own.whole() / 64);
@@ -5988,24 +5995,8 @@ static void make_muon(Trainer* tr) {
         muon.squares_size += (size_t)m.short_side() * m.short_side();
         muon.matrices.push_back(m);
     }
-    std::vector<MuonTile> square_tiles, tiles;
-    for (int i = 0; i < (int)muon.matrices.size(); i++) {
-        const MuonMatrix& m = muon.matrices[i];
-        auto cut = [&](std::vector<MuonTile>* list, int rows, int columns) {
-            for (int row = 0; row < rows; row += MUON_TILE)
-                for (int column = 0; column < columns; column += MUON_TILE) list->push_back({i, row, column});
-        };
-        cut(&square_tiles, m.short_side(), m.short_side());
-        cut(&tiles, m.rows, m.columns);
-    }
-    muon.on_device = device_copy(muon.matrices);
-    muon.square_tiles = device_copy(square_tiles);
-    muon.tiles = device_copy(tiles);
-    muon.square_count = (int)square_tiles.size();
-    muon.count = (int)tiles.size();
-    muon.squares = device_alloc<float>(2 * muon.squares_size);
     tr->is_matrix = device_copy(is_matrix);
-    tr->directions = device_alloc<float>(tr->own.whole());
+    prepare_muon(&muon, tr->own.whole());
 }
 
 // Makes the network and all arrays of a trainer. The arrays are zero; start_weights or restore fills them.
@@ -6295,21 +6286,25 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
 //   W = (1 - lr weight_decay) W - lr scale orthogonal(X)      scale: muon_scale
 //
 // orthogonal(X) has the same singular vectors as X, but all its singular values are about 1. So a step changes W by
-// about the same amount in each of these directions, also in those in which the gradient is small. The singular values
-// are not computed. Five times, X is replaced by an odd polynomial of itself, which maps values from (0, 1] to about 1:
+// about the same amount along each singular vector, also where the gradient is small. The singular values are not
+// computed. Five times, X is replaced by an odd polynomial of itself. Together, the five steps map values from 0.0015
+// to 1 to values between 0.68 and 1.21. Smaller values stay smaller, but grow by a factor of up to 485.
 //
 //   X = X / |X|           |X|: the root of the sum of squares, so no singular value is above 1. X = 0 if |X| < 1e-14
 //   A = X X^T             (X^T X, if X has more rows than columns)
 //   X = a X + (b A + c A A) X
 //
-// This function computes orthogonal(X) for the matrices of the whole network. A matrix may be cut by the borders of the
-// ranks' slices. So each rank computes X for its slice, all ranks exchange X, and each rank computes all directions.
-// X takes the memory of tr->sum. At the places of this rank's slice, the gradients of matrices are not needed any more,
-// and at the other ranks' places the received gradients have been added up already.
+// This function computes scale orthogonal(X), which is called the direction of the update, for the matrices of the
+// whole network. A matrix may be cut by the borders of the ranks' slices. So each rank computes X for its slice, all
+// ranks exchange X, and each rank computes all directions. X takes the memory of tr->sum, and so do the directions
+// afterwards. At the places of this rank's slice, the gradients of matrices are not needed any more, and at the other
+// ranks' places the received gradients have been added up already. The gradients of other parameters stay in tr->sum
+// at the places of this rank's slice, for AdamW. (The exchange sends them, too, but no rank uses what it receives of
+// them.)
 static void update_by_muon(Trainer* tr, const Update& update) {
     muon_momentum(tr->sum, update, tr->state, tr->adamw, tr->own);
     if (world.size > 1) gather(tr->sum, nullptr, STRETCH * sizeof(float), tr->own, tr->own.n);
-    orthogonalise(tr->directions, tr->sum, tr->muon, tr->state);
+    orthogonalise(tr->sum, tr->muon, tr->state);
     mark({"AdamW, EMA"});
 }
 
@@ -6328,7 +6323,6 @@ static void update_slice(Trainer* tr) {
     update.v = tr->v;
     update.sum = tr->sum;
     update.is_matrix = tr->is_matrix;
-    update.directions = tr->directions;
     if (c.muon()) update_by_muon(tr, update);
     adamw_update(update, tr->state, tr->adamw, own);
     for (size_t k = 1; k < tr->emas.size(); k++) ema_update(tr->emas[k], tr->params, tr->state, c.emas[k], own);
@@ -7245,8 +7239,9 @@ static void print_memory(const Config& c, const UNet& net) {
     // What the allocated memory is used for. `rest` is the memory that belongs to none of the other uses.
     const double all = device_bytes / GIB;
     const double weights = array + c.emas.size() * slice + copies;
-    const double grads = world.size > 1 ? 2 * array : array;   // a rank also receives gradients from other ranks
-    const double moments = 2 * slice + (c.muon() ? array : 0); // Muon's directions count as a third moment
+    const double grads = world.size > 1 ? 2 * array : array; // a rank also receives gradients from other ranks
+    double moments = 2 * slice;
+    if (c.muon()) moments += (double)net.flat_size * act_bytes() / GIB; // the copy of Muon's momentum
     const double arena = net.arena_bytes / GIB;
     const double rest = all - weights - grads - moments - arena;
     printf("memory: %.2f GiB: weights and EMA %.2f, gradients %.2f, moments %.2f, "
@@ -8851,6 +8846,9 @@ template <> INLINE uint2 from_floats<bf16>(float4 v) { return make_uint2(pack_bf
 // Stores two neighbouring elements, rounded to the type of `to`.
 INLINE void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a, b); }
 INLINE void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
+// Loads two neighbouring elements.
+INLINE float2 load_two(const bf16* p) { return unpack_bf16(*(const uint32_t*)p); }
+INLINE float2 load_two(const float* p) { return *(const float2*)p; }
 template <class T> INLINE float4 load4(const T* p) { return to_floats<T>(*(const Four<T>*)p); }
 
 // Writes 8 or 16 bytes by one instruction. The compiler may split an ordinary store into two smaller ones. Then each of
@@ -16889,8 +16887,8 @@ INLINE AdamWFactors adamw_factors(const StepState* state, const AdamW& h) {
 //
 // A thread updates four neighbouring weights at a time. They are elements 4 i ... 4 i + 3 of the slice's arrays (ema, m
 // and v), and elements 4 k ... 4 k + 3 of the flat arrays (params, copy, sum).
-// With MUON, the elements of Muon's matrices have another update: p = decay p - lr direction. Their m has been updated
-// by muon_momentum_kernel, and their v is not used.
+// With MUON, the elements of Muon's matrices have another update: p = decay p - lr direction. Their directions are in
+// `sum`, their m has been updated by muon_momentum_kernel, and their v is not used.
 // u is a __grid_constant__, so it stays in constant memory. Without this the compiler would copy u to local memory,
 // because the index r in u.params.at[r] is only known at run time.
 template <bool MUON>
@@ -16926,11 +16924,10 @@ static __global__ void __launch_bounds__(256)
             e = h.ema_rate * e + (1 - h.ema_rate) * p;
         };
         if (MUON && u.is_matrix[k / 16]) { // 64 floats are 16 quads
-            const float4 direction = ((const float4*)u.directions)[k];
-            move(p.x, e.x, direction.x);
-            move(p.y, e.y, direction.y);
-            move(p.z, e.z, direction.z);
-            move(p.w, e.w, direction.w);
+            move(p.x, e.x, sum.x);
+            move(p.y, e.y, sum.y);
+            move(p.z, e.z, sum.z);
+            move(p.w, e.w, sum.w);
         } else {
             update(p.x, e.x, m.x, v.x, sum.x);
             update(p.y, e.y, m.y, v.y, sum.y);
@@ -16982,10 +16979,15 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 // --- muon: directions for matrices of weights
 // Used when: --optimizer muon, after judge_step and before adamw_kernel.
 // How: update_by_muon has the formulas. A launch computes one product for all matrices of the network, because a single
-//   matrix has too little work for a GPU: 5 times 3 launches. A block computes one tile of a result, of MUON_TILE rows
-//   and columns. A sum is computed by one block, in a fixed order, so the bits repeat.
-// Costs: with S and L for a matrix's short and long side, 5 (4 S S L + 2 S S S) operations on the tensor cores. The
-//   operands are read as fp32 and rounded to the type of the activations (fp32 is multiplied as two parts).
+//   matrix has too little work for a GPU. A block computes one tile of a result, of 128 x 128 or 64 x 64 elements.
+//   A sum is computed by one block, in a fixed order, so the bits repeat. The operands pass through a ring of stages in
+//   shared memory, as in the portable convolutions of section 20, whose parts are used here, too (FragmentA,
+//   load_fragment, take_apart_copies). X, A and B are stored in the type of the activations, T, but directions always
+//   as floats. A and B are symmetric, so only the tiles on the diagonal and above it are computed, and each element is
+//   stored at two places.
+//   In the names of these parts, "channels" are here the 64 neighbouring numbers of a line.
+// Costs: with S and L for a matrix's short and long side, 16 S S L + 5 S S S operations on the tensor cores. (A
+//   multiplication and an addition count as two. S S L of them are for the norm.)
 
 // Computes Nesterov's momentum of this rank's part of Muon's matrices. For the elements of these matrices u.is_matrix
 // is 1. A thread computes four neighbouring floats at a time, as in adamw_kernel. X may be the same array as u.sum.
@@ -17023,208 +17025,348 @@ enum class MuonProduct {
     NEXT        // a X + B X, or a X + X B
 };
 
-// An operand of a product, in memory: `rows` rows of K floats, along which the product sums. Element (row, k) is
-// factor * p[row row_step + k k_step]. One of the two steps is 1.
-struct MuonOperand {
-    const float* p;
-    int rows;
-    size_t row_step, k_step;
-    float factor = 1;
-};
-
-// MUON_K neighbouring values of k of an operand's tile, on their way from memory through registers to shared memory.
-// There element (row, k) lies at [row][k]. With MUON_PITCH floats from row to row, the 8-byte loads of
-// load_muon_fragments read from different banks. 128 threads copy 16 floats each.
-constexpr int MUON_K = 32;
-constexpr int MUON_PITCH = MUON_K + 8;
-typedef float MuonTileRows[MUON_TILE][MUON_PITCH];
-struct MuonCopy {
-    float4 quads[4];
-    // Loads from memory. Rows after the operand's last row are zero.
-    INLINE void load(const MuonOperand& o, int first_row, int k) {
-        UNROLL_FOR (int i = 0; i < 4; i++) {
-            const int2 at = place(o, i);
-            const bool is_inside = first_row + at.x < o.rows;
-            const float* from = o.p + (first_row + at.x) * o.row_step + (k + at.y) * o.k_step;
-            const float4 factors = make_float4(o.factor, o.factor, o.factor, o.factor);
-            quads[i] = is_inside ? *(const float4*)from * factors : make_float4(0, 0, 0, 0);
-        }
-    }
-    // Stores to shared memory. Along k a quad is stored at once. Along the rows its four floats go to four rows.
-    INLINE void store(const MuonOperand& o, MuonTileRows& tile) const {
-        UNROLL_FOR (int i = 0; i < 4; i++) {
-            const int2 at = place(o, i);
-            if (o.k_step == 1) *(float4*)&tile[at.x][at.y] = quads[i];
-            else {
-                tile[at.x][at.y] = quads[i].x;
-                tile[at.x + 1][at.y] = quads[i].y;
-                tile[at.x + 2][at.y] = quads[i].z;
-                tile[at.x + 3][at.y] = quads[i].w;
-            }
-        }
-    }
-    // Returns the row (x) and the k (y) of the first float of this thread's i-th quad. Neighbouring threads copy
-    // neighbouring quads in memory.
-    static INLINE int2 place(const MuonOperand& o, int i) {
-        const int quad = threadIdx.x + 128 * i;
-        if (o.k_step == 1) return make_int2(quad / (MUON_K / 4), quad % (MUON_K / 4) * 4);
-        return make_int2(quad % (MUON_TILE / 4) * 4, quad / (MUON_TILE / 4));
-    }
-};
-
-// Loads N fragments, as mma's drawing shows them (section 16). Each has ROWS rows and 16 values of k. The rows begin at
-// row `first` of the tile. R: how many registers a fragment has. Returns the factor that undoes the scale of split
-// floats.
-template <class T, int ROWS, int N, int R>
-INLINE float load_muon_fragments(uint32_t (&x)[N][R], const MuonTileRows& tile, int first, int k) {
-    const int g = threadIdx.x % 32 / 4;
-    const int q = threadIdx.x % 4;
-    UNROLL_FOR (int n = 0; n < N; n++)
-        UNROLL_FOR (int i = 0; i < ROWS / 4; i++) { // i: the register of a fragment whose elements have one part
-            const int row = first + n * ROWS + g + (ROWS == 16 ? i % 2 * 8 : 0);
-            const int column = k + 2 * q + (ROWS == 16 ? i / 2 : i) * 8;
-            const float2 v = *(const float2*)&tile[row][column];
-            if constexpr (PARTS<T> == 1) x[n][i] = pack_pair<T>(v.x, v.y);
-            else {
-                x[n][2 * i] = __float_as_uint(v.x);
-                x[n][2 * i + 1] = __float_as_uint(v.y);
-            }
-        }
-    return take_apart_fragments<T>(x);
-}
-
-// One product of an iteration, for all matrices. grid: the tiles of the results. The first iteration divides by |X|:
-// GRAM computes X X^T before the division. Its trace is |X|^2, so the norm needs no kernel of its own. POLYNOMIAL
-// divides A by |X|^2 as it reads A, because A A could be too small for fp32. NEXT divides its result by |X|.
-template <class T, MuonProduct PRODUCT>
-static __global__ void __launch_bounds__(128)
-    muon_kernel(float* next, const float* X, float* A, float* B, const MuonMatrix* matrices, const MuonTile* tiles,
-                bool is_first, bool is_last, const StepState* state) {
+// Copies X, a flat array, to Y in type T. grid: the tiles of the matrices. If A is not null, each matrix is divided by
+// |X|. A holds the squares X X^T (or X^T X), and the trace of such a square is |X|^2.
+template <class T>
+static __global__ void __launch_bounds__(256)
+    muon_copy_kernel(T* Y, const float* X, const T* A, const MuonMatrix* matrices, MuonTiles tiles,
+                     const StepState* state) {
     await_previous_kernel();
     if (!state->ok) return;
-    // The matrix of this block, and the tile of a result that the block computes
+    const MuonTile tile = tiles.list[blockIdx.x];
+    const MuonMatrix m = matrices[tile.matrix];
+    __shared__ float factor;
+    if (threadIdx.x == 0) factor = 1;
+    if (A && threadIdx.x < 32) { // one warp adds up the trace
+        const T* const square = A + m.square_offset;
+        const size_t S = m.short_side();
+        double trace = 0;
+        for (size_t i = threadIdx.x; i < S; i += 32) trace += (float)square[i * S + i];
+        trace = warp_sum(trace);
+        const bool is_zero = trace < MUON_SMALLEST; // then the direction is 0
+        if (threadIdx.x == 0) factor = is_zero ? 0 : (float)(1 / sqrt(trace));
+    }
+    __syncthreads();
+    const float4 factors = make_float4(factor, factor, factor, factor);
+    const int quads = tiles.tile_size / 4; // of a row of the tile
+    for (int i = threadIdx.x; i < tiles.tile_size * quads; i += 256) {
+        const int row = tile.row + i / quads;
+        const int column = tile.column + i % quads * 4;
+        if (row >= m.rows || column >= m.columns) continue;
+        const size_t at = m.offset + (size_t)row * m.columns + column;
+        store4(Y + at, load4(X + at) * factors);
+    }
+}
+
+// An operand of a product: `rows` rows of K numbers, along which the product sums. In memory it consists of lines,
+// which begin `pitch` numbers apart.
+//   not TRANSPOSED   a line holds one row: its values for k = 0, 1, 2, ...
+//   TRANSPOSED       a line holds one k: its values for the rows 0, 1, 2, ...
+template <class T_, bool TRANSPOSED_> struct MuonOperand {
+    typedef T_ T;
+    static constexpr bool TRANSPOSED = TRANSPOSED_;
+    const T* p;
+    int rows, K, pitch;
+};
+
+// A tile of a result has 64 N rows and 64 N columns. For it, slices of the operands pass through a ring of stages. A
+// slice is 64 N rows x 64 k. In shared memory it consists of 64 N lines of 64 numbers. If TRANSPOSED and N = 2, the
+// first 64 lines hold the first 64 rows of each k, and the other 64 lines hold the other 64 rows.
+//
+//     a stage:   | left operand: 64 N lines | right operand: 64 N lines |
+template <class T, int N> struct MuonRing {
+    static constexpr int LINE_BYTES = 64 * sizeof(T);
+    static constexpr int SLICE_BYTES = 64 * N * LINE_BYTES;
+    static constexpr int STAGE_BYTES = 2 * SLICE_BYTES;
+    static constexpr int STAGES = STAGE_BYTES <= 16 * 1024 ? 4 : 3;
+    static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES;
+    // Blocks that fit on a multiprocessor of Hopper. This limits the registers of a thread.
+    static constexpr int PER_SM = STAGE_BYTES <= 16 * 1024 ? 3 : 2;
+    static_assert(SHARED_BYTES <= RTX_30.shared_per_block, "the least that a GPU of sm_80 or later has");
+};
+
+// One side of a product, left or right: which parts of the operand's slices this thread copies, and which addresses it
+// gives to ldmatrix. A thread copies one chunk (8 numbers) of every 16th line. Fragments of the left operand are A of
+// mma's drawing (section 16), and those of the right operand are B.
+template <class Operand, int N, bool IS_LEFT> struct MuonSide {
+    typedef typename Operand::T T;
+    static constexpr bool TRANSPOSED = Operand::TRANSPOSED;
+    static constexpr int LINE_BYTES = MuonRing<T, N>::LINE_BYTES;
+    const Operand& operand;
+    const int first_row; // the first row of the operand that this block multiplies
+    const uint32_t base; // the address of the slice in stage 0
+    // The address that this lane gives to ldmatrix for the warp's first fragment in stage 0
+    const uint32_t lane_place;
+    const int chunk = (int)threadIdx.x % 8;
+    const int line = (int)threadIdx.x / 8;
+    // The address that this thread's first chunk is copied to in stage 0. All lines that the thread copies have the
+    // same swizzle key.
+    const uint32_t place = base + line * LINE_BYTES + chunk_place<T>(chunk, line & 7);
+
+    // warp_row: the first of these rows that this warp multiplies, counted from first_row
+    INLINE MuonSide(const Operand& operand, int first_row, int warp_row, uint32_t base)
+        : operand(operand), first_row(first_row), base(base), lane_place(base + lane_offset(warp_row)) {}
+
+    // Returns lane_place - base. ldmatrix loads four matrices of 8 x 8 numbers: two neighbouring chunks of lines 0-7,
+    // and the same two of lines 8-15. A and B need these matrices in different orders. If the operand is TRANSPOSED,
+    // lines and chunks change places.
+    //
+    //                                        matrix 0     matrix 1     matrix 2     matrix 3
+    //   A of rows, B of TRANSPOSED lines     lines 0-7    lines 8-15   lines 0-7    lines 8-15
+    //                                        chunk 0      chunk 0      chunk 1      chunk 1
+    //   B of rows, A of TRANSPOSED lines     lines 0-7    lines 0-7    lines 8-15   lines 8-15
+    //                                        chunk 0      chunk 1      chunk 0      chunk 1
+    static INLINE uint32_t lane_offset(int warp_row) {
+        const int lane = threadIdx.x % 32;
+        const int matrix = lane / 8; // the matrix that this lane gives an address of
+        constexpr bool LINES_FIRST = IS_LEFT != TRANSPOSED;
+        const int line = lane % 8 + 8 * (LINES_FIRST ? matrix % 2 : matrix / 2);
+        const int chunk = LINES_FIRST ? matrix / 2 : matrix % 2;
+        // Where the warp's rows begin in the slice
+        const int first_line = TRANSPOSED ? warp_row / 64 * 64 : warp_row;
+        const int first_chunk = TRANSPOSED ? warp_row % 64 / 8 : 0;
+        return (first_line + line) * LINE_BYTES + chunk_place<T>(first_chunk + chunk, line & 7);
+    }
+    // Starts the copies of the slice that begins at k. What lies outside of the operand becomes zeros.
+    INLINE void copy(uint32_t stage, int k) const {
+        UNROLL_FOR (int i = 0; i < 4 * N; i++) {
+            // The first of the chunk's numbers belongs to this row and this k.
+            const int of_row = first_row + (TRANSPOSED ? i / 4 * 64 + 8 * chunk : line + 16 * i);
+            const int of_k = k + (TRANSPOSED ? line + i % 4 * 16 : 8 * chunk);
+            const bool is_inside = of_row < operand.rows && of_k < operand.K;
+            const size_t at_line = TRANSPOSED ? of_k : of_row;
+            const size_t at = at_line * operand.pitch + (TRANSPOSED ? of_row : of_k);
+            const T* const from = operand.p + (is_inside ? at : 0);
+            copy_channels(place + stage, i * 16 * LINE_BYTES, from, is_inside);
+        }
+    }
+    // Returns a function for take_apart_copies. That function calls f(address) for each chunk that this thread copies.
+    INLINE auto own_places(uint32_t stage) const { return places<4 * N, 16 * LINE_BYTES>(place + stage); }
+
+    // Loads the warp's fragments for k ... k + 15 of a slice. A fragment A has 16 rows, and a fragment B has 8.
+    template <int F, int R> INLINE void load(uint32_t (&fragments)[F][R], uint32_t stage, int k) const {
+        constexpr int AT_ONCE = IS_LEFT ? 1 : 2;
+        UNROLL_FOR (int i = 0; i < F; i += AT_ONCE) {
+            const int row = 16 * i / AT_ONCE;
+            const uint32_t from = channels_on<T>(lane_place + stage, TRANSPOSED ? row : k);
+            const int offset = (TRANSPOSED ? k : row) * LINE_BYTES;
+            if constexpr (IS_LEFT) load_fragment<T, TRANSPOSED>(fragments[i], from, offset);
+            else load_fragments<T, TRANSPOSED>(fragments[i], fragments[i + 1], from, offset);
+        }
+    }
+};
+
+// Adds to `sums` this warp's part of a tile of left right^T. Element (i, j) is the sum over k of
+// left(i, k) right(j, k). The block has 2 x 2 warps. Each computes 32 N x 32 N elements: 2 N x 4 N fragments.
+// row and column: where the tile begins in the result.
+template <class T, int N, class Left, class Right>
+INLINE void muon_multiply(float (&sums)[2 * N][4 * N][4], const Left& left, const Right& right, int row, int column) {
+    using Ring = MuonRing<T, N>;
+    extern __shared__ __align__(256) unsigned char stages[]; // a multiple of LINE_BYTES: see channels_on
+    const uint32_t base = shared_address(stages);
+    const int warp = threadIdx.x / 32;
+    const MuonSide<Left, N, true> left_side(left, row, warp / 2 * 32 * N, base);
+    const MuonSide<Right, N, false> right_side(right, column, warp % 2 * 32 * N, base + Ring::SLICE_BYTES);
+    const int slices = ceil_div(left.K, 64);
+    auto stage_of = [](int slice) { return (uint32_t)slice % Ring::STAGES * Ring::STAGE_BYTES; };
+    auto copy_slice = [&](int slice) {
+        if (slice < slices) {
+            left_side.copy(stage_of(slice), slice * 64);
+            right_side.copy(stage_of(slice), slice * 64);
+        }
+        copies_committed();
+    };
+    for (int slice = 0; slice < Ring::STAGES - 1; slice++) copy_slice(slice);
+    float left_scale = 1; // the factors that undo the scales of split floats
+    float right_scale = 1;
+    for (int slice = 0; slice < slices; slice++) {
+        const uint32_t stage = stage_of(slice);
+        copies_arrived<Ring::STAGES - 2>();
+        take_apart_copies<T, 4>(left_scale, left_side.own_places(stage), right_scale, right_side.own_places(stage));
+        __syncthreads(); // all threads' copies of this slice have arrived, and all have finished the previous slice
+        copy_slice(slice + Ring::STAGES - 1);
+        UNROLL_FOR (int k = 0; k < 64; k += 16) {
+            FragmentA<T> a[2 * N];
+            FragmentB<T> b[4 * N];
+            left_side.load(a, stage, k);
+            right_side.load(b, stage, k);
+            multiply<T, 2 * N, 4 * N>(sums[0], 4 * N, 1, a, b, left_scale * right_scale);
+        }
+    }
+}
+
+// Where X lies, in one of two arrays. In muon.X, a flat array of T, a matrix begins at number m.offset (`spread` is 1).
+// In tr->sum, a flat array of floats, a matrix of T begins at the address of float number m.offset. Counted in bf16,
+// this is number 2 m.offset (`spread` is 2). The bf16 matrix fills the first half of its floats' memory.
+template <class T> struct MuonX {
+    T* p;
+    int spread;
+    INLINE T* matrix(const MuonMatrix& m) const { return p + spread * m.offset; }
+};
+// What an iteration reads and writes. The last one multiplies its result by muon_scale, and writes it as floats.
+template <class T> struct MuonIteration {
+    MuonX<T> X, next;
+    T *A, *B;
+    bool is_last;
+};
+
+// Stores an element of a symmetric matrix (S, S) at both of its places.
+template <class T> INLINE void store_symmetric(T* matrix, int S, int row, int column, float v) {
+    matrix[(size_t)row * S + column] = (T)v;
+    matrix[(size_t)column * S + row] = (T)v;
+}
+
+// One product of an iteration, for all matrices. grid: the tiles of the results.
+template <class T, int N, MuonProduct PRODUCT>
+static __global__ void __launch_bounds__(128, (MuonRing<T, N>::PER_SM))
+    muon_kernel(MuonIteration<T> work, const MuonMatrix* matrices, const MuonTile* tiles, const StepState* state) {
+    await_previous_kernel();
+    if (!state->ok) return;
     const MuonTile tile = tiles[blockIdx.x];
     const MuonMatrix m = matrices[tile.matrix];
-    const size_t S = m.short_side();
-    const size_t columns = m.columns;
+    const int S = m.short_side();
     const bool is_wide = m.rows <= m.columns;
-    X += m.offset;
-    next += m.offset;
-    A += m.gram;
-    B += m.gram;
+    const T* const X = work.X.matrix(m);
+    T* const next = work.next.matrix(m);
+    T* const A = work.A + m.square_offset;
+    T* const B = work.B + m.square_offset;
 
-    float inverse_norm = 1;   // 1 / |X| in the first iteration
-    float inverse_square = 1; // 1 / |X|^2
-    if (is_first && PRODUCT != MuonProduct::GRAM) {
-        __shared__ double shared; // |X|^2
-        if (threadIdx.x < 32) {   // one warp adds up the trace (block_sum is for 1024 threads)
-            double trace = 0;
-            for (int i = threadIdx.x; i < (int)S; i += 32) trace += A[i * S + i];
-            trace = warp_sum(trace);
-            if (threadIdx.x == 0) shared = trace;
-        }
-        __syncthreads();
-        const bool is_zero = shared < MUON_SMALLEST; // then the matrix does not change in this step
-        inverse_square = is_zero ? 0 : (float)(1 / shared);
-        inverse_norm = is_zero ? 0 : (float)(1 / sqrt(shared));
-    }
-
-    // The product is left right^T: element (i, j) is the sum over k of left(i, k) right(j, k). X_columns is X^T. A and
-    // B are symmetric, so each of them is its own transpose.
+    // X_columns is X^T. A and B are symmetric, so each of them is its own transpose.
     //
     //                  X is wide           X is high
     //   GRAM           X X^T               X^T X
     //   POLYNOMIAL     A A                 A A
     //   NEXT           B X                 X B
-    const MuonOperand X_rows{X, m.rows, columns, 1};
-    const MuonOperand X_columns{X, m.columns, 1, columns};
-    const MuonOperand A_rows{A, (int)S, S, 1, inverse_square};
-    const MuonOperand B_rows{B, (int)S, S, 1};
-    MuonOperand left = A_rows;
-    MuonOperand right = A_rows;
-    int K = (int)S; // over how many values the product sums
-    if (PRODUCT == MuonProduct::GRAM) {
-        left = is_wide ? X_rows : X_columns;
-        right = left;
-        K = m.long_side();
+    const MuonOperand<T, false> X_rows{X, m.rows, m.columns, m.columns};
+    const MuonOperand<T, true> X_columns{X, m.columns, m.rows, m.columns};
+    const MuonOperand<T, false> A_rows{A, S, S, S};
+    const MuonOperand<T, false> B_rows{B, S, S, S};
+    float sums[2 * N][4 * N][4] = {};
+    auto add_product = [&](const auto& left, const auto& right) {
+        muon_multiply<T, N>(sums, left, right, tile.row, tile.column);
+    };
+    if constexpr (PRODUCT == MuonProduct::GRAM) {
+        if (is_wide) add_product(X_rows, X_rows);
+        else add_product(X_columns, X_columns);
     }
-    if (PRODUCT == MuonProduct::NEXT) {
-        left = is_wide ? B_rows : X_rows;
-        right = is_wide ? X_columns : B_rows;
+    if constexpr (PRODUCT == MuonProduct::POLYNOMIAL) add_product(A_rows, A_rows);
+    if constexpr (PRODUCT == MuonProduct::NEXT) {
+        if (is_wide) add_product(B_rows, X_columns);
+        else add_product(X_rows, B_rows);
     }
 
-    // The copies of the next MUON_K values of k are loaded while the warps multiply the current ones. A warp computes
-    // 32 x 32 elements: 2 tiles of 16 rows by 4 tiles of 8 columns.
-    __shared__ __align__(16) MuonTileRows lefts[2], rights[2];
+    // x and y: the sums of two neighbours in a row of the result
+    const int rows = PRODUCT == MuonProduct::NEXT ? m.rows : S;
+    const int columns = PRODUCT == MuonProduct::NEXT ? m.columns : S;
+    auto put_two = [&](int row, int column, float x, float y) {
+        if (row >= rows || column >= columns) return;
+        const size_t at = (size_t)row * columns + column;
+        if constexpr (PRODUCT == MuonProduct::NEXT) {
+            const float2 old = load_two(X + at);
+            x += MUON_A * old.x;
+            y += MUON_A * old.y;
+            const float scale = muon_scale(m);
+            if (work.is_last) store_two((float*)next + at, scale * x, scale * y);
+            else store_two(next + at, x, y);
+            return;
+        }
+        if constexpr (PRODUCT == MuonProduct::POLYNOMIAL) {
+            const float2 of_A = load_two(A + at);
+            x = MUON_B * of_A.x + MUON_C * x;
+            y = MUON_B * of_A.y + MUON_C * y;
+        }
+        // Of a symmetric result, only the elements on the diagonal and above it are stored, each at both of its places.
+        T* const square = PRODUCT == MuonProduct::GRAM ? A : B;
+        if (row <= column) store_symmetric(square, S, row, column, x);
+        if (row <= column + 1) store_symmetric(square, S, row, column + 1, y);
+    };
+    // Section 16 draws which elements of a fragment a lane holds.
     const int warp = threadIdx.x / 32;
-    const int warp_row = warp / 2 * 32;    // the warp's first row in the block's tile
-    const int warp_column = warp % 2 * 32; // the warp's first column
-    float d[2 * 4][4] = {};                // the sums; tile (i, j) of the warp is d[4 i + j]
-    MuonCopy left_copy, right_copy;
-    left_copy.load(left, tile.row, 0);
-    right_copy.load(right, tile.column, 0);
-    for (int step = 0; step < K / MUON_K; step++) {
-        const int stage = step % 2;
-        left_copy.store(left, lefts[stage]);
-        right_copy.store(right, rights[stage]);
-        __syncthreads(); // one barrier is enough: the other stage was read before the warps came to it
-        const int next_k = (step + 1) * MUON_K;
-        if (next_k < K) {
-            left_copy.load(left, tile.row, next_k);
-            right_copy.load(right, tile.column, next_k);
-        }
-        UNROLL_FOR (int k = 0; k < MUON_K; k += 16) {
-            uint32_t a[2][4 * PARTS<T>];
-            uint32_t b[4][2 * PARTS<T>];
-            const float left_scale = load_muon_fragments<T, 16>(a, lefts[stage], warp_row, k);
-            const float right_scale = load_muon_fragments<T, 8>(b, rights[stage], warp_column, k);
-            multiply<T, 2, 4>(d, 4, 1, a, b, left_scale * right_scale);
-        }
-    }
-
-    // The sums become elements of the result, in pairs of neighbours in a row. Section 16 draws where the
-    // sums of a lane lie.
-    const float scale = inverse_norm * (is_last ? muon_scale(m) : 1);
-    const int g = threadIdx.x % 32 / 4;
-    const int q = threadIdx.x % 4;
-    const int rows = PRODUCT == MuonProduct::NEXT ? m.rows : (int)S;
-    const int width = PRODUCT == MuonProduct::NEXT ? m.columns : (int)S;
-    UNROLL_FOR (int i = 0; i < 8; i++)
-        UNROLL_FOR (int half = 0; half < 2; half++) { // rows g and g + 8
-            const int row = tile.row + warp_row + i / 4 * 16 + half * 8 + g;
-            const int column = tile.column + warp_column + i % 4 * 8 + 2 * q;
-            if (row >= rows || column >= width) continue;
-            const size_t at = (size_t)row * width + column;
-            const float x = d[i][2 * half]; // element (row, column), and y: the next one in the row
-            const float y = d[i][2 * half + 1];
-            if (PRODUCT == MuonProduct::GRAM) store_two(A + at, x, y);
-            else if (PRODUCT == MuonProduct::POLYNOMIAL) {
-                const float linear = MUON_B * inverse_square;
-                store_two(B + at, linear * A[at] + MUON_C * x, linear * A[at + 1] + MUON_C * y);
-            } else {
-                store_two(next + at, scale * (MUON_A * X[at] + x), scale * (MUON_A * X[at + 1] + y));
-            }
+    const int lane = threadIdx.x % 32;
+    const int first_row = tile.row + warp / 2 * 32 * N + lane / 4;
+    const int first_column = tile.column + warp % 2 * 32 * N + lane % 4 * 2;
+    UNROLL_FOR (int i = 0; i < 2 * N; i++)
+        UNROLL_FOR (int j = 0; j < 4 * N; j++) {
+            const float* const d = sums[i][j];
+            const int row = first_row + 16 * i;
+            const int column = first_column + 8 * j;
+            put_two(row, column, d[0], d[1]);
+            put_two(row + 8, column, d[2], d[3]);
         }
 }
 
-// Launches five iterations. The first one reads X and writes directions, the next one reads directions and writes X,
-// and so on. So the fifth one writes directions. In each iteration, A and B lie in muon.squares.
-static void orthogonalise(float* directions, float* X, const MuonWork& muon, const StepState* state) {
-    static_assert(MUON_ITERATIONS % 2, "the last iteration writes to directions");
+// Cuts the results of one product of all matrices into tiles: their squares (short_side, short_side), or the matrices
+// themselves. Large tiles read the operands less often, but there must be enough of them for all multiprocessors.
+static MuonTiles muon_tiles(const MuonWork& muon, bool of_squares) {
+    auto cut = [&](int size) {
+        std::vector<MuonTile> list;
+        for (int i = 0; i < (int)muon.matrices.size(); i++) {
+            const MuonMatrix& m = muon.matrices[i];
+            const int rows = of_squares ? m.short_side() : m.rows;
+            const int columns = of_squares ? m.short_side() : m.columns;
+            for (int row = 0; row < rows; row += size)
+                for (int column = of_squares ? row : 0; column < columns; column += size)
+                    list.push_back({i, row, column});
+        }
+        return list;
+    };
+    int size = 128;
+    std::vector<MuonTile> list = cut(size);
+    // (The stages of floats would be too large for tiles of 128 x 128.)
+    if (act_parts() > 1 || (int)list.size() < 2 * gpu.sms) {
+        size = 64;
+        list = cut(size);
+    }
+    // Tiles with the longest sums come first, so that no block is left alone at the end. The tiles of squares serve two
+    // products. They are sorted for X X^T, whose sums are longer than those of A A.
+    auto length = [&](const MuonTile& t) {
+        const MuonMatrix& m = muon.matrices[t.matrix];
+        return of_squares ? m.long_side() : m.short_side();
+    };
+    std::ranges::stable_sort(list, std::greater(), length);
+    return {device_copy(list), (int)list.size(), size};
+}
+static void prepare_muon(MuonWork* muon, size_t flat_size) {
+    muon->on_device = device_copy(muon->matrices);
+    muon->square_tiles = muon_tiles(*muon, true);
+    muon->tiles = muon_tiles(*muon, false);
+    auto numbers = [](size_t n) { return (act*)device_alloc_bytes(n * act_bytes()); };
+    muon->X = numbers(flat_size);
+    muon->A = numbers(muon->squares_size);
+    muon->B = numbers(muon->squares_size);
+}
+
+template <class T, MuonProduct PRODUCT>
+static void launch_muon(const MuonIteration<T>& work, const MuonWork& muon, const StepState* state) {
+    const MuonTiles& tiles = PRODUCT == MuonProduct::NEXT ? muon.tiles : muon.square_tiles;
+    auto run = [&](auto kernel, int shared_bytes) {
+        launch(kernel, tiles.count, 128, shared_bytes, work, muon.on_device, tiles.list, state);
+    };
+    if constexpr (PARTS<T> == 1)
+        if (tiles.tile_size == 128) return run(muon_kernel<T, 2, PRODUCT>, MuonRing<T, 2>::SHARED_BYTES);
+    run(muon_kernel<T, 1, PRODUCT>, MuonRing<T, 1>::SHARED_BYTES);
+}
+
+// X is copied to muon.X twice. The kernels multiply only numbers of type T. So the first copy is not divided by |X|,
+// and X X^T is computed from it. Its trace is |X|^2, so the norm needs no kernel of its own. The second copy is
+// divided. After that, X and the copy take turns: an iteration reads one of them and writes the other. The first one
+// reads the copy, so the fifth one writes directions to X.
+static void orthogonalise(float* X, const MuonWork& muon, const StepState* state) {
+    static_assert(MUON_ITERATIONS % 2, "the last iteration writes to X");
     with_act([&]<class T>(T) {
-        float* const A = muon.squares;
-        float* const B = A + muon.squares_size;
-        float* from = X;
-        float* to = directions;
+        MuonIteration<T> work{{(T*)muon.X, 1}, {(T*)X, sizeof(float) / sizeof(T)}, (T*)muon.A, (T*)muon.B, false};
+        auto copy = [&](const T* A) {
+            launch(muon_copy_kernel<T>, muon.tiles.count, 256, 0, work.X.p, X, A, muon.on_device, muon.tiles, state);
+        };
+        copy(nullptr);
+        launch_muon<T, MuonProduct::GRAM>(work, muon, state);
+        copy(work.A);
         for (int i = 0; i < MUON_ITERATIONS; i++) {
-            auto run = [&](auto kernel, const MuonTile* tiles, int count) {
-                launch(kernel, count, 128, 0, to, from, A, B, muon.on_device, tiles, i == 0, i == MUON_ITERATIONS - 1,
-                       state);
-            };
-            run(muon_kernel<T, MuonProduct::GRAM>, muon.square_tiles, muon.square_count);
-            run(muon_kernel<T, MuonProduct::POLYNOMIAL>, muon.square_tiles, muon.square_count);
-            run(muon_kernel<T, MuonProduct::NEXT>, muon.tiles, muon.count);
-            std::swap(from, to);
+            work.is_last = i == MUON_ITERATIONS - 1;
+            launch_muon<T, MuonProduct::GRAM>(work, muon, state);
+            launch_muon<T, MuonProduct::POLYNOMIAL>(work, muon, state);
+            launch_muon<T, MuonProduct::NEXT>(work, muon, state);
+            std::swap(work.X, work.next);
         }
     });
 }

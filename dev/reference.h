@@ -1796,15 +1796,16 @@ static inline void muon_momentum(float* X, const Update& u, const StepState* sta
     }
 }
 
-// out = the orthogonal matrix near to `in`, times scale. Both have `rows` rows of `columns` numbers. Both numbers are
-// multiples of TN. A matrix that is wider than high is transposed first, so that X^T X is as small as it can be.
-static inline void orthogonalise_matrix(float* out, const float* in, int rows, int columns, float scale) {
+// Replaces a matrix by the orthogonal matrix near to it, times scale. It has `rows` rows of `columns` numbers. Both
+// numbers are multiples of TN. A matrix that is wider than high is transposed first, so that X^T X is as small as it
+// can be.
+static inline void orthogonalise_matrix(float* matrix, int rows, int columns, float scale) {
     const bool is_high = rows >= columns;
     const int L = std::max(rows, columns);
     const int S = std::min(rows, columns);
     std::vector<float> X((size_t)L * S), X_turned((size_t)S * L), XB((size_t)L * S), A((size_t)S * S), B((size_t)S * S);
-    if (is_high) std::copy_n(in, X.size(), X.data());
-    else transpose(X.data(), S, in, L, S, L);
+    if (is_high) std::copy_n(matrix, X.size(), X.data());
+    else transpose(X.data(), S, matrix, L, S, L);
     double squares = 0;
     for (float x : X) squares += (double)x * x;
     const float inverse_norm = squares < MUON_SMALLEST ? 0 : (float)(1 / std::sqrt(squares));
@@ -1818,16 +1819,17 @@ static inline void orthogonalise_matrix(float* out, const float* in, int rows, i
         for (size_t i = 0; i < X.size(); i++) X[i] = MUON_A * X[i] + XB[i];
     }
     for (float& x : X) x *= scale;
-    if (is_high) std::copy_n(X.data(), X.size(), out);
-    else transpose(out, L, X.data(), S, L, S);
+    if (is_high) std::copy_n(X.data(), X.size(), matrix);
+    else transpose(matrix, L, X.data(), S, L, S);
 }
-static inline void orthogonalise(float* directions, float* X, const MuonWork& muon, const StepState* state) {
+static inline void prepare_muon(MuonWork*, size_t) {} // a CPU allocates for each matrix what it needs
+static inline void orthogonalise(float* X, const MuonWork& muon, const StepState* state) {
     if (!state->ok) return;
     static_assert(32 % TN == 0, "sides of matrices are multiples of 32");
 #pragma omp parallel for schedule(dynamic)
     for (size_t i = 0; i < muon.matrices.size(); i++) {
         const MuonMatrix& m = muon.matrices[i];
-        orthogonalise_matrix(directions + m.offset, X + m.offset, m.rows, m.columns, muon_scale(m));
+        orthogonalise_matrix(X + m.offset, m.rows, m.columns, muon_scale(m));
     }
 }
 
@@ -1860,7 +1862,7 @@ static inline void adamw_update(const Update& u, const StepState* state, AdamW h
         const float* const grads = u.sum + flat;
         if (u.is_matrix && count && u.is_matrix[flat / 64]) { // this piece belongs to a matrix that Muon updates
             for (size_t i = 0; i < count; i++) {
-                params[i] = params[i] * decay - state->lr * u.directions[flat + i];
+                params[i] = params[i] * decay - state->lr * grads[i]; // a direction: see Update
                 ema[i] = h.ema_rate * ema[i] + (1 - h.ema_rate) * params[i];
             }
             continue;

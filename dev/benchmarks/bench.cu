@@ -266,7 +266,7 @@ static OpCost operation_cost(const Trainer& tr, const Operation& op) {
         OpCost cost{name, n * 4 * sizeof(float), 0}; // the gradient and the momentum in, the momentum and X out
         for (const MuonMatrix& m : tr.muon.matrices) {
             const double S = m.short_side(), L = m.long_side();
-            cost.flops += 5 * (4 * S * S * L + 2 * S * S * S);
+            cost.flops += 5 * (3 * S * S * L + S * S * S);
         }
         cost.matrix = true;
         return cost;

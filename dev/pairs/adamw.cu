@@ -72,7 +72,7 @@ static void check(Arrays& io) {
         copy_to_device(loss, (const double*)io.get("losses", "f8").bytes.data() + s * B, B * sizeof(double));
         sum_gradients(grads, {{squares}}, RankGradients{grads, nullptr, all}, false);
         judge_step(device_state, squares, stretches, loss, quarters, h, B);
-        adamw_update({{{params}}, {{copy}}, all.n, ema, m, v, grads, nullptr, nullptr}, device_state, h, all);
+        adamw_update({{{params}}, {{copy}}, all.n, ema, m, v, grads, nullptr}, device_state, h, all);
         ema_update(ema2, params, device_state, (float)io.real("ema_rate2"), all);
         next_step(&device_state->step);
 
@@ -122,8 +122,7 @@ static void bench() {
         bench_row(shape, "update.v0", update_work, a,
                   [&](int k) { adamw_update_v0(params[k], ema[k], m[k], v, grads[k], 10, h.lr, 5, h, n); });
         bench_row(shape, "update", update_work, a, [&](int k) {
-            adamw_update({{{params[k]}}, {{copy}}, n, ema[k], m[k], v, grads[k], nullptr, nullptr}, device_state, h,
-                         all);
+            adamw_update({{{params[k]}}, {{copy}}, n, ema[k], m[k], v, grads[k], nullptr}, device_state, h, all);
         });
         bench_row(shape, "ema", ema_work, a,
                   [&](int k) { ema_update(ema[k], params[k], device_state, h.ema_rate, all); });

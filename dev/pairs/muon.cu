@@ -4,11 +4,14 @@
 //   X = X / |X|; five times: A = X X^T, X = a X + (b A + c A A) X     (X^T X and from the right, if X has more rows than columns)
 //   directions = 0.2 sqrt(max(rows, columns)) X                 a, b, c = 3.4445, -4.7750, 2.0315: the singular values end near 1
 //   params = params (1 - lr weight_decay) - lr directions       (adamw_update, which updates all other parameters as in adamw.cu)
-//   FLOPs    5 (4 S S L + 2 S S S) for a matrix whose sides are S <= L; quick64's 56 matrices: 0.12 TFLOP
-//   bytes    60 n (each iteration reads X twice and writes it once); compute-bound in large matrices
+//   FLOPs    5 (3 S S L + S S S) for a matrix whose sides are S <= L, since A and A A are symmetric
+//   bytes    30 n in bf16 (each iteration reads X twice and writes it once); compute-bound in large matrices
 //
 //   version 0   a matrix after the other, a dot product of floats for each element of each product: 16 launches a matrix, and small matrices fill no GPU
-//   shipped     muon_momentum, orthogonalise: one launch computes a product of all matrices; adamw_update takes the directions
+//   version 1   one launch computes a product of all matrices; operands are floats, which are rounded as they are loaded to registers: one load is on
+//               its way while 32 numbers are multiplied. 2.5 ms of a step of quick64 on an H200, 81 ms of one of adm64
+//   shipped     muon_momentum, orthogonalise: X, A and B are stored as bf16 (in fp32 as floats), cp.async copies them to a ring of three or four stages,
+//               ldmatrix loads fragments; half of the symmetric results; tiles of 128 x 128 where there are enough. The directions lie in X's place
 //
 //   make -C dev muon && dev/muon       python dev/pairs/muon.py [--bench]
 #include "harness.h"
@@ -89,40 +92,37 @@ static void save_numbers(Arrays& io, const char* name, const std::vector<double>
     io.out.push_back({name, [=] { return Arrays::packed(values, {(int)values.size()}); }});
 }
 
-// All matrices of the file at once. Gaps are NaN in X and in the directions, and must stay so; an ok that is 0 leaves all as it is.
+// All matrices of the file at once. Gaps are NaN in X, and must stay so; an ok that is 0 leaves all as it is.
 static void check_directions(Arrays& io) {
     const Trainer tr = trainer_of(io);
     const size_t whole = tr.own.whole();
     std::vector<float> start(whole, NAN);
     memcpy(start.data(), io.host("X"), io.dim("X", 0) * sizeof(float));
     const std::vector<uint8_t> is_matrix = download(tr.is_matrix, whole / 64);
-    float *X = io.memory.upload(start.data(), whole), *directions = tr.directions;
-    const std::vector<float> poison(whole, NAN);
-    copy_to_device(directions, poison.data(), whole * sizeof(float));
+    float* X = io.memory.upload(start.data(), whole);
     StepState state{};
     StepState* device_state = io.memory.upload(&state, 1);
-    orthogonalise(directions, X, tr.muon, device_state);
-    const double in_bad_step = changed(start, download(X, whole)) + changed(poison, download(directions, whole));
+    orthogonalise(X, tr.muon, device_state);
+    const double in_bad_step = changed(start, download(X, whole));
 
     state.ok = 1;
     copy_to_device(device_state, &state, sizeof state);
-    orthogonalise(directions, X, tr.muon, device_state);
-    const double in_gaps =
-        changed(start, download(X, whole), &is_matrix) + changed(poison, download(directions, whole), &is_matrix);
-    save_numbers(io, "changed", {in_bad_step, in_gaps});
+    orthogonalise(X, tr.muon, device_state);
+    save_numbers(io, "changed", {in_bad_step, changed(start, download(X, whole), &is_matrix)});
 
     float *X0 = io.memory.upload(start.data(), whole), *directions0 = io.memory.poisoned<float>(whole);
     for (size_t i = 0; i < tr.muon.matrices.size(); i++) {
         const MuonMatrix& m = tr.muon.matrices[i];
         const size_t square = (size_t)m.short_side() * m.short_side();
-        io.save_plain(text("direction%zu", i), directions + m.offset, {m.rows, m.columns});
+        io.save_plain(text("direction%zu", i), X + m.offset, {m.rows, m.columns});
         if (act_element != Element::FP32) continue; // version 0 is the same in bf16, but the reference is not
         orthogonalise_v0(directions0, X0, io.memory.poisoned<float>(square), io.memory.poisoned<float>(square), m);
         io.save_plain(text("direction%zu.v0", i), directions0 + m.offset, {m.rows, m.columns});
     }
 }
 
-// Several steps of all parameters, each with gradients, losses and directions from the file, as update_slice takes them: X lies in the gradients' place.
+// Several steps of all parameters, each with gradients, losses and directions from the file, as update_slice takes them: X lies in the gradients' place,
+// and then the directions.
 // With several ranks, a part of m, v and ema for each, here on one device.
 static void check_steps(Arrays& io) {
     const int steps = io.dim("grads", 0), n = io.dim("grads", 1), B = io.dim("losses", 1);
@@ -150,7 +150,7 @@ static void check_steps(Arrays& io) {
     float* params = io.memory.upload(padded(io.host("params")).data(), whole);
     act* copy = make_copy(params, whole);
     io.save_activation("copy", copy, {n});
-    float *grads = io.memory.poisoned<float>(whole), *directions = tr.directions;
+    float* grads = io.memory.poisoned<float>(whole);
     const std::vector<uint8_t> is_matrix = download(tr.is_matrix, whole / 64);
     struct Part {
         Slice own;
@@ -194,7 +194,6 @@ static void check_steps(Arrays& io) {
     for (int s = 0; s < steps; s++) {
         const std::vector<float> gradient = padded(io.host("grads") + (size_t)s * n);
         copy_to_device(grads, gradient.data(), whole * sizeof(float));
-        copy_to_device(directions, padded(io.host("directions") + (size_t)s * n).data(), whole * sizeof(float));
         copy_to_device(loss, (const double*)io.get("losses", "f8").bytes.data() + s * B, B * sizeof(double));
         const std::vector<float> before = everything();
         sum_gradients(grads, {{squares}}, RankGradients{grads, nullptr, all}, false);
@@ -202,14 +201,19 @@ static void check_steps(Arrays& io) {
         auto each_rank = [&](const std::function<void(const Update&, const Slice&)>& f) {
             for (const Part& p : parts) {
                 const auto& [ema, m, v] = p.arrays;
-                f({{{params}}, {{copy}}, all.n, ema, m, v, grads, tr.is_matrix, directions}, p.own);
+                f({{{params}}, {{copy}}, all.n, ema, m, v, grads, tr.is_matrix}, p.own);
             }
         };
         each_rank([&](const Update& u, const Slice& own) { muon_momentum(grads, u, device_state, h, own); });
-        const std::vector<float> X = download(grads, whole);
+        std::vector<float> X = download(grads, whole);
         const bool ok = download(device_state, 1)[0].ok;
         for (int i = 0; i < n; i++) momenta[(size_t)s * n + i] = ok && is_matrix[i / 64] ? X[i] : 0;
         in_gaps += changed(gradient, X, &is_matrix);
+        if (ok) { // as if orthogonalise had made the file's directions of X
+            for (int i = 0; i < n; i++)
+                if (is_matrix[i / 64]) X[i] = io.host("directions")[(size_t)s * n + i];
+            copy_to_device(grads, X.data(), whole * sizeof(float));
+        }
         each_rank([&](const Update& u, const Slice& own) { adamw_update(u, device_state, h, own); });
         next_step(&device_state->step);
         verdicts.push_back(ok);
@@ -231,22 +235,23 @@ static void bench_directions(const std::string& shape, const std::vector<Param>&
     Work work{0, 0};
     for (const MuonMatrix& m : tr.muon.matrices) {
         const double S = m.short_side(), L = m.long_side();
-        work.flop += MUON_ITERATIONS * (4 * S * S * L + 2 * S * S * S);
-        work.bytes += MUON_ITERATIONS * 12 * S * L;
+        work.flop += MUON_ITERATIONS * (3 * S * S * L + S * S * S);
+        work.bytes += MUON_ITERATIONS * 3 * act_bytes() * S * L;
     }
     StepState state{};
     state.ok = 1;
-    BenchArrays a(8.0 * n);
+    BenchArrays a(4.0 * n);
     StepState* device_state = a.memory.upload(&state, 1);
-    const auto X = a.floats(n), directions = a.floats(n);
+    const auto X = a.floats(n);
     if (naive) {
         const size_t square = (size_t)tr.muon.matrices[0].short_side() * tr.muon.matrices[0].short_side();
         float *A = a.memory.poisoned<float>(square), *B = a.memory.poisoned<float>(square);
+        float* directions = a.memory.poisoned<float>(n);
         bench_row(shape, "muon.v0", work, a, [&](int k) {
-            for (const MuonMatrix& m : tr.muon.matrices) orthogonalise_v0(directions[k], X[k], A, B, m);
+            for (const MuonMatrix& m : tr.muon.matrices) orthogonalise_v0(directions, X[k], A, B, m);
         });
     }
-    bench_row(shape, "muon", work, a, [&](int k) { orthogonalise(directions[k], X[k], tr.muon, device_state); });
+    bench_row(shape, "muon", work, a, [&](int k) { orthogonalise(X[k], tr.muon, device_state); });
 }
 
 static void bench() {
