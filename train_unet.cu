@@ -712,7 +712,7 @@ struct MuonWork {
     const MuonMatrix* on_device = nullptr; // the same list of matrices
     MuonTiles square_tiles;                // of results (short_side, short_side)
     MuonTiles tiles;                       // of results (rows, columns)
-    act* X = nullptr;                      // a flat array
+    act* X = nullptr;                      // a flat array: a copy of the momentum in the activations' type
     act *A = nullptr, *B = nullptr;        // squares: for each matrix X X^T, and a polynomial of it
 };
 // Muon's constants (Jordan et al. 2024): the decay of the momentum, and the polynomial that is applied five times.

@@ -9,7 +9,7 @@
 //
 //   version 0   a matrix after the other, a dot product of floats for each element of each product: 16 launches a matrix, and small matrices fill no GPU
 //   version 1   one launch computes a product of all matrices; operands are floats, which are rounded as they are loaded to registers: one load is on
-//               its way while 32 numbers are multiplied. 2.5 ms of a step of quick64 on an H200, 81 ms of one of adm64
+//               its way while 32 numbers are multiplied. 2.7 ms of a step of quick64 on an H200, 81 ms of one of adm64
 //   shipped     muon_momentum, orthogonalise: X, A and B are stored as bf16 (in fp32 as floats), cp.async copies them to a ring of three or four stages,
 //               ldmatrix loads fragments; half of the symmetric results; tiles of 128 x 128 where there are enough. The directions lie in X's place
 //
