@@ -26,88 +26,88 @@
 //   6419    12. A run: log, guard, checkpoints, resume, samples
 //   6445         the log in memory, as the page shows it
 //   6558         what a run holds
-//   6626         the log and the status line
-//   6818         checkpoints, snapshots and grids
-//   7086         the start of a run: new, from a file's weights, or resumed
-//   7325         the loop over the steps
-//   7444         a run from its first to its last line
-//   7620         samples, without a run
-//   7785    13. main: the command line, then a run or samples
-//   8103         what ranks must have in common
-//   8177         main
-//   8306  Part II. The device
-//   8309    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8391    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8461    16. The GPU: what all kernels share
-//   8530         Launches, which may overlap
-//   8576         Decisions: what kernels are chosen with
-//   8628         Single instructions: shared memory, mbarriers, clusters
-//   8717         Activations: pieces of 16 bytes
-//   9053         each_kernel: a thread for an element
-//   9067         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9234         Swizzle: how rows lie in shared memory
-//   9253         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9511         building blocks of Hopper's kernels (sm_90a)
-//   9820    17. Small operations: resampling, embeddings, diffusion
-//   9823         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10028         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10390         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10942    18. Group norm
-//  10945         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11517         groupnorm_backward_whole: an image's slab in shared memory
-//  11916    19. Attention
-//  12023         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12578         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12724         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13421    20. Convolution
-//  13467         ConvOut: results, 4 channels of a pixel at a time
-//  13712         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13780         conv_halo: 3x3, stride 1, any GPU
-//  14199         conv_gather: any kernel size and stride, any GPU
-//  14467         conv_few: the first and the last layer
-//  14646         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15241         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15365         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15849         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16302         conv_weight_tma: weight gradients (sm_90a)
-//  16603         FP8 in training: weights and gradients are rounded
-//  16718    21. The optimiser
-//  16721         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16979         muon: directions for matrices of weights
-//  17375    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17378         groupnorm_backward
-//  17544         attention: forward and, where a has dout, backward
-//  17608         convolution: forward and input gradient
-//  18116         convolution: weight gradients
-//  18472    23. The GPU: memory, copies, repeated work
-//  18701    24. Between ranks: from device to device
+//   6636         the log and the status line
+//   6825         checkpoints, snapshots and grids
+//   7089         the start of a run: new, from a file's weights, or resumed
+//   7328         the loop over the steps
+//   7447         a run from its first to its last line
+//   7623         samples, without a run
+//   7788    13. main: the command line, then a run or samples
+//   8106         what ranks must have in common
+//   8180         main
+//   8309  Part II. The device
+//   8312    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8394    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8464    16. The GPU: what all kernels share
+//   8533         Launches, which may overlap
+//   8579         Decisions: what kernels are chosen with
+//   8631         Single instructions: shared memory, mbarriers, clusters
+//   8720         Activations: pieces of 16 bytes
+//   9056         each_kernel: a thread for an element
+//   9070         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9237         Swizzle: how rows lie in shared memory
+//   9256         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9514         building blocks of Hopper's kernels (sm_90a)
+//   9823    17. Small operations: resampling, embeddings, diffusion
+//   9826         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10031         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10393         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10945    18. Group norm
+//  10948         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11520         groupnorm_backward_whole: an image's slab in shared memory
+//  11919    19. Attention
+//  12026         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12581         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12727         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13424    20. Convolution
+//  13470         ConvOut: results, 4 channels of a pixel at a time
+//  13715         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13783         conv_halo: 3x3, stride 1, any GPU
+//  14202         conv_gather: any kernel size and stride, any GPU
+//  14470         conv_few: the first and the last layer
+//  14649         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15244         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15368         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15852         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16305         conv_weight_tma: weight gradients (sm_90a)
+//  16606         FP8 in training: weights and gradients are rounded
+//  16721    21. The optimiser
+//  16724         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  16982         muon: directions for matrices of weights
+//  17378    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17381         groupnorm_backward
+//  17547         attention: forward and, where a has dout, backward
+//  17611         convolution: forward and input gradient
+//  18119         convolution: weight gradients
+//  18475    23. The GPU: memory, copies, repeated work
+//  18704    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8302, run_program 8238, train 7576, run_step 7376, train_step 6350, load_batch 5375 (read_image 4950),
-//     send 18672 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18603):
-//     step_gradients 6209: draw_levels 10408 (the formulas: draw_level 3891), forward_and_loss 6120,
-//     q_sample_forward 10622, unet_forward 3419, forward_layer 3404 (a function of the layer's kind),
-//     loss_forward_backward 10739, unet_backward 3490, conv_backward_weights 18465 (weight gradients, on the side
-//     stream), finish_gradients 11861 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16773;
-//     judge_step 16821 (the verdict: judge_batch 5865), update_slice 6313, adamw_update 16950 (adamw_kernel 16896),
-//     next_step 16827, record_step 16833; later collect_steps 7329
+//     main 8305, run_program 8241, train 7579, run_step 7379, train_step 6350, load_batch 5375 (read_image 4950),
+//     send 18675 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18606):
+//     step_gradients 6209: draw_levels 10411 (the formulas: draw_level 3891), forward_and_loss 6120,
+//     q_sample_forward 10625, unet_forward 3419, forward_layer 3404 (a function of the layer's kind),
+//     loss_forward_backward 10742, unet_backward 3490, conv_backward_weights 18468 (weight gradients, on the side
+//     stream), finish_gradients 11864 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16776;
+//     judge_step 16824 (the verdict: judge_batch 5865), update_slice 6313, adamw_update 16953 (adamw_kernel 16899),
+//     next_step 16830, record_step 16836; later collect_steps 7332
 //   --optimizer muon: muon_updates 5978 says which weights; update_slice 6313, update_by_muon 6304 (with the formulas),
-//     muon_momentum 17016, orthogonalise 17354 (with muon_kernel above it), adamw_kernel 16896 (its `move`)
+//     muon_momentum 17019, orthogonalise 17357 (with muon_kernel above it), adamw_kernel 16899 (its `move`)
 //   pictures, from noise: sample_batch 4776, plan_route 4532, device_step 4580, euler_step 4326 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 17966 draws all of its roads):
-//     forward_conv 2435; conv_forward 18004, with conv_product above it, which asks conv_is_wgmma 17616;
-//     on Hopper, large images: pick_conv_tiles_3x3 17914; conv_tiles 15834, with conv_tiles_kernel above it;
-//     Accumulators 9736 (its function multiply); Wgmma 9319;
-//     on Hopper, small images: pick_conv_small 17768; conv_small 16288, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9319;
-//     on any other GPU pick_conv_halo_bf16 17683; conv_halo 14186, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9119
+//   a convolution, to the tensor cores (a table above conv_product 17969 draws all of its roads):
+//     forward_conv 2435; conv_forward 18007, with conv_product above it, which asks conv_is_wgmma 17619;
+//     on Hopper, large images: pick_conv_tiles_3x3 17917; conv_tiles 15837, with conv_tiles_kernel above it;
+//     Accumulators 9739 (its function multiply); Wgmma 9322;
+//     on Hopper, small images: pick_conv_small 17771; conv_small 16291, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9322;
+//     on any other GPU pick_conv_halo_bf16 17686; conv_halo 14189, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9122
 //   why several GPUs compute the bits of one: step_gradients 6209
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 416, Silu 8354, with_nonlinearity 8364 (a case);
-//     BEHIND_NORMS, in front of add_norm 2663, chooses it. The embedding has SiLU as a layer: silu_forward 10308
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 416, Silu 8357, with_nonlinearity 8367 (a case);
+//     BEHIND_NORMS, in front of add_norm 2663, chooses it. The embedding has SiLU as a layer: silu_forward 10311
 //   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3748
 //   an objective, as edm and flow are: its row in common/flags.h, Frame 533, and beside each other edm_question 3585,
 //     ask 3620, frame_of 3633, sigma_draws 3640, has_steps_of_t 3646; the head of their section lists the changes
@@ -115,27 +115,27 @@
 //     LayerKind 2327; add_resblock 2715 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
 //   an element type beside bf16: Element 310, with a list of all places in front of it: element_named 1377,
-//     take_aliases 1589, forward_and_loss 6120, ElementOf 8327, with_act 8592, act_has_wgmma 8604, unpack 8737,
-//     pack 8766, to_floats 8836, from_floats 8843, store_two 8848, mma 9119, tma_type 9465, adamw_kernel 16896,
-//     adamw_update 16950, pick_conv_gather 17730, conv_product 17966
-//   the settings, to their values: parse_command_line 1561, take_aliases 1589, complete_config 8220
-//     (apply_preset 1471, take_model_file 7948, take_ect_defaults 7978), take_data_shape 8015 (take_labels 8005),
+//     take_aliases 1589, forward_and_loss 6120, ElementOf 8330, with_act 8595, act_has_wgmma 8607, unpack 8740,
+//     pack 8769, to_floats 8839, from_floats 8846, store_two 8851, mma 9122, tma_type 9468, adamw_kernel 16899,
+//     adamw_update 16953, pick_conv_gather 17733, conv_product 17969
+//   the settings, to their values: parse_command_line 1561, take_aliases 1589, complete_config 8223
+//     (apply_preset 1471, take_model_file 7951, take_ect_defaults 7981), take_data_shape 8018 (take_labels 8008),
 //     check_model 1834, check_run 1972
 //   FP8 (--precision fp8): choose_fp8 2912 chooses the convolutions, and above it stands a table of what is rounded,
 //     by which factor, and where. plan_fp8 2987 and plan_fp8_gradients 3006 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3051 for samples, make_fp8_training 3093 for training; add_fp8_args 2205
 //     hands them to the layers. forward_conv 2435 and backward_conv 2446 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18066 makes an input gradient a forward convolution; conv_product_fp8 17997 picks the
-//     kernel, multiply_fp8 9770 and WgmmaFp8 9355 multiply; print_fp8 7271 says whether it pays
+//     conv_backward_input_fp8 18069 makes an input gradient a forward convolution; conv_product_fp8 18000 picks the
+//     kernel, multiply_fp8 9773 and WgmmaFp8 9358 multiply; print_fp8 7274 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1450 (a flag's value), or of a function beside it whose name ends in
 //     _unless. For a damaged header they stand in check_field 5592 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 4998, for a checkpoint's counters in check_resume 8071.
+//     callers; for a data file also in take_data_fields 4998, for a checkpoint's counters in check_resume 8074.
 //     unknown_word 1363 prints the message for a word of a flag that some place does not know. Such a place calls it
 //     itself or through meaning 1369.
-//     Two functions print a message while the run goes on: report_bad_step 7074 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6862 that a file could not be written yet.
-//     stop_run 6836 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     Two functions print a message while the run goes on: report_bad_step 7077 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6869 that a file could not be written yet.
+//     stop_run 6843 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -225,9 +225,9 @@
 
 // host/ holds code that is not about diffusion: files, PNG pictures, the processes of a run. (host/page.h is included
 // later, in section 12, because it uses the struct Run of that section.)
-// defines: text, die, refuse, must, now, duration, terminal_columns, show_status, start_process, STOP_SIGNALS,
-//          stop_signal, run_child, crc32, exists, Folder, open_folder, make_folder, last_change, AtomicFile,
-//          try_write_file, try_link_file, Header, InputFile, check_unused, read_text, lock_folder
+// defines: text, die, refuse, must, now, duration, terminal_columns, STOP_SIGNALS, stop_signal, stdout_takes_a_line,
+//          show_status, start_process, run_child, crc32, exists, Folder, open_folder, make_folder, last_change,
+//          AtomicFile, try_write_file, try_link_file, Header, InputFile, check_unused, read_text, lock_folder
 #include "host/files.h"
 // defines: grid_png
 #include "host/png.h"
@@ -6618,8 +6618,18 @@ struct Run {
 
 // Ends a status line before anything else is printed.
 static void end_line(Run* run) {
-    if (run->status_line_open) printf("\n");
+    if (run->status_line_open && stdout_takes_a_line()) printf("\n");
     run->status_line_open = false;
+}
+
+// Prints a sentence about the run, on a line of its own.
+__attribute__((format(printf, 2, 3))) static void tell(Run* run, const char* format, ...) {
+    end_line(run);
+    va_list args;
+    va_start(args, format);
+    if (stdout_takes_a_line()) vprintf(format, args);
+    va_end(args);
+    fflush(stdout);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6686,8 +6696,7 @@ static void check_folder(Run* run) {
             run->state.step);
     if (run->said_moved || run->folder.has_its_name()) return; // all is well, or the user knows
     run->said_moved = true;
-    end_line(run);
-    printf("%s: was moved; the run goes on in it, wherever it is now\n", run->folder.path.c_str());
+    tell(run, "%s: was moved; the run goes on in it, wherever it is now\n", run->folder.path.c_str());
 }
 
 // Writes the rows that log.csv lacks. If the disk has no room for all of them, the rest waits; the run goes on.
@@ -6704,10 +6713,9 @@ static void write_log(Run* run) {
     const bool wait = !rows.empty();
     if (wait == run->said_rows_wait) return;
     run->said_rows_wait = wait;
-    end_line(run);
     const std::string name = run->folder.name("log.csv");
-    if (wait) printf("%s: can't be written (%s); rows wait\n", name.c_str(), why.c_str());
-    else printf("%s: is written again, and no row is missing\n", name.c_str());
+    if (wait) tell(run, "%s: can't be written (%s); rows wait\n", name.c_str(), why.c_str());
+    else tell(run, "%s: is written again, and no row is missing\n", name.c_str());
 }
 
 // Writes the pictures that wait. If the disk has no room for a picture, this picture and those after it go on waiting;
@@ -6727,10 +6735,9 @@ static void write_waiting(Run* run) {
     const bool wait = !run->waiting_pictures.empty();
     if (wait == run->said_pictures_wait) return;
     run->said_pictures_wait = wait;
-    end_line(run);
     name = run->folder.name(name);
-    if (wait) printf("%s: %s; pictures wait\n", name.c_str(), failure.c_str());
-    else printf("%s: is written again, and no picture is missing\n", name.c_str());
+    if (wait) tell(run, "%s: %s; pictures wait\n", name.c_str(), failure.c_str());
+    else tell(run, "%s: is written again, and no picture is missing\n", name.c_str());
 }
 
 // Writes a picture now. If other pictures already wait for the disk, this one waits with them.
@@ -6801,10 +6808,10 @@ static void print_step(Run* run, double val) {
     if (is_timed && !run->said_length) {
         run->said_length = true;
         if (eta > 3 * 3600) {
-            end_line(run);
-            printf("this run will take %s: --max_steps %ld would end within an hour; a smaller --batch_size, "
-                   "--num_channels, --num_res_blocks or --image_size makes a step, now %.3g s, shorter\n",
-                   duration(eta).c_str(), (long)(s.step + 3600 / per_step), per_step);
+            tell(run,
+                 "this run will take %s: --max_steps %ld would end within an hour; a smaller --batch_size, "
+                 "--num_channels, --num_res_blocks or --image_size makes a step, now %.3g s, shorter\n",
+                 duration(eta).c_str(), (long)(s.step + 3600 / per_step), per_step);
         }
     }
     // On a terminal the next status line replaces this one. In a file or a pipe all status lines stay, one a line.
@@ -6865,17 +6872,14 @@ static bool is_written(Run* run, const std::string& name, const std::string& fai
     // lasted for PATIENCE seconds.
     if (error && !run->no_room_since) {
         run->no_room_since = now();
-        end_line(run);
-        printf("%s: %s; it is tried again for %.0f minutes\n", name.c_str(), failure.c_str(), PATIENCE / 60);
-        fflush(stdout);
+        tell(run, "%s: %s; it is tried again for %.0f minutes\n", name.c_str(), failure.c_str(), PATIENCE / 60);
     }
     const bool hopeless = error == EFBIG; // a limit on the size of files (ulimit -f) does not go away
     if (error && (hopeless || now() - run->no_room_since > PATIENCE))
         die("%s: %s; stopped after step %ld; %s", name.c_str(), failure.c_str(), run->state.step,
             saved_so_far(*run).c_str());
     if (!error && run->no_room_since) {
-        end_line(run);
-        printf("%s: is written again\n", name.c_str());
+        tell(run, "%s: is written again\n", name.c_str());
         run->no_room_since = 0;
     }
     // Ranks measure the pause in steps, because their clocks differ. A step is assumed to last at least a millisecond:
@@ -6942,9 +6946,8 @@ static void keep_best(Run* run, const std::string& checkpoint) {
         run->best_loss = run->val_loss;
         return;
     }
-    end_line(run);
-    printf("%s: %s; the run goes on, and %s is the best checkpoint until now\n", run->folder.name(BEST).c_str(),
-           failure.c_str(), checkpoint.c_str());
+    tell(run, "%s: %s; the run goes on, and %s is the best checkpoint until now\n", run->folder.name(BEST).c_str(),
+         failure.c_str(), checkpoint.c_str());
 }
 
 // Writes a checkpoint (docs/FORMATS.md). A run that is resumed from it computes the same bits as if it had not paused.
@@ -7073,10 +7076,10 @@ constexpr char NAME_OF_RUN[] = "is a name for files of the run in that folder; c
 // Prints that a step was skipped. Ends the run after --max_bad_steps skipped steps in a row.
 static void report_bad_step(Run* run) {
     const StepState& s = run->state;
-    end_line(run);
-    printf("step %ld: loss %g (mean %g), gradient norm %g (mean %g): not finite or far outside its spread, "
-           "so this step is skipped (%ld in a row, %ld in all)\n",
-           s.step, s.loss, s.guard.mean_loss, s.grad_norm, s.guard.mean_norm, s.bad_in_row, s.bad_total);
+    tell(run,
+         "step %ld: loss %g (mean %g), gradient norm %g (mean %g): not finite or far outside its spread, "
+         "so this step is skipped (%ld in a row, %ld in all)\n",
+         s.step, s.loss, s.guard.mean_loss, s.grad_norm, s.guard.mean_norm, s.bad_in_row, s.bad_total);
     if (s.bad_in_row < run->config.max_bad_steps) return;
     write_log(run); // the last rows of log.csv show what happened
     stop_run(run, text("%ld steps in a row had to be skipped", s.bad_in_row));
@@ -7529,7 +7532,7 @@ static void finish_stopped(Run* run) {
     if (!error.empty()) die("%s; stopped after step %ld; %s", error.c_str(), step, saved.c_str());
     const std::string end = text("stopped by %s after step %ld; ", STOP_SIGNALS.at(run->stop), step) + saved;
     write_page(run, "stopped", end);
-    printf("%s\n", end.c_str());
+    tell(run, "%s\n", end.c_str());
 }
 
 // Ends a run that has done all its steps.
@@ -7542,8 +7545,8 @@ static void finish_complete(Run* run) {
     getrusage(RUSAGE_SELF, &usage);
     const double ms = run->seconds / (double)(s.step - run->first_step) * 1e3;
     const double peak_mib = usage.ru_maxrss / 1024.0; // Linux gives it in KiB
-    printf("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step, ms, peak_mib,
-           c.output_dir.c_str());
+    tell(run, "done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step, ms, peak_mib,
+         c.output_dir.c_str());
     // Old checkpoints are removed only when a good step has followed the newest checkpoint. So if there are too many
     // checkpoints now, one more step is done, only to find out whether the newest checkpoint is good.
     const int keep = c.keep_checkpoints;

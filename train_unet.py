@@ -949,6 +949,8 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
                 keeper.prove()
             if step % config.log_interval == 0 or last or val_loss is not None or time.perf_counter() - screen.shown + seconds > 10:
                 screen.status(progress_line(config, result, state.bad_total, seconds, mean, val_loss))
+            if stopped:
+                screen.heeded = len(stop)  # from here on only another signal counts
             if save:
                 keeper.save(trainer.checkpoint())
             if config.ema_snapshots and (last or keeper.is_due(step, config.ema_snapshots, keeper.snapshot)):

@@ -11,6 +11,7 @@ import importlib.util
 import math
 import os
 import re
+import select
 import shutil
 import signal
 import sys
@@ -168,12 +169,23 @@ def run_program(program: str, body: Callable[[list[str]], int | None]) -> int:
 
 
 class Screen:
-    """What a run tells; on a terminal its status is one line, drawn anew. stop: the list that ends the run, also when nobody reads (| head)."""
+    """What a run tells; on a terminal its status is one line, drawn anew. stop: the list that ends the run, also when nobody reads (| head).
+    heeded: how many signals of that list have had their effect."""
 
     def __init__(self, stop: list[str]):
-        self.stop, self.terminal, self.shown = stop, sys.stdout.isatty(), -math.inf
+        self.stop, self.terminal, self.shown, self.heeded = stop, sys.stdout.isatty(), -math.inf, 0
+
+    def takes_a_line(self) -> bool:
+        """Waits until stdout takes a line, which a terminal held by Ctrl-S does not, nor a full pipe whose reader is busy. False: another signal came
+        instead, which print() would not heed while it waits."""
+        while not select.select([], [1], [], 0.2)[1]:
+            if len(self.stop) > self.heeded:
+                return False
+        return True
 
     def print(self, text: str, end: str = "\n") -> None:
+        if not self.takes_a_line():
+            return
         try:
             print(text, end=end, flush=True)
         except BrokenPipeError:

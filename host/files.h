@@ -1,4 +1,4 @@
-// files.h - errors, time, the terminal, the process, checksums, folders, files and locks.
+// files.h - errors, time, the terminal, signals, the process, checksums, folders, files and locks.
 //
 // Nothing in here knows what the program computes. Two rules hold everywhere:
 // - What can go wrong is a mistake of the user or of the machine. The program says it in one sentence and ends (die).
@@ -8,6 +8,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/file.h>
 #include <sys/ioctl.h>
@@ -91,7 +92,7 @@ static void must(bool ok, const std::string& what, const std::string& why) {
 });
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- Time and the terminal
+// --- Time, the terminal, and signals that end a run
 
 // Seconds, from some moment in the past on.
 static double now() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::duration<double>(1); }
@@ -115,9 +116,29 @@ static int terminal_columns() {
     return known ? size.ws_col : 80;
 }
 
+// Signals that ask a run to end: Ctrl-C, kill, a terminal that is closed, a reader that went away (./train_unet |
+// head).
+static const std::map<int, const char*> STOP_SIGNALS = {
+    {SIGINT, "SIGINT"}, {SIGTERM, "SIGTERM"}, {SIGHUP, "SIGHUP"}, {SIGPIPE, "SIGPIPE"}};
+static volatile sig_atomic_t stop_signal = 0; // the one that came; 0: none. Who listens to them, sets it.
+
+// Waits until stdout takes a line. A terminal that is held by Ctrl-S takes none, and neither does a full pipe whose
+// reader is busy, as mpirun is when it ends. printf would wait, too, but no signal would end that wait, so that a run
+// could not be stopped. Result: false if a signal came instead. Then the line is better left out.
+static bool stdout_takes_a_line() {
+    struct pollfd out = {1, POLLOUT, 0};
+    while (true) {
+        const int ready = poll(&out, 1, 200); // milliseconds
+        const bool waits = ready == 0 || (ready < 0 && errno == EINTR);
+        if (!waits) return true;
+        if (stop_signal) return false;
+    }
+}
+
 // Prints a line about how things stand. On a terminal it replaces the line before it, and is cut to the terminal's
 // width.
 static void show_status(const std::string& line) {
+    if (!stdout_takes_a_line()) return;
     const int columns = terminal_columns();
     if (columns) printf("\r\033[K%s", line.substr(0, (size_t)columns - 1).c_str());
     else printf("%s\n", line.c_str());
@@ -126,13 +147,6 @@ static void show_status(const std::string& line) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- The process
-
-// Signals that ask a run to end: Ctrl-C, kill, a terminal that is closed, a reader that went away (./train_unet |
-// head).
-static const std::map<int, const char*> STOP_SIGNALS = {
-    {SIGINT, "SIGINT"}, {SIGTERM, "SIGTERM"}, {SIGHUP, "SIGHUP"}, {SIGPIPE, "SIGPIPE"}};
-[[maybe_unused]] static volatile sig_atomic_t stop_signal =
-    0; // the one that came; 0: none. Who listens to them, sets it.
 
 // The first call of main: prepares the process for what the system may do to it.
 static void start_process([[maybe_unused]] char** argv) {

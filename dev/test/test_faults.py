@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import math
 import os
 import random
 import resource
+import select
 import shutil
 import signal
 import subprocess
@@ -242,6 +244,38 @@ def test_the_twin_saves_when_nobody_reads(data: Path, tmp_path: Path) -> None:
     wait_for(process, "step 2/")
     process.stdout.close()
     assert process.wait(timeout=60) == 128 + signal.SIGPIPE and process.stderr.read() == "" and checkpoints(tmp_path / "out")
+
+
+@pytest.mark.parametrize("reader", ["terminal", "pipe"])
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_signal_while_nobody_reads(program: list[str], data: Path, tmp_path: Path, reader: str, goes_on: bool) -> None:
+    """A terminal held by Ctrl-S, a pipe whose reader is busy: the run waits, and a signal makes it save. Then it waits to say so, if need be until
+    another signal comes."""
+    output, stdout = os.openpty() if reader == "terminal" else os.pipe()
+    if reader == "pipe":
+        fcntl.fcntl(stdout, fcntl.F_SETPIPE_SZ, 16384)  # which is full sooner
+    process = start([*program, *LONG, "--data_file", data], tmp_path, stdout=stdout)
+    while True:  # until it has written nothing for half a second
+        full = sum(not select.select([], [stdout], [], 0)[1] for _ in range(10) if not time.sleep(0.05))
+        assert process.poll() is None
+        if full == 10:
+            break
+    process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + 60
+    while not checkpoints(tmp_path / "out"):
+        assert process.poll() is None and time.monotonic() < deadline, "the signal has no effect"
+        time.sleep(0.05)
+    if not goes_on:
+        process.send_signal(signal.SIGTERM)
+    assert goes_on or process.wait(timeout=60) == 128 + signal.SIGTERM
+    os.close(stdout)
+    told = b""
+    with contextlib.suppress(OSError):  # of a terminal that nobody writes to any more
+        while some := os.read(output, 65536):
+            told += some
+    os.close(output)
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM and process.stderr.read() == ""
+    assert (b"stopped by SIGTERM after step" in told) == goes_on
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])

@@ -186,8 +186,9 @@ def test_a_signal_at_one_rank_stops_all(program: Path, data: Path, tmp_path: Pat
 @pytest.mark.long  # Open MPI waits for seconds
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_at_mpirun_itself(program: Path, data: Path, tmp_path: Path, how: signal.Signals) -> None:
-    """As docs/SCALING.md says of Open MPI: after a while it sends SIGTERM, whatever it was sent, and it returns 1."""
-    words = flags(TINY, "--data_file", data, "--max_steps 1000000 --log_interval 1")
+    """As docs/SCALING.md says of Open MPI: after a while it sends SIGTERM, whatever it was sent, and it returns 1. In the meantime it may read nothing
+    of what the program prints, so these are few lines: or else the last one, that says what is saved, does not come through."""
+    words = flags(TINY, "--data_file", data, "--max_steps 1000000 --log_interval 100")
     command = ["mpirun", "--mca", "odls_base_sigkill_timeout", "4", *MPIRUN[1:], "2", str(program), *words]
     with subprocess.Popen(command, cwd=tmp_path, env=environment() | ROOT_MAY, stdout=subprocess.PIPE, text=True) as p:
         try:
