@@ -28,6 +28,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <numeric>
 #include <vector>
 
@@ -102,15 +103,15 @@ static inline void tile_multiply(float (&acc)[TM][TN],             // (TM, TN)
 struct RowPair {
     int a, b;
 };
-static inline void tile_outer(float (&acc)[TM][TN],           // (TM, TN)
-                              const float* A, size_t a_pitch, // (rows, TM)
-                              const float* B, size_t b_pitch, // (rows, TN)
+static inline void tile_outer(float (&acc)[TM][TN], // (TM, TN)
+                              const float* A,       // (rows, TM)
+                              const float* B,       // (rows, TN)
                               const std::vector<RowPair>& pairs) {
     float sum[TM][TN]; // a local copy stays in registers, which acc would not where it is an element of an array
     memcpy(sum, acc, sizeof sum);
     for (const RowPair& pair : pairs) {
-        const float* a_row = row_of(A, pair.a, a_pitch);
-        const float* b_row = row_of(B, pair.b, b_pitch);
+        const float* a_row = row_of(A, pair.a, TM);
+        const float* b_row = row_of(B, pair.b, TN);
         for (int m = 0; m < TM; m++) {
             const float a = a_row[m];
 #pragma omp simd
@@ -120,6 +121,16 @@ static inline void tile_outer(float (&acc)[TM][TN],           // (TM, TN)
         }
     }
     memcpy(acc, sum, sizeof sum);
+}
+
+// out (WIDTH) = in (n), n <= WIDTH, and zeros. Nearly always n = WIDTH, which as a constant makes a few instructions.
+template <int WIDTH> static inline void copy_columns(float* out, const float* in, int n) {
+    if (n == WIDTH) {
+        memcpy(out, in, WIDTH * sizeof(float));
+        return;
+    }
+    for (int i = 0; i < n; i++) out[i] = in[i];
+    for (int i = n; i < WIDTH; i++) out[i] = 0;
 }
 
 // C (M, N) = A (M, K) * B (K, N). One thread does it all, since attention runs many heads in parallel.
@@ -139,21 +150,25 @@ static inline void matmul(float* C, size_t c_pitch,       // (M, N)
             float acc[TM][TN] = {};
             tile_multiply(acc, a_rows, B + n0, b_pitch, K);
             for (int m = 0; m < rows; m++) {
-                std::copy_n(acc[m], columns, row_of(C, m0 + m, c_pitch) + n0);
+                float* c = row_of(C, m0 + m, c_pitch) + n0;
+                if (columns == TN) memcpy(c, acc[m], sizeof acc[m]);
+                else std::copy_n(acc[m], columns, c);
             }
         }
     }
 }
 
-// out (columns, pitch) = in (rows, columns)^T. The rest of each row, up to pitch, is filled with zeros.
+// out (columns, pitch) = in (rows, columns)^T. The rest of each row, up to pitch, is filled with zeros. A few rows are
+// read at a time, so that they stay in the nearest cache until all of their columns are read.
 static inline void transpose(float* out, size_t pitch, const float* in, size_t in_pitch, int rows, int columns) {
-    for (int c = 0; c < columns; c++) {
-        float* out_row = row_of(out, c, pitch);
-        for (int r = 0; r < rows; r++) {
-            out_row[r] = in[r * in_pitch + c];
-        }
-        for (size_t r = rows; r < pitch; r++) out_row[r] = 0;
+    constexpr int ROWS = 16;
+    for (int r0 = 0; r0 < rows; r0 += ROWS) {
+        const int end = std::min(r0 + ROWS, rows);
+        for (int c = 0; c < columns; c++)
+            for (int r = r0; r < end; r++) out[c * pitch + r] = in[r * in_pitch + c];
     }
+    for (int c = 0; c < columns; c++)
+        for (size_t r = rows; r < pitch; r++) out[c * pitch + r] = 0;
 }
 
 // out (rows, columns) = in (rows, columns) * factor
@@ -570,24 +585,25 @@ static inline void bias_backward(float* dbias,                // (C)
     }
 }
 
-// A matrix whose rows are padded with zeros to a multiple of a tile's width; the original where they are that already.
-struct PaddedRows {
-    std::vector<float> copy;
-    const float* rows;
-    int pitch;
-    PaddedRows(const float* in, size_t n, int width, int tile) {
-        rows = in;
-        pitch = round_up(width, tile);
-        if (pitch == width) return;
-        copy.resize(n * pitch);
-        rows = copy.data();
+// A copy of a matrix (rows, columns), cut into tiles of WIDTH columns: (tiles, rows, WIDTH). The last tile is filled up
+// with zeros. In the copy the rows of a tile are neighbours, so that the nearest cache holds hundreds of them. In the
+// matrix itself they would lie a whole row apart, and fall on a few of the cache's sets.
+template <int WIDTH> struct ColumnTiles {
+    size_t rows;
+    int tiles;
+    std::unique_ptr<float[]> copy;
+    ColumnTiles(const float* matrix, size_t rows, int columns) : rows(rows) {
+        tiles = round_up(columns, WIDTH) / WIDTH;
+        copy.reset(new float[tiles * rows * WIDTH]);
 #pragma omp parallel for schedule(static)
-        for (size_t i = 0; i < n; i++) {
-            const float* from = row_of(in, i, width);
-            std::copy_n(from, width, row_of(copy.data(), i, pitch));
-        }
+        for (size_t r = 0; r < rows; r++)
+            for (int tile = 0; tile < tiles; tile++) {
+                const int c = tile * WIDTH;
+                copy_columns<WIDTH>(at(tile, r), row_of(matrix, r, columns) + c, std::min(WIDTH, columns - c));
+            }
     }
-    PaddedRows(const PaddedRows&) = delete;
+    // A row of a tile; the next rows follow it
+    float* at(int tile, size_t row) const { return copy.get() + (tile * rows + row) * WIDTH; }
 };
 
 // (chunks of CONV_CHUNK output pixels, taps): the list of (output pixel, input pixel) pairs of an image. Chunks are
@@ -621,43 +637,42 @@ static inline void conv_backward_weight(float* dweight,                   // (Co
     const int Cin = s.C1 + s.C2;
     const int HW = s.H * s.W;
     const int HWo = s.out_H() * s.out_W();
-    const int tiles1 = round_up(s.C1, TN) / TN;
-    const int tiles2 = round_up(s.C2, TN) / TN;
     const std::vector<std::vector<RowPair>> pairs = conv_pairs(s);
-    // With AVX-512 only the network's first and last layer have channels that fill no whole tiles.
-    const PaddedRows d_padded(dout, (size_t)s.B * HWo, s.Cout, TM);
-    const PaddedRows x1_padded(x1, (size_t)s.B * HW, s.C1, TN);
+    const ColumnTiles<TM> d_tiles(dout, (size_t)s.B * HWo, s.Cout);
+    const ColumnTiles<TN> x1_tiles(x1, (size_t)s.B * HW, s.C1);
+    const ColumnTiles<TN> x2_tiles(x2, (size_t)s.B * HW, s.C2);
 #pragma omp parallel for collapse(3) schedule(dynamic)
-    for (int co = 0; co < s.Cout; co += TM)
-        for (int tile = 0; tile < tiles1 + tiles2; tile++)
+    for (int d_tile = 0; d_tile < d_tiles.tiles; d_tile++)
+        for (int tile = 0; tile < x1_tiles.tiles + x2_tiles.tiles; tile++)
             for (int tap0 = 0; tap0 < taps; tap0 += s.kernel) {
                 // Which tile it is: its input channels are of x1 or of x2.
-                const bool in_x1 = tile < tiles1;
-                const int C = in_x1 ? s.C1 : s.C2;
-                const int ci = (in_x1 ? tile : tile - tiles1) * TN; // within x1 or x2
-                const int x_pitch = in_x1 ? x1_padded.pitch : s.C2;
-                const float* x_rows = in_x1 ? x1_padded.rows : x2;
+                const bool in_x1 = tile < x1_tiles.tiles;
+                const ColumnTiles<TN>& x_tiles = in_x1 ? x1_tiles : x2_tiles;
+                const int x_tile = in_x1 ? tile : tile - x1_tiles.tiles;
+                const int co = d_tile * TM;
+                const int ci = x_tile * TN; // within x1 or x2
                 const int outputs = std::min(TM, s.Cout - co);
-                const int inputs = std::min(TN, C - ci);
+                const int inputs = std::min(TN, (in_x1 ? s.C1 : s.C2) - ci);
                 const int column = in_x1 ? ci : s.C1 + ci; // within [x1 | x2]
                 float* dw = row_of(dweight, (size_t)co * taps + tap0, Cin) + column;
+                // Both are of the taps in this row of the kernel.
+                float total[3][TM][TN] = {};
                 for (int b = 0; b < s.B; b++) {
-                    float acc[3][TM][TN] = {}; // of the taps in this row of the kernel
-                    const float* d = row_of(d_padded.rows, (size_t)b * HWo, d_padded.pitch) + co;
-                    const float* x = row_of(x_rows, (size_t)b * HW, x_pitch) + ci;
+                    float acc[3][TM][TN] = {}; // of this image
+                    const float* d = d_tiles.at(d_tile, (size_t)b * HWo);
+                    const float* x = x_tiles.at(x_tile, (size_t)b * HW);
                     // The sum over this image's pairs of pixels, and then over the images.
                     for (size_t chunk = tap0; chunk < pairs.size(); chunk += taps)
-                        for (int kw = 0; kw < s.kernel; kw++)
-                            tile_outer(acc[kw], d, d_padded.pitch, x, x_pitch, pairs[chunk + kw]);
-                    for (int m = 0; m < outputs; m++)
-                        for (int kw = 0; kw < s.kernel; kw++) {
-                            float* dw_row = row_of(dw, (size_t)m * taps + kw, Cin);
-                            for (int n = 0; n < inputs; n++) {
-                                if (b == 0) dw_row[n] = acc[kw][m][n];
-                                else dw_row[n] += acc[kw][m][n];
-                            }
-                        }
+                        for (int kw = 0; kw < s.kernel; kw++) tile_outer(acc[kw], d, x, pairs[chunk + kw]);
+                    for (int kw = 0; kw < s.kernel; kw++)
+                        for (int m = 0; m < TM; m++)
+                            for (int n = 0; n < TN; n++) total[kw][m][n] += acc[kw][m][n];
                 }
+                for (int m = 0; m < outputs; m++)
+                    for (int kw = 0; kw < s.kernel; kw++) {
+                        float* dw_row = row_of(dw, (size_t)m * taps + kw, Cin);
+                        std::copy_n(total[kw][m], inputs, dw_row);
+                    }
             }
     bias_backward(dbias, demb, emb_stride, dout, s.B, HWo, s.Cout);
 }
@@ -673,16 +688,16 @@ static inline void conv_backward_weights(const std::vector<WeightWork>& works, S
 static inline void finish_gradients() {}
 
 // ---------------------------------------------------------------------------------------------------------------------
-// linear: F.linear(x, weight, bias), which is a 1x1 convolution of images of one pixel
+// linear: F.linear(x, weight, bias), which is a 1x1 convolution of an image of B pixels
 
 static inline ConvShape linear_shape(int B, int Cin, int Cout) {
-    const int H = 1;
+    const int images = 1;
     const int W = 1;
     const int C2 = 0;
     const int kernel = 1;
     const int stride = 1;
     const int upsample = 0;
-    return {B, H, W, Cin, C2, Cout, kernel, stride, upsample};
+    return {images, B, W, Cin, C2, Cout, kernel, stride, upsample};
 }
 
 // out (B, Cout) = x (B, Cin) weight^T (Cin, Cout) + bias (Cout)
