@@ -4,138 +4,139 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    239  Part I. The program
-//    242     1. Types at the interface: what operations are called with
-//    756     2. The interface: all that the program asks of a device
-//   1125     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1226     4. Configuration: flags, presets, help, what can work and what cannot
-//   1988     5. The network: a list of layers, made of guided-diffusion's flags
-//   2973     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2983         FP8: buffers, factors, weights for samples
-//   3127         gradients, and buffers
-//   3390     7. Forward and backward: two walks over the list
-//   3522     8. Diffusion: noise schedules, objectives, samplers
-//   3821         the level of a training sample, drawn, and its share of the loss
-//   4295         samplers
-//   4861     9. Data: .bin files that may be larger than memory, the order of their images
-//   5422    10. Model files: weights and checkpoints, initial weights
-//   5782    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5797         the learning rate, the verdict on a step, averages of the weights
-//   5894         what a trainer holds
-//   6072         a step
-//   6419    12. A run: log, guard, checkpoints, resume, samples
-//   6445         the log in memory, as the page shows it
-//   6558         what a run holds
-//   6636         the log and the status line
-//   6825         checkpoints, snapshots and grids
-//   7089         the start of a run: new, from a file's weights, or resumed
-//   7328         the loop over the steps
-//   7447         a run from its first to its last line
-//   7623         samples, without a run
-//   7788    13. main: the command line, then a run or samples
-//   8106         what ranks must have in common
-//   8180         main
-//   8309  Part II. The device
-//   8312    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8394    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8464    16. The GPU: what all kernels share
-//   8533         Launches, which may overlap
-//   8579         Decisions: what kernels are chosen with
-//   8631         Single instructions: shared memory, mbarriers, clusters
-//   8720         Activations: pieces of 16 bytes
-//   9056         each_kernel: a thread for an element
-//   9070         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9237         Swizzle: how rows lie in shared memory
-//   9256         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9514         building blocks of Hopper's kernels (sm_90a)
-//   9823    17. Small operations: resampling, embeddings, diffusion
-//   9826         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10031         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10393         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10945    18. Group norm
-//  10948         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11520         groupnorm_backward_whole: an image's slab in shared memory
-//  11919    19. Attention
-//  12026         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12581         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12727         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13424    20. Convolution
-//  13470         ConvOut: results, 4 channels of a pixel at a time
-//  13715         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13783         conv_halo: 3x3, stride 1, any GPU
-//  14202         conv_gather: any kernel size and stride, any GPU
-//  14470         conv_few: the first and the last layer
-//  14649         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15244         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15368         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15852         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16305         conv_weight_tma: weight gradients (sm_90a)
-//  16606         FP8 in training: weights and gradients are rounded
-//  16721    21. The optimiser
-//  16724         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  16982         muon: directions for matrices of weights
-//  17378    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17381         groupnorm_backward
-//  17547         attention: forward and, where a has dout, backward
-//  17611         convolution: forward and input gradient
-//  18119         convolution: weight gradients
-//  18475    23. The GPU: memory, copies, repeated work
-//  18704    24. Between ranks: from device to device
+//    240  Part I. The program
+//    243     1. Types at the interface: what operations are called with
+//    758     2. The interface: all that the program asks of a device
+//   1128     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1229     4. Configuration: flags, presets, help, what can work and what cannot
+//   1991     5. The network: a list of layers, made of guided-diffusion's flags
+//   2976     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2986         FP8: buffers, factors, weights for samples
+//   3130         gradients, and buffers
+//   3393     7. Forward and backward: two walks over the list
+//   3525     8. Diffusion: noise schedules, objectives, samplers
+//   3825         the level of a training sample, drawn, and its share of the loss
+//   4299         samplers
+//   4865     9. Data: .bin files that may be larger than memory, the order of their images
+//   5428    10. Model files: weights and checkpoints, initial weights
+//   5788    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5803         the learning rate, the verdict on a step, averages of the weights
+//   5900         what a trainer holds
+//   6078         a step
+//   6435    12. A run: log, guard, checkpoints, resume, samples
+//   6461         the log in memory, as the page shows it
+//   6574         what a run holds
+//   6652         the log and the status line
+//   6841         checkpoints, snapshots and grids
+//   7106         the start of a run: new, from a file's weights, or resumed
+//   7345         how a run begins and ends
+//   7494         the loop over the steps
+//   7593         a run from its first to its last line
+//   7643         samples, without a run
+//   7808    13. main: the command line, then a run or samples
+//   8126         what ranks must have in common
+//   8200         main
+//   8329  Part II. The device
+//   8332    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8414    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8484    16. The GPU: what all kernels share
+//   8553         Launches, which may overlap
+//   8599         Decisions: what kernels are chosen with
+//   8651         Single instructions: shared memory, mbarriers, clusters
+//   8740         Activations: pieces of 16 bytes
+//   9076         each_kernel: a thread for an element
+//   9090         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9258         Swizzle: how rows lie in shared memory
+//   9277         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9535         building blocks of Hopper's kernels (sm_90a)
+//   9844    17. Small operations: resampling, embeddings, diffusion
+//   9847         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10052         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10414         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10966    18. Group norm
+//  10969         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11541         groupnorm_backward_whole: an image's slab in shared memory
+//  11941    19. Attention
+//  12048         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12604         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12750         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13447    20. Convolution
+//  13493         ConvOut: results, 4 channels of a pixel at a time
+//  13738         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13806         conv_halo: 3x3, stride 1, any GPU
+//  14225         conv_gather: any kernel size and stride, any GPU
+//  14494         conv_few: the first and the last layer
+//  14675         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15270         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15394         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15878         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16331         conv_weight_tma: weight gradients (sm_90a)
+//  16632         FP8 in training: weights and gradients are rounded
+//  16747    21. The optimiser
+//  16750         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17008         muon: directions for matrices of weights
+//  17448    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17451         groupnorm_backward
+//  17617         attention: forward and, where a has dout, backward
+//  17681         convolution: forward and input gradient
+//  18189         convolution: weight gradients
+//  18545    23. The GPU: memory, copies, repeated work
+//  18774    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8305, run_program 8241, train 7579, run_step 7379, train_step 6350, load_batch 5375 (read_image 4950),
-//     send 18675 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18606):
-//     step_gradients 6209: draw_levels 10411 (the formulas: draw_level 3891), forward_and_loss 6120,
-//     q_sample_forward 10625, unet_forward 3419, forward_layer 3404 (a function of the layer's kind),
-//     loss_forward_backward 10742, unet_backward 3490, conv_backward_weights 18468 (weight gradients, on the side
-//     stream), finish_gradients 11864 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16776;
-//     judge_step 16824 (the verdict: judge_batch 5865), update_slice 6313, adamw_update 16953 (adamw_kernel 16899),
-//     next_step 16830, record_step 16836; later collect_steps 7332
-//   --optimizer muon: muon_updates 5978 says which weights; update_slice 6313, update_by_muon 6304 (with the formulas),
-//     muon_momentum 17019, orthogonalise 17357 (with muon_kernel above it), adamw_kernel 16899 (its `move`)
-//   pictures, from noise: sample_batch 4776, plan_route 4532, device_step 4580, euler_step 4326 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 17969 draws all of its roads):
-//     forward_conv 2435; conv_forward 18007, with conv_product above it, which asks conv_is_wgmma 17619;
-//     on Hopper, large images: pick_conv_tiles_3x3 17917; conv_tiles 15837, with conv_tiles_kernel above it;
-//     Accumulators 9739 (its function multiply); Wgmma 9322;
-//     on Hopper, small images: pick_conv_small 17771; conv_small 16291, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9322;
-//     on any other GPU pick_conv_halo_bf16 17686; conv_halo 14189, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9122
-//   why several GPUs compute the bits of one: step_gradients 6209
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 416, Silu 8357, with_nonlinearity 8367 (a case);
-//     BEHIND_NORMS, in front of add_norm 2663, chooses it. The embedding has SiLU as a layer: silu_forward 10311
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3748
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 533, and beside each other edm_question 3585,
-//     ask 3620, frame_of 3633, sigma_draws 3640, has_steps_of_t 3646; the head of their section lists the changes
-//   a kind of layer: forward_linear 2355 and what stands beside it, with a list of all places in front of
-//     LayerKind 2327; add_resblock 2715 or its like; its operation: a prototype in the interface, a kernel, loops in
+//     main 8325, run_program 8261, train 7599, run_step 7545, train_step 6362, load_batch 5381 (read_image 4954),
+//     send 18745 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18676):
+//     step_gradients 6216: draw_levels 10432 (the formulas: draw_level 3895), forward_and_loss 6141,
+//     q_sample_forward 10646, unet_forward 3422, forward_layer 3407 (a function of the layer's kind),
+//     loss_forward_backward 10763, unet_backward 3493, conv_backward_weights 18538 (weight gradients, on the side
+//     stream), finish_gradients 11886 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16802;
+//     judge_step 16850 (the verdict: judge_batch 5871), update_slice 6325, adamw_update 16979 (adamw_kernel 16925),
+//     next_step 16856, record_step 16862; later collect_steps 7498
+//   --optimizer muon: muon_updates 5984 says which weights; update_slice 6325, update_by_muon 6316 (with the formulas),
+//     muon_momentum 17048, orthogonalise 17425 (with muon_kernel above it), adamw_kernel 16925 (its `move`)
+//   pictures, from noise: sample_batch 4780, plan_route 4536, device_step 4584, euler_step 4330 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 18039 draws all of its roads):
+//     forward_conv 2438; conv_forward 18077, with conv_product above it, which asks conv_is_wgmma 17689;
+//     on Hopper, large images: pick_conv_tiles_3x3 17987; conv_tiles 15863, with conv_tiles_kernel above it;
+//     Accumulators 9760 (its function multiply); Wgmma 9343;
+//     on Hopper, small images: pick_conv_small 17841; conv_small 16317, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9343;
+//     on any other GPU pick_conv_halo_bf16 17756; conv_halo 14212, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9143
+//   why several GPUs compute the bits of one: step_gradients 6216
+//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 417, Silu 8377, with_nonlinearity 8387 (a case);
+//     BEHIND_NORMS, in front of add_norm 2666, chooses it. The embedding has SiLU as a layer: silu_forward 10332
+//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3752
+//   an objective, as edm and flow are: its row in common/flags.h, Frame 535, and beside each other edm_question 3588,
+//     ask 3623, frame_of 3636, sigma_draws 3643, has_steps_of_t 3650; the head of their section lists the changes
+//   a kind of layer: forward_linear 2358 and what stands beside it, with a list of all places in front of
+//     LayerKind 2330; add_resblock 2718 or its like; its operation: a prototype in the interface, a kernel, loops in
 //     dev/reference.h
-//   an element type beside bf16: Element 310, with a list of all places in front of it: element_named 1377,
-//     take_aliases 1589, forward_and_loss 6120, ElementOf 8330, with_act 8595, act_has_wgmma 8607, unpack 8740,
-//     pack 8769, to_floats 8839, from_floats 8846, store_two 8851, mma 9122, tma_type 9468, adamw_kernel 16899,
-//     adamw_update 16953, pick_conv_gather 17733, conv_product 17969
-//   the settings, to their values: parse_command_line 1561, take_aliases 1589, complete_config 8223
-//     (apply_preset 1471, take_model_file 7951, take_ect_defaults 7981), take_data_shape 8018 (take_labels 8008),
-//     check_model 1834, check_run 1972
-//   FP8 (--precision fp8): choose_fp8 2912 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 2987 and plan_fp8_gradients 3006 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3051 for samples, make_fp8_training 3093 for training; add_fp8_args 2205
-//     hands them to the layers. forward_conv 2435 and backward_conv 2446 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18069 makes an input gradient a forward convolution; conv_product_fp8 18000 picks the
-//     kernel, multiply_fp8 9773 and WgmmaFp8 9358 multiply; print_fp8 7274 says whether it pays
+//   an element type beside bf16: Element 311, with a list of all places in front of it: element_named 1380,
+//     take_aliases 1592, forward_and_loss 6141, ElementOf 8350, with_act 8615, act_has_wgmma 8627, unpack 8760,
+//     pack 8789, to_floats 8859, from_floats 8866, store_two 8871, mma 9143, tma_type 9489, adamw_kernel 16925,
+//     adamw_update 16979, pick_conv_gather 17803, conv_product 18039
+//   the settings, to their values: parse_command_line 1564, take_aliases 1592, complete_config 8243
+//     (apply_preset 1474, take_model_file 7971, take_ect_defaults 8001), take_data_shape 8038 (take_labels 8028),
+//     check_model 1837, check_run 1975
+//   FP8 (--precision fp8): choose_fp8 2915 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 2990 and plan_fp8_gradients 3009 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3054 for samples, make_fp8_training 3096 for training; add_fp8_args 2208
+//     hands them to the layers. forward_conv 2438 and backward_conv 2449 choose between bf16 and FP8;
+//     conv_backward_input_fp8 18139 makes an input gradient a forward convolution; conv_product_fp8 18070 picks the
+//     kernel, multiply_fp8 9794 and WgmmaFp8 9379 multiply; print_fp8 7291 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
-//     refuse or must (host/files.h), of wrong 1450 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5592 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 4998, for a checkpoint's counters in check_resume 8074.
-//     unknown_word 1363 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1369.
-//     Two functions print a message while the run goes on: report_bad_step 7077 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6869 that a file could not be written yet.
-//     stop_run 6843 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     refuse or must (host/files.h), of wrong 1453 (a flag's value), or of a function beside it whose name ends in
+//     _unless. For a damaged header they stand in check_field 5598 and check_unused (host/files.h): look at their
+//     callers; for a data file also in take_data_fields 5002, for a checkpoint's counters in check_resume 8094.
+//     unknown_word 1366 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1372.
+//     Two functions print a message while the run goes on: report_bad_step 7094 says that a step was skipped (after
+//     --max_bad_steps such steps in a row it ends the run), is_written 6885 that a file could not be written yet.
+//     stop_run 6859 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -422,8 +423,9 @@ struct NormShape {
     float eps; // is added to the variance
 };
 
-// The arrays and the shape from which a convolution's weight gradient is computed. They are kept until the weight
-// gradients of several layers are computed together, so that the GPU has more to do at a time.
+// What the computation of a convolution's weight gradient needs: the arrays that it writes (dweight, dbias, demb), the
+// arrays that it reads (dout, x1, x2), and the shape. This is kept until the weight gradients of several layers are
+// computed together, so that the GPU has more to do at a time.
 struct WeightWork {
     float *dweight, *dbias;
     float* demb; // (B, emb_stride), or null: the embedding's gradient, which is the sum of dout over an image's pixels
@@ -599,8 +601,8 @@ struct SamplerStep {
 
 // Settings that are the same in all steps of a sampler.
 // With guidance, the second half of the batch is a copy of the first half. For the copies the network is not told the
-// class, numbers or picture, if training has also left these out sometimes. The network's answers for the copies are
-// called `unconditional`, and its answers for the first half are called `out`. The sampler uses the answer
+// class, the numbers (--cond_dim) or the picture, if training has also left these out sometimes. Its answers for
+// them are called `unconditional`, and its answers for the first half are called `out`. The sampler uses the answer
 // unconditional + guidance * (out - unconditional).
 // If limit is true, x0 is limited to [-s, s] and divided by s. With rank < 0, s is 1. With rank >= 0, s is the rank-th
 // smallest |x0| of the image (counted from 0), or 1 if that |x0| is smaller than 1.
@@ -991,7 +993,8 @@ static void keep_known(float* x,           // (B or 2 B, n)
 // this rank can write to (Everywhere). The comments above step_gradients explain the order, and why there are
 // stretches.
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add);
-// Decides whether a step is good or is skipped (judge_batch).
+// Computes the step's loss, the norm of its gradient and its learning rate, and decides whether the step is good or is
+// skipped (judge_batch).
 static void judge_step(StepState* state, const double* squares, // (stretches)
                        size_t stretches, const double* loss,    // (B)
                        const int* quarters,                     // (B)
@@ -3513,7 +3516,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         mark({.layer = &l, .pass = BACKWARD});
         l.kind->backward(a);
     }
-    mark({"finish gradients"});
+    mark({"finish gradients"}); // on a GPU, groupnorm_backward has left a part of each norm's dweight and dbias undone
     finish_gradients();
     weight_gradients.wait_for(weight_gradients.last);
 }
@@ -3642,7 +3645,8 @@ static SigmaDraws sigma_draws(const Config& c) {
     return meaning<SigmaDraws>("objective", c.objective, {{"ddpm", table}, {"edm", edm}, {"flow", flow}, {"ect", edm}});
 }
 
-// Returns whether a sampler takes equal steps of t = sigma / (1 + sigma). Otherwise its sigmas are Karras's schedule.
+// Returns whether euler, heun and dpmpp_2m take equal steps of t = sigma / (1 + sigma) with a model of this frame.
+// Otherwise their sigmas are Karras's schedule. (Other samplers do not ask.)
 static bool has_steps_of_t(Frame frame) {
     switch (frame) {
     case Frame::DDPM: return false;
@@ -5249,7 +5253,7 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
     const int HW = c.H * c.W;
     const int C = c.in_channels;
     std::vector<float> picture;
-    // In training, a picture may also be mirrored, be left out or, if it is a small one, have noise (show_pictures).
+    // In training, a picture may also be mirrored, be left out or, if it is a small one, have noise (put_pictures).
     // Here it is not changed.
     if (c.picture_kind == PictureKind::LOWRES) {
         const int factor = c.picture_factor;
@@ -5366,8 +5370,10 @@ static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
 }
 
 // Sends n samples of a batch to the device: images (n, C, H, W), labels (n), numbers (n, num_values), and the pictures
-// (n, cond_channels, H, W) that the images are conditioned on. A row of the numbers ends with the numbers that describe
-// the image's augmentation. They are zeros here; the device writes them later (augmented).
+// (n, cond_channels, H, W) that the images are conditioned on. Images and pictures are sent as their files hold them,
+// as bytes or floats. The device turns bytes into floats where it reads them (q_sample_forward). A row of the numbers
+// ends with the numbers that describe the image's augmentation. They are zeros here; the device writes them later
+// (augment_if_asked).
 // The batch is the samples at positions first .. first + B - 1 of the stream. This rank sends n = own_images of them.
 // In training, these are the rank's microbatches, one after the other, and some images lose their class and their
 // numbers (--class_dropout). Outside of training the rank sends all B samples.
@@ -6071,6 +6077,20 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- a step
 
+// With several ranks: every rank sends its parts of the first n elements of a flat array to all other ranks.
+// bytes: the size of STRETCH elements of this array. slice: this rank's parts, one after the other; null: they are
+// already in their places in the flat array.
+static void gather(void* flat, const void* slice, size_t bytes, const Slice& own, size_t n) {
+    begin_exchange();
+    for (int s = 0; s < own.segments && own.at(s, 0) < n; s++) {
+        char* const segment = (char*)flat + own.at(s, 0) / STRETCH * bytes;
+        const size_t slice_bytes = own.stretches * bytes;
+        const char* const mine = slice ? (const char*)slice + s * slice_bytes : segment + own.rank * slice_bytes;
+        all_gather(segment, mine, slice_bytes, MAIN_STREAM);
+    }
+    end_exchange();
+}
+
 // The images of a batch, or the pictures that they are conditioned on, on the device.
 struct Pixels {
     const void* data; // (B, channels, H, W)
@@ -6081,7 +6101,8 @@ struct Pixels {
 // changes depend only on the key, so an image and its picture are changed in the same way. told: where the numbers that
 // describe the first image's change are written, for the network to read (UNet::values). Those of each next image are
 // written num_values() floats later. Without --augment, the images are returned as they are.
-static Pixels augmented(Trainer* tr, float* out, Pixels images, float* told, int channels, int B, RandomKey key) {
+static Pixels augment_if_asked(Trainer* tr, float* out, Pixels images, float* told, int channels, int B,
+                               RandomKey key) {
     const Config& c = tr->net.config;
     if (!c.augment) return images;
     key.purpose = RANDOM_AUGMENT;
@@ -6092,7 +6113,7 @@ static Pixels augmented(Trainer* tr, float* out, Pixels images, float* told, int
 
 // Puts B pictures where the network reads them (net->cond). With --cond they are made of the images; otherwise they are
 // copied from `pictures`. In training, a picture is mirrored if its image is mirrored, and some pictures are left out.
-static void show_pictures(Trainer* tr, Pixels images, Pixels pictures, int B, RandomKey key, bool training) {
+static void put_pictures(Trainer* tr, Pixels images, Pixels pictures, int B, RandomKey key, bool training) {
     const Config& c = tr->net.config;
     const int C = c.in_channels;
     PictureDraws draws{.key = key};
@@ -6157,20 +6178,6 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
     else loss_forward_backward(loss, dout, out, tr->target, x, levels, o, factor, B, HW, C, c.out_channels());
 }
 
-// With several ranks: every rank sends its parts of the first n elements of a flat array to all other ranks.
-// bytes: the size of STRETCH elements of this array. slice: this rank's parts, one after the other; null: they are
-// already in their places in the flat array.
-static void gather(void* flat, const void* slice, size_t bytes, const Slice& own, size_t n) {
-    begin_exchange();
-    for (int s = 0; s < own.segments && own.at(s, 0) < n; s++) {
-        char* const segment = (char*)flat + own.at(s, 0) / STRETCH * bytes;
-        const size_t slice_bytes = own.stretches * bytes;
-        const char* const mine = slice ? (const char*)slice + s * slice_bytes : segment + own.rank * slice_bytes;
-        all_gather(segment, mine, slice_bytes, MAIN_STREAM);
-    }
-    end_exchange();
-}
-
 // Computes this rank's slice of the gradient of a step. The result is in tr->sum.
 //
 // Why do N ranks compute the same bits as one rank? Sums of floats depend on their order, so the results of a run on N
@@ -6208,14 +6215,16 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
 // another number of ranks keeps its microbatch (check_microbatch).
 static void step_gradients(Trainer* tr, const Upload& batch) {
     const Config& c = tr->net.config;
-    const int B = c.micro();
+    const int B = c.micro(); // the images of a microbatch
     const int N = world.size;
     const int images = c.batch_size / N; // the number of this rank's images
     const uint64_t seed = (uint64_t)c.seed;
     const Slice& own = tr->own;
     mark({"draw t, noise; q_sample"}); // `mark` is for dev/bench, which measures how long each part takes
     const int64_t* const step = &tr->state->step;
-    draw_levels(tr->levels, tr->t, tr->quarters, c.batch_size, tr->objective, {seed, RANDOM_TIMESTEP, step, 0});
+    // The noise level and the t of each sample of the whole batch, also of the samples of other ranks
+    const RandomKey level_key{.seed = seed, .purpose = RANDOM_TIMESTEP, .step = step, .sample0 = 0};
+    draw_levels(tr->levels, tr->t, tr->quarters, c.batch_size, tr->objective, level_key);
     int* const labels = (int*)(batch.device + tr->data.labels_at(images));
     float* const values = (float*)(batch.device + tr->data.values_at(images));
     if (!tr->fp8_works.empty()) {
@@ -6226,7 +6235,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
     for (int k = 0; k < images / B; k++) { // the microbatches
         const int first = (int)first_sample(k, B);
         const Dropout dropout{c.dropout, seed, step, first};
-        const RandomKey key{seed, 0, step, first};
+        const RandomKey key{.seed = seed, .purpose = 0, .step = step, .sample0 = first}; // each use sets its purpose
         // On a single rank, the gradients of the first microbatch are written to the sum directly.
         float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads;
         if (k > 0) {
@@ -6236,16 +6245,16 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         tr->net.labels = labels + k * B;
         tr->net.values = values + (size_t)k * B * c.num_values();
         float* const told = tr->net.values + c.cond_dim;
-        const Pixels read{batch.device + k * B * tr->data.image_bytes(), tr->data.bytes};
-        const Pixels shown = augmented(tr, tr->augmented, read, told, c.in_channels, B, key);
+        const Pixels stored{batch.device + k * B * tr->data.image_bytes(), tr->data.bytes};
+        const Pixels x0 = augment_if_asked(tr, tr->augmented, stored, told, c.in_channels, B, key);
         Pixels pictures{};
         if (const Dataset* const cond = tr->data.cond.get()) {
             const uint8_t* const first_picture = batch.device + tr->data.pictures_at(images, c);
             pictures = {first_picture + k * B * cond->image_bytes(), cond->bytes};
-            pictures = augmented(tr, tr->augmented_cond, pictures, told, c.cond_channels, B, key);
+            pictures = augment_if_asked(tr, tr->augmented_cond, pictures, told, c.cond_channels, B, key);
         }
-        if (c.cond_channels) show_pictures(tr, shown, pictures, B, key, true);
-        forward_and_loss(tr, tr->objective, shown.data, shown.bytes, first, B, key, dropout, true);
+        if (c.cond_channels) put_pictures(tr, x0, pictures, B, key, true);
+        forward_and_loss(tr, tr->objective, x0.data, x0.bytes, first, B, key, dropout, true);
 
         // The backward pass goes from the last layer to the first, and completes gradients in this order. So the last
         // segment of the flat array (see Slice) is sent first. complete_from: from this place of the flat array on, all
@@ -6270,6 +6279,8 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
             send_gradients(0, MAIN_STREAM);
             end_exchange();
         }
+        // Adds the gradients to tr->sum (on a single rank, the first microbatch's are there already). Then it adds up
+        // the squares, of which judge_step makes the norm.
         mark({"gradient norm"});
         sum_gradients(tr->sum, everywhere(tr->squares), RankGradients{grads, tr->received, own}, k > 0);
     }
@@ -6290,7 +6301,8 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
 // computed. Five times, X is replaced by an odd polynomial of itself. Together, the five steps map values from 0.0015
 // to 1 to values between 0.68 and 1.21. Smaller values stay smaller, but grow by a factor of up to 485.
 //
-//   X = X / |X|           |X|: the root of the sum of squares, so no singular value is above 1. X = 0 if |X| < 1e-14
+//   X = X / |X|           |X|: the root of the sum of squares, so no singular value is above 1 (up to rounding).
+//                         X = 0 if |X| < 1e-14
 //   A = X X^T             (X^T X, if X has more rows than columns)
 //   X = a X + (b A + c A A) X
 //
@@ -6352,13 +6364,17 @@ static bool train_step(Trainer* tr, int64_t step) {
     const int B = c.batch_size;
     const int T = c.diffusion_steps;
     Upload* batch = &tr->batch[step % 2];
-    come_to("a training step");
+    come_to("a training step"); // with several ranks, notes the place; with one, it does nothing
     if (!load_batch(batch, &tr->data, c, true, step * B, B)) return false;
+    // In the CPU build, replay just calls this function. On a GPU it records the function's launches as a graph, and
+    // then launches the graph. It records once for each of the two batches.
     replay(&tr->graph[step % 2], [&] {
         step_gradients(tr, *batch);
+        // Computes the gradient's norm, the step's loss and learning rate, and decides whether the step is good.
         mark({"judge the step"});
         judge_step(tr->state, tr->squares, tr->own.whole() / STRETCH, tr->loss, tr->quarters, tr->adamw, B);
         if (tr->history) update_rms_losses(tr->rms_losses, tr->history, tr->levels, tr->loss, tr->state, T, B);
+        // Clips the gradient, and updates the weights and their averages.
         mark({c.muon() ? "Muon" : "AdamW, EMA"});
         update_slice(tr);
         mark({"record the step"});
@@ -6400,7 +6416,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
             tr->net.values = (float*)(batch.device + val->values_at(B));
             const Pixels images{batch.device, val->bytes};
             const Pixels pictures{batch.device + val->pictures_at(B, c), val->cond ? val->cond->bytes : 0};
-            if (c.cond_channels) show_pictures(tr, images, pictures, B, key, false);
+            if (c.cond_channels) put_pictures(tr, images, pictures, B, key, false);
             forward_and_loss(tr, objective, batch.device, val->bytes, first, B, key, Dropout{}, false);
             release(&batch);
         }
@@ -6605,7 +6621,7 @@ struct Run {
     bool said_pictures_wait = false;                       // the user knows that pictures wait
     double pictures_tried = -INFINITY;                     // when write_waiting last tried to write pictures
     double no_room_since = 0; // when a model file first could not be written; 0: the latest model file was written
-    int64_t retry_at = 0;     // the first step after which a model file is tried again
+    int64_t retry_at = 0;     // the first step after which the program tries again to write a model file
     bool said_moved = false;  // the user was told that the folder has moved
     bool said_length = false; // print_step has estimated the length of the run, which it does only once
 
@@ -7056,8 +7072,9 @@ static std::string describe(const UNet& net) {
                 net.num_params / 1e6, net.layers.size(), net.flops / 1e9);
 }
 
-// Returns true if the folder holds a run, and `name` is a name that the run gives to its own files. Nobody else may
-// write a file of such a name into the folder of a run. The run would replace this file, or read it as its own file.
+// Returns true if the folder holds a run, and `name` is a name that the run gives to its own files. Nothing else, such
+// as --sample --output, may write a file of such a name into the folder of a run. The run would replace this file, or
+// read it as its own file.
 static bool is_name_of_run(const Folder& folder, const std::string& name) {
     const bool holds_run = folder.has("log.csv") || !folder.list().empty();
     if (!holds_run) return false;
@@ -7325,103 +7342,7 @@ static void print_start(const Config& c, const UNet& net, const Dataset& data) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- the loop over the steps
-
-// Waits until all issued steps are done, and logs those that are not logged yet. validate: the validation loss is
-// measured after the last of these steps. show: the status line is printed for the last of these steps.
-static void collect_steps(Run* run, bool validate, bool show) {
-    StepState records[RECORDS]; // the results of each step, which the device has stored (record_step)
-    const int64_t logged = run->state.step;
-    copy_to_host(records, run->trainer.records, sizeof records); // this waits for the steps
-    const double ended = now();
-    const double elapsed = ended - run->steps_began;
-    const double val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
-    // The validation loss is rounded as in log.csv, from which a resumed run reads it (open_log). So a resumed run
-    // makes the same decision about best.bin as a run without a pause.
-    run->val_loss = atof(text("%.9g", val).c_str());
-
-    const double count = (double)(run->issued - logged);
-    // per_step is a mean over recent steps. Each new step has a weight of 0.1 in it, and the mean so far has a weight
-    // of 0.9. The first three steps are slower than the others. So if fewer than three steps were logged before this
-    // call, the mean so far is dropped.
-    const double kept = logged < run->first_step + 3 ? 0 : std::pow(0.9, count);
-    run->per_step = kept * run->per_step + (1 - kept) * elapsed / count;
-    run->seconds += elapsed;
-
-    const std::lock_guard<PageTurn> turn(page_turn); // the page must not be written while the log changes
-    for (int64_t step = logged; step < run->issued; step++) {
-        run->state = records[step % RECORDS];
-        const bool is_last = step + 1 == run->issued;
-        const double steps_later = (double)(run->issued - 1 - step);
-        const double done = ended - elapsed * steps_later / count; // assumes that all steps took the same time
-        log_step(run, elapsed * 1e3 / count, is_last ? val : NAN, done - run->began);
-        if (!run->state.ok) report_bad_step(run);
-        else if (run->proven_step != run->saved_step) prove_checkpoint(run);
-    }
-    check_folder(run);
-    write_log(run);
-    if (now() - run->pictures_tried > 1) write_waiting(run);
-    if (show) print_step(run, val);
-    if (now() >= run->page.due) write_page(run, "running");
-    run->steps_began = now();
-}
-
-// Returns whether a signal ends the run. Several ranks must stop after the same step. So they exchange messages to
-// agree on this step. The messages take time, so they are sent only every STEPS_AGREED steps.
-static bool is_stopped(Run* run) {
-    const bool ask = world.size == 1 || run->issued % STEPS_AGREED == 0;
-    if (ask) run->stop = any_rank("the question whether to stop", stop_signal);
-    return run->stop;
-}
-
-// Does one turn of the loop: issues a step, and then does all that is due, such as a checkpoint. If nothing is due, the
-// host does not wait until the step is done.
-static void run_step(Run* run) {
-    const Config& c = run->config;
-    if (!train_step(&run->trainer, run->issued)) return;
-    run->issued++;
-    const int64_t step = run->issued;
-    const bool last = is_stopped(run) || step >= c.max_steps;
-    // If the status line would be older than ten seconds in four more steps, it is printed now, even if --log_interval
-    // asks for fewer status lines.
-    const bool slow = now() - run->status_shown + 4 * run->per_step > 10;
-    // Returns whether something is due that happens after every `interval` steps, and after the last step. If interval
-    // is 0, it never happens.
-    auto due = [&](int interval) { return interval && (step % interval == 0 || last); };
-    // Returns whether a file is due that is written after every `interval` steps, and after the last step. After a
-    // skipped step, or on a full disk, the file can't be written. Then it stays due until it is written. written: the
-    // step of the newest file of this kind.
-    auto file_due = [&](int interval, int64_t written) {
-        const bool is_behind = interval && step / interval > written / interval;
-        return interval && (last || (is_behind && step >= run->retry_at));
-    };
-    const bool save = file_due(c.save_interval, run->saved_step);
-    const bool snapshot = file_due(c.ema_snapshots, run->snapshot_step);
-    const bool show = slow || due(c.log_interval);
-    const bool wants_val_loss = due(c.val_interval) || (c.keep_best && save);
-    const bool validate = run->val.count && wants_val_loss;
-    const bool draw = due(c.sample_interval) && !last; // finish_complete draws the last grid
-    const bool records_full = step - run->state.step >= STEPS_AHEAD;
-    if (!show && !save && !validate && !draw && !snapshot && !records_full) return;
-
-    collect_steps(run, validate, show || validate);
-    if (run->state.bad_in_row) return; // the weights may be broken and must not replace a good checkpoint
-    if (save) save_checkpoint(run);
-    if (snapshot) save_snapshot(run);
-    if (draw) save_grid(run);
-    if (save || draw) write_page(run, "running");
-    run->steps_began = now(); // so the time that writing took is not part of a step's time
-}
-
-// Returns whether one more step is needed before a stopped run can end. With --keep_best, the last checkpoint needs a
-// validation loss. The validation loss is measured when a step is logged. So if all steps are logged already, and the
-// last of them has no validation loss, the run does one more step.
-static bool lacks_validation(const Run& run) {
-    const Config& c = run.config;
-    const bool all_logged = run.state.step == run.issued;
-    const bool unsaved = all_logged && run.saved_updates < run.state.updates;
-    return c.keep_best && run.stop && unsaved && std::isnan(run.val_loss) && run.issued < c.max_steps;
-}
+// --- how a run begins and ends
 
 // Writes the last checkpoint and the last snapshot, if they do not exist yet. If the disk is full, this function tries
 // again for PATIENCE_AT_THE_END seconds, or until a second signal comes. Then it ends the program.
@@ -7442,9 +7363,6 @@ static void save_at_the_end(Run* run) {
         sleep(1); // a signal ends the sleep early
     }
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// --- a run from its first to its last line
 
 // Opens --val_data_file, if there is one, and checks that its images are like those of the training data. Without
 // --val_data_file the result is an empty data set: its count is 0, and the callers measure no validation loss.
@@ -7571,6 +7489,108 @@ static void write_the_rest(Run* run) {
         die("%s: could not be written, and so %zu pictures are missing, for want of room; the rest is there",
             run->folder.name(waiting.begin()->first).c_str(), waiting.size());
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- the loop over the steps
+
+// Waits until all issued steps are done, and logs those that are not logged yet. validate: the validation loss is
+// measured after the last of these steps. show: the status line is printed for the last of these steps.
+static void collect_steps(Run* run, bool validate, bool show) {
+    StepState records[RECORDS]; // the results of each step, which the device has stored (record_step)
+    const int64_t logged = run->state.step;
+    copy_to_host(records, run->trainer.records, sizeof records); // this waits for the steps
+    const double ended = now();
+    const double elapsed = ended - run->steps_began;
+    const double val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
+    // The validation loss is rounded as in log.csv, from which a resumed run reads it (open_log). So a resumed run
+    // makes the same decision about best.bin as a run without a pause.
+    run->val_loss = atof(text("%.9g", val).c_str());
+
+    const double count = (double)(run->issued - logged);
+    // per_step is a mean over recent steps. Each new step has a weight of 0.1 in it, and the mean so far has a weight
+    // of 0.9. The first three steps are slower than the others. So if fewer than three steps were logged before this
+    // call, the mean so far is dropped.
+    const double kept = logged < run->first_step + 3 ? 0 : std::pow(0.9, count);
+    run->per_step = kept * run->per_step + (1 - kept) * elapsed / count;
+    run->seconds += elapsed;
+
+    const std::lock_guard<PageTurn> turn(page_turn); // the page must not be written while the log changes
+    for (int64_t step = logged; step < run->issued; step++) {
+        run->state = records[step % RECORDS];
+        const bool is_last = step + 1 == run->issued;
+        const double steps_later = (double)(run->issued - 1 - step);
+        const double done = ended - elapsed * steps_later / count; // assumes that all steps took the same time
+        log_step(run, elapsed * 1e3 / count, is_last ? val : NAN, done - run->began);
+        if (!run->state.ok) report_bad_step(run);
+        else if (run->proven_step != run->saved_step) prove_checkpoint(run);
+    }
+    check_folder(run);
+    write_log(run);
+    if (now() - run->pictures_tried > 1) write_waiting(run);
+    if (show) print_step(run, val);
+    if (now() >= run->page.due) write_page(run, "running");
+    run->steps_began = now();
+}
+
+// Returns whether a signal ends the run. Several ranks must stop after the same step. So they exchange messages to
+// agree on this step. The messages take time, so they are sent only every STEPS_AGREED steps.
+static bool is_stopped(Run* run) {
+    const bool ask = world.size == 1 || run->issued % STEPS_AGREED == 0;
+    if (ask) run->stop = any_rank("the question whether to stop", stop_signal);
+    return run->stop;
+}
+
+// Does one turn of the loop: issues a step, and then does all that is due, such as a checkpoint. If nothing is due, the
+// host does not wait until the step is done.
+static void run_step(Run* run) {
+    const Config& c = run->config;
+    if (!train_step(&run->trainer, run->issued)) return;
+    run->issued++;
+    const int64_t step = run->issued;
+    const bool last = is_stopped(run) || step >= c.max_steps;
+    // If the status line would be older than ten seconds in four more steps, it is printed now, even if --log_interval
+    // asks for fewer status lines.
+    const bool slow = now() - run->status_shown + 4 * run->per_step > 10;
+    // Returns whether something is due that happens after every `interval` steps, and after the last step. If interval
+    // is 0, it never happens.
+    auto due = [&](int interval) { return interval && (step % interval == 0 || last); };
+    // Returns whether a file is due that is written after every `interval` steps, and after the last step. After a
+    // skipped step, or on a full disk, the file can't be written. Then it stays due until it is written. written: the
+    // step of the newest file of this kind.
+    auto file_due = [&](int interval, int64_t written) {
+        const bool is_behind = interval && step / interval > written / interval;
+        return interval && (last || (is_behind && step >= run->retry_at));
+    };
+    const bool save = file_due(c.save_interval, run->saved_step);
+    const bool snapshot = file_due(c.ema_snapshots, run->snapshot_step);
+    const bool show = slow || due(c.log_interval);
+    const bool wants_val_loss = due(c.val_interval) || (c.keep_best && save);
+    const bool validate = run->val.count && wants_val_loss;
+    const bool draw = due(c.sample_interval) && !last; // finish_complete draws the last grid
+    const bool records_full = step - run->state.step >= STEPS_AHEAD;
+    if (!show && !save && !validate && !draw && !snapshot && !records_full) return;
+
+    collect_steps(run, validate, show || validate);
+    if (run->state.bad_in_row) return; // the weights may be broken and must not replace a good checkpoint
+    if (save) save_checkpoint(run);
+    if (snapshot) save_snapshot(run);
+    if (draw) save_grid(run);
+    if (save || draw) write_page(run, "running");
+    run->steps_began = now(); // so the time that writing took is not part of a step's time
+}
+
+// Returns whether one more step is needed before a stopped run can end. With --keep_best, the last checkpoint needs a
+// validation loss. The validation loss is measured when a step is logged. So if all steps are logged already, and the
+// last of them has no validation loss, the run does one more step.
+static bool lacks_validation(const Run& run) {
+    const Config& c = run.config;
+    const bool all_logged = run.state.step == run.issued;
+    const bool unsaved = all_logged && run.saved_updates < run.state.updates;
+    return c.keep_best && run.stop && unsaved && std::isnan(run.val_loss) && run.issued < c.max_steps;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- a run from its first to its last line
 
 // Does a whole run. data: the training data. output: the folder of --output_dir, if it exists. resume: the path of the
 // checkpoint to go on from; "": the run is new. start: that checkpoint, or the file of --init.
@@ -8292,7 +8312,7 @@ static int run_program(int argc, char** argv) {
     // A run: its data, all checks, and then the training.
     if (!c.data_dir.empty()) take_data_dir(&c, where);
     check_run(&c, where);
-    if (!data.size) data = open_dataset(c.data_file);
+    if (!data.size) data = open_dataset(c.data_file); // a step reads its images later, in load_batch
     open_pictures(&data, "cond_file", c.cond_file);
     take_data_shape(&c, data, where);
     if (resumes) check_resume(c, model, data);
@@ -9109,8 +9129,9 @@ MMA(mma_fp16, "f32.f16.f16.f32")
 // error is at most 2^-22. Let high + low be one float and high' + low' be another. Their product is then the sum of
 // three products of fp16: high high' + high low' + low high'. (low low' is too small to matter.) A fragment of floats
 // has twice as many registers as one of bf16: all high parts, then all low parts. fp16 has a small range of exponents.
-// So numbers that are split together are multiplied by the same scale, which depends on the largest of them. Numbers
-// that are smaller than the largest one by a factor of 2^17 or more lose bits.
+// So numbers are multiplied by a scale before they are split. It depends on the largest of them, and it is the same for
+// all whose products are added up, since only the sum is divided by it. Numbers that are smaller than the largest one
+// by a factor of 2^17 or more lose bits.
 // PARTS: how many numbers an element is split into. A fragment has PARTS times as many registers as one of bf16.
 template <class T> constexpr int PARTS = ElementOf<T>::PARTS;
 static int act_parts() {
@@ -9164,11 +9185,11 @@ template <class T, int N, int R> INLINE float take_apart_fragments(uint32_t (&x)
     return scale.undo();
 }
 
-// Convolutions split floats in shared memory, not in registers, because each number is used in several fragments. A
-// place holds 8 floats: one piece at an address, and one piece at this address with bit 4 toggled. After the split, the
-// first piece holds the 8 high parts, in the layout of 8 bf16. The second piece holds the 8 low parts. Each thread
-// splits the floats that it has copied itself, so no barrier is needed between copy and split. The argument `places` of
-// the functions below is a function: places(f) calls f(address) for each place that this thread splits.
+// Convolutions and muon_kernel split floats in shared memory, not in registers, because each number is used in several
+// fragments. A place holds 8 floats: one piece at an address, and one piece at this address with bit 4 toggled. After
+// the split, the first piece holds the 8 high parts, in the layout of 8 bf16. The second piece holds the 8 low parts.
+// Each thread splits the floats that it has copied itself, so no barrier is needed between copy and split. The argument
+// `places` of the functions below is a function: places(f) calls f(address) for each place that this thread splits.
 // There are two steps, with a __syncthreads between them. In find_top each warp writes the largest magnitude of its
 // floats into `tops`. take_apart_places finds the largest magnitude of all warps, and scales the floats by a factor
 // that depends on this magnitude. Then it splits the floats, and returns the factor that undoes the scale.
@@ -10392,9 +10413,9 @@ static void values_embedding_backward(GradOf<float> dx, float* dweight, const fl
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
 // Used when: once in a training step or in a step of a sampler.
-// How: in q_sample and in a sampler's step, each thread works on four values, because one quartet of Philox gives four
-//   random numbers. Losses are summed in double, in a fixed order. The formulas are in "Diffusion" (Part I) and in
-//   dev/reference.h.
+// How: each(n, f) runs f(i) for every i < n, each in a thread of its own (section 16). In q_sample and in a sampler's
+//   step, each thread works on four values, because one quartet of Philox gives four random numbers (each_quad). Losses
+//   are summed in double, in a fixed order. The formulas are in "Diffusion" (Part I) and in dev/reference.h.
 // Costs: memory traffic. It is small, because images are much smaller than activations.
 
 // Philox makes random words in quartets. This function returns the four words of the quartet with number `quartet`, for
@@ -10642,7 +10663,7 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
             const size_t place = (((size_t)b * C + c) * H + h) * W + column;
             float x0 = 0;
             // The last quad of an image may go beyond its end, where nothing may be read.
-            if (e + k < n) x0 = image_value(images, bytes, place);
+            if (e + k < n) x0 = image_value(images, bytes, place); // a byte v is v / 127.5 - 1
             x[k] = l.signal * x0 + l.sigma * z[k];
             z[k] = l.target_x0 * x0 + l.target_noise * z[k];
             // Moves c, w and h on to the next element.
@@ -10689,10 +10710,10 @@ INLINE double block_sum(double v) {
 }
 
 // Computes the loss of an image, and its gradient. Let d = out - target, element by element. Then:
-//   loss = the mean over all elements of (mse d^2 + bound v)
-//   dout = factor * (the derivative of loss by out)
-// mse and bound are the weights of the two terms at this noise level. v is the element's term of the variational bound
-// (only with BOUND; otherwise 0).
+//   loss = the mean over all elements of (mse d^2 + bound term)
+//   dout = factor * (the derivative of loss with respect to out)
+// mse and bound are the weights of the two terms at this noise level. `term` is BoundTerm::value, the element's term of
+// the variational bound (only with BOUND; otherwise 0).
 // In training, factor is 1 / (the batch size). If Cout > C, the second half of out's channels is the predicted
 // variance, which only the bound uses.
 // grid (LOSS_PARTS, B): LOSS_PARTS blocks share an image, and each writes its part of the loss.
@@ -11577,7 +11598,8 @@ struct NormWhole {
     int bytes() const {
         const int pieces = 2 * slots() * threads; // x and dout
         const int per_channel = sizeof(float2) + sizeof(float4);
-        // The rows of sums: one for each of the warps that work on the same vectors, and one for each block.
+        // The rows of sums: one for each of the warps that work on the same vectors and, if the cluster
+        // has several blocks, one for each of them.
         const int sums = (1 << log_warps) + (chunks > 1 ? chunks : 0);
         return pieces * 16 + slab * per_channel + sums * pitch() * (int)sizeof(float2);
     }
@@ -12475,7 +12497,8 @@ INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&ow
 // own rows in the DC columns that begin with column chunk * DC. (If heads have more than 128 channels, the registers
 // have no room for all columns.)
 // Shared memory: the block's own rows A1 and A2; two stages, each with N streamed rows B1 and B2. If the streamed rows
-// are queries, a stage also holds their SoftmaxRow and D. For each stage:
+// are queries, a stage also holds their SoftmaxRow and, if T > SHORT_T, their D. With a smaller T the block computes D
+// of all queries itself, into short_D, and the argument D is not read. For each stage:
 //   1. Start the copies for the next stage.
 //   2. S = A1 B1^T and dP = A2 B2^T, for SUB streamed rows at a time
 //   3. Compute P from S, and dS from P and dP.
@@ -13233,7 +13256,7 @@ template <class T> struct BackwardBlock {
                 const int tile = i - max(steps / 2 - 1, 0); // -D of this tile of the next head is computed now
                 const bool dots_now = tile >= 0 && tile < WARPGROUPS && head + head_stride < p.all_heads;
                 Dots dot = {};
-                // What -D of the next head needs is loaded while the products are computed.
+                // The rows of which -D of the next head is made are loaded while the products are computed.
                 if (dots_now) load_dots(dot, head + head_stride, tile);
                 // A block that is ALONE has too few registers to keep `dot` until the end of this step.
                 if (dots_now && T::ALONE) send_dots(dot, tile);
@@ -13713,9 +13736,9 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- operands of the portable kernels: bf16, or floats as two fp16 parts
-// conv_halo, conv_gather, conv_weight_halo and conv_weight_gather multiply with mma.sync. The same code serves bf16 and
-// floats. Most differences between the types lie in the code below, in `multiply`, multiply_tap and copy_channels. (In
-// the last line of the table, high and low are parts of A, and high' and low' are parts of B.)
+// conv_halo, conv_gather, conv_weight_halo, conv_weight_gather and muon_kernel multiply with mma.sync. The same code
+// serves bf16 and floats. Most differences between the types lie in the code below, in `multiply`, multiply_tap and
+// copy_channels. (In the last line of the table, high and low are parts of A, and high' and low' are parts of B.)
 //
 //                               bf16         float
 //   a chunk of 8 channels       16 bytes     32 bytes: two pieces of 4 floats, as they were copied. After
@@ -13787,10 +13810,10 @@ INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b
 //   goes through the input channels slice by slice. Per slice it copies the tile's pixels with a border of one pixel
 //   (the halo) to shared memory, once for all nine taps.
 //
-//     a halo, for a warp of 8 x 8 pixels
+//     the part of the halo that a warp reads for its 8 x 8 pixels
 //       column 0 1 2 ...    9
-//     row 0    . . . . . . . . . .    .  the border: a neighbour's pixels, or zeros outside the image
-//     row 1    . x x x x x x x x .    x  pixels of the output tile
+//     row 0    . . . . . . . . . .    .  pixels around them, of another warp or tile, or zeros outside the image
+//     row 1    . x x x x x x x x .    x  the warp's own pixels
 //      ...     . x x x x x x x x .
 //     row 8    . x x x x x x x x .    tap (kh, kw) reads rows kh .. kh + 7 and columns kw .. kw + 7
 //     row 9    . . . . . . . . . .
@@ -14229,12 +14252,13 @@ template <bool BACKWARD> INLINE TapOffset tap_offset(const ConvShape& s, int tap
     if (BACKWARD) return {-dy, -dx};
     return {dy, dx};
 }
-// Finds the input pixel that one pixel of a kernel's result reads under one tap. (conv_weight_gather calls the
-// function, too, to find the pixel of x that belongs to a pixel of dout. There dout takes the place of the result.) The
-// result's pixel comes i pixels after (h, w), counted row by row. The function returns the index of the input pixel
-// within its image. It returns -1 if there is no such pixel (for example, because it lies in the padding). W_inverse is
-// 1 / the width of the result. Multiplying by W_inverse takes the place of a division. Rounded down, the product is the
-// exact quotient, because the numbers are small.
+// Finds the pixel that a kernel reads under one tap for one pixel of its result. Forward, the kernel reads the layer's
+// input, and its result is the layer's output. BACKWARD, it reads dout, and its result is the input's gradient.
+// (conv_weight_gather calls the function, too, to find the pixel of x that belongs to a pixel of dout. There dout takes
+// the place of the result.) The result's pixel comes i pixels after (h, w), counted row by row. The function returns
+// the index, within its image, of the pixel that is read. It returns -1 if there is no such pixel (for example, because
+// it lies in the padding). W_inverse is 1 / the width of the result. Multiplying by W_inverse takes the place of a
+// division. Rounded down, the product is the exact quotient, because the numbers are small.
 template <bool BACKWARD>
 INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i, TapOffset offset) {
     const int rows_down = (int)((w + i + 0.5f) * W_inverse);
@@ -14472,10 +14496,12 @@ template <class Tile, bool BACKWARD> static void conv_gather(const ConvCall& c) 
 //   fp32 (conv_is_few): images, predictions, and their gradients.
 // How: The F channels of a pixel are too few for a slice. So for each pixel a row is written that holds the 9 F values
 //   under the filter's taps. A row has R values, where R is a multiple of 32. So the rows of all pixels are a tensor
-//   (B, H, W, R). Then a 1x1 convolution computes one of these products:
+//   (B, H, W, R). Then a 1x1 convolution computes one of these products. C is the number of channels of the layer's
+//   other side, which are many:
 //     first layer, forward             weights (C, 9 F) x rows of the input
 //     last layer's input gradient      transposed weights (C, 9 F) x rows of the output's gradient
-//     weight gradients of both         rows^T x the tensor of C channels
+//     first layer's weight gradient    dout^T x rows of the input: (C, R)
+//     last layer's weight gradient     (rows of the output's gradient)^T x the layer's input: (R, C)
 //   (The last layer's forward pass needs no rows, because its input has many channels.)
 //   A bf16 has 8 bits of mantissa, and an fp32 value has 24. So a value v becomes two bf16 numbers: upper = bf16(v)
 //   and lower = bf16(v - upper). The sum upper + lower has a relative error of 2^-17 at most. This is less than the
@@ -15424,7 +15450,7 @@ struct ConvTiles {
     static constexpr int BORDER = TAPS == 9 ? 1 : 0;
     static constexpr int PITCH = 8 + 2 * BORDER; // pixels of a row of the halo
     static constexpr int PIXELS = 8 * ROWS;
-    static constexpr int TILE_BYTES = PIXELS * SLICE_BYTES; // bytes of a tile without its border
+    static constexpr int TILE_BYTES = PIXELS * SLICE_BYTES; // a slice of a tile without its border
     static constexpr int HALO_BYTES = PITCH * (ROWS + 2 * BORDER) * SLICE_BYTES;
     static constexpr int HALO_ROOM = whole_swizzles(HALO_BYTES); // bytes of shared memory for a halo
     static constexpr int STAGE_BYTES = UNIT * HALO_ROOM;
@@ -16493,8 +16519,8 @@ template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages
 
 // Role: multiply. D[64 Cout][2 M columns] = dout (64 Cout, pixels) * x (pixels, 2 M columns), summed over the pixels of
 // the block's range. Each thread of the warpgroup holds M elements of D, in d. In a 3x3 the columns are three taps of
-// 64 Cin each, and warpgroup wg computes filter row row0 + wg. In a 1x1 the columns are up to three tiles of 64 Cin,
-// and warpgroup wg computes tile wg of the block's tiles of Cout.
+// 64 input channels each, and warpgroup wg computes filter row row0 + wg. In a 1x1 the columns are up to three tiles of
+// 64 input channels, and warpgroup wg computes tile wg of the block's tiles of Cout.
 template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work, auto& stages, int wg, float (&d)[M]) {
     const int x_at = T::IS_3X3 ? wg * T::PITCH * SLICE_BYTES : 0;
     const int dout_at = T::DOUT_AT + (T::IS_3X3 ? 0 : wg * T::DOUT_BYTES);
@@ -16530,10 +16556,10 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, 
 }
 
 // Stores a warpgroup's sums in dweight, by TMA. First the sums are written to shared memory, over the pixel tiles,
-// which nobody reads any more. There they form boxes of 32 Cin with rows of 128 bytes. A box of a 3x3 has a row for
-// each (Cout, tap), and a box of a 1x1 has a row for each Cout. Fragment f of this thread lies in third f / 8 of D (a
-// tap, or 64 Cin). It holds output channels co and co + 8 for two input channels: f % 8 * 8 + lane % 4 * 2 and the next
-// one.
+// which nobody reads any more. There they form boxes of 32 input channels, with rows of 128 bytes. A box of a 3x3 has a
+// row for each (output channel, tap), and a box of a 1x1 has a row for each output channel. D has three thirds: each is
+// a tap, or 64 input channels. Fragment f of this thread lies in the third of number f / 8. It holds output channels co
+// and co + 8 for two input channels: f % 8 * 8 + lane % 4 * 2 and the next one.
 template <class T> INLINE void put_dweight(const auto& work, int row, int co_tile, float* d, uint32_t boxes) {
     constexpr int BOX_BYTES = (T::IS_3X3 ? 3 : 1) * BYTES_OF_64_ROWS;
     const ConvWeight& p = work.p;
@@ -16984,24 +17010,27 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 // How: update_by_muon has the formulas. A launch computes one product for all matrices of the network, because a single
 //   matrix has too little work for a GPU. A block computes one tile of a result, of 128 x 128 or 64 x 64 elements.
 //   A sum is computed by one block, in a fixed order, so the bits repeat. The operands pass through a ring of stages in
-//   shared memory, as in the portable convolutions of section 20, whose parts are used here, too (FragmentA,
-//   load_fragment, take_apart_copies). X, A and B are stored in the type of the activations, T, but directions always
-//   as floats. A and B are symmetric, so only the tiles on the diagonal and above it are computed, and each element is
-//   stored at two places.
-//   In the names of these parts, "channels" are here the 64 neighbouring numbers of a line.
-// Costs: with S and L for a matrix's short and long side, 16 S S L + 5 S S S operations on the tensor cores. (A
-//   multiplication and an addition count as two. S S L of them are for the norm.)
+//   shared memory, as in conv_gather (section 20). Parts of that section and of section 16 are used here, too:
+//   copy_channels, channels_on, chunk_place, places, take_apart_copies; FragmentA, load_fragment, multiply. Where these
+//   speak of channels, read: neighbouring numbers of a line. X, A and B are stored in the type of the activations, T,
+//   but directions always as floats. A and B are symmetric. So only the tiles on the diagonal and above it are
+//   computed, and each element above the diagonal is stored at two places.
+// Costs: with S and L for a matrix's short and long side, about 16 S S L + 5 S S S operations on the tensor cores, and
+//   more if S is only a few tiles, since a tile on the diagonal is computed whole. (A multiplication and an addition
+//   count as two. S S L of them are for the norm. Floats take three products of fp16 for each of theirs.)
 
-// Computes Nesterov's momentum of this rank's part of Muon's matrices. For the elements of these matrices u.is_matrix
-// is 1. A thread computes four neighbouring floats at a time, as in adamw_kernel. X may be the same array as u.sum.
+// Updates the momentum of this rank's part of Muon's matrices, and computes Nesterov's momentum, X. For the elements of
+// these matrices u.is_matrix is 1. X may be the same array as u.sum.
+// As in adamw_kernel, a thread takes four neighbouring floats at a time (a quad). i: a quad of the slice. k: the same
+// quad in the flat arrays.
 static __global__ void __launch_bounds__(256)
     muon_momentum_kernel(float* X, const __grid_constant__ Update u, const StepState* state, AdamW h, Slice own) {
     await_previous_kernel();
     if (!state->ok) return;
-    __shared__ float shared;
-    if (threadIdx.x == 0) shared = adamw_factors(state, h).clip;
+    __shared__ float shared_clip; // computed by one thread: it takes long
+    if (threadIdx.x == 0) shared_clip = adamw_factors(state, h).clip;
     __syncthreads();
-    const float clip = shared;
+    const float clip = shared_clip;
     auto four = [](float v) { return make_float4(v, v, v, v); };
     auto mix = [&](float4 m, float4 g) { return m * four(MUON_MOMENTUM) + g * four(1 - MUON_MOMENTUM); };
     float4* const ms = (float4*)u.m;
@@ -17023,13 +17052,13 @@ static void muon_momentum(float* X, const Update& u, const StepState* state, Ada
 
 // Which of an iteration's products a launch computes.
 enum class MuonProduct {
-    GRAM,       // A = X X^T, or X^T X if X has more rows than columns
+    GRAM,       // the Gram matrix A = X X^T, or X^T X if X has more rows than columns
     POLYNOMIAL, // B = b A + c A A
-    NEXT        // a X + B X, or a X + X B
+    NEXT        // the next X: a X + B X, or a X + X B
 };
 
-// Copies X, a flat array, to Y in type T. grid: the tiles of the matrices. If A is not null, each matrix is divided by
-// |X|. A holds the squares X X^T (or X^T X), and the trace of such a square is |X|^2.
+// Copies Muon's matrices from X, a flat array, to Y in type T. grid: the tiles of the matrices. If A is not null, each
+// matrix is divided by |X|. A holds the Gram matrices X X^T (or X^T X), and the trace of a Gram matrix is |X|^2.
 template <class T>
 static __global__ void __launch_bounds__(256)
     muon_copy_kernel(T* Y, const float* X, const T* A, const MuonMatrix* matrices, MuonTiles tiles,
@@ -17039,12 +17068,13 @@ static __global__ void __launch_bounds__(256)
     const MuonTile tile = tiles.list[blockIdx.x];
     const MuonMatrix m = matrices[tile.matrix];
     __shared__ float factor;
-    if (threadIdx.x == 0) factor = 1;
-    if (A && threadIdx.x < 32) { // one warp adds up the trace
-        const T* const square = A + m.square_offset;
+    const bool divides = A != nullptr;
+    if (!divides && threadIdx.x == 0) factor = 1;
+    if (divides && threadIdx.x < 32) { // one warp adds up the trace
+        const T* const gram = A + m.square_offset;
         const size_t S = m.short_side();
         double trace = 0;
-        for (size_t i = threadIdx.x; i < S; i += 32) trace += (float)square[i * S + i];
+        for (size_t i = threadIdx.x; i < S; i += 32) trace += (float)gram[i * S + i];
         trace = warp_sum(trace);
         const bool is_zero = trace < MUON_SMALLEST; // then the direction is 0
         if (threadIdx.x == 0) factor = is_zero ? 0 : (float)(1 / sqrt(trace));
@@ -17064,7 +17094,7 @@ static __global__ void __launch_bounds__(256)
 // An operand of a product: `rows` rows of K numbers, along which the product sums. In memory it consists of lines,
 // which begin `pitch` numbers apart.
 //   not TRANSPOSED   a line holds one row: its values for k = 0, 1, 2, ...
-//   TRANSPOSED       a line holds one k: its values for the rows 0, 1, 2, ...
+//   TRANSPOSED       a line holds the values of all rows for one k: of rows 0, 1, 2, ...
 template <class T_, bool TRANSPOSED_> struct MuonOperand {
     typedef T_ T;
     static constexpr bool TRANSPOSED = TRANSPOSED_;
@@ -17072,135 +17102,172 @@ template <class T_, bool TRANSPOSED_> struct MuonOperand {
     int rows, K, pitch;
 };
 
+// A block has this many threads, 2 x 2 warps.
+constexpr int MUON_THREADS = 128;
+// In shared memory, a line has this many numbers: of one row for 64 k, or if TRANSPOSED of 64 rows for one k.
+constexpr int MUON_LINE = 64;
+
 // A tile of a result has 64 N rows and 64 N columns. For it, slices of the operands pass through a ring of stages. A
-// slice is 64 N rows x 64 k. In shared memory it consists of 64 N lines of 64 numbers. If TRANSPOSED and N = 2, the
-// first 64 lines hold the first 64 rows of each k, and the other 64 lines hold the other 64 rows.
+// slice is 64 N rows x 64 k. In shared memory it consists of 64 N lines. If TRANSPOSED and N = 2, the first 64 lines
+// hold the first 64 rows of each k, and the other 64 lines hold the other 64 rows.
 //
 //     a stage:   | left operand: 64 N lines | right operand: 64 N lines |
 template <class T, int N> struct MuonRing {
-    static constexpr int LINE_BYTES = 64 * sizeof(T);
+    static constexpr int LINE_BYTES = MUON_LINE * sizeof(T);
     static constexpr int SLICE_BYTES = 64 * N * LINE_BYTES;
     static constexpr int STAGE_BYTES = 2 * SLICE_BYTES;
-    static constexpr int STAGES = STAGE_BYTES <= 16 * 1024 ? 4 : 3;
+    static constexpr bool IS_SMALL = STAGE_BYTES <= 16 * 1024; // bf16 with N = 1
+    static constexpr int STAGES = IS_SMALL ? 4 : 3;
     static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES;
-    // Blocks that fit on a multiprocessor of Hopper. This limits the registers of a thread.
-    static constexpr int PER_SM = STAGE_BYTES <= 16 * 1024 ? 3 : 2;
+    // How many blocks shall fit on a multiprocessor of Hopper. The compiler gives a thread no more registers than this
+    // allows.
+    static constexpr int PER_SM = IS_SMALL ? 3 : 2;
     static_assert(SHARED_BYTES <= RTX_30.shared_per_block, "the least that a GPU of sm_80 or later has");
 };
 
 // One side of a product, left or right: which parts of the operand's slices this thread copies, and which addresses it
-// gives to ldmatrix. A thread copies one chunk (8 numbers) of every 16th line. Fragments of the left operand are A of
-// mma's drawing (section 16), and those of the right operand are B.
+// gives to ldmatrix. The block copies LINES_AT_ONCE lines at a time, and each of its threads one chunk (8 numbers) of
+// them. In mma's drawing (section 16), fragments of the left operand are called A, and those of the right one B.
 template <class Operand, int N, bool IS_LEFT> struct MuonSide {
     typedef typename Operand::T T;
     static constexpr bool TRANSPOSED = Operand::TRANSPOSED;
     static constexpr int LINE_BYTES = MuonRing<T, N>::LINE_BYTES;
+    static constexpr int LINES_AT_ONCE = MUON_THREADS / (MUON_LINE / 8); // 16
     const Operand& operand;
     const int first_row; // the first row of the operand that this block multiplies
     const uint32_t base; // the address of the slice in stage 0
     // The address that this lane gives to ldmatrix for the warp's first fragment in stage 0
-    const uint32_t lane_place;
-    const int chunk = (int)threadIdx.x % 8;
-    const int line = (int)threadIdx.x / 8;
+    const uint32_t lane_address;
+    // Which chunk this thread copies, and of which line first
+    const int copied_chunk = (int)threadIdx.x % 8;
+    const int copied_line = (int)threadIdx.x / 8;
     // The address that this thread's first chunk is copied to in stage 0. All lines that the thread copies have the
     // same swizzle key.
-    const uint32_t place = base + line * LINE_BYTES + chunk_place<T>(chunk, line & 7);
+    const uint32_t copied_to = base + copied_line * LINE_BYTES + chunk_place<T>(copied_chunk, copied_line & 7);
 
-    // warp_row: the first of these rows that this warp multiplies, counted from first_row
+    // warp_row: where the rows that this warp multiplies begin, counted from first_row
     INLINE MuonSide(const Operand& operand, int first_row, int warp_row, uint32_t base)
-        : operand(operand), first_row(first_row), base(base), lane_place(base + lane_offset(warp_row)) {}
+        : operand(operand), first_row(first_row), base(base), lane_address(base + lane_offset(warp_row)) {}
 
-    // Returns lane_place - base. ldmatrix loads four matrices of 8 x 8 numbers: two neighbouring chunks of lines 0-7,
-    // and the same two of lines 8-15. A and B need these matrices in different orders. If the operand is TRANSPOSED,
-    // lines and chunks change places.
+    // Returns lane_address - base. ldmatrix loads four matrices of 8 x 8 numbers: two neighbouring chunks of lines 0-7,
+    // and the same two of lines 8-15. Fragments A and B need these matrices in different orders. In a TRANSPOSED
+    // operand a line runs along the rows, so each of them needs the other order. So there are two cases:
     //
-    //                                        matrix 0     matrix 1     matrix 2     matrix 3
-    //   A of rows, B of TRANSPOSED lines     lines 0-7    lines 8-15   lines 0-7    lines 8-15
-    //                                        chunk 0      chunk 0      chunk 1      chunk 1
-    //   B of rows, A of TRANSPOSED lines     lines 0-7    lines 0-7    lines 8-15   lines 8-15
-    //                                        chunk 0      chunk 1      chunk 0      chunk 1
+    //                                           matrix 0     matrix 1     matrix 2     matrix 3
+    //   left; right if it is TRANSPOSED         lines 0-7    lines 8-15   lines 0-7    lines 8-15
+    //                                           chunk        chunk        next chunk   next chunk
+    //   right; left if it is TRANSPOSED         lines 0-7    lines 0-7    lines 8-15   lines 8-15
+    //                                           chunk        next chunk   chunk        next chunk
     static INLINE uint32_t lane_offset(int warp_row) {
         const int lane = threadIdx.x % 32;
         const int matrix = lane / 8; // the matrix that this lane gives an address of
-        constexpr bool LINES_FIRST = IS_LEFT != TRANSPOSED;
-        const int line = lane % 8 + 8 * (LINES_FIRST ? matrix % 2 : matrix / 2);
-        const int chunk = LINES_FIRST ? matrix / 2 : matrix % 2;
+        constexpr bool NEXT_MATRIX_IS_BELOW = IS_LEFT != TRANSPOSED;
+        const int lower_lines = NEXT_MATRIX_IS_BELOW ? matrix % 2 : matrix / 2; // 1: lines 8-15
+        const int next_chunk = NEXT_MATRIX_IS_BELOW ? matrix / 2 : matrix % 2;
+        const int line = lane % 8 + 8 * lower_lines;
         // Where the warp's rows begin in the slice
-        const int first_line = TRANSPOSED ? warp_row / 64 * 64 : warp_row;
-        const int first_chunk = TRANSPOSED ? warp_row % 64 / 8 : 0;
-        return (first_line + line) * LINE_BYTES + chunk_place<T>(first_chunk + chunk, line & 7);
+        const int first_line = TRANSPOSED ? warp_row / MUON_LINE * MUON_LINE : warp_row;
+        const int first_chunk = TRANSPOSED ? warp_row % MUON_LINE / 8 : 0;
+        return (first_line + line) * LINE_BYTES + chunk_place<T>(first_chunk + next_chunk, line & 7);
     }
-    // Starts the copies of the slice that begins at k. What lies outside of the operand becomes zeros.
-    INLINE void copy(uint32_t stage, int k) const {
+    // Starts the copies of the slice that begins at k, to the stage that begins stage_offset bytes behind stage 0. What
+    // lies outside of the operand becomes zeros.
+    INLINE void copy(uint32_t stage_offset, int k) const {
         UNROLL_FOR (int i = 0; i < 4 * N; i++) {
-            // The first of the chunk's numbers belongs to this row and this k.
-            const int of_row = first_row + (TRANSPOSED ? i / 4 * 64 + 8 * chunk : line + 16 * i);
-            const int of_k = k + (TRANSPOSED ? line + i % 4 * 16 : 8 * chunk);
-            const bool is_inside = of_row < operand.rows && of_k < operand.K;
-            const size_t at_line = TRANSPOSED ? of_k : of_row;
-            const size_t at = at_line * operand.pitch + (TRANSPOSED ? of_row : of_k);
+            // The first of the chunk's numbers belongs to this row and this k. In memory it is number `at`.
+            int row, of_k;
+            size_t at;
+            if constexpr (TRANSPOSED) {
+                constexpr int TIMES = MUON_LINE / LINES_AT_ONCE; // so often, lines of the same 64 rows are copied
+                row = first_row + i / TIMES * MUON_LINE + 8 * copied_chunk;
+                of_k = k + copied_line + i % TIMES * LINES_AT_ONCE;
+                at = (size_t)of_k * operand.pitch + row;
+            } else {
+                row = first_row + copied_line + LINES_AT_ONCE * i;
+                of_k = k + 8 * copied_chunk;
+                at = (size_t)row * operand.pitch + of_k;
+            }
+            const bool is_inside = row < operand.rows && of_k < operand.K;
             const T* const from = operand.p + (is_inside ? at : 0);
-            copy_channels(place + stage, i * 16 * LINE_BYTES, from, is_inside);
+            copy_channels(copied_to + stage_offset, i * LINES_AT_ONCE * LINE_BYTES, from, is_inside);
         }
     }
     // Returns a function for take_apart_copies. That function calls f(address) for each chunk that this thread copies.
-    INLINE auto own_places(uint32_t stage) const { return places<4 * N, 16 * LINE_BYTES>(place + stage); }
+    INLINE auto own_chunks(uint32_t stage_offset) const {
+        return places<4 * N, LINES_AT_ONCE * LINE_BYTES>(copied_to + stage_offset);
+    }
 
     // Loads the warp's fragments for k ... k + 15 of a slice. A fragment A has 16 rows, and a fragment B has 8.
-    template <int F, int R> INLINE void load(uint32_t (&fragments)[F][R], uint32_t stage, int k) const {
-        constexpr int AT_ONCE = IS_LEFT ? 1 : 2;
+    template <int F, int R> INLINE void load(uint32_t (&fragments)[F][R], uint32_t stage_offset, int k) const {
+        constexpr int AT_ONCE = IS_LEFT ? 1 : 2; // one ldmatrix loads 16 rows: one fragment A, or two fragments B
         UNROLL_FOR (int i = 0; i < F; i += AT_ONCE) {
             const int row = 16 * i / AT_ONCE;
-            const uint32_t from = channels_on<T>(lane_place + stage, TRANSPOSED ? row : k);
-            const int offset = (TRANSPOSED ? k : row) * LINE_BYTES;
-            if constexpr (IS_LEFT) load_fragment<T, TRANSPOSED>(fragments[i], from, offset);
-            else load_fragments<T, TRANSPOSED>(fragments[i], fragments[i + 1], from, offset);
+            const int along_line = TRANSPOSED ? row : k;
+            const int line = TRANSPOSED ? k : row;
+            const uint32_t from = channels_on<T>(lane_address + stage_offset, along_line);
+            if constexpr (IS_LEFT) load_fragment<T, TRANSPOSED>(fragments[i], from, line * LINE_BYTES);
+            else load_fragments<T, TRANSPOSED>(fragments[i], fragments[i + 1], from, line * LINE_BYTES);
         }
     }
 };
 
-// Adds to `sums` this warp's part of a tile of left right^T. Element (i, j) is the sum over k of
-// left(i, k) right(j, k). The block has 2 x 2 warps. Each computes 32 N x 32 N elements: 2 N x 4 N fragments.
-// row and column: where the tile begins in the result.
+// Where the part of a warp begins in a tile: each of the 2 x 2 warps computes 32 N x 32 N elements.
+struct MuonPart {
+    int row, column;
+};
+template <int N> INLINE MuonPart part_of_warp() {
+    const int warp = threadIdx.x / 32;
+    return {warp / 2 * 32 * N, warp % 2 * 32 * N};
+}
+
+// Adds to `sums` this warp's part of a tile of left right^T, 2 N x 4 N fragments. Element (i, j) of the tile is the sum
+// over k of left(i, k) right(j, k). row and column: where the tile begins in the result. A kernel calls this only once:
+// at the end, some warps may still read the stages.
 template <class T, int N, class Left, class Right>
 INLINE void muon_multiply(float (&sums)[2 * N][4 * N][4], const Left& left, const Right& right, int row, int column) {
     using Ring = MuonRing<T, N>;
-    extern __shared__ __align__(256) unsigned char stages[]; // a multiple of LINE_BYTES: see channels_on
+    // 256 is a multiple of LINE_BYTES. So each line begins at a multiple of its length, as channels_on needs it.
+    extern __shared__ __align__(256) unsigned char stages[];
     const uint32_t base = shared_address(stages);
-    const int warp = threadIdx.x / 32;
-    const MuonSide<Left, N, true> left_side(left, row, warp / 2 * 32 * N, base);
-    const MuonSide<Right, N, false> right_side(right, column, warp % 2 * 32 * N, base + Ring::SLICE_BYTES);
-    const int slices = ceil_div(left.K, 64);
-    auto stage_of = [](int slice) { return (uint32_t)slice % Ring::STAGES * Ring::STAGE_BYTES; };
+    const MuonPart part = part_of_warp<N>();
+    const MuonSide<Left, N, true> left_side(left, row, part.row, base);
+    const MuonSide<Right, N, false> right_side(right, column, part.column, base + Ring::SLICE_BYTES);
+    const int slices = ceil_div(left.K, MUON_LINE);
+    // Returns how many bytes behind stage 0 the stage of a slice begins.
+    auto stage_offset = [](int slice) { return (uint32_t)slice % Ring::STAGES * Ring::STAGE_BYTES; };
     auto copy_slice = [&](int slice) {
         if (slice < slices) {
-            left_side.copy(stage_of(slice), slice * 64);
-            right_side.copy(stage_of(slice), slice * 64);
+            left_side.copy(stage_offset(slice), slice * MUON_LINE);
+            right_side.copy(stage_offset(slice), slice * MUON_LINE);
         }
-        copies_committed();
+        copies_committed(); // also if nothing was copied: copies_arrived counts these calls
     };
     for (int slice = 0; slice < Ring::STAGES - 1; slice++) copy_slice(slice);
     float left_scale = 1; // the factors that undo the scales of split floats
     float right_scale = 1;
     for (int slice = 0; slice < slices; slice++) {
-        const uint32_t stage = stage_of(slice);
+        const uint32_t stage = stage_offset(slice);
         copies_arrived<Ring::STAGES - 2>();
-        take_apart_copies<T, 4>(left_scale, left_side.own_places(stage), right_scale, right_side.own_places(stage));
+        const auto left_chunks = left_side.own_chunks(stage);
+        const auto right_chunks = right_side.own_chunks(stage);
+        take_apart_copies<T, MUON_THREADS / 32>(left_scale, left_chunks, right_scale, right_chunks);
         __syncthreads(); // all threads' copies of this slice have arrived, and all have finished the previous slice
         copy_slice(slice + Ring::STAGES - 1);
-        UNROLL_FOR (int k = 0; k < 64; k += 16) {
-            FragmentA<T> a[2 * N];
-            FragmentB<T> b[4 * N];
-            left_side.load(a, stage, k);
-            right_side.load(b, stage, k);
-            multiply<T, 2 * N, 4 * N>(sums[0], 4 * N, 1, a, b, left_scale * right_scale);
+        UNROLL_FOR (int k = 0; k < MUON_LINE; k += 16) {
+            FragmentA<T> left_fragments[2 * N];
+            FragmentB<T> right_fragments[4 * N];
+            left_side.load(left_fragments, stage, k);
+            right_side.load(right_fragments, stage, k);
+            // Fragment (i, j) of the sums is sums[i][j], which is the fragment of number 4 N i + j behind sums[0].
+            multiply<T, 2 * N, 4 * N>(sums[0], 4 * N, 1, left_fragments, right_fragments, left_scale * right_scale);
         }
     }
 }
 
 // Where X lies, in one of two arrays. In muon.X, a flat array of T, a matrix begins at number m.offset (`spread` is 1).
-// In tr->sum, a flat array of floats, a matrix of T begins at the address of float number m.offset. Counted in bf16,
-// this is number 2 m.offset (`spread` is 2). The bf16 matrix fills the first half of its floats' memory.
+// In tr->sum, a flat array of floats, a matrix of T begins at the address of float number m.offset. Counted in numbers
+// of T, this is number spread * m.offset, where spread is sizeof(float) / sizeof(T): 2 for bf16, whose matrix fills the
+// first half of its floats' memory.
 template <class T> struct MuonX {
     T* p;
     int spread;
@@ -17213,7 +17280,7 @@ template <class T> struct MuonIteration {
     bool is_last;
 };
 
-// Stores an element of a symmetric matrix (S, S) at both of its places.
+// Stores an element of a symmetric matrix (S, S) at both of its places (which are one on the diagonal).
 template <class T> INLINE void store_symmetric(T* matrix, int S, int row, int column, float v) {
     matrix[(size_t)row * S + column] = (T)v;
     matrix[(size_t)column * S + row] = (T)v;
@@ -17221,7 +17288,7 @@ template <class T> INLINE void store_symmetric(T* matrix, int S, int row, int co
 
 // One product of an iteration, for all matrices. grid: the tiles of the results.
 template <class T, int N, MuonProduct PRODUCT>
-static __global__ void __launch_bounds__(128, (MuonRing<T, N>::PER_SM))
+static __global__ void __launch_bounds__(MUON_THREADS, (MuonRing<T, N>::PER_SM))
     muon_kernel(MuonIteration<T> work, const MuonMatrix* matrices, const MuonTile* tiles, const StepState* state) {
     await_previous_kernel();
     if (!state->ok) return;
@@ -17234,9 +17301,9 @@ static __global__ void __launch_bounds__(128, (MuonRing<T, N>::PER_SM))
     T* const A = work.A + m.square_offset;
     T* const B = work.B + m.square_offset;
 
-    // X_columns is X^T. A and B are symmetric, so each of them is its own transpose.
+    // X_columns is X^T. A and B are symmetric, so each of them is its own transpose. An operand is {p, rows, K, pitch}.
     //
-    //                  X is wide           X is high
+    //                  X is wide           X is tall
     //   GRAM           X X^T               X^T X
     //   POLYNOMIAL     A A                 A A
     //   NEXT           B X                 X B
@@ -17258,9 +17325,9 @@ static __global__ void __launch_bounds__(128, (MuonRing<T, N>::PER_SM))
         else add_product(X_rows, B_rows);
     }
 
-    // x and y: the sums of two neighbours in a row of the result
     const int rows = PRODUCT == MuonProduct::NEXT ? m.rows : S;
     const int columns = PRODUCT == MuonProduct::NEXT ? m.columns : S;
+    // Makes two neighbours in a row of the result of their sums, x and y, and stores them.
     auto put_two = [&](int row, int column, float x, float y) {
         if (row >= rows || column >= columns) return;
         const size_t at = (size_t)row * columns + column;
@@ -17269,6 +17336,7 @@ static __global__ void __launch_bounds__(128, (MuonRing<T, N>::PER_SM))
             x += MUON_A * old.x;
             y += MUON_A * old.y;
             const float scale = muon_scale(m);
+            // The last iteration's `next` is tr->sum, which takes floats (orthogonalise).
             if (work.is_last) store_two((float*)next + at, scale * x, scale * y);
             else store_two(next + at, x, y);
             return;
@@ -17284,10 +17352,10 @@ static __global__ void __launch_bounds__(128, (MuonRing<T, N>::PER_SM))
         if (row <= column + 1) store_symmetric(square, S, row, column + 1, y);
     };
     // Section 16 draws which elements of a fragment a lane holds.
-    const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
-    const int first_row = tile.row + warp / 2 * 32 * N + lane / 4;
-    const int first_column = tile.column + warp % 2 * 32 * N + lane % 4 * 2;
+    const MuonPart part = part_of_warp<N>();
+    const int first_row = tile.row + part.row + lane / 4;
+    const int first_column = tile.column + part.column + lane % 4 * 2;
     UNROLL_FOR (int i = 0; i < 2 * N; i++)
         UNROLL_FOR (int j = 0; j < 4 * N; j++) {
             const float* const d = sums[i][j];
@@ -17298,8 +17366,9 @@ static __global__ void __launch_bounds__(128, (MuonRing<T, N>::PER_SM))
         }
 }
 
-// Cuts the results of one product of all matrices into tiles: their squares (short_side, short_side), or the matrices
-// themselves. Large tiles read the operands less often, but there must be enough of them for all multiprocessors.
+// Makes the list of the tiles of all results of a launch. of_squares: the results are (short_side, short_side), as GRAM
+// and POLYNOMIAL have them; otherwise (rows, columns), as NEXT has them. Large tiles read the operands less often, but
+// there must be enough of them for all multiprocessors, on each of which two blocks run at a time.
 static MuonTiles muon_tiles(const MuonWork& muon, bool of_squares) {
     auto cut = [&](int size) {
         std::vector<MuonTile> list;
@@ -17322,44 +17391,45 @@ static MuonTiles muon_tiles(const MuonWork& muon, bool of_squares) {
     }
     // Tiles with the longest sums come first, so that no block is left alone at the end. The tiles of squares serve two
     // products. They are sorted for X X^T, whose sums are longer than those of A A.
-    auto length = [&](const MuonTile& t) {
+    auto sum_length = [&](const MuonTile& t) {
         const MuonMatrix& m = muon.matrices[t.matrix];
         return of_squares ? m.long_side() : m.short_side();
     };
-    std::ranges::stable_sort(list, std::greater(), length);
+    std::ranges::stable_sort(list, std::greater(), sum_length);
     return {device_copy(list), (int)list.size(), size};
 }
 static void prepare_muon(MuonWork* muon, size_t flat_size) {
     muon->on_device = device_copy(muon->matrices);
     muon->square_tiles = muon_tiles(*muon, true);
     muon->tiles = muon_tiles(*muon, false);
-    auto numbers = [](size_t n) { return (act*)device_alloc_bytes(n * act_bytes()); };
-    muon->X = numbers(flat_size);
-    muon->A = numbers(muon->squares_size);
-    muon->B = numbers(muon->squares_size);
+    auto allocate = [](size_t n) { return (act*)device_alloc_bytes(n * act_bytes()); };
+    muon->X = allocate(flat_size);
+    muon->A = allocate(muon->squares_size);
+    muon->B = allocate(muon->squares_size);
 }
 
 template <class T, MuonProduct PRODUCT>
 static void launch_muon(const MuonIteration<T>& work, const MuonWork& muon, const StepState* state) {
     const MuonTiles& tiles = PRODUCT == MuonProduct::NEXT ? muon.tiles : muon.square_tiles;
     auto run = [&](auto kernel, int shared_bytes) {
-        launch(kernel, tiles.count, 128, shared_bytes, work, muon.on_device, tiles.list, state);
+        launch(kernel, tiles.count, MUON_THREADS, shared_bytes, work, muon.on_device, tiles.list, state);
     };
     if constexpr (PARTS<T> == 1)
         if (tiles.tile_size == 128) return run(muon_kernel<T, 2, PRODUCT>, MuonRing<T, 2>::SHARED_BYTES);
     run(muon_kernel<T, 1, PRODUCT>, MuonRing<T, 1>::SHARED_BYTES);
 }
 
-// X is copied to muon.X twice. The kernels multiply only numbers of type T. So the first copy is not divided by |X|,
-// and X X^T is computed from it. Its trace is |X|^2, so the norm needs no kernel of its own. The second copy is
-// divided. After that, X and the copy take turns: an iteration reads one of them and writes the other. The first one
-// reads the copy, so the fifth one writes directions to X.
+// |X| is found without a kernel of its own: |X|^2 is the trace of X X^T. For this product, muon_kernel needs X in type
+// T. So X, a flat array of floats, is first copied to muon.X undivided. Then it is copied once more, divided by |X|.
+// Iterations 0, 2 and 4 read muon.X and write to the array X, and iterations 1 and 3 do the reverse.
 static void orthogonalise(float* X, const MuonWork& muon, const StepState* state) {
-    static_assert(MUON_ITERATIONS % 2, "the last iteration writes to X");
+    static_assert(MUON_ITERATIONS % 2, "odd, so that the last iteration writes to the array X");
     with_act([&]<class T>(T) {
-        MuonIteration<T> work{{(T*)muon.X, 1}, {(T*)X, sizeof(float) / sizeof(T)}, (T*)muon.A, (T*)muon.B, false};
+        const MuonX<T> copied{(T*)muon.X, 1};
+        const MuonX<T> in_floats{(T*)X, sizeof(float) / sizeof(T)};
+        MuonIteration<T> work{.X = copied, .next = in_floats, .A = (T*)muon.A, .B = (T*)muon.B, .is_last = false};
         auto copy = [&](const T* A) {
-            launch(muon_copy_kernel<T>, muon.tiles.count, 256, 0, work.X.p, X, A, muon.on_device, muon.tiles, state);
+            launch(muon_copy_kernel<T>, muon.tiles.count, 256, 0, copied.p, X, A, muon.on_device, muon.tiles, state);
         };
         copy(nullptr);
         launch_muon<T, MuonProduct::GRAM>(work, muon, state);

@@ -120,7 +120,7 @@ def refused(run: Callable[..., Result], tmp_path: Path) -> Callable[..., str]:
 
     def refused(args: Sequence[object], *words: object, cwd: Path = tmp_path, binary: str = "cpu") -> str:
         before = snapshot(cwd)
-        result = run(args, cwd=cwd, binary=binary, code=None, timeout=20)
+        result = run(args, cwd=cwd, binary=binary, code=None, timeout=60)
         told = f"{' '.join(map(str, args))}\nexit code {result.code}, stderr: {result.err[-3000:]}"
         assert result.code == 1, told
         assert result.err.startswith("train_unet: ") and result.err.endswith("\n") and result.err.count("\n") == 1, told

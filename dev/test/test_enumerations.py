@@ -15,7 +15,7 @@ from conftest import ROOT
 PLACES = {
     "Element": {"facts_of"},
     "Nonlinearity": {"with_nonlinearity"},
-    "PictureKind": {"show_pictures"},
+    "PictureKind": {"put_pictures"},
     "Frame": {"ask", "has_steps_of_t"},
     "TuningWeight": {"tuning_weight"},
     "LrSchedule": {"lr_factor"},

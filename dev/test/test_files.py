@@ -790,7 +790,7 @@ def test_a_log_that_is_no_regular_file(run: Callable, checkpoint: Path, tmp_path
     (tmp_path / "out").mkdir()
     shutil.copy(checkpoint, tmp_path / "out" / checkpoint.name)
     make_special(tmp_path / "out/log.csv", kind)
-    done = run(["--resume_checkpoint", "latest", "--max_steps", 1000], code=1, timeout=20)
+    done = run(["--resume_checkpoint", "latest", "--max_steps", 1000], code=1, timeout=60)
     assert re.search(r"out/log\.csv: (is not a file|can't be opened)", done.err) and done.err.count("\n") == 1  # a socket can't be opened
 
 

@@ -182,7 +182,7 @@ def test_skipped_steps_and_news(run: Callable, open_page: Callable, data: Path, 
     page.reload()
     assert page.locator("#state").inner_text() == "training" and "to go" in page.locator("#figures").inner_text()
     run(["--resume_checkpoint", "latest", "--max_steps", 115])
-    page.wait_for_function("run.step === 115 && run.state === 'done'", timeout=5000)
+    page.wait_for_function("run.step === 115 && run.state === 'done'", timeout=60_000)
     assert np.flatnonzero(shown(page, "skipped")).tolist() == [4, 103] and np.isnan(shown(page, "loss")[[4, 103]]).all()
     assert "steps skipped" in page.locator("#figures").inner_text() and page.locator("#state").inner_text() == "done"
 

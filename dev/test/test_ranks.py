@@ -154,7 +154,7 @@ def test_data_that_is_cut_short_ends_all(program: Path, data: Path, tmp_path: Pa
             while "step " not in p.stdout.readline():
                 assert p.poll() is None
             os.truncate(tmp_path / "d.bin", 1024 + 64)
-            told = p.communicate(timeout=30)[1]
+            told = p.communicate(timeout=60)[1]
             assert p.returncode and re.search(r"d\.bin: image \d+ can't be used", told), told
         finally:
             p.kill()
@@ -177,7 +177,7 @@ def test_a_signal_at_one_rank_stops_all(program: Path, data: Path, tmp_path: Pat
                 except OSError:
                     continue
             os.kill(of_rank[rank], signal.SIGTERM)
-            rest = p.communicate(timeout=20)[0]
+            rest = p.communicate(timeout=60)[0]
             assert p.returncode == 128 + signal.SIGTERM and "stopped by SIGTERM after step" in rest and checkpoints(tmp_path / "out")
         finally:
             p.kill()

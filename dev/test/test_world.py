@@ -400,7 +400,7 @@ def test_one_process_is_told_of_many(run: Callable, monkeypatch: pytest.MonkeyPa
     mpi = ROOT / "train_unet_mpi"
     if mpi.exists() and mpi.read_bytes() == (ROOT / "train_unet_cpu").read_bytes():
         pytest.skip("train_unet_cpu was built with MPI=1")
-    launched = subprocess.run([*MPIRUN, "-n", "2", binary_path("cpu")], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=20)
+    launched = subprocess.run([*MPIRUN, "-n", "2", binary_path("cpu")], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
     assert launched.returncode == 1 and "this is rank" in launched.stderr
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -432,7 +432,7 @@ VARIABLES = {
 @pytest.mark.parametrize("given", VARIABLES)
 def test_what_a_launcher_says_is_checked(program: Path, tmp_path: Path, given: str) -> None:
     own = dict(word.split("=") for word in given.split())
-    p = subprocess.run([program, "--lrr", "1"], cwd=tmp_path, env=QUIET | own, capture_output=True, text=True, timeout=20)
+    p = subprocess.run([program, "--lrr", "1"], cwd=tmp_path, env=QUIET | own, capture_output=True, text=True, timeout=60)
     assert p.returncode == 1 and p.stderr.count("\n") == 1 and p.stderr.startswith("train_unet: ") and VARIABLES[given] in p.stderr, p.stderr
 
 
@@ -440,7 +440,7 @@ def test_what_says_nothing_of_several_processes(program: Path, tmp_path: Path) -
     """One process, as before: a batch script's, or one that a launcher started alone. Of two launchers, the one that started several counts."""
     for given in ("RANK=0", "SLURM_PROCID=0", "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0", "WORLD_SIZE=1"):
         own = dict(word.split("=") for word in given.split())
-        p = subprocess.run([program, "--lrr", "1"], cwd=tmp_path, env=QUIET | own, capture_output=True, text=True, timeout=20)
+        p = subprocess.run([program, "--lrr", "1"], cwd=tmp_path, env=QUIET | own, capture_output=True, text=True, timeout=60)
         assert p.returncode == 1 and p.stderr.startswith("train_unet: --lrr: there is no such flag"), (given, p.stderr)
 
 
@@ -479,7 +479,7 @@ def started_ranks(words: list[list], environments: list[dict[str, str]], folder:
             begun.append(subprocess.Popen(line, cwd=folder, env=QUIET | own, stderr=subprocess.PIPE, text=True))
             if visit and len(begun) == 1:
                 visit()
-        said = [p.communicate(timeout=20)[1] for p in begun]
+        said = [p.communicate(timeout=60)[1] for p in begun]
     finally:
         for p in begun:
             p.kill()
@@ -545,7 +545,7 @@ def test_a_rank_that_stops_moving_ends_all(run_of: Callable, data: Path, tmp_pat
         wait_for_step(p)
         os.kill(found[lost], signal.SIGSTOP)
         begun = time.monotonic()
-        _, err = p.communicate(timeout=30)
+        _, err = p.communicate(timeout=60)
         assert p.returncode != 0 and 4 < time.monotonic() - begun < 20
         assert (
             f"train_unet: rank {lost} (process {found[lost]} on " in err and "has been silent for 5 s" in err and "--resume_checkpoint auto" in err
@@ -566,7 +566,7 @@ def test_all_stopped_and_continued(run_of: Callable, data: Path, tmp_path: Path)
         os.kill(number, signal.SIGCONT)
     wait_for_step(p)
     os.kill(found[1], signal.SIGTERM)
-    out, err = p.communicate(timeout=30)
+    out, err = p.communicate(timeout=60)
     assert p.returncode == 128 + signal.SIGTERM and "stopped by SIGTERM after step" in out and own_sentences(err) == []
 
 
