@@ -4,139 +4,140 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    240  Part I. The program
-//    243     1. Types at the interface: what operations are called with
-//    758     2. The interface: all that the program asks of a device
-//   1128     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1229     4. Configuration: flags, presets, help, what can work and what cannot
-//   1991     5. The network: a list of layers, made of guided-diffusion's flags
-//   2976     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2986         FP8: buffers, factors, weights for samples
-//   3130         gradients, and buffers
-//   3393     7. Forward and backward: two walks over the list
-//   3525     8. Diffusion: noise schedules, objectives, samplers
-//   3825         the level of a training sample, drawn, and its share of the loss
-//   4299         samplers
-//   4865     9. Data: .bin files that may be larger than memory, the order of their images
-//   5428    10. Model files: weights and checkpoints, initial weights
-//   5788    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5803         the learning rate, the verdict on a step, averages of the weights
-//   5900         what a trainer holds
-//   6078         a step
-//   6435    12. A run: log, guard, checkpoints, resume, samples
-//   6461         the log in memory, as the page shows it
-//   6574         what a run holds
-//   6652         the log and the status line
-//   6841         checkpoints, snapshots and grids
-//   7106         the start of a run: new, from a file's weights, or resumed
-//   7345         how a run begins and ends
-//   7494         the loop over the steps
-//   7593         a run from its first to its last line
-//   7643         samples, without a run
-//   7808    13. main: the command line, then a run or samples
-//   8126         what ranks must have in common
-//   8200         main
-//   8329  Part II. The device
-//   8332    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8414    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8484    16. The GPU: what all kernels share
-//   8553         Launches, which may overlap
-//   8599         Decisions: what kernels are chosen with
-//   8651         Single instructions: shared memory, mbarriers, clusters
-//   8740         Activations: pieces of 16 bytes
-//   9076         each_kernel: a thread for an element
-//   9090         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9258         Swizzle: how rows lie in shared memory
-//   9277         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9535         building blocks of Hopper's kernels (sm_90a)
-//   9844    17. Small operations: resampling, embeddings, diffusion
-//   9847         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10052         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10414         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10966    18. Group norm
-//  10969         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11541         groupnorm_backward_whole: an image's slab in shared memory
-//  11941    19. Attention
-//  12048         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12604         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12750         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13447    20. Convolution
-//  13493         ConvOut: results, 4 channels of a pixel at a time
-//  13738         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13806         conv_halo: 3x3, stride 1, any GPU
-//  14225         conv_gather: any kernel size and stride, any GPU
-//  14494         conv_few: the first and the last layer
-//  14675         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15270         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15394         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15878         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16331         conv_weight_tma: weight gradients (sm_90a)
-//  16632         FP8 in training: weights and gradients are rounded
-//  16747    21. The optimiser
-//  16750         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17008         muon: directions for matrices of weights
-//  17448    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17451         groupnorm_backward
-//  17617         attention: forward and, where a has dout, backward
-//  17681         convolution: forward and input gradient
-//  18189         convolution: weight gradients
-//  18545    23. The GPU: memory, copies, repeated work
-//  18774    24. Between ranks: from device to device
+//    241  Part I. The program
+//    244     1. Types at the interface: what operations are called with
+//    759     2. The interface: all that the program asks of a device
+//   1129     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1230     4. Configuration: flags, presets, help, what can work and what cannot
+//   1992     5. The network: a list of layers, made of guided-diffusion's flags
+//   2982     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2992         FP8: its buffers, its factors, and weights in FP8
+//   3136         gradients, and buffers
+//   3399     7. Forward and backward: two walks over the list
+//   3533     8. Diffusion: noise schedules, objectives, samplers
+//   3836         the level of a training sample, drawn, and its share of the loss
+//   4310         samplers
+//   4876     9. Data: .bin files that may be larger than memory, the order of their images
+//   5439    10. Model files: weights and checkpoints, initial weights
+//   5799    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5814         the learning rate, the verdict on a step, averages of the weights
+//   5911         what a trainer holds
+//   6089         a step
+//   6446    12. A run: log, guard, checkpoints, resume, samples
+//   6472         the log in memory, as the page shows it
+//   6585         what a run holds
+//   6663         the log and the status line
+//   6853         checkpoints, snapshots and grids
+//   7118         the start of a run: new, from a file's weights, or resumed
+//   7357         how a run begins and ends
+//   7506         the loop over the steps
+//   7605         a run from its first to its last line
+//   7655         samples, without a run
+//   7820    13. main: the command line, then a run or samples
+//   8138         what ranks must have in common
+//   8212         main
+//   8341  Part II. The device
+//   8344    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8428    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8498    16. The GPU: what all kernels share
+//   8567         Launches, which may overlap
+//   8613         Decisions: what kernels are chosen with
+//   8665         Single instructions: shared memory, mbarriers, clusters
+//   8754         Activations: pieces of 16 bytes
+//   9090         each_kernel: a thread for an element
+//   9104         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9272         Swizzle: how rows lie in shared memory
+//   9291         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9549         building blocks of Hopper's kernels (sm_90a)
+//   9858    17. Small operations: resampling, embeddings, diffusion
+//   9861         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10066         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10428         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10980    18. Group norm
+//  10983         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11555         groupnorm_backward_whole: an image's slab in shared memory
+//  11956    19. Attention
+//  12063         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12619         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12765         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13462    20. Convolution
+//  13508         ConvOut: results, 4 channels of a pixel at a time
+//  13753         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13821         conv_halo: 3x3, stride 1, any GPU
+//  14240         conv_gather: any kernel size and stride, any GPU
+//  14509         conv_few: the first and the last layer
+//  14690         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15285         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15409         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15894         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16347         conv_weight_tma: weight gradients (sm_90a)
+//  16648         FP8 in training: weights and gradients are rounded
+//  16763    21. The optimiser
+//  16766         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17024         muon: directions for matrices of weights
+//  17464    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17467         groupnorm_backward
+//  17633         attention: forward and, where a has dout, backward
+//  17697         convolution: forward and input gradient
+//  18205         convolution: weight gradients
+//  18561    23. The GPU: memory, copies, repeated work
+//  18790    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8325, run_program 8261, train 7599, run_step 7545, train_step 6362, load_batch 5381 (read_image 4954),
-//     send 18745 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18676):
-//     step_gradients 6216: draw_levels 10432 (the formulas: draw_level 3895), forward_and_loss 6141,
-//     q_sample_forward 10646, unet_forward 3422, forward_layer 3407 (a function of the layer's kind),
-//     loss_forward_backward 10763, unet_backward 3493, conv_backward_weights 18538 (weight gradients, on the side
-//     stream), finish_gradients 11886 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16802;
-//     judge_step 16850 (the verdict: judge_batch 5871), update_slice 6325, adamw_update 16979 (adamw_kernel 16925),
-//     next_step 16856, record_step 16862; later collect_steps 7498
-//   --optimizer muon: muon_updates 5984 says which weights; update_slice 6325, update_by_muon 6316 (with the formulas),
-//     muon_momentum 17048, orthogonalise 17425 (with muon_kernel above it), adamw_kernel 16925 (its `move`)
-//   pictures, from noise: sample_batch 4780, plan_route 4536, device_step 4584, euler_step 4330 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18039 draws all of its roads):
-//     forward_conv 2438; conv_forward 18077, with conv_product above it, which asks conv_is_wgmma 17689;
-//     on Hopper, large images: pick_conv_tiles_3x3 17987; conv_tiles 15863, with conv_tiles_kernel above it;
-//     Accumulators 9760 (its function multiply); Wgmma 9343;
-//     on Hopper, small images: pick_conv_small 17841; conv_small 16317, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9343;
-//     on any other GPU pick_conv_halo_bf16 17756; conv_halo 14212, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9143
-//   why several GPUs compute the bits of one: step_gradients 6216
-//   a nonlinearity beside SiLU, behind the norms: Nonlinearity 417, Silu 8377, with_nonlinearity 8387 (a case);
-//     BEHIND_NORMS, in front of add_norm 2666, chooses it. The embedding has SiLU as a layer: silu_forward 10332
-//   a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3752
-//   an objective, as edm and flow are: its row in common/flags.h, Frame 535, and beside each other edm_question 3588,
-//     ask 3623, frame_of 3636, sigma_draws 3643, has_steps_of_t 3650; the head of their section lists the changes
-//   a kind of layer: forward_linear 2358 and what stands beside it, with a list of all places in front of
-//     LayerKind 2330; add_resblock 2718 or its like; its operation: a prototype in the interface, a kernel, loops in
-//     dev/reference.h
-//   an element type beside bf16: Element 311, with a list of all places in front of it: element_named 1380,
-//     take_aliases 1592, forward_and_loss 6141, ElementOf 8350, with_act 8615, act_has_wgmma 8627, unpack 8760,
-//     pack 8789, to_floats 8859, from_floats 8866, store_two 8871, mma 9143, tma_type 9489, adamw_kernel 16925,
-//     adamw_update 16979, pick_conv_gather 17803, conv_product 18039
-//   the settings, to their values: parse_command_line 1564, take_aliases 1592, complete_config 8243
-//     (apply_preset 1474, take_model_file 7971, take_ect_defaults 8001), take_data_shape 8038 (take_labels 8028),
-//     check_model 1837, check_run 1975
-//   FP8 (--precision fp8): choose_fp8 2915 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 2990 and plan_fp8_gradients 3009 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3054 for samples, make_fp8_training 3096 for training; add_fp8_args 2208
-//     hands them to the layers. forward_conv 2438 and backward_conv 2449 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18139 makes an input gradient a forward convolution; conv_product_fp8 18070 picks the
-//     kernel, multiply_fp8 9794 and WgmmaFp8 9379 multiply; print_fp8 7291 says whether it pays
+//     main 8337, run_program 8273, train 7611, run_step 7557, train_step 6373, load_batch 5392 (read_image 4965),
+//     send 18761 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18692):
+//     step_gradients 6227: draw_levels 10446 (the formulas: draw_level 3906), forward_and_loss 6152, q_sample_forward
+//     10647, unet_forward 3429, forward_layer 3414 (a function of the layer's kind, such as forward_conv 2444),
+//     loss_forward_backward 10777, unet_backward 3501, conv_backward_weights 18554 (weight gradients, on the side
+//     stream), finish_gradients 11901 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16818;
+//     judge_step 16866 (the verdict: judge_batch 5882), update_slice 6336, adamw_update 16995 (adamw_kernel 16941),
+//     next_step 16872, record_step 16878; later collect_steps 7510
+//   --optimizer muon: muon_updates 5995 says which weights; update_slice 6336, update_by_muon 6327 (with the formulas),
+//     muon_momentum 17064, orthogonalise 17441 (with muon_kernel above it), adamw_kernel 16941 (its `move`)
+//   pictures, from noise: sample_batch 4791, plan_route 4547, device_step 4595, euler_step 4341 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 18055 draws all of its roads):
+//     forward_conv 2444; conv_forward 18093, with conv_product above it, which asks conv_is_wgmma 17705;
+//     on Hopper, large images: pick_conv_tiles_3x3 18003; conv_tiles 15879, with conv_tiles_kernel above it;
+//     Accumulators 9774 (its function multiply); Wgmma 9357;
+//     on Hopper, small images: pick_conv_small 17857; conv_small 16333, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9357;
+//     on any other GPU pick_conv_halo_bf16 17772; conv_halo 14227, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9157
+//   why several GPUs compute the bits of one: step_gradients 6227
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 418, Silu 8391, with_nonlinearity 8401 (a case);
+//     BEHIND_NORMS, above add_norm 2672, chooses it. The embedding has SiLU as a layer: silu_forward 10346
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3763
+//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 536, and beside each other edm_question
+//     3589, ask 3634, frame_of 3647, sigma_draws 3654, has_steps_of_t 3661; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2336; an example is forward_linear 2364
+//     with what follows it; a function such as add_resblock 2724 puts the layer into the network; its operation
+//     needs a prototype in the interface, a kernel, and loops in dev/reference.h
+//   to add an element type beside bf16: Element 312, with a list of all places above it: element_named 1381,
+//     take_aliases 1593, forward_and_loss 6152, ElementOf 8362, with_act 8629, act_has_wgmma 8641, unpack 8774,
+//     pack 8803, to_floats 8873, from_floats 8880, store_two 8885, mma 9157, tma_type 9503, adamw_kernel 16941,
+//     adamw_update 16995, pick_conv_gather 17819, conv_product 18055
+//   the settings, to their values: parse_command_line 1565, take_aliases 1593, complete_config 8255
+//     (apply_preset 1475, take_model_file 7983, take_ect_defaults 8013), take_data_shape 8050 (take_labels 8040),
+//     check_model 1838, check_run 1976
+//   FP8 (--precision fp8): choose_fp8 2921 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 2996 and plan_fp8_gradients 3015 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3060 for samples, make_fp8_training 3102 for training; add_fp8_args 2209
+//     hands them to the layers. forward_conv 2444 and backward_conv 2455 choose between bf16 and FP8;
+//     conv_backward_input_fp8 18155 makes an input gradient a forward convolution; conv_product_fp8 18086 picks the
+//     kernel, multiply_fp8 9808 and WgmmaFp8 9393 multiply; print_fp8 7303 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
-//     refuse or must (host/files.h), of wrong 1453 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5598 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 5002, for a checkpoint's counters in check_resume 8094.
-//     unknown_word 1366 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1372.
-//     Two functions print a message while the run goes on: report_bad_step 7094 says that a step was skipped (after
-//     --max_bad_steps such steps in a row it ends the run), is_written 6885 that a file could not be written yet.
-//     stop_run 6859 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     refuse or must (host/files.h), of wrong 1454 (a flag's value), or of a function beside it whose name ends in
+//     _unless. For a damaged header they stand in check_field 5609 and check_unused (host/files.h): look at their
+//     callers; for a data file also in take_data_fields 5013, for a checkpoint's counters in check_resume 8106.
+//     unknown_word 1367 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1373.
+//     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
+//     report_bad_step 7106 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 6897 that a file could not be written yet.
+//     stop_run 6871 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -654,8 +655,8 @@ struct Slice {
 
 // The gradients of this rank's slice, as each rank has computed them. own: a flat array of the gradients that this rank
 // has computed. received: another flat array. At the place of rank r's part of a segment, it holds the gradients that
-// rank r has computed for this rank's part of that segment. At the place of this rank's own part nothing is received:
-// there the same array holds the sum over all ranks (Trainer::sum).
+// rank r has computed for this rank's part of that segment. Nothing is received at the places of this rank's own parts.
+// There Trainer::sum, which is the same array, holds the sum over all ranks. With one rank, received is null.
 struct RankGradients {
     const float *own, *received;
     Slice slice;
@@ -2309,12 +2310,14 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 // `kind == &CONV`: check_conv_params, choose_fp8, plan_fp8_gradients, plan_waits, plan_fusions, plan_lifetimes,
 // unet_backward and a member of WeightGradients.
 //
-// A new kind must keep three promises:
+// A new kind must keep four promises:
 //   Its backward_reads names every tensor that its backward function reads. Otherwise the memory of such a tensor would
 //   be used for something else too early.
 //   Its backward function adds the addends (add1, add2) to each gradient that it writes. This is not needed for an
 //   input that no other layer ever reads.
 //   Its functions read its weights in fp32, because only the weights of convolutions have a copy.
+//   It does not read a norm's output that a convolution reads, too. With --precision fp8, such an output may hold
+//   numbers of 8 bits alone (plan_fp8).
 //
 // To add a kind, change these places:
 //
@@ -2325,6 +2328,9 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 //   3. its operation: a prototype in section 2, a kernel in Part II, loops in dev/reference.h
 //   4. muon_updates, if --optimizer muon should leave its weights to AdamW. It must, unless they are a matrix whose
 //      sides are multiples of 32
+//   5. if a flag chooses the kind: the flag's row, as the list for an objective describes it (section 8), and the same
+//      layer in common/model.py. A model file does not name its layers: check_size only notices if the number of
+//      parameters is another
 static double no_flops(const LayerArgs&) { return 0; }
 static Workspace no_workspace(const LayerArgs&) { return {}; }
 struct LayerKind {
@@ -2983,7 +2989,7 @@ static UNet build_unet(const Config& c) {
 // plan_fusions, plan_lifetimes and place_buffers.
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- FP8: buffers, factors, weights for samples
+// --- FP8: its buffers, its factors, and weights in FP8
 // --precision fp8: plans a buffer for each input that a convolution reads in FP8. The group norm that writes this input
 // fills the buffer. When sampling, the norm writes nothing else. In training it also writes the same input
 // as an ordinary activation (act_element), because the convolution's weight gradient is computed from that activation.
@@ -3391,8 +3397,9 @@ static void plan_memory(UNet* net, int B, bool training) {
 
 // =====================================================================================================================
 // 7. Forward and backward: two walks over the list
-// A step calls unet_forward, which calls forward_layer for each layer, and then unet_backward, which goes from the last
-// layer to the first and collects the convolutions' weight gradients on the way (WeightGradients).
+// A step calls unet_forward, which calls forward_layer for each layer. Then it calls unet_backward, which goes from the
+// last layer to the first. unet_backward does not compute the weight gradient of each convolution at once: it collects
+// several of them, and computes these together on the side stream (WeightGradients).
 
 // `mark` is called before each operation is started. In this program it does nothing. dev/benchmarks/bench.cu replaces
 // it by a function that takes time stamps.
@@ -3424,6 +3431,7 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     const int reader = first_emb_reader(net);
     Walk walk{net, weights, dropout, B};
     int i = 0;
+    // Ticket 0 is free: WeightGradients uses the numbers of convolutions, and layer 0 is none.
     run_beside(0, [&](Stream* stream) {
         walk.stream = stream;
         for (; net->layers[i].kind->embedding; i++) forward_layer(walk, net->layers[i]);
@@ -3539,7 +3547,9 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //   1. common/flags.h:
 //      its word, added at the end of the row of `objective`, because model files hold the word's place in this row;
 //      rows for its parameters, if it has any. If a model file has to keep a parameter, its row is SAVED(slot, ...),
-//      and check_lists must no longer list this slot as unused;
+//      and check_lists must no longer list this slot as unused. The slots that are still free are those of a run: files
+//      of weights alone do not hold them, so samples would use the flag's default. For a parameter that samples need,
+//      make its slot an exception where model_header and take_model_file test is_of_run, and in check_lists;
 //      the rows OBJECTIVES(...). Such a row names the objectives for which the flags below it exist. If only the
 //      new objective has a parameter, it needs a new row OBJECTIVES. If the new objective shares parameters of edm
 //      (sigma_data, P_mean, P_std), add its word to OBJECTIVES(of_edm, "edm|ect"). If you forget this, nothing warns
@@ -3555,6 +3565,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //      and draw_level);
 //      which sigmas its samplers use (has_steps_of_t);
 //      a weight of the loss, if it is not 1 (make_level)
+//   4. the PyTorch twin: what train_unet.py computes of it, and the objective's frame in common/flags.py
 //
 // To let the network predict another quantity, with the levels of ddpm, change two places: the row of `predict` in
 // common/flags.h, and ddpm_level.
@@ -6698,6 +6709,7 @@ static void open_log(Run* run) {
     // Rows are appended. O_NOFOLLOW: if somebody has put a link in the place of log.csv meanwhile, it is not followed.
     run->log_file = openat(run->folder.descriptor, "log.csv", O_WRONLY | O_APPEND | O_CLOEXEC | O_NOFOLLOW);
     if (run->log_file < 0) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
+    // The row of best.bin's step is missing if the run goes on from an earlier step, or if log.csv was cut or removed.
     if (best >= 0 && std::isinf(run->best_loss))
         printf("%s: log.csv has no validation loss of its step %ld, so the next checkpoint becomes the best\n",
                run->folder.name(BEST).c_str(), best);
@@ -8358,7 +8370,8 @@ template <> struct ElementOf<bf16> {
 
 // To add a nonlinearity, write a struct like Silu below, with two functions. f(z) returns the value at z. df(u) returns
 // the derivative at z, but its argument is u = Z_FACTOR<T> z. (If df needs z itself, it begins with
-// z = u / Z_FACTOR<T>.) Then add a value to enum Nonlinearity, and its case to with_nonlinearity.
+// z = u / Z_FACTOR<T>.) Then add a value to enum Nonlinearity, and its case to with_nonlinearity. The PyTorch twin has
+// its nonlinearities in common/model.py.
 //
 // The group norms of the CPU build and of the GPU build call f and df. They contain no formula of a nonlinearity. In
 // the embedding, SiLU is a layer (its kind is SILU), so with_nonlinearity does not choose it. A model file does not
@@ -8370,7 +8383,8 @@ template <> struct ElementOf<bf16> {
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 template <class T> constexpr float Z_FACTOR = ElementOf<T>::FAST_EXP ? -LOG2E : 1;
 
-// Returns sigmoid(z) = 1 / (1 + e^-z), as exactly as tensors of type T need it. The argument u is Z_FACTOR<T> z.
+// Returns sigmoid(z) = 1 / (1 + e^-z), as exactly as tensors of type T need it. The argument u is Z_FACTOR<T> z. (It is
+// defined in dev/reference.h for a CPU, and in section 16 for a GPU.)
 template <class T> INLINE float sigmoid(float u);
 
 // SiLU, with s = sigmoid(z):   f(z) = z s,   f'(z) = s + z s (1 - s)
@@ -8970,9 +8984,9 @@ INLINE void copy_async_row_if(bool wanted, uint32_t to, const void* from, bool v
         "@wanted cp.async.cg.shared.global.L2::128B [%1], [%2], 16, %3;}",
         "r"((int)wanted), "r"(to), "l"(from), "r"(valid ? 16 : 0));
 }
-// Copies 8 channels to shared address to + offset: one piece of bf16, or two pieces of floats. Rows are swizzled (see
-// Swizzle), so the second piece lies at the address of the first piece with bit 4 toggled. `offset` is added after the
-// toggling, so it must not change bit 4.
+// Copies 8 channels to the address `to` + `offset` in shared memory: one piece of bf16, or two pieces of floats. Rows
+// are swizzled (see Swizzle), so the second piece lies at the address of the first piece with bit 4 toggled. `offset`
+// is added after the toggling, so it must not change bit 4.
 template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* from, bool valid, bool wanted = true) {
     static_assert(VEC<T> <= 8, "8 channels must fill at least one piece");
     UNROLL_FOR (int j = 0; j < 8 / VEC<T>; j++) {
@@ -9021,8 +9035,8 @@ template <int... BITS> INLINE float lane_max(float v) {
 // Adds the values of two lanes whose numbers differ by `offset`, and leaves half of the sums in each lane. Before, each
 // lane holds 2 HALF values in v. Afterwards the first HALF elements of v are sums: in the lower lane the sums of the
 // first HALF values, and in the upper lane the sums of the last HALF values. Returns whether this lane is the upper
-// lane. Several calls in a row, with HALF = 4, 2, 1 and a smaller offset each time, add up the values of many lanes
-// with fewer exchanges than lane_sum needs for each value.
+// lane. Three calls in a row, with HALF = 4, 2, 1 and a smaller offset each time, add up 8 values over 8 lanes with 4 +
+// 2 + 1 = 7 exchanges. Calling lane_sum for each of the 8 values would take 24.
 template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
     const bool upper = threadIdx.x & offset;
     UNROLL_FOR (int i = 0; i < HALF; i++) {
@@ -11555,12 +11569,13 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 //   fetch before they run for the first time, and for x. So loops are not unrolled, which makes fewer instructions to
 //   fetch. And the few values that the first computations need are loaded before all others.
 
-// Adds up v over those lanes of a warp whose numbers differ by multiples of `columns` (a power of 2). In each step, a
-// lane gives half of its values to another lane, and adds the values that it receives to its other half. So after each
-// step a lane has half as many values. When only one pair of values is left, the lanes add whole pairs. At the end a
-// lane has one or several pairs of sums, which begin at v[0]. (The more columns, the more pairs.) Returns the index
-// that the lane's first sum had in v. HALF: how many values a lane gives away in the first step. OFFSET: by how much
-// the numbers of the two lanes differ in the first step
+// v holds a pair of sums for each of the thread's channels: of dz, and of dz x. This function adds up v over those
+// lanes of a warp whose numbers differ by multiples of `columns` (a power of 2). In each step, a lane gives half of its
+// values to another lane, and adds the values that it receives to its other half. So after each step a lane has half as
+// many values. When only one pair is left, each lane adds the other lane's whole pair. At the end the lane's pairs
+// begin at v[0]. (With more columns there are fewer lanes to add up, so fewer steps, and more pairs are left.) Returns
+// the index that the lane's first sum had in v. HALF: how many values a lane gives away in the first step. OFFSET: by
+// how much the numbers of the two lanes differ in the first step.
 template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int columns) {
     int first = 0;
     if (OFFSET >= columns && halve<HALF>(v, OFFSET)) first = HALF;
@@ -15575,10 +15590,11 @@ template <class T> struct PixelLoader {
 // Streamed weights: half way through the weights of slice i, the thread loads the next item. This is slice i + 1 or,
 // after the last slice, the first addend or the next tile's first slice. When the thread has started the loads of all
 // weights of a tile, it loads the remaining items, up to and including the next tile's first slice.
-// In this order the thread never waits for products whose weights it has not loaded yet (rule 2 in the comments above
-// Stage): To load the next item, the thread waits for a free stage. There are at least two stages, so this stage has
-// held slice i - 1 or an earlier slice. The warpgroups release the stage after the first tap of slice i, or before. The
-// thread has already started to load the weights of that tap, so the wait ends.
+// This order cannot deadlock (rule 2 in the comments above Stage). Before the thread loads the next item, it waits
+// until a stage is free. There are at least two stages, so that stage held slice i - 1 or something older. The
+// warpgroups release it after the first tap of slice i at the latest, and for that they need the weights of that tap.
+// The thread has already started to load them, because it loads the next item only half way through the weights of
+// slice i. So the wait ends.
 template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels, auto& weights) {
     prefetch_tensor_map(&work.p.weight);
     prefetch_tensor_map(&work.p.x.map1);
