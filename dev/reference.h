@@ -123,7 +123,8 @@ static inline void tile_outer(float (&acc)[TM][TN], // (TM, TN)
     memcpy(acc, sum, sizeof sum);
 }
 
-// out (WIDTH) = in (n), n <= WIDTH, and zeros. Nearly always n = WIDTH, which as a constant makes a few instructions.
+// out (WIDTH) = in (n), n <= WIDTH, and zeros. Nearly always n is WIDTH. A copy of this constant size is a few
+// instructions, and not a call.
 template <int WIDTH> static inline void copy_columns(float* out, const float* in, int n) {
     if (n == WIDTH) {
         memcpy(out, in, WIDTH * sizeof(float));
@@ -151,7 +152,7 @@ static inline void matmul(float* C, size_t c_pitch,       // (M, N)
             tile_multiply(acc, a_rows, B + n0, b_pitch, K);
             for (int m = 0; m < rows; m++) {
                 float* c = row_of(C, m0 + m, c_pitch) + n0;
-                if (columns == TN) memcpy(c, acc[m], sizeof acc[m]);
+                if (columns == TN) memcpy(c, acc[m], sizeof acc[m]); // a constant size: a few instructions
                 else std::copy_n(acc[m], columns, c);
             }
         }
@@ -655,7 +656,7 @@ static inline void conv_backward_weight(float* dweight,                   // (Co
                 const int inputs = std::min(TN, (in_x1 ? s.C1 : s.C2) - ci);
                 const int column = in_x1 ? ci : s.C1 + ci; // within [x1 | x2]
                 float* dw = row_of(dweight, (size_t)co * taps + tap0, Cin) + column;
-                // Both are of the taps in this row of the kernel.
+                // total and acc hold a tile of sums for each tap in this row of the kernel.
                 float total[3][TM][TN] = {};
                 for (int b = 0; b < s.B; b++) {
                     float acc[3][TM][TN] = {}; // of this image
