@@ -75,36 +75,36 @@
 //  16764    21. The optimiser
 //  16767         adamw: norm of the gradient, the step's verdict, AdamW, averages
 //  17025         muon: directions for matrices of weights
-//  17465    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17468         groupnorm_backward
-//  17634         attention: forward and, where a has dout, backward
-//  17698         convolution: forward and input gradient
-//  18206         convolution: weight gradients
-//  18562    23. The GPU: memory, copies, repeated work
-//  18791    24. Between ranks: from device to device
+//  17448    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17451         groupnorm_backward
+//  17617         attention: forward and, where a has dout, backward
+//  17681         convolution: forward and input gradient
+//  18189         convolution: weight gradients
+//  18545    23. The GPU: memory, copies, repeated work
+//  18774    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 8338, run_program 8274, train 7612, run_step 7558, train_step 6373, load_batch 5392 (read_image 4965),
-//     send 18762 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18693):
+//     send 18745 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18676):
 //     step_gradients 6227: draw_levels 10447 (the formulas: draw_level 3906), forward_and_loss 6152, q_sample_forward
 //     10647, unet_forward 3429, forward_layer 3414 (a function of the layer's kind, such as forward_conv 2444),
-//     loss_forward_backward 10778, unet_backward 3501, conv_backward_weights 18555 (weight gradients, on the side
+//     loss_forward_backward 10778, unet_backward 3501, conv_backward_weights 18538 (weight gradients, on the side
 //     stream), finish_gradients 11902 (those of norms); with several ranks send_gradients (in step_gradients) and
 //     all_to_all (in the last section); sum_gradients 16819;
 //     judge_step 16867 (the verdict: judge_batch 5882), update_slice 6336, adamw_update 16996 (adamw_kernel 16942),
 //     next_step 16873, record_step 16879; later collect_steps 7511
 //   --optimizer muon: muon_updates 5995 says which weights; update_slice 6336, update_by_muon 6327 (with the formulas),
-//     muon_momentum 17065, orthogonalise 17442 (with muon_kernel above it), adamw_kernel 16942 (its `move`)
+//     muon_momentum 17065, orthogonalise 17425 (with muon_kernel above it), adamw_kernel 16942 (its `move`)
 //   pictures, from noise: sample_batch 4791, plan_route 4547, device_step 4595, euler_step 4341 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18056 draws all of its roads):
-//     forward_conv 2444; conv_forward 18094, with conv_product above it, which asks conv_is_wgmma 17706;
-//     on Hopper, large images: pick_conv_tiles_3x3 18004; conv_tiles 15880, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 18039 draws all of its roads):
+//     forward_conv 2444; conv_forward 18077, with conv_product above it, which asks conv_is_wgmma 17689;
+//     on Hopper, large images: pick_conv_tiles_3x3 17987; conv_tiles 15880, with conv_tiles_kernel above it;
 //     Accumulators 9775 (its function multiply); Wgmma 9358;
-//     on Hopper, small images: pick_conv_small 17858; conv_small 16334, with conv_small_kernel and multiply_small above
+//     on Hopper, small images: pick_conv_small 17841; conv_small 16334, with conv_small_kernel and multiply_small above
 //     it; Wgmma 9358;
-//     on any other GPU pick_conv_halo_bf16 17773; conv_halo 14228, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 17756; conv_halo 14228, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 9158
 //   why several GPUs compute the bits of one: step_gradients 6227
 //   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 418, Silu 8392, with_nonlinearity 8402 (a case);
@@ -118,7 +118,7 @@
 //   to add an element type beside bf16: Element 312, with a list of all places above it: element_named 1381,
 //     take_aliases 1593, forward_and_loss 6152, ElementOf 8363, with_act 8630, act_has_wgmma 8642, unpack 8775,
 //     pack 8804, to_floats 8874, from_floats 8881, store_two 8886, mma 9158, tma_type 9504, adamw_kernel 16942,
-//     adamw_update 16996, pick_conv_gather 17820, conv_product 18056
+//     adamw_update 16996, pick_conv_gather 17803, conv_product 18039
 //   the settings, to their values: parse_command_line 1565, take_aliases 1593, complete_config 8256
 //     (apply_preset 1475, take_model_file 7984, take_ect_defaults 8014), take_data_shape 8051 (take_labels 8041),
 //     check_model 1838, check_run 1976
@@ -126,7 +126,7 @@
 //     by which factor, and where. plan_fp8 2996 and plan_fp8_gradients 3015 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3060 for samples, make_fp8_training 3102 for training; add_fp8_args 2209
 //     hands them to the layers. forward_conv 2444 and backward_conv 2455 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18156 makes an input gradient a forward convolution; conv_product_fp8 18087 picks the
+//     conv_backward_input_fp8 18139 makes an input gradient a forward convolution; conv_product_fp8 18070 picks the
 //     kernel, multiply_fp8 9809 and WgmmaFp8 9394 multiply; print_fp8 7304 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1454 (a flag's value), or of a function beside it whose name ends in
@@ -17085,9 +17085,8 @@ static __global__ void __launch_bounds__(256)
     const MuonTile tile = tiles.list[blockIdx.x];
     const MuonMatrix m = matrices[tile.matrix];
     __shared__ float factor;
-    const bool divides = A != nullptr;
-    if (!divides && threadIdx.x == 0) factor = 1;
-    if (divides && threadIdx.x < 32) { // one warp adds up the trace
+    if (threadIdx.x == 0) factor = 1;
+    if (A && threadIdx.x < 32) { // one warp adds up the trace
         const T* const gram = A + m.square_offset;
         const size_t S = m.short_side();
         double trace = 0;
@@ -17179,9 +17178,8 @@ template <class Operand, int N, bool IS_LEFT> struct MuonSide {
         const int lane = threadIdx.x % 32;
         const int matrix = lane / 8; // the matrix that this lane gives an address of
         constexpr bool NEXT_MATRIX_IS_BELOW = IS_LEFT != TRANSPOSED;
-        const int lower_lines = NEXT_MATRIX_IS_BELOW ? matrix % 2 : matrix / 2; // 1: lines 8-15
+        const int line = lane % 8 + 8 * (NEXT_MATRIX_IS_BELOW ? matrix % 2 : matrix / 2);
         const int next_chunk = NEXT_MATRIX_IS_BELOW ? matrix / 2 : matrix % 2;
-        const int line = lane % 8 + 8 * lower_lines;
         // Where the warp's rows begin in the slice
         const int first_line = TRANSPOSED ? warp_row / MUON_LINE * MUON_LINE : warp_row;
         const int first_chunk = TRANSPOSED ? warp_row % MUON_LINE / 8 : 0;
@@ -17191,20 +17189,15 @@ template <class Operand, int N, bool IS_LEFT> struct MuonSide {
     // lies outside of the operand becomes zeros.
     INLINE void copy(uint32_t stage_offset, int k) const {
         UNROLL_FOR (int i = 0; i < 4 * N; i++) {
-            // The first of the chunk's numbers belongs to this row and this k. In memory it is number `at`.
-            int row, of_k;
-            size_t at;
-            if constexpr (TRANSPOSED) {
-                constexpr int TIMES = MUON_LINE / LINES_AT_ONCE; // so often, lines of the same 64 rows are copied
-                row = first_row + i / TIMES * MUON_LINE + 8 * copied_chunk;
-                of_k = k + copied_line + i % TIMES * LINES_AT_ONCE;
-                at = (size_t)of_k * operand.pitch + row;
-            } else {
-                row = first_row + copied_line + LINES_AT_ONCE * i;
-                of_k = k + 8 * copied_chunk;
-                at = (size_t)row * operand.pitch + of_k;
-            }
+            // The first of the chunk's numbers belongs to this row and this k. If TRANSPOSED, lines of the same 64 rows
+            // are copied TIMES times, and then those of the next 64 rows.
+            constexpr int TIMES = MUON_LINE / LINES_AT_ONCE;
+            const int row =
+                first_row + (TRANSPOSED ? i / TIMES * MUON_LINE + 8 * copied_chunk : copied_line + LINES_AT_ONCE * i);
+            const int of_k = k + (TRANSPOSED ? copied_line + i % TIMES * LINES_AT_ONCE : 8 * copied_chunk);
             const bool is_inside = row < operand.rows && of_k < operand.K;
+            const size_t line = TRANSPOSED ? of_k : row;
+            const size_t at = line * operand.pitch + (TRANSPOSED ? row : of_k);
             const T* const from = operand.p + (is_inside ? at : 0);
             copy_channels(copied_to + stage_offset, i * LINES_AT_ONCE * LINE_BYTES, from, is_inside);
         }
@@ -17219,25 +17212,16 @@ template <class Operand, int N, bool IS_LEFT> struct MuonSide {
         constexpr int AT_ONCE = IS_LEFT ? 1 : 2; // one ldmatrix loads 16 rows: one fragment A, or two fragments B
         UNROLL_FOR (int i = 0; i < F; i += AT_ONCE) {
             const int row = 16 * i / AT_ONCE;
-            const int along_line = TRANSPOSED ? row : k;
-            const int line = TRANSPOSED ? k : row;
-            const uint32_t from = channels_on<T>(lane_address + stage_offset, along_line);
-            if constexpr (IS_LEFT) load_fragment<T, TRANSPOSED>(fragments[i], from, line * LINE_BYTES);
-            else load_fragments<T, TRANSPOSED>(fragments[i], fragments[i + 1], from, line * LINE_BYTES);
+            const uint32_t from = channels_on<T>(lane_address + stage_offset, TRANSPOSED ? row : k);
+            const int offset = (TRANSPOSED ? k : row) * LINE_BYTES;
+            if constexpr (IS_LEFT) load_fragment<T, TRANSPOSED>(fragments[i], from, offset);
+            else load_fragments<T, TRANSPOSED>(fragments[i], fragments[i + 1], from, offset);
         }
     }
 };
 
-// Where the part of a warp begins in a tile: each of the 2 x 2 warps computes 32 N x 32 N elements.
-struct MuonPart {
-    int row, column;
-};
-template <int N> INLINE MuonPart part_of_warp() {
-    const int warp = threadIdx.x / 32;
-    return {warp / 2 * 32 * N, warp % 2 * 32 * N};
-}
-
-// Adds to `sums` this warp's part of a tile of left right^T, 2 N x 4 N fragments. Element (i, j) of the tile is the sum
+// Adds to `sums` this warp's part of a tile of left right^T. The block has 2 x 2 warps, and each computes 32 N x 32 N
+// elements: 2 N x 4 N fragments. Element (i, j) of the tile is the sum
 // over k of left(i, k) right(j, k). row and column: where the tile begins in the result. A kernel calls this only once:
 // at the end, some warps may still read the stages.
 template <class T, int N, class Left, class Right>
@@ -17246,9 +17230,9 @@ INLINE void muon_multiply(float (&sums)[2 * N][4 * N][4], const Left& left, cons
     // 256 is a multiple of LINE_BYTES. So each line begins at a multiple of its length, as channels_on needs it.
     extern __shared__ __align__(256) unsigned char stages[];
     const uint32_t base = shared_address(stages);
-    const MuonPart part = part_of_warp<N>();
-    const MuonSide<Left, N, true> left_side(left, row, part.row, base);
-    const MuonSide<Right, N, false> right_side(right, column, part.column, base + Ring::SLICE_BYTES);
+    const int warp = threadIdx.x / 32;
+    const MuonSide<Left, N, true> left_side(left, row, warp / 2 * 32 * N, base);
+    const MuonSide<Right, N, false> right_side(right, column, warp % 2 * 32 * N, base + Ring::SLICE_BYTES);
     const int slices = ceil_div(left.K, MUON_LINE);
     // Returns how many bytes behind stage 0 the stage of a slice begins.
     auto stage_offset = [](int slice) { return (uint32_t)slice % Ring::STAGES * Ring::STAGE_BYTES; };
@@ -17265,9 +17249,8 @@ INLINE void muon_multiply(float (&sums)[2 * N][4 * N][4], const Left& left, cons
     for (int slice = 0; slice < slices; slice++) {
         const uint32_t stage = stage_offset(slice);
         copies_arrived<Ring::STAGES - 2>();
-        const auto left_chunks = left_side.own_chunks(stage);
-        const auto right_chunks = right_side.own_chunks(stage);
-        take_apart_copies<T, MUON_THREADS / 32>(left_scale, left_chunks, right_scale, right_chunks);
+        take_apart_copies<T, MUON_THREADS / 32>(left_scale, left_side.own_chunks(stage), //
+                                                right_scale, right_side.own_chunks(stage));
         __syncthreads(); // all threads' copies of this slice have arrived, and all have finished the previous slice
         copy_slice(slice + Ring::STAGES - 1);
         UNROLL_FOR (int k = 0; k < MUON_LINE; k += 16) {
@@ -17369,10 +17352,10 @@ static __global__ void __launch_bounds__(MUON_THREADS, (MuonRing<T, N>::PER_SM))
         if (row <= column + 1) store_symmetric(square, S, row, column + 1, y);
     };
     // Section 16 draws which elements of a fragment a lane holds.
+    const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
-    const MuonPart part = part_of_warp<N>();
-    const int first_row = tile.row + part.row + lane / 4;
-    const int first_column = tile.column + part.column + lane % 4 * 2;
+    const int first_row = tile.row + warp / 2 * 32 * N + lane / 4;
+    const int first_column = tile.column + warp % 2 * 32 * N + lane % 4 * 2;
     UNROLL_FOR (int i = 0; i < 2 * N; i++)
         UNROLL_FOR (int j = 0; j < 4 * N; j++) {
             const float* const d = sums[i][j];
