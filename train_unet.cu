@@ -7260,7 +7260,7 @@ static void leave_later_snapshots(const Folder& folder, int64_t first_step) {
 }
 
 // Prints how the memory of the device is used, in GiB.
-static void print_memory(const Config& c, const UNet& net) {
+static void print_memory(const Config& c, const UNet& net, const MuonWork& muon) {
     const double GIB = 0x1p30;
     const double array = net.flat_size * sizeof(float) / GIB; // all parameters in fp32
     const double slice = slice_of(net.flat_size, 0, world.size).owned() * sizeof(float) / GIB;
@@ -7274,7 +7274,7 @@ static void print_memory(const Config& c, const UNet& net) {
     const double weights = array + c.emas.size() * slice + copies;
     const double grads = world.size > 1 ? 2 * array : array; // a rank also receives gradients from other ranks
     double moments = 2 * slice;
-    if (c.muon()) moments += (double)net.flat_size * act_bytes() / GIB; // the copy of Muon's momentum
+    if (muon.X) moments += net.flat_size * act_bytes() / GIB; // only a GPU has this copy of Muon's momentum
     const double arena = net.arena_bytes / GIB;
     const double rest = all - weights - grads - moments - arena;
     printf("memory: %.2f GiB: weights and EMA %.2f, gradients %.2f, moments %.2f, "
@@ -7325,7 +7325,8 @@ static void print_fp8(const Config& c, const UNet& net) {
 }
 
 // Prints what is about to be trained, on which data, and in which folder.
-static void print_start(const Config& c, const UNet& net, const Dataset& data) {
+static void print_start(const Config& c, const Trainer& tr, const Dataset& data) {
+    const UNet& net = tr.net;
     printf("preset %s:%s\n", c.preset.c_str(), preset_in_force(c).c_str());
     std::string given; // the flags of the command line, so that the output tells how to repeat the run
     for (const Flag& f : FLAGS)
@@ -7333,7 +7334,7 @@ static void print_start(const Config& c, const UNet& net, const Dataset& data) {
     if (!given.empty()) printf("flags:%s\n", given.c_str());
     // The model, the memory, the ranks, the data.
     printf("%s\n", describe(net).c_str());
-    print_memory(c, net);
+    print_memory(c, net, tr.muon);
     print_fp8(c, net);
     if (world.size > 1)
         printf("processes: %d, which share a step's batch of %d, %d images at a time; "
@@ -7620,7 +7621,7 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
     run.sampler = make_sampler(c, tr.net.B);
     take_values_of_data(c, &run.sampler, val.count ? val : data);
     take_pictures_of_data(c, &run.sampler, val.count ? val : data);
-    print_start(c, tr.net, data);
+    print_start(c, tr, data);
     if (resume.empty()) start_weights(&tr, start);
     else restore(&run, start);
     cast_params(tr.copy, tr.params, tr.net.flat_size);
