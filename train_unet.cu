@@ -29,86 +29,86 @@
 //   6664         the log and the status line
 //   6854         checkpoints, snapshots and grids
 //   7119         the start of a run: new, from a file's weights, or resumed
-//   7358         how a run begins and ends
-//   7507         the loop over the steps
-//   7606         a run from its first to its last line
-//   7656         samples, without a run
-//   7821    13. main: the command line, then a run or samples
-//   8139         what ranks must have in common
-//   8213         main
-//   8342  Part II. The device
-//   8345    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8429    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8499    16. The GPU: what all kernels share
-//   8568         Launches, which may overlap
-//   8614         Decisions: what kernels are chosen with
-//   8666         Single instructions: shared memory, mbarriers, clusters
-//   8755         Activations: pieces of 16 bytes
-//   9091         each_kernel: a thread for an element
-//   9105         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9273         Swizzle: how rows lie in shared memory
-//   9292         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9550         building blocks of Hopper's kernels (sm_90a)
-//   9859    17. Small operations: resampling, embeddings, diffusion
-//   9862         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10067         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10429         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10981    18. Group norm
-//  10984         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11556         groupnorm_backward_whole: an image's slab in shared memory
-//  11957    19. Attention
-//  12064         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12620         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12766         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13463    20. Convolution
-//  13509         ConvOut: results, 4 channels of a pixel at a time
-//  13754         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13822         conv_halo: 3x3, stride 1, any GPU
-//  14241         conv_gather: any kernel size and stride, any GPU
-//  14510         conv_few: the first and the last layer
-//  14691         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15286         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15410         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15895         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16348         conv_weight_tma: weight gradients (sm_90a)
-//  16649         FP8 in training: weights and gradients are rounded
-//  16764    21. The optimiser
-//  16767         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17025         muon: directions for matrices of weights
-//  17448    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17451         groupnorm_backward
-//  17617         attention: forward and, where a has dout, backward
-//  17681         convolution: forward and input gradient
-//  18189         convolution: weight gradients
-//  18545    23. The GPU: memory, copies, repeated work
-//  18774    24. Between ranks: from device to device
+//   7359         how a run begins and ends
+//   7508         the loop over the steps
+//   7607         a run from its first to its last line
+//   7657         samples, without a run
+//   7822    13. main: the command line, then a run or samples
+//   8140         what ranks must have in common
+//   8214         main
+//   8343  Part II. The device
+//   8346    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8430    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8500    16. The GPU: what all kernels share
+//   8569         Launches, which may overlap
+//   8615         Decisions: what kernels are chosen with
+//   8667         Single instructions: shared memory, mbarriers, clusters
+//   8756         Activations: pieces of 16 bytes
+//   9092         each_kernel: a thread for an element
+//   9106         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9274         Swizzle: how rows lie in shared memory
+//   9293         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9551         building blocks of Hopper's kernels (sm_90a)
+//   9860    17. Small operations: resampling, embeddings, diffusion
+//   9863         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10068         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10430         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10982    18. Group norm
+//  10985         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11557         groupnorm_backward_whole: an image's slab in shared memory
+//  11958    19. Attention
+//  12065         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12621         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12767         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13464    20. Convolution
+//  13510         ConvOut: results, 4 channels of a pixel at a time
+//  13755         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13823         conv_halo: 3x3, stride 1, any GPU
+//  14242         conv_gather: any kernel size and stride, any GPU
+//  14511         conv_few: the first and the last layer
+//  14692         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15287         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15411         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15896         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16349         conv_weight_tma: weight gradients (sm_90a)
+//  16650         FP8 in training: weights and gradients are rounded
+//  16765    21. The optimiser
+//  16768         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17026         muon: directions for matrices of weights
+//  17449    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17452         groupnorm_backward
+//  17618         attention: forward and, where a has dout, backward
+//  17682         convolution: forward and input gradient
+//  18190         convolution: weight gradients
+//  18546    23. The GPU: memory, copies, repeated work
+//  18775    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8338, run_program 8274, train 7612, run_step 7558, train_step 6373, load_batch 5392 (read_image 4965),
-//     send 18745 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18676):
-//     step_gradients 6227: draw_levels 10447 (the formulas: draw_level 3906), forward_and_loss 6152, q_sample_forward
+//     main 8339, run_program 8275, train 7613, run_step 7559, train_step 6373, load_batch 5392 (read_image 4965),
+//     send 18746 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18677):
+//     step_gradients 6227: draw_levels 10448 (the formulas: draw_level 3906), forward_and_loss 6152, q_sample_forward
 //     10647, unet_forward 3429, forward_layer 3414 (a function of the layer's kind, such as forward_conv 2444),
-//     loss_forward_backward 10778, unet_backward 3501, conv_backward_weights 18538 (weight gradients, on the side
-//     stream), finish_gradients 11902 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16819;
-//     judge_step 16867 (the verdict: judge_batch 5882), update_slice 6336, adamw_update 16996 (adamw_kernel 16942),
-//     next_step 16873, record_step 16879; later collect_steps 7511
+//     loss_forward_backward 10779, unet_backward 3501, conv_backward_weights 18539 (weight gradients, on the side
+//     stream), finish_gradients 11903 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16820;
+//     judge_step 16868 (the verdict: judge_batch 5882), update_slice 6336, adamw_update 16997 (adamw_kernel 16943),
+//     next_step 16874, record_step 16880; later collect_steps 7512
 //   --optimizer muon: muon_updates 5995 says which weights; update_slice 6336, update_by_muon 6327 (with the formulas),
-//     muon_momentum 17065, orthogonalise 17425 (with muon_kernel above it), adamw_kernel 16942 (its `move`)
+//     muon_momentum 17066, orthogonalise 17426 (with muon_kernel above it), adamw_kernel 16943 (its `move`)
 //   pictures, from noise: sample_batch 4791, plan_route 4547, device_step 4595, euler_step 4341 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18039 draws all of its roads):
-//     forward_conv 2444; conv_forward 18077, with conv_product above it, which asks conv_is_wgmma 17689;
-//     on Hopper, large images: pick_conv_tiles_3x3 17987; conv_tiles 15880, with conv_tiles_kernel above it;
-//     Accumulators 9775 (its function multiply); Wgmma 9358;
-//     on Hopper, small images: pick_conv_small 17841; conv_small 16334, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9358;
-//     on any other GPU pick_conv_halo_bf16 17756; conv_halo 14228, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9158
+//   a convolution, to the tensor cores (a table above conv_product 18040 draws all of its roads):
+//     forward_conv 2444; conv_forward 18078, with conv_product above it, which asks conv_is_wgmma 17690;
+//     on Hopper, large images: pick_conv_tiles_3x3 17988; conv_tiles 15881, with conv_tiles_kernel above it;
+//     Accumulators 9776 (its function multiply); Wgmma 9359;
+//     on Hopper, small images: pick_conv_small 17842; conv_small 16335, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9359;
+//     on any other GPU pick_conv_halo_bf16 17757; conv_halo 14229, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9159
 //   why several GPUs compute the bits of one: step_gradients 6227
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 418, Silu 8392, with_nonlinearity 8402 (a case);
-//     BEHIND_NORMS, above add_norm 2672, chooses it. The embedding has SiLU as a layer: silu_forward 10347
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 418, Silu 8393, with_nonlinearity 8403 (a case);
+//     BEHIND_NORMS, above add_norm 2672, chooses it. The embedding has SiLU as a layer: silu_forward 10348
 //   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3763
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 536, and beside each other edm_question
 //     3589, ask 3634, frame_of 3647, sigma_draws 3654, has_steps_of_t 3661; the head of their section lists the changes
@@ -116,22 +116,22 @@
 //     with what follows it; a function such as add_resblock 2724 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 312, with a list of all places above it: element_named 1381,
-//     take_aliases 1593, forward_and_loss 6152, ElementOf 8363, with_act 8630, act_has_wgmma 8642, unpack 8775,
-//     pack 8804, to_floats 8874, from_floats 8881, store_two 8886, mma 9158, tma_type 9504, adamw_kernel 16942,
-//     adamw_update 16996, pick_conv_gather 17803, conv_product 18039
-//   the settings, to their values: parse_command_line 1565, take_aliases 1593, complete_config 8256
-//     (apply_preset 1475, take_model_file 7984, take_ect_defaults 8014), take_data_shape 8051 (take_labels 8041),
+//     take_aliases 1593, forward_and_loss 6152, ElementOf 8364, with_act 8631, act_has_wgmma 8643, unpack 8776,
+//     pack 8805, to_floats 8875, from_floats 8882, store_two 8887, mma 9159, tma_type 9505, adamw_kernel 16943,
+//     adamw_update 16997, pick_conv_gather 17804, conv_product 18040
+//   the settings, to their values: parse_command_line 1565, take_aliases 1593, complete_config 8257
+//     (apply_preset 1475, take_model_file 7985, take_ect_defaults 8015), take_data_shape 8052 (take_labels 8042),
 //     check_model 1838, check_run 1976
 //   FP8 (--precision fp8): choose_fp8 2921 chooses the convolutions, and above it stands a table of what is rounded,
 //     by which factor, and where. plan_fp8 2996 and plan_fp8_gradients 3015 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3060 for samples, make_fp8_training 3102 for training; add_fp8_args 2209
 //     hands them to the layers. forward_conv 2444 and backward_conv 2455 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18139 makes an input gradient a forward convolution; conv_product_fp8 18070 picks the
-//     kernel, multiply_fp8 9809 and WgmmaFp8 9394 multiply; print_fp8 7304 says whether it pays
+//     conv_backward_input_fp8 18140 makes an input gradient a forward convolution; conv_product_fp8 18071 picks the
+//     kernel, multiply_fp8 9810 and WgmmaFp8 9395 multiply; print_fp8 7304 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1454 (a flag's value), or of a function beside it whose name ends in
 //     _unless. For a damaged header they stand in check_field 5609 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 5013, for a checkpoint's counters in check_resume 8107.
+//     callers; for a data file also in take_data_fields 5013, for a checkpoint's counters in check_resume 8108.
 //     unknown_word 1367 prints the message for a word of a flag that some place does not know. Such a place calls it
 //     itself or through meaning 1373.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:

@@ -188,14 +188,15 @@ PRESETS_SHARE(ADM,
 // "Recipes"). A network that sees squares of 2x2 pixels is four times as fast; one that predicts x_0, not noise,
 // leaves no grain in them. Their optimiser is Muon, with which a step does about as much as two with AdamW. quick32
 // also learns the classes: guided by them, twice as many pictures are good. (If quick32 is used without --preset and
-// the data has no labels, the model learns no classes.)
-PRESET(quick32, "--image_size 32 --in_channels 1 --patch_size 2 --num_channels 32 --channel_mult 1,2,2 "
-                "--num_res_blocks 1 --attention_resolutions 4 --num_head_channels 32 --conv_resample False "
+// the data has no labels, the model learns no classes.) The average of quick32's weights reaches back over a third of
+// the run: 1 / (1 - 0.9943) is 175 steps.
+PRESET(quick32, "--image_size 32 --in_channels 1 --patch_size 2 --num_channels 64 --channel_mult 1,1 "
+                "--num_res_blocks 1 --attention_resolutions 8 --num_head_channels 32 --conv_resample False "
                 "--use_scale_shift_norm True --class_cond True --class_dropout 0.1 --guidance_scale 2 "
                 "--noise_schedule cosine --predict x0 --min_snr_gamma 5 --sampler heun "
-                "--S_churn 20 --timestep_respacing 50 --batch_size 32 --optimizer muon --lr 4e-3 --warmup_steps 100 "
-                "--lr_schedule linear --adam_beta2 0.99 --max_steps 2000 --ema_rate 0.99 "
-                "--data_file data/fashion32.bin --save_interval 1000 --sample_interval 1000");
+                "--S_churn 20 --timestep_respacing 50 --batch_size 64 --optimizer muon --lr 5.6e-3 --warmup_steps 50 "
+                "--lr_schedule linear --adam_beta2 0.99 --max_steps 510 --ema_rate 0.9943 "
+                "--data_file data/fashion32.bin --save_interval 255 --sample_interval 255");
 PRESET(quick64, "--image_size 64 --patch_size 2 --num_channels 128 --channel_mult 1,2,2 --num_res_blocks 1 "
                 "--attention_resolutions 16,8 --num_head_channels 32 --conv_resample False "
                 "--use_scale_shift_norm True --noise_schedule cosine --predict x0 --min_snr_gamma 0.5 --sampler heun "
