@@ -9,135 +9,135 @@
 //    759     2. The interface: all that the program asks of a device
 //   1129     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //   1230     4. Configuration: flags, presets, help, what can work and what cannot
-//   1992     5. The network: a list of layers, made of guided-diffusion's flags
-//   2982     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2992         FP8: its buffers, its factors, and weights in FP8
-//   3136         gradients, and buffers
-//   3399     7. Forward and backward: two walks over the list
-//   3533     8. Diffusion: noise schedules, objectives, samplers
-//   3836         the level of a training sample, drawn, and its share of the loss
-//   4310         samplers
-//   4876     9. Data: .bin files that may be larger than memory, the order of their images
-//   5439    10. Model files: weights and checkpoints, initial weights
-//   5799    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5814         the learning rate, the verdict on a step, averages of the weights
-//   5911         what a trainer holds
-//   6089         a step
-//   6446    12. A run: log, guard, checkpoints, resume, samples
-//   6472         the log in memory, as the page shows it
-//   6585         what a run holds
-//   6664         the log and the status line
-//   6854         checkpoints, snapshots and grids
-//   7119         the start of a run: new, from a file's weights, or resumed
-//   7359         how a run begins and ends
-//   7508         the loop over the steps
-//   7607         a run from its first to its last line
-//   7657         samples, without a run
-//   7822    13. main: the command line, then a run or samples
-//   8140         what ranks must have in common
-//   8214         main
-//   8343  Part II. The device
-//   8346    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8430    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8500    16. The GPU: what all kernels share
-//   8569         Launches, which may overlap
-//   8615         Decisions: what kernels are chosen with
-//   8667         Single instructions: shared memory, mbarriers, clusters
-//   8756         Activations: pieces of 16 bytes
-//   9092         each_kernel: a thread for an element
-//   9106         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9274         Swizzle: how rows lie in shared memory
-//   9293         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9551         building blocks of Hopper's kernels (sm_90a)
-//   9860    17. Small operations: resampling, embeddings, diffusion
-//   9863         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10068         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10430         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10982    18. Group norm
-//  10985         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11557         groupnorm_backward_whole: an image's slab in shared memory
-//  11958    19. Attention
-//  12065         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12621         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12767         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13464    20. Convolution
-//  13510         ConvOut: results, 4 channels of a pixel at a time
-//  13755         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13823         conv_halo: 3x3, stride 1, any GPU
-//  14242         conv_gather: any kernel size and stride, any GPU
-//  14511         conv_few: the first and the last layer
-//  14692         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15287         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15411         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15896         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16349         conv_weight_tma: weight gradients (sm_90a)
-//  16650         FP8 in training: weights and gradients are rounded
-//  16765    21. The optimiser
-//  16768         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17026         muon: directions for matrices of weights
-//  17449    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17452         groupnorm_backward
-//  17618         attention: forward and, where a has dout, backward
-//  17682         convolution: forward and input gradient
-//  18190         convolution: weight gradients
-//  18546    23. The GPU: memory, copies, repeated work
-//  18775    24. Between ranks: from device to device
+//   1994     5. The network: a list of layers, made of guided-diffusion's flags
+//   2984     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2994         FP8: its buffers, its factors, and weights in FP8
+//   3138         gradients, and buffers
+//   3403     7. Forward and backward: two walks over the list
+//   3537     8. Diffusion: noise schedules, objectives, samplers
+//   3840         the level of a training sample, drawn, and its share of the loss
+//   4314         samplers
+//   4881     9. Data: .bin files that may be larger than memory, the order of their images
+//   5444    10. Model files: weights and checkpoints, initial weights
+//   5804    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5819         the learning rate, the verdict on a step, averages of the weights
+//   5916         what a trainer holds
+//   6094         a step
+//   6451    12. A run: log, guard, checkpoints, resume, samples
+//   6477         the log in memory, as the page shows it
+//   6590         what a run holds
+//   6669         the log and the status line
+//   6859         checkpoints, snapshots and grids
+//   7124         the start of a run: new, from a file's weights, or resumed
+//   7364         how a run begins and ends
+//   7513         the loop over the steps
+//   7613         a run from its first to its last line
+//   7663         samples, without a run
+//   7828    13. main: the command line, then a run or samples
+//   8146         what ranks must have in common
+//   8220         main
+//   8348  Part II. The device
+//   8351    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8435    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8505    16. The GPU: what all kernels share
+//   8574         Launches, which may overlap
+//   8620         Decisions: what kernels are chosen with
+//   8672         Single instructions: shared memory, mbarriers, clusters
+//   8761         Activations: pieces of 16 bytes
+//   9098         each_kernel: a thread for an element
+//   9112         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9280         Swizzle: how rows lie in shared memory
+//   9299         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9558         building blocks of Hopper's kernels (sm_90a)
+//   9867    17. Small operations: resampling, embeddings, diffusion
+//   9870         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10075         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10437         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10989    18. Group norm
+//  10992         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11564         groupnorm_backward_whole: an image's slab in shared memory
+//  11966    19. Attention
+//  12073         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12629         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12775         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13472    20. Convolution
+//  13518         ConvOut: results, 4 channels of a pixel at a time
+//  13763         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13831         conv_halo: 3x3, stride 1, any GPU
+//  14250         conv_gather: any kernel size and stride, any GPU
+//  14519         conv_few: the first and the last layer
+//  14700         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15295         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15419         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15904         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16357         conv_weight_tma: weight gradients (sm_90a)
+//  16658         FP8 in training: weights and gradients are rounded
+//  16773    21. The optimiser
+//  16776         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17034         muon: directions for matrices of weights
+//  17458    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17461         groupnorm_backward
+//  17627         attention: forward and, where a has dout, backward
+//  17691         convolution: forward and input gradient
+//  18200         convolution: weight gradients
+//  18556    23. The GPU: memory, copies, repeated work
+//  18785    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8339, run_program 8275, train 7613, run_step 7559, train_step 6373, load_batch 5392 (read_image 4965),
-//     send 18746 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18677):
-//     step_gradients 6227: draw_levels 10448 (the formulas: draw_level 3906), forward_and_loss 6152, q_sample_forward
-//     10647, unet_forward 3429, forward_layer 3414 (a function of the layer's kind, such as forward_conv 2444),
-//     loss_forward_backward 10779, unet_backward 3501, conv_backward_weights 18539 (weight gradients, on the side
-//     stream), finish_gradients 11903 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16820;
-//     judge_step 16868 (the verdict: judge_batch 5882), update_slice 6336, adamw_update 16997 (adamw_kernel 16943),
-//     next_step 16874, record_step 16880; later collect_steps 7512
-//   --optimizer muon: muon_updates 5995 says which weights; update_slice 6336, update_by_muon 6327 (with the formulas),
-//     muon_momentum 17066, orthogonalise 17426 (with muon_kernel above it), adamw_kernel 16943 (its `move`)
-//   pictures, from noise: sample_batch 4791, plan_route 4547, device_step 4595, euler_step 4341 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18040 draws all of its roads):
-//     forward_conv 2444; conv_forward 18078, with conv_product above it, which asks conv_is_wgmma 17690;
-//     on Hopper, large images: pick_conv_tiles_3x3 17988; conv_tiles 15881, with conv_tiles_kernel above it;
-//     Accumulators 9776 (its function multiply); Wgmma 9359;
-//     on Hopper, small images: pick_conv_small 17842; conv_small 16335, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9359;
-//     on any other GPU pick_conv_halo_bf16 17757; conv_halo 14229, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9159
-//   why several GPUs compute the bits of one: step_gradients 6227
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 418, Silu 8393, with_nonlinearity 8403 (a case);
-//     BEHIND_NORMS, above add_norm 2672, chooses it. The embedding has SiLU as a layer: silu_forward 10348
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3763
+//     main 8344, run_program 8280, train 7619, run_step 7564, train_step 6378, load_batch 5397 (read_image 4970),
+//     send 18756 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18687):
+//     step_gradients 6232: draw_levels 10455 (the formulas: draw_level 3910), forward_and_loss 6157, q_sample_forward
+//     10647, unet_forward 3433, forward_layer 3418 (a function of the layer's kind, such as forward_conv 2446),
+//     loss_forward_backward 10786, unet_backward 3505, conv_backward_weights 18549 (weight gradients, on the side
+//     stream), finish_gradients 11911 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16828;
+//     judge_step 16876 (the verdict: judge_batch 5887), update_slice 6341, adamw_update 17005 (adamw_kernel 16951),
+//     next_step 16882, record_step 16888; later collect_steps 7517
+//   --optimizer muon: muon_updates 6000 says which weights; update_slice 6341, update_by_muon 6332 (with the formulas),
+//     muon_momentum 17074, orthogonalise 17435 (with muon_kernel above it), adamw_kernel 16951 (its `move`)
+//   pictures, from noise: sample_batch 4796, plan_route 4551, device_step 4599, euler_step 4345 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 18050 draws all of its roads):
+//     forward_conv 2446; conv_forward 18088, with conv_product above it, which asks conv_is_wgmma 17699;
+//     on Hopper, large images: pick_conv_tiles_3x3 17998; conv_tiles 15889, with conv_tiles_kernel above it;
+//     Accumulators 9783 (its function multiply); Wgmma 9366;
+//     on Hopper, small images: pick_conv_small 17852; conv_small 16343, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9366;
+//     on any other GPU pick_conv_halo_bf16 17766; conv_halo 14237, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9165
+//   why several GPUs compute the bits of one: step_gradients 6232
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 418, Silu 8398, with_nonlinearity 8408 (a case);
+//     BEHIND_NORMS, above add_norm 2674, chooses it. The embedding has SiLU as a layer: silu_forward 10355
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3767
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 536, and beside each other edm_question
-//     3589, ask 3634, frame_of 3647, sigma_draws 3654, has_steps_of_t 3661; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2336; an example is forward_linear 2364
-//     with what follows it; a function such as add_resblock 2724 puts the layer into the network; its operation
+//     3589, ask 3638, frame_of 3651, sigma_draws 3658, has_steps_of_t 3665; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2338; an example is forward_linear 2366
+//     with what follows it; a function such as add_resblock 2726 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 312, with a list of all places above it: element_named 1381,
-//     take_aliases 1593, forward_and_loss 6152, ElementOf 8364, with_act 8631, act_has_wgmma 8643, unpack 8776,
-//     pack 8805, to_floats 8875, from_floats 8882, store_two 8887, mma 9159, tma_type 9505, adamw_kernel 16943,
-//     adamw_update 16997, pick_conv_gather 17804, conv_product 18040
-//   the settings, to their values: parse_command_line 1565, take_aliases 1593, complete_config 8257
-//     (apply_preset 1475, take_model_file 7985, take_ect_defaults 8015), take_data_shape 8052 (take_labels 8042),
-//     check_model 1838, check_run 1976
-//   FP8 (--precision fp8): choose_fp8 2921 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 2996 and plan_fp8_gradients 3015 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3060 for samples, make_fp8_training 3102 for training; add_fp8_args 2209
-//     hands them to the layers. forward_conv 2444 and backward_conv 2455 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18140 makes an input gradient a forward convolution; conv_product_fp8 18071 picks the
-//     kernel, multiply_fp8 9810 and WgmmaFp8 9395 multiply; print_fp8 7304 says whether it pays
+//     take_aliases 1593, forward_and_loss 6157, ElementOf 8369, with_act 8636, act_has_wgmma 8648, unpack 8781,
+//     pack 8810, to_floats 8880, from_floats 8887, store_two 8892, mma 9165, tma_type 9512, adamw_kernel 16951,
+//     adamw_update 17005, pick_conv_gather 17813, conv_product 18050
+//   the settings, to their values: parse_command_line 1565, take_aliases 1593, complete_config 8262
+//     (apply_preset 1475, take_model_file 7991, take_ect_defaults 8021), take_data_shape 8058 (take_labels 8048),
+//     check_model 1840, check_run 1978
+//   FP8 (--precision fp8): choose_fp8 2923 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 2998 and plan_fp8_gradients 3017 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3062 for samples, make_fp8_training 3104 for training; add_fp8_args 2211
+//     hands them to the layers. forward_conv 2446 and backward_conv 2457 choose between bf16 and FP8;
+//     conv_backward_input_fp8 18150 makes an input gradient a forward convolution; conv_product_fp8 18081 picks the
+//     kernel, multiply_fp8 9817 and WgmmaFp8 9402 multiply; print_fp8 7309 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1454 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5609 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 5013, for a checkpoint's counters in check_resume 8108.
+//     _unless. For a damaged header they stand in check_field 5614 and check_unused (host/files.h): look at their
+//     callers; for a data file also in take_data_fields 5018, for a checkpoint's counters in check_resume 8114.
 //     unknown_word 1367 prints the message for a word of a flag that some place does not know. Such a place calls it
 //     itself or through meaning 1373.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7107 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 6898 that a file could not be written yet.
-//     stop_run 6872 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7112 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 6903 that a file could not be written yet.
+//     stop_run 6877 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -1812,8 +1812,10 @@ static std::string parse_values(Config* c) {
     return fits ? "" : wrong(c, "values", text("must be %d numbers with commas, or a .csv file of rows of them", K));
 }
 
-// Checks that the flags name pictures if the model is conditioned on pictures, and that they name no pictures if it is
-// not. Returns "", or one sentence that says what is wrong. (take_data_shape compares a run's pictures with its data.)
+// Checks that the flags about pictures fit the model and each other. For instance, --cond_file is needed to sample from
+// a model that is conditioned on pictures, and is refused if the model is not. Returns "", or one sentence that says
+// what is wrong. (take_data_shape checks that a training run has the pictures that it needs, and that they fit its
+// data.)
 static std::string check_pictures(Config* c) {
     const bool has_file = !c->cond_file.empty();
     if (has_file && !c->cond_channels)
@@ -2040,8 +2042,8 @@ struct Tensor {
                                      // gradient
 };
 
-// The buffers for the gradient of one input of a layer: d = gradient + add1 + add2. fp8: the buffer for a copy of d in
-// FP8. -1: there is no such buffer.
+// The buffers for the gradient of one input of a layer: d = this layer's part of it + add1 + add2. fp8: the buffer for
+// a copy of d in FP8. -1: there is no such buffer.
 struct GradPlan {
     int d = -1, add1 = -1, add2 = -1, fp8 = -1;
 };
@@ -2604,8 +2606,8 @@ static int add_tensor(UNet* net, int H, int W, int C, Element element) {
     return (int)net->tensors.size() - 1;
 }
 
-// Adds a parameter. Its place in the flat arrays is chosen later (place_params).
 typedef std::vector<int> Shape;
+// Adds a parameter, and returns its number. Its place in the flat arrays is chosen later (place_params).
 static int add_param(UNet* net, const std::string& name, Shape shape, ParamInit init, int heads = 0) {
     size_t size = 1;
     for (int n : shape) size *= n;
@@ -3252,7 +3254,9 @@ static void plan_lifetimes(UNet* net) {
     auto use = [&](int time, std::initializer_list<int> buffers) {
         for (int buffer : buffers) {
             if (buffer < 0) continue;
-            // After the loss, the backward pass reads the new copy of a tensor that was computed again.
+            // Time L + 1 is the loss, and later times are the backward pass. With --use_checkpoint, it computes some
+            // tensors again, into new buffers, and reads those. `again` is the number of the new buffer. For all other
+            // tensors it is the number of the buffer itself.
             const bool after_loss = time > L + 1;
             Buffer& b = net->buffers[after_loss ? net->buffers[buffer].again : buffer];
             b.first_use = std::min(b.first_use, time);
@@ -4026,8 +4030,8 @@ HD static inline float sym6(int k) {
     return k >= 0 && k < FILTER ? taps[k] : 0.0f;
 }
 
-// Returns which of a row's `size` pixels lies at place n, if mirror images continue the row at both ends. flip: the row
-// itself is mirrored, too.
+// Returns which of a row's `size` pixels lies at place n, if mirror images continue the row at both ends (the pixel at
+// an end is not repeated). flip: the row itself is mirrored, too.
 HD static inline int mirrored(int n, int size, bool flip) {
     if (n < 0 || n >= size) {
         const int period = 2 * size - 2;
@@ -4659,8 +4663,9 @@ static SamplerPlan plan_sampler(const Config& c) {
     return plan;
 }
 
-// A sampler's memory. Members marked (device) point to device memory. They are as large as a batch of B images needs,
-// however many images are sampled in all: one batch is sampled after the other.
+// A sampler's memory. Members marked (device) point to device memory. B is the number of images in the network's batch
+// (see make_sampler). One batch is sampled after the other, so the device memory does not depend on the number of all
+// images.
 struct Sampler {
     SamplerPlan plan;
     SamplerStep* steps; // (device) the plan's steps
@@ -7562,8 +7567,9 @@ static void run_step(Run* run) {
     run->issued++;
     const int64_t step = run->issued;
     const bool last = is_stopped(run) || step >= c.max_steps;
-    // If the status line would be older than ten seconds in four more steps, it is printed now, even if --log_interval
-    // asks for fewer status lines.
+    // A new status line shall appear every ten seconds or so. So if the last one would be more than ten seconds old
+    // when four more steps have ended, a new one is printed now, even if --log_interval asks for fewer. The four steps
+    // are a margin: a line appears only when its step has ended.
     const bool slow = now() - run->status_shown + 4 * run->per_step > 10;
     // Returns whether something is due that happens after every `interval` steps, and after the last step. If interval
     // is 0, it never happens.
@@ -8213,8 +8219,7 @@ static void compare_ranks(const Config& c, const std::string& weights) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- main
 
-// Returns the preset that is used without --preset. If --data_file or --data_dir is given, the preset depends on the
-// size of the images.
+// Returns the preset that is used without --preset. If --data_file is given, it depends on the size of the images.
 static const char* default_preset(const Config& c, const Dataset& data) {
     if (!c.data_dir.empty()) return PRESET_64; // prepare_data.py makes images of 64x64 out of a folder
     if (!data.size) return DEFAULT_PRESET;
@@ -9002,7 +9007,8 @@ template <class T> INLINE const T* pixel_of(const T* x, uint32_t pixel, int C) {
     const uint32_t pixel_bytes = C * (int)sizeof(T);
     return (const T*)((const char*)x + (size_t)pixel * pixel_bytes);
 }
-// Copies BYTES bytes (4 or 8) in the same way as copy_async_16.
+// Copies BYTES bytes (4 or 8) in the same way as copy_async_16, but through the L1 cache (.ca), because .cg can copy
+// nothing but 16 bytes.
 template <int BYTES> INLINE void copy_async(void* to, const void* from, bool valid = true) {
     PTX("cp.async.ca.shared.global [%0], [%1], %2, %3;", "r"(shared_address(to)), "l"(from), "n"(BYTES),
         "r"(valid ? BYTES : 0));
@@ -9334,9 +9340,10 @@ INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id
 //
 // So a thread holds elements of two rows, r and r + 8, and of two columns in each group of 8 columns.
 // K_MAJOR: the operand's rows in memory run along k. MN_MAJOR: they run along m (D's rows) or n (D's columns).
-// ADD = 0: D = A * B, without +=.
-// The order of calls: wgmma_fence; Wgmma<N>::add, one or more times; wgmma_commit, which starts these products as a
-// group; multiplied<PENDING>(d), which waits until at most the newest PENDING groups still run. Then d may be read.
+// ADD = 0, which only the form with A in registers has: D = A * B, without +=.
+// The order of calls: wgmma_fence; Wgmma<N>::add, one or more times, which start the products; wgmma_commit, which
+// makes these products a group; multiplied<PENDING>(d), which waits until at most the newest PENDING groups still run.
+// Then d may be read.
 enum { K_MAJOR = 0, MN_MAJOR = 1 };
 template <int N> struct Wgmma;
 // An asm statement names every register, so each N needs a text of its own. The parameters of WGMMA after N are numbers
@@ -11557,6 +11564,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 // --- groupnorm_backward_whole: an image's slab in shared memory
 // Used when: x and dout of a slab fit into the shared memory of a block, or of a cluster of blocks (sm_90 and later),
 //   and plan_norm_whole finds it faster than two passes.
+// (dz, x_factor, offset and scale are those of the formulas above groupnorm_forward.)
 // How: A slab consists of whole groups of channels of one image. Each block of a cluster works on a chunk of the
 //   image's pixels:
 //
@@ -11567,9 +11575,9 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 //     4. every block computes x_factor and offset of every group from the sums of all warps or blocks
 //     5. dx = scale dz - (x_factor x + offset), from x and dz in shared memory
 //
-// Costs: x and dout are read once. On 8x8 images the threads mostly wait: for their instructions, which the GPU has to
-//   fetch before they run for the first time, and for x. So loops are not unrolled, which makes fewer instructions to
-//   fetch. And the few values that the first computations need are loaded before all others.
+// Costs: x and dout are read once. On 8x8 images the threads wait most of the time. They wait for x, and for their
+//   instructions, which the GPU has to fetch before they run for the first time. So loops are not unrolled, which makes
+//   fewer instructions to fetch. And the few values that the first computations need are loaded before all others.
 
 // v holds a pair of sums for each of the thread's channels: of dz, and of dz x. This function adds up v over those
 // lanes of a warp whose numbers differ by multiples of `columns` (a power of 2). In each step, a lane gives half of its
@@ -15184,8 +15192,8 @@ template <class T, int N> struct WeightGatherCopies {
         p0 = 0;
         n++;
     }
-    // Returns a function for take_apart_copies. That function calls f(address) for each chunk of x (if first_row is 0)
-    // or of dout (if first_row is 64) that this thread copies.
+    // Returns a function that take_apart_copies calls with a function f. The returned function calls f(address) for
+    // each chunk of x (if first_row is 0) or of dout (if first_row is 64) that this thread copies.
     INLINE auto own_places(uint32_t stage, int first_row) const {
         return places<COPIES, PIXELS_AT_ONCE * PIXEL_BYTES>(place + stage + first_row * PIXEL_BYTES);
     }
@@ -15749,8 +15757,8 @@ template <class T> struct Epilogue {
         UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) {
             const int stage = pixels.hand_over();
             const uint32_t place = pixels.stage(stage).address + T::pixels_at(warpgroup) + lane_place;
-            // If no product has read this stage, it holds an addend or nothing. The warpgroup has not waited for this
-            // stage before, so it waits here.
+            // If products have read this stage, the warpgroup has waited for it before them. Otherwise it waits here:
+            // for the addend that the stage holds or, if it holds nothing, for the loading thread to pass it on empty.
             if (work.first_result + b >= work.products) pixels.arrived(warpgroup);
             if (b) load_embedding(tile.n, b);
             // FP8: the sums began as 0. So the bias is added here, together with the embedding, after the scaling. With
@@ -17190,8 +17198,9 @@ template <class Operand, int N, bool IS_LEFT> struct MuonSide {
     // lies outside of the operand becomes zeros.
     INLINE void copy(uint32_t stage_offset, int k) const {
         UNROLL_FOR (int i = 0; i < 4 * N; i++) {
-            // The first of the chunk's numbers belongs to this row and this k. If TRANSPOSED, lines of the same 64 rows
-            // are copied TIMES times, and then those of the next 64 rows.
+            // row and of_k: the row and the k of the first number of the chunk that is copied in round i. A round
+            // copies LINES_AT_ONCE lines. If TRANSPOSED, a line holds one k of 64 rows, so that 64 lines belong to
+            // these rows. The first TIMES rounds copy them, and the next TIMES rounds the lines of the next 64 rows.
             constexpr int TIMES = MUON_LINE / LINES_AT_ONCE;
             const int row =
                 first_row + (TRANSPOSED ? i / TIMES * MUON_LINE + 8 * copied_chunk : copied_line + LINES_AT_ONCE * i);
@@ -17820,9 +17829,10 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
     else conv_gather<Pixels64, BACKWARD>(c);
 }
 
-// Tiles of conv_tiles for 3x3: ConvTiles<taps, rows, slices of 64 output channels, whether weights are resident, ...>.
-// With up to 128 input channels (FP8: 256) all weights stay in shared memory (resident), and the two warpgroups take
-// turns. With more input channels the weights pass through a ring (streamed).
+// Tiles of conv_tiles for 3x3: ConvTiles<taps, rows, slices of 64 output channels, whether weights are resident,
+// BACKWARD, products for a tap of a slice, element type>. With up to 128 input channels (FP8: 256) all weights stay in
+// shared memory (resident). Then one warpgroup multiplies while the other one finishes its tile, and they take turns.
+// With more input channels the weights pass through a ring (streamed), and both multiply by them at the same time.
 template <bool BACKWARD> using HalfSlice = ConvTiles<9, 16, 1, true, BACKWARD, 2>; // Cin = 32: 2 products a tap, not 4
 template <bool BACKWARD, Element E = Element::BF16> using Resident16 = ConvTiles<9, 16, 1, true, BACKWARD, 4, E>;
 template <bool BACKWARD, Element E = Element::BF16> using Resident32 = ConvTiles<9, 32, 1, true, BACKWARD, 4, E>;
