@@ -513,6 +513,16 @@ def test_data_that_is_missing_is_not_always_what_make_unpacks(refused: Callable,
         train_unet.run(["--preset", "adm64"])
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_memory_line_adds_up(run: Callable, make_data: Callable, optimizer: str) -> None:
+    """No use takes less than nothing, also where a device does without a copy. (The model is so large that a copy too many is 0.07 GiB.)"""
+    file = make_data("labels.bin", make_images(4, 1, 32, 32), np.arange(4) % 2, 2)
+    words = flags("--preset quick32 --num_channels 256 --channel_mult 1,1 --batch_size 1 --max_steps 1 --sample_interval 0 --optimizer", optimizer)
+    line = re.search(r"^memory: (.*)$", run([*words, "--data_file", file]).out, re.MULTILINE)[1]
+    total, *parts = map(float, re.findall(r"-?\d+\.\d+", line))
+    assert len(parts) == 5 and min(parts) >= 0 and abs(total - sum(parts)) < 0.005 * (len(parts) + 1)
+
+
 def test_how_many_steps_a_sampler_may_take(refused: Callable, data: Path) -> None:
     for respacing, told in {"0": "1 to 1000", "1001": "1 to 1000", "0,501": "0 to 500"}.items():
         said = refused(flags(TINY, "--data_file", data, "--timestep_respacing", respacing), f"--timestep_respacing {respacing}: ", told)
