@@ -19,7 +19,7 @@
 CXX ?= g++
 include dev/cpu.mk
 CXXFLAGS = -std=c++20 -O3 $(NATIVE) $(WIDTH) $(OPENMP) -fno-math-errno -fno-trapping-math $(WARNINGS) $(NAME_COMMIT)
-SOURCES = train_unet.cu common/flags.h $(wildcard host/*.h) host/page.html dev/reference.h
+SOURCES = train_unet.cu common/flags.h $(wildcard host/*.h) host/page.html dev/reference.h dev/winograd.h
 # In a git checkout the program is told the latest commit of its sources, and whether they were changed since: a run's page names it.
 COMMIT = $(shell git log -1 --format=%h -- $(SOURCES) 2>/dev/null)
 CHANGED = $(shell git diff --quiet HEAD -- $(SOURCES) 2>/dev/null || echo -changed)

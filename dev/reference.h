@@ -17,7 +17,8 @@
 // Sums that many values go into (group statistics, losses, norms) are accumulated in double. No result depends on the
 // number of threads: each thread computes whole results, and every sum has one fixed order.
 //
-// Read the convolution last, since its loops are cut into tiles for speed. Two small loops do all its work and that of
+// Read the convolution last, since its loops are cut into tiles for speed. Most 3x3 convolutions take another form of it,
+// with fewer multiplications, which has a file of its own (winograd.h). Two small loops do all its work and that of
 // attention; the rest feeds them pointers:
 //   tile_multiply   acc[TM][TN] += A[m][k] * B[k][n]   the sum runs over channels: forward, input gradients, matmul
 //   tile_outer      acc[TM][TN] += A[k][m] * B[k][n]   the sum runs over pairs of pixels: weight gradients
@@ -335,6 +336,8 @@ static inline void store_row(float* out, const float (&sums)[TN], int n, // then
     else std::copy_n(row, n, out);
 }
 
+#include "winograd.h"
+
 // weight (Cout, taps, Cin) in the order in which the forward pass reads it: (taps, Cin, Cout padded to TN).
 static inline std::vector<float> conv_weight_by_input(const float* weight, int Cout, int taps, int Cin) {
     const int pitch = round_up(Cout, TN);
@@ -350,7 +353,8 @@ static inline std::vector<float> conv_weight_by_input(const float* weight, int C
     return by_input;
 }
 
-// out (B, Ho, Wo, Cout) = conv([x1 | x2]) + bias [+ emb (B, emb_stride), one row for an image] [+ residual, like out]
+// The plain form of a convolution of [x1 | x2] (B, H, W, C1 + C2): calls store(pixel, co, sums) for each output pixel
+// (its number in all images) and each TN output channels co ... co + TN - 1.
 // A tile of results has TM output pixels and TN output channels. For each tap it is a product of two matrices:
 //
 //                                    TN output channels co ...
@@ -363,21 +367,10 @@ static inline std::vector<float> conv_weight_by_input(const float* weight, int C
 //     +---------------------+      +------------------------+
 //
 // The rows on the left lie where they lie in x1 and x2: only pointers to them are put together, once a tap.
-static inline void conv_forward_fp8(float* out, Stats* stats, const float* x1, const float* weight,
-                                    const float* factors, const float* bias, const float* emb, int emb_stride,
-                                    const float* residual, ConvShape s);
-static inline void conv_forward(float* out,                       // (B, Ho, Wo, Cout)
-                                Stats* stats,                     // of out, or null
-                                const float* x1, const float* x2, // (B, H, W, C1), and (B, H, W, C2) or null
-                                const float* weight,              // (Cout, taps, Cin)
-                                const float* bias,                // (Cout)
-                                const float* emb, int emb_stride, // (B, emb_stride), or null
-                                const float* residual,            // as out, or null
-                                ConvShape s,                      //
-                                const ConvSkip&,                  // which only a GPU fuses
-                                const float* factors) {           // (Cout), of FP8
-    if (s.in == Element::FP8)
-        return conv_forward_fp8(out, stats, x1, weight, factors, bias, emb, emb_stride, residual, s);
+template <class F>
+static inline void convolve(const float* x1, const float* x2, // (B, H, W, C1), and (B, H, W, C2) or null
+                            const float* weight,              // (Cout, taps, Cin)
+                            const ConvShape& s, F store) {
     const int HW = s.H * s.W;
     const int HWo = s.out_H() * s.out_W();
     const int taps = s.kernel * s.kernel;
@@ -404,15 +397,37 @@ static inline void conv_forward(float* out,                       // (B, Ho, Wo,
             tile_multiply(acc, rows1, w1, pitch, s.C1);
             if (s.C2) tile_multiply(acc, rows2, w2, pitch, s.C2);
         }
-        // A pixel's results are stored with what is added to them: bias, its image's embedding, the residual.
-        const int channels = std::min(TN, s.Cout - co);
-        for (int m = 0; m < tile.count; m++) {
-            const size_t i = (size_t)(first + m) * s.Cout + co;
-            const float* image_emb = emb ? row_of(emb, tile.image[m], emb_stride) + co : nullptr;
-            const float* added = residual ? residual + i : nullptr;
-            store_row(out + i, acc[m], channels, bias + co, image_emb, added);
-        }
+        for (int m = 0; m < tile.count; m++) store(first + m, co, acc[m]);
     });
+}
+
+// out (B, Ho, Wo, Cout) = conv([x1 | x2]) + bias [+ emb (B, emb_stride), one row for an image] [+ residual, like out]
+static inline void conv_forward_fp8(float* out, Stats* stats, const float* x1, const float* weight,
+                                    const float* factors, const float* bias, const float* emb, int emb_stride,
+                                    const float* residual, ConvShape s);
+static inline void conv_forward(float* out,                       // (B, Ho, Wo, Cout)
+                                Stats* stats,                     // of out, or null
+                                const float* x1, const float* x2, // (B, H, W, C1), and (B, H, W, C2) or null
+                                const float* weight,              // (Cout, taps, Cin)
+                                const float* bias,                // (Cout)
+                                const float* emb, int emb_stride, // (B, emb_stride), or null
+                                const float* residual,            // as out, or null
+                                ConvShape s,                      //
+                                const ConvSkip&,                  // which only a GPU fuses
+                                const float* factors) {           // (Cout), of FP8
+    if (s.in == Element::FP8)
+        return conv_forward_fp8(out, stats, x1, weight, factors, bias, emb, emb_stride, residual, s);
+    const int HWo = s.out_H() * s.out_W();
+    // A pixel's results are stored with what is added to them: bias, its image's embedding, the residual.
+    auto store = [&](size_t pixel, int co, const float(&sums)[TN]) {
+        const int channels = std::min(TN, s.Cout - co);
+        const size_t i = pixel * s.Cout + co;
+        const float* image_emb = emb ? row_of(emb, pixel / HWo, emb_stride) + co : nullptr;
+        const float* added = residual ? residual + i : nullptr;
+        store_row(out + i, sums, channels, bias + co, image_emb, added);
+    };
+    if (winograd::fits(s)) winograd::convolve(x1, x2, winograd::transform_weights(weight, s), s, store);
+    else convolve(x1, x2, weight, s, store);
     if (stats) channel_stats(stats, out, s.B, HWo, s.Cout);
 }
 
@@ -460,13 +475,11 @@ static inline std::vector<int> pixels_by_parity(const ConvShape& s) {
     return pixels;
 }
 
-// dx1 (B, H, W, C1), dx2 (B, H, W, C2) from dout (B, Ho, Wo, Cout). A tile has TM input pixels and TN input channels.
+// The plain form of the input gradient from dout (B, Ho, Wo, Cout): calls store(pixel, ci, sums) for each input pixel (its
+// number in all images) and each TN input channels ci ... ci + TN - 1. A tile has TM input pixels and TN input channels.
 // Each input pixel collects from the output pixels whose taps read it, so no two threads add to the same number.
-static inline void conv_backward_input_fp8(GradOf<float> dx, const float* dout, const float* turned,
-                                           const float* factors, ConvShape s);
-static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, // as x1 and x2
-                                       const float* dout, const float* weight, ConvShape s, const float* factors) {
-    if (s.out == Element::FP8_GRADIENT) return conv_backward_input_fp8(dx1, dout, weight, factors, s);
+template <class F>
+static inline void convolve_back(const float* dout, const float* weight, const ConvShape& s, F store) {
     const int taps = s.kernel * s.kernel;
     const int Cin = s.C1 + s.C2;
     const int HW = s.H * s.W;
@@ -478,10 +491,6 @@ static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, // 
     const std::vector<int> targets = conv_targets(s);
     const std::vector<int> pixels = pixels_by_parity(s);
     each_tile(s.B * HW, Cin, [&](int first, int ci) {
-        // The tile's channels all belong to x1 or all to x2: where there is an x2, C1 is a multiple of TN.
-        const bool in_x1 = ci < s.C1;
-        const GradOf<float>& g = in_x1 ? dx1 : dx2;
-        if (!g.dx) return;
         PixelTile tile = pixel_tile(first, s.B, HW);
         for (int& pixel : tile.pixel) pixel = pixels[pixel];
         float acc[TM][TN] = {};
@@ -500,17 +509,31 @@ static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, // 
             const float* w = row_of(by_output.data(), (size_t)tap * s.Cout, pitch) + ci;
             tile_multiply(acc, rows, w, pitch, s.Cout);
         }
-        // A pixel's gradient is stored, with what other readers of the same tensor have found.
-        const int C = in_x1 ? s.C1 : s.C2;
-        const int channels = std::min(TN, Cin - ci);
-        const int c = in_x1 ? ci : ci - s.C1; // the tile's first channel, within x1 or x2
-        for (int m = 0; m < tile.count; m++) {
-            const size_t i = ((size_t)tile.image[m] * HW + tile.pixel[m]) * C + c;
-            const float* add1 = g.add1 ? g.add1 + i : nullptr;
-            const float* add2 = g.add2 ? g.add2 + i : nullptr;
-            store_row(g.dx + i, acc[m], channels, add1, add2, nullptr);
-        }
+        for (int m = 0; m < tile.count; m++) store((size_t)tile.image[m] * HW + tile.pixel[m], ci, acc[m]);
     });
+}
+
+// dx1 (B, H, W, C1), dx2 (B, H, W, C2) from dout (B, Ho, Wo, Cout)
+static inline void conv_backward_input_fp8(GradOf<float> dx, const float* dout, const float* turned,
+                                           const float* factors, ConvShape s);
+static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, // as x1 and x2
+                                       const float* dout, const float* weight, ConvShape s, const float* factors) {
+    if (s.out == Element::FP8_GRADIENT) return conv_backward_input_fp8(dx1, dout, weight, factors, s);
+    // A pixel's gradient is stored, with what other readers of the same tensor have found.
+    auto store = [&](size_t pixel, int ci, const float(&sums)[TN]) {
+        // The TN channels all belong to x1 or all to x2: where there is an x2, C1 is a multiple of TN.
+        const bool in_x1 = ci < s.C1;
+        const GradOf<float>& g = in_x1 ? dx1 : dx2;
+        if (!g.dx) return;
+        const int C = in_x1 ? s.C1 : s.C2;
+        const int c = in_x1 ? ci : ci - s.C1; // the first channel, within x1 or x2
+        const size_t i = pixel * C + c;
+        const float* add1 = g.add1 ? g.add1 + i : nullptr;
+        const float* add2 = g.add2 ? g.add2 + i : nullptr;
+        store_row(g.dx + i, sums, std::min(TN, C - c), add1, add2, nullptr);
+    };
+    if (winograd::fits(s)) winograd::convolve_back(dout, weight, s, store);
+    else convolve_back(dout, weight, s, store);
 }
 
 // The same of one 3x3 convolution in FP8, whose numbers are bytes: what they stand for is multiplied in fp32. The
@@ -638,6 +661,11 @@ static inline void conv_backward_weight(float* dweight,                   // (Co
     const int Cin = s.C1 + s.C2;
     const int HW = s.H * s.W;
     const int HWo = s.out_H() * s.out_W();
+    if (winograd::fits(s)) {
+        winograd::backward_weight(dweight, dout, x1, x2, s);
+        bias_backward(dbias, demb, emb_stride, dout, s.B, HWo, s.Cout);
+        return;
+    }
     const std::vector<std::vector<RowPair>> pairs = conv_pairs(s);
     const ColumnTiles<TM> d_tiles(dout, (size_t)s.B * HWo, s.Cout);
     const ColumnTiles<TN> x1_tiles(x1, (size_t)s.B * HW, s.C1);

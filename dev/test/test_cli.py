@@ -117,7 +117,7 @@ UNHEARD = [
 def with_unheard_words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both programs, in a folder, with a word more for each flag that has words: as they are before somebody has written what it means."""
     folder = tmp_path_factory.mktemp("unheard")
-    for name in ("common", "host", "dev/reference.h"):
+    for name in ("common", "host", "dev/reference.h", "dev/winograd.h"):
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copytree(ROOT / name, folder / name) if (ROOT / name).is_dir() else shutil.copy(ROOT / name, folder / name)
     for name in ("train_unet.py", "train_unet.cu"):

@@ -26,6 +26,7 @@ SOURCES = [
     "host/ranks.h",
     "host/page.h",
     "dev/reference.h",
+    "dev/winograd.h",
     "dev/pairs/harness.h",
     "dev/pairs/harness.py",
     "train_unet.py",

@@ -35,7 +35,8 @@ def copy_sources(folder: Path) -> str:
     for name in "common", "host":
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "dev").mkdir()
-    shutil.copy(ROOT / "dev/reference.h", folder / "dev")
+    for name in "reference.h", "winograd.h":
+        shutil.copy(ROOT / "dev" / name, folder / "dev")
     return (ROOT / "train_unet.cu").read_text()
 
 

@@ -168,7 +168,7 @@ def test_the_program_is_told_its_commit(make: Callable[..., subprocess.Completed
     """The latest of its sources, and whether they differ from it; outside a git checkout nothing."""
     git = ["git", "-C", str(ROOT)]
     inside = subprocess.run(
-        [*git, "log", "-1", "--format=%h", "--", "train_unet.cu", "common/flags.h", "host", "dev/reference.h"],
+        [*git, "log", "-1", "--format=%h", "--", "train_unet.cu", "common/flags.h", "host", "dev/reference.h", "dev/winograd.h"],
         capture_output=True,
         text=True,
     )

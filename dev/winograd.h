@@ -1,0 +1,301 @@
+// winograd.h - 3x3 convolutions on a CPU with fewer multiplications. reference.h includes it.
+//
+// Two neighbouring results y of a 3-tap convolution need four inputs d. As plain sums they take six multiplications:
+//
+//   y0 = d0 g0 + d1 g1 + d2 g2                   g: the three weights
+//   y1 = d1 g0 + d2 g1 + d3 g2
+//
+// Winograd's form takes four:
+//
+//   m0 = (d0 - d2) g0                            y0 = m0 + m1 + m2
+//   m1 = (d1 + d2) (g0 + g1 + g2) / 2            y1 = m1 - m2 - m3
+//   m2 = (d2 - d1) (g0 - g1 + g2) / 2
+//   m3 = (d1 - d3) g2
+//
+// In two dimensions it is applied to the columns and to the rows. Then 2x2 output pixels take 16 multiplications for
+// each input channel, in place of 36 (Lavin & Gray 2015, https://arxiv.org/abs/1509.09308, section 4.1). With d: the
+// 4x4 input pixels that the 2x2 output pixels need, g: the 3x3 weights, y: the 2x2 output pixels:
+//
+//   v = B^T d B          4x4, of each tile (2x2 output pixels) and input channel
+//   u = G g G^T          4x4, of each input and output channel
+//   m = v u              4x4: number by number, and summed over the input channels
+//   y = A^T m A          2x2, of each tile and output channel
+//
+// A place is one of the 4x4 numbers. For each place, m (tiles, Cout) = v (tiles, Cin) * u (Cin, Cout) is a product of
+// matrices. All other work grows with Cin or Cout alone.
+//
+// The gradients follow from these formulas. The input gradient is a convolution of dout with the turned weights, so it
+// is computed by the same function. For the weight gradient, from the gradient dy of the 2x2 output pixels:
+//
+//   dm = A dy A^T        4x4, of each tile and output channel
+//   du = v dm            4x4: number by number, and summed over the tiles
+//   dg = G^T du G        3x3, of each input and output channel
+//
+// Results round differently from those of the plain form (convolve in reference.h). dev/pairs/conv3x3.py holds both forms
+// to the same bounds: images of odd height or width take the plain one.
+namespace winograd {
+
+constexpr int PLACES = 16;
+constexpr float A[4][2] = {{1, 0}, {1, 1}, {1, -1}, {0, -1}};
+constexpr float G[4][3] = {{1, 0, 0}, {0.5f, 0.5f, 0.5f}, {0.5f, -0.5f, 0.5f}, {0, 0, 1}};
+// Each row of B^T is the sum or the difference of two inputs: d[a] + sign * d[b].
+struct RowOfB {
+    int a, b;
+    float sign;
+};
+constexpr RowOfB B[4] = {{0, 2, -1}, {1, 2, 1}, {2, 1, -1}, {1, 3, -1}};
+
+// How many tiles a thread takes at a time. Their v and m, of all places, stay in the second cache.
+constexpr int CHUNK = 8 * TM;
+
+// Returns whether this form computes a convolution. With few channels the transforms would cost more than they save.
+static inline bool fits(const ConvShape& s) {
+    const bool is_plain = s.kernel == 3 && s.stride == 1 && !s.upsample;
+    return is_plain && s.H % 2 == 0 && s.W % 2 == 0 && s.C1 + s.C2 >= TN && s.Cout >= TN;
+}
+
+// The tiles of an image, and the pixels that they read and write.
+struct Tiles {
+    int per_image, pixels;
+    // (per_image, 4, 4): the number of an input pixel within its image, or -1 if it lies outside of the image. The 2x2
+    // output pixels of a tile are in the middle: (1, 1), (1, 2), (2, 1), (2, 2).
+    std::vector<int> sources;
+    explicit Tiles(const ConvShape& s) {
+        const int rows = s.H / 2, columns = s.W / 2;
+        per_image = rows * columns;
+        pixels = s.H * s.W;
+        for (int tile = 0; tile < per_image; tile++)
+            for (int place = 0; place < PLACES; place++) {
+                const int h = tile / columns * 2 + place / 4 - 1;
+                const int w = tile % columns * 2 + place % 4 - 1;
+                const bool inside = h >= 0 && w >= 0 && h < s.H && w < s.W;
+                sources.push_back(inside ? h * s.W + w : -1);
+            }
+    }
+    // Returns the number of a pixel of a tile among the pixels of all images, or -1. tile: its number in all images.
+    ptrdiff_t pixel(int tile, int row, int column) const {
+        const int source = sources[(tile % per_image * 4 + row) * 4 + column];
+        return source < 0 ? -1 : (ptrdiff_t)(tile / per_image) * pixels + source;
+    }
+    // Returns a pointer to the channels of a pixel of a tile of x (B, H, W, C); zeros outside of the image.
+    const float* channels(const float* x, int C, const float* zeros, int tile, int row, int column) const {
+        const ptrdiff_t p = pixel(tile, row, column);
+        return p < 0 ? zeros : x + p * C;
+    }
+};
+
+// v (C) = (B^T d B)[place] of a tile and of the C channels of x (B, H, W, C)
+static inline void transform_inputs(float* v, const Tiles& tiles, int tile, int place, const float* x, int C,
+                                    const float* zeros) {
+    const RowOfB row = B[place / 4];
+    const RowOfB column = B[place % 4];
+    const float* const aa = tiles.channels(x, C, zeros, tile, row.a, column.a);
+    const float* const ab = tiles.channels(x, C, zeros, tile, row.a, column.b);
+    const float* const ba = tiles.channels(x, C, zeros, tile, row.b, column.a);
+    const float* const bb = tiles.channels(x, C, zeros, tile, row.b, column.b);
+#pragma omp simd
+    for (int c = 0; c < C; c++) {
+        const float above = aa[c] + column.sign * ab[c];
+        const float below = ba[c] + column.sign * bb[c];
+        v[c] = above + row.sign * below;
+    }
+}
+
+// dm (C) = (A dy A^T)[place] of a tile and of the C channels of dout (B, H, W, C)
+static inline void transform_gradient(float* dm, const Tiles& tiles, int tile, int place, const float* dout, int C) {
+    const float* const row = A[place / 4];
+    const float* const column = A[place % 4];
+    const float* const dy00 = dout + tiles.pixel(tile, 1, 1) * C;
+    const float* const dy01 = dout + tiles.pixel(tile, 1, 2) * C;
+    const float* const dy10 = dout + tiles.pixel(tile, 2, 1) * C;
+    const float* const dy11 = dout + tiles.pixel(tile, 2, 2) * C;
+#pragma omp simd
+    for (int c = 0; c < C; c++) {
+        const float above = column[0] * dy00[c] + column[1] * dy01[c];
+        const float below = column[0] * dy10[c] + column[1] * dy11[c];
+        dm[c] = row[0] * above + row[1] * below;
+    }
+}
+
+// acc (TM, TN) += A^T (TM, K) * B (K, TN). The rows of A (K, TM) and B lie a_pitch and b_pitch floats apart.
+static inline void tile_transposed(float (&acc)[TM][TN], const float* a, size_t a_pitch, const float* b, size_t b_pitch,
+                                   int K) {
+    for (int k = 0; k < K; k++) {
+        for (int m = 0; m < TM; m++) {
+#pragma omp simd
+            for (int n = 0; n < TN; n++) acc[m][n] += a[m] * b[n];
+        }
+        a += a_pitch;
+        b += b_pitch;
+    }
+}
+
+// u (PLACES, Cin, Cout padded to TN) = G g G^T, of weights (Cout, 9, Cin)
+static inline std::vector<float> transform_weights(const float* weight, const ConvShape& s) {
+    const int Cin = s.C1 + s.C2;
+    const int pitch = round_up(s.Cout, TN);
+    std::vector<float> u((size_t)PLACES * Cin * pitch);
+#pragma omp parallel for schedule(static)
+    for (int co = 0; co < s.Cout; co++)
+        for (int place = 0; place < PLACES; place++)
+            for (int ci = 0; ci < Cin; ci++) {
+                float sum = 0;
+                for (int tap = 0; tap < 9; tap++) {
+                    const float factor = G[place / 4][tap / 3] * G[place % 4][tap % 3];
+                    sum += factor * weight[((size_t)co * 9 + tap) * Cin + ci];
+                }
+                u[((size_t)place * Cin + ci) * pitch + co] = sum;
+            }
+    return u;
+}
+
+// y (2, 2, TN) = A^T m A of TN channels. m: the number of place 0; the next places lie `pitch` floats apart.
+static inline void transform_outputs(float (&y)[2][2][TN], const float* m, size_t pitch) {
+#pragma omp simd
+    for (int k = 0; k < TN; k++) {
+        float half[2][4]; // A^T m
+        for (int j = 0; j < 4; j++) {
+            const float m0 = m[j * pitch + k];
+            const float m1 = m[(4 + j) * pitch + k];
+            const float m2 = m[(8 + j) * pitch + k];
+            const float m3 = m[(12 + j) * pitch + k];
+            half[0][j] = m0 + m1 + m2;
+            half[1][j] = m1 - m2 - m3;
+        }
+        for (int r = 0; r < 2; r++) {
+            y[r][0][k] = half[r][0] + half[r][1] + half[r][2];
+            y[r][1][k] = half[r][1] - half[r][2] - half[r][3];
+        }
+    }
+}
+
+// A convolution of [x1 | x2] (B, H, W, C1 + C2): calls store(pixel, co, sums) for each output pixel (its number in all
+// images) and each TN output channels co ... co + TN - 1. u: see transform_weights.
+template <class F>
+static inline void convolve(const float* x1, const float* x2, const std::vector<float>& u, const ConvShape& s,
+                            F store) {
+    const int Cin = s.C1 + s.C2;
+    const int pitch = round_up(s.Cout, TN);
+    const Tiles tiles(s);
+    const int count = s.B * tiles.per_image;
+    const std::vector<float> zeros(std::max(s.C1, s.C2)); // a pixel of the padding
+#pragma omp parallel
+    {
+        std::vector<float> v((size_t)PLACES * CHUNK * Cin);   // (PLACES, CHUNK, Cin)
+        std::vector<float> m((size_t)PLACES * CHUNK * pitch); // (PLACES, CHUNK, pitch)
+#pragma omp for schedule(dynamic)
+        for (int first = 0; first < count; first += CHUNK) {
+            const int n = std::min(CHUNK, count - first);
+            for (int t = 0; t < n; t++)
+                for (int place = 0; place < PLACES; place++) {
+                    float* const row = row_of(v.data(), (size_t)place * CHUNK + t, Cin);
+                    transform_inputs(row, tiles, first + t, place, x1, s.C1, zeros.data());
+                    if (s.C2) transform_inputs(row + s.C1, tiles, first + t, place, x2, s.C2, zeros.data());
+                }
+            for (int place = 0; place < PLACES; place++)
+                for (int c = 0; c < pitch; c += TN)
+                    for (int t = 0; t < n; t += TM) {
+                        float acc[TM][TN] = {};
+                        const float* rows[TM];
+                        for (int i = 0; i < TM; i++) rows[i] = row_of(v.data(), (size_t)place * CHUNK + t + i, Cin);
+                        tile_multiply(acc, rows, row_of(u.data(), (size_t)place * Cin, pitch) + c, pitch, Cin);
+                        for (int i = 0; i < TM; i++)
+                            memcpy(row_of(m.data(), (size_t)place * CHUNK + t + i, pitch) + c, acc[i], sizeof acc[i]);
+                    }
+            for (int t = 0; t < n; t++)
+                for (int c = 0; c < s.Cout; c += TN) {
+                    float y[2][2][TN];
+                    transform_outputs(y, row_of(m.data(), t, pitch) + c, (size_t)CHUNK * pitch);
+                    for (int i = 0; i < 4; i++) store(tiles.pixel(first + t, 1 + i / 2, 1 + i % 2), c, y[i / 2][i % 2]);
+                }
+        }
+    }
+}
+
+// The input gradient from dout (B, H, W, Cout): calls store(pixel, ci, sums) for each input pixel (its number in all
+// images) and each TN input channels ci ... ci + TN - 1. It is the convolution of dout with the turned weights: the taps
+// are taken from the last to the first, and input and output channels change places.
+template <class F>
+static inline void convolve_back(const float* dout, const float* weight, const ConvShape& s, F store) {
+    const int Cin = s.C1 + s.C2;
+    std::vector<float> turned((size_t)Cin * 9 * s.Cout); // (Cin, 9, Cout)
+#pragma omp parallel for schedule(static)
+    for (int ci = 0; ci < Cin; ci++)
+        for (int tap = 0; tap < 9; tap++)
+            for (int co = 0; co < s.Cout; co++)
+                turned[((size_t)ci * 9 + 8 - tap) * s.Cout + co] = weight[((size_t)co * 9 + tap) * Cin + ci];
+    ConvShape back = s;
+    back.C1 = s.Cout;
+    back.C2 = 0;
+    back.Cout = Cin;
+    convolve(dout, nullptr, transform_weights(turned.data(), back), back, store);
+}
+
+// dweight (Cout, 9, Cin) from dout (B, H, W, Cout) and [x1 | x2] (B, H, W, C1 + C2). A thread takes a quarter of the
+// tiles and one row of the 4x4 places at a time. The quarters are added up in their order, so the result has the same
+// bits with any number of threads.
+static inline void backward_weight(float* dweight, const float* dout, const float* x1, const float* x2,
+                                   const ConvShape& s) {
+    constexpr int PARTS = 4;
+    const int Cin = s.C1 + s.C2;
+    const int inputs = round_up(Cin, TN);
+    const int outputs = round_up(s.Cout, TM);
+    const Tiles tiles(s);
+    const int count = s.B * tiles.per_image;
+    const std::vector<float> zeros(std::max(s.C1, s.C2)); // a pixel of the padding
+    const size_t place_size = (size_t)outputs * inputs;
+    std::vector<float> du(PARTS * PLACES * place_size); // (PARTS, PLACES, outputs, inputs)
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int part = 0; part < PARTS; part++)
+        for (int row = 0; row < 4; row++) {
+            std::vector<float> v((size_t)4 * CHUNK * inputs);   // (4, CHUNK, inputs)
+            std::vector<float> dm((size_t)4 * CHUNK * outputs); // (4, CHUNK, outputs)
+            for (int first = part * CHUNK; first < count; first += PARTS * CHUNK) {
+                const int n = std::min(CHUNK, count - first);
+                for (int t = 0; t < n; t++)
+                    for (int column = 0; column < 4; column++) {
+                        const int place = row * 4 + column;
+                        float* const v_row = row_of(v.data(), (size_t)column * CHUNK + t, inputs);
+                        float* const dm_row = row_of(dm.data(), (size_t)column * CHUNK + t, outputs);
+                        transform_inputs(v_row, tiles, first + t, place, x1, s.C1, zeros.data());
+                        if (s.C2) transform_inputs(v_row + s.C1, tiles, first + t, place, x2, s.C2, zeros.data());
+                        transform_gradient(dm_row, tiles, first + t, place, dout, s.Cout);
+                    }
+                for (int column = 0; column < 4; column++) {
+                    float* const sums = du.data() + (part * PLACES + row * 4 + column) * place_size;
+                    const float* const v_place = row_of(v.data(), (size_t)column * CHUNK, inputs);
+                    const float* const dm_place = row_of(dm.data(), (size_t)column * CHUNK, outputs);
+                    for (int co = 0; co < outputs; co += TM)
+                        for (int ci = 0; ci < inputs; ci += TN) {
+                            float acc[TM][TN] = {};
+                            tile_transposed(acc, dm_place + co, outputs, v_place + ci, inputs, n);
+                            for (int i = 0; i < TM; i++) {
+                                float* const total = row_of(sums, co + i, inputs) + ci;
+                                for (int k = 0; k < TN; k++) total[k] += acc[i][k];
+                            }
+                        }
+                }
+            }
+        }
+    // dg = G^T du G
+#pragma omp parallel for schedule(static)
+    for (int co = 0; co < s.Cout; co++) {
+        std::vector<float> dg(9 * inputs); // (9, inputs)
+        for (int place = 0; place < PLACES; place++) {
+            std::vector<float> total(inputs);
+            for (int part = 0; part < PARTS; part++) {
+                const float* const row = row_of(du.data() + (part * PLACES + place) * place_size, co, inputs);
+                for (int ci = 0; ci < inputs; ci++) total[ci] += row[ci];
+            }
+            for (int tap = 0; tap < 9; tap++) {
+                const float factor = G[place / 4][tap / 3] * G[place % 4][tap % 3];
+                float* const row = row_of(dg.data(), tap, inputs);
+                for (int ci = 0; ci < inputs; ci++) row[ci] += factor * total[ci];
+            }
+        }
+        for (int tap = 0; tap < 9; tap++)
+            std::copy_n(row_of(dg.data(), tap, inputs), Cin, row_of(dweight, (size_t)co * 9 + tap, Cin));
+    }
+}
+
+} // namespace winograd
