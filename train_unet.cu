@@ -21,94 +21,94 @@
 //   5444    10. Model files: weights and checkpoints, initial weights
 //   5804    11. A training step: draw, diffuse, forward, loss, backward, judge, update
 //   5819         the learning rate, the verdict on a step, averages of the weights
-//   5916         what a trainer holds
-//   6094         a step
-//   6451    12. A run: log, guard, checkpoints, resume, samples
-//   6477         the log in memory, as the page shows it
-//   6590         what a run holds
-//   6669         the log and the status line
-//   6859         checkpoints, snapshots and grids
-//   7124         the start of a run: new, from a file's weights, or resumed
-//   7364         how a run begins and ends
-//   7513         the loop over the steps
-//   7613         a run from its first to its last line
-//   7663         samples, without a run
-//   7828    13. main: the command line, then a run or samples
-//   8146         what ranks must have in common
-//   8220         main
-//   8348  Part II. The device
-//   8351    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8435    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8505    16. The GPU: what all kernels share
-//   8574         Launches, which may overlap
-//   8620         Decisions: what kernels are chosen with
-//   8672         Single instructions: shared memory, mbarriers, clusters
-//   8761         Activations: pieces of 16 bytes
-//   9098         each_kernel: a thread for an element
-//   9112         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9280         Swizzle: how rows lie in shared memory
-//   9299         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9558         building blocks of Hopper's kernels (sm_90a)
-//   9867    17. Small operations: resampling, embeddings, diffusion
-//   9870         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10075         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10437         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10989    18. Group norm
-//  10992         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11564         groupnorm_backward_whole: an image's slab in shared memory
-//  11966    19. Attention
-//  12073         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12629         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12775         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13472    20. Convolution
-//  13518         ConvOut: results, 4 channels of a pixel at a time
-//  13763         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13831         conv_halo: 3x3, stride 1, any GPU
-//  14250         conv_gather: any kernel size and stride, any GPU
-//  14519         conv_few: the first and the last layer
-//  14700         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15295         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15419         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15904         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16357         conv_weight_tma: weight gradients (sm_90a)
-//  16658         FP8 in training: weights and gradients are rounded
-//  16773    21. The optimiser
-//  16776         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17034         muon: directions for matrices of weights
-//  17458    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17461         groupnorm_backward
-//  17627         attention: forward and, where a has dout, backward
-//  17691         convolution: forward and input gradient
-//  18200         convolution: weight gradients
-//  18556    23. The GPU: memory, copies, repeated work
-//  18785    24. Between ranks: from device to device
+//   5913         what a trainer holds
+//   6091         a step
+//   6448    12. A run: log, guard, checkpoints, resume, samples
+//   6474         the log in memory, as the page shows it
+//   6587         what a run holds
+//   6666         the log and the status line
+//   6856         checkpoints, snapshots and grids
+//   7121         the start of a run: new, from a file's weights, or resumed
+//   7361         how a run begins and ends
+//   7510         the loop over the steps
+//   7610         a run from its first to its last line
+//   7660         samples, without a run
+//   7825    13. main: the command line, then a run or samples
+//   8143         what ranks must have in common
+//   8217         main
+//   8345  Part II. The device
+//   8348    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8432    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8502    16. The GPU: what all kernels share
+//   8571         Launches, which may overlap
+//   8617         Decisions: what kernels are chosen with
+//   8669         Single instructions: shared memory, mbarriers, clusters
+//   8758         Activations: pieces of 16 bytes
+//   9095         each_kernel: a thread for an element
+//   9109         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9277         Swizzle: how rows lie in shared memory
+//   9296         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9555         building blocks of Hopper's kernels (sm_90a)
+//   9864    17. Small operations: resampling, embeddings, diffusion
+//   9867         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10072         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10434         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10986    18. Group norm
+//  10989         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11561         groupnorm_backward_whole: an image's slab in shared memory
+//  11963    19. Attention
+//  12070         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12626         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12772         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13469    20. Convolution
+//  13515         ConvOut: results, 4 channels of a pixel at a time
+//  13760         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13828         conv_halo: 3x3, stride 1, any GPU
+//  14247         conv_gather: any kernel size and stride, any GPU
+//  14516         conv_few: the first and the last layer
+//  14697         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15292         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15416         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15901         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16354         conv_weight_tma: weight gradients (sm_90a)
+//  16655         FP8 in training: weights and gradients are rounded
+//  16770    21. The optimiser
+//  16773         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17033         muon: directions for matrices of weights
+//  17457    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17460         groupnorm_backward
+//  17626         attention: forward and, where a has dout, backward
+//  17690         convolution: forward and input gradient
+//  18199         convolution: weight gradients
+//  18555    23. The GPU: memory, copies, repeated work
+//  18784    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8344, run_program 8280, train 7619, run_step 7564, train_step 6378, load_batch 5397 (read_image 4970),
-//     send 18756 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18687):
-//     step_gradients 6232: draw_levels 10455 (the formulas: draw_level 3910), forward_and_loss 6157, q_sample_forward
+//     main 8341, run_program 8277, train 7616, run_step 7561, train_step 6375, load_batch 5397 (read_image 4970),
+//     send 18755 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18686):
+//     step_gradients 6229: draw_levels 10452 (the formulas: draw_level 3910), forward_and_loss 6154, q_sample_forward
 //     10647, unet_forward 3433, forward_layer 3418 (a function of the layer's kind, such as forward_conv 2446),
-//     loss_forward_backward 10786, unet_backward 3505, conv_backward_weights 18549 (weight gradients, on the side
-//     stream), finish_gradients 11911 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16828;
-//     judge_step 16876 (the verdict: judge_batch 5887), update_slice 6341, adamw_update 17005 (adamw_kernel 16951),
-//     next_step 16882, record_step 16888; later collect_steps 7517
-//   --optimizer muon: muon_updates 6000 says which weights; update_slice 6341, update_by_muon 6332 (with the formulas),
-//     muon_momentum 17074, orthogonalise 17435 (with muon_kernel above it), adamw_kernel 16951 (its `move`)
+//     loss_forward_backward 10783, unet_backward 3505, conv_backward_weights 18548 (weight gradients, on the side
+//     stream), finish_gradients 11908 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16825;
+//     judge_step 16873 (the verdict: judge_batch 5887), update_slice 6338, adamw_update 17004 (adamw_kernel 16950),
+//     next_step 16879, record_step 16885; later collect_steps 7514
+//   --optimizer muon: muon_updates 5997 says which weights; update_slice 6338, update_by_muon 6329 (with the formulas),
+//     muon_momentum 17073, orthogonalise 17434 (with muon_kernel above it), adamw_kernel 16950 (its `move`)
 //   pictures, from noise: sample_batch 4796, plan_route 4551, device_step 4599, euler_step 4345 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18050 draws all of its roads):
-//     forward_conv 2446; conv_forward 18088, with conv_product above it, which asks conv_is_wgmma 17699;
-//     on Hopper, large images: pick_conv_tiles_3x3 17998; conv_tiles 15889, with conv_tiles_kernel above it;
-//     Accumulators 9783 (its function multiply); Wgmma 9366;
-//     on Hopper, small images: pick_conv_small 17852; conv_small 16343, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9366;
-//     on any other GPU pick_conv_halo_bf16 17766; conv_halo 14237, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9165
-//   why several GPUs compute the bits of one: step_gradients 6232
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 418, Silu 8398, with_nonlinearity 8408 (a case);
-//     BEHIND_NORMS, above add_norm 2674, chooses it. The embedding has SiLU as a layer: silu_forward 10355
+//   a convolution, to the tensor cores (a table above conv_product 18049 draws all of its roads):
+//     forward_conv 2446; conv_forward 18087, with conv_product above it, which asks conv_is_wgmma 17698;
+//     on Hopper, large images: pick_conv_tiles_3x3 17997; conv_tiles 15886, with conv_tiles_kernel above it;
+//     Accumulators 9780 (its function multiply); Wgmma 9363;
+//     on Hopper, small images: pick_conv_small 17851; conv_small 16340, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9363;
+//     on any other GPU pick_conv_halo_bf16 17765; conv_halo 14234, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9162
+//   why several GPUs compute the bits of one: step_gradients 6229
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 418, Silu 8395, with_nonlinearity 8405 (a case);
+//     BEHIND_NORMS, above add_norm 2674, chooses it. The embedding has SiLU as a layer: silu_forward 10352
 //   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3767
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 536, and beside each other edm_question
 //     3589, ask 3638, frame_of 3651, sigma_draws 3658, has_steps_of_t 3665; the head of their section lists the changes
@@ -116,28 +116,28 @@
 //     with what follows it; a function such as add_resblock 2726 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 312, with a list of all places above it: element_named 1381,
-//     take_aliases 1593, forward_and_loss 6157, ElementOf 8369, with_act 8636, act_has_wgmma 8648, unpack 8781,
-//     pack 8810, to_floats 8880, from_floats 8887, store_two 8892, mma 9165, tma_type 9512, adamw_kernel 16951,
-//     adamw_update 17005, pick_conv_gather 17813, conv_product 18050
-//   the settings, to their values: parse_command_line 1565, take_aliases 1593, complete_config 8262
-//     (apply_preset 1475, take_model_file 7991, take_ect_defaults 8021), take_data_shape 8058 (take_labels 8048),
+//     take_aliases 1593, forward_and_loss 6154, ElementOf 8366, with_act 8633, act_has_wgmma 8645, unpack 8778,
+//     pack 8807, to_floats 8877, from_floats 8884, store_two 8889, mma 9162, tma_type 9509, adamw_kernel 16950,
+//     adamw_update 17004, pick_conv_gather 17812, conv_product 18049
+//   the settings, to their values: parse_command_line 1565, take_aliases 1593, complete_config 8259
+//     (apply_preset 1475, take_model_file 7988, take_ect_defaults 8018), take_data_shape 8055 (take_labels 8045),
 //     check_model 1840, check_run 1978
 //   FP8 (--precision fp8): choose_fp8 2923 chooses the convolutions, and above it stands a table of what is rounded,
 //     by which factor, and where. plan_fp8 2998 and plan_fp8_gradients 3017 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3062 for samples, make_fp8_training 3104 for training; add_fp8_args 2211
 //     hands them to the layers. forward_conv 2446 and backward_conv 2457 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18150 makes an input gradient a forward convolution; conv_product_fp8 18081 picks the
-//     kernel, multiply_fp8 9817 and WgmmaFp8 9402 multiply; print_fp8 7309 says whether it pays
+//     conv_backward_input_fp8 18149 makes an input gradient a forward convolution; conv_product_fp8 18080 picks the
+//     kernel, multiply_fp8 9814 and WgmmaFp8 9399 multiply; print_fp8 7306 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1454 (a flag's value), or of a function beside it whose name ends in
 //     _unless. For a damaged header they stand in check_field 5614 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 5018, for a checkpoint's counters in check_resume 8114.
+//     callers; for a data file also in take_data_fields 5018, for a checkpoint's counters in check_resume 8111.
 //     unknown_word 1367 prints the message for a word of a flag that some place does not know. Such a place calls it
 //     itself or through meaning 1373.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7112 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 6903 that a file could not be written yet.
-//     stop_run 6877 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7109 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 6900 that a file could not be written yet.
+//     stop_run 6874 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -1011,7 +1011,7 @@ static void muon_momentum(float* X, const Update& u, const StepState* state, Ada
 static void orthogonalise(float* X, const MuonWork& muon, const StepState* state);
 // Allocates what `orthogonalise` needs on a GPU. flat_size: the length of a flat array.
 static void prepare_muon(MuonWork* muon, size_t flat_size);
-// Updates one of the other averages of the weights (ema_step). adamw_update updates the first one.
+// Updates one of the other averages of the weights (average_share). adamw_update updates the first one.
 static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own);
 static void cast_params(act* copy, const float* params, size_t n);
 static void next_step(int64_t* step); // adds 1 to *step, after all draws of the step
@@ -5897,19 +5897,16 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
     state->bad_in_row = state->ok ? 0 : state->bad_in_row + 1;
 }
 
-// Returns a parameter's new average over all updates. ema: its average before this update; p: its newest value. step:
-// the share of p in the new average, which power_step has computed from the rate. With a rate of up to 1, the average
-// is exponential. With a rate above 1, all updates count: the share of the parameter's value after update k is about
-// proportional to k^rate (Karras et al. 2024, eq. 2).
-HD static inline float ema_step(float ema, float p, float rate, float step) {
-    return rate > 1 ? ema + step * (p - ema) : rate * ema + step * p;
-}
-
-// Returns the share of the newest weights in an average (the argument `step` of ema_step). updates: the number of
-// updates so far, with the newest one. If rate is up to 1, the share is 1 - rate. If rate is above 1, the share is
-// 1 - (1 - 1 / updates)^(rate + 1).
-HD static inline float power_step(float rate, int64_t updates) {
-    return rate > 1 ? (float)-expm1((rate + 1.0) * log1p(-1.0 / updates)) : 1 - rate;
+// Returns the share of the newest weights in an average of the weights: ema = ema + share (weights - ema). updates: the
+// number of updates so far, with the newest one.
+// With a rate of up to 1, the average is exponential: the weights after update k count as rate^(updates - k), divided by
+// the sum of these numbers. The first share is 1, so the initial weights don't count. With a rate of 1, all updates
+// count the same. With a rate above 1, the weights after update k count as about k^rate (Karras et al. 2024, eq. 2).
+HD static inline float average_share(float rate, int64_t updates) {
+    if (rate > 1) return (float)-expm1((rate + 1.0) * log1p(-1.0 / updates));
+    if (rate == 1) return 1.0f / updates;
+    const double sum = -expm1(updates * log((double)rate)); // (1 - rate) times the sum
+    return (float)((1.0 - rate) / sum);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -16921,6 +16918,7 @@ struct AdamWFactors {
     float step_size; // lr / (1 - beta1^t)
     float root;      // sqrt(1 - beta2^t)
     float lr;        // of this step
+    float share;     // average_share
 };
 INLINE AdamWFactors adamw_factors(const StepState* state, const AdamW& h) {
     double clip = 1;
@@ -16929,7 +16927,8 @@ INLINE AdamWFactors adamw_factors(const StepState* state, const AdamW& h) {
     const double correction2 = 1 - pow((double)h.beta2, (double)state->updates);
     const float decay = 1 - state->lr * h.weight_decay;
     const float step_size = (float)(state->lr / correction1);
-    return {(float)clip, decay, step_size, (float)sqrt(correction2), state->lr};
+    const float share = average_share(h.ema_rate, state->updates);
+    return {(float)clip, decay, step_size, (float)sqrt(correction2), state->lr, share};
 }
 
 // AdamW (Loshchilov & Hutter 2019) and the average of the parameters, for one rank's slice:
@@ -16938,7 +16937,7 @@ INLINE AdamWFactors adamw_factors(const StepState* state, const AdamW& h) {
 //   m   = beta1 m + (1 - beta1) g
 //   v   = beta2 v + (1 - beta2) g^2
 //   p   = decay p - step_size m / (sqrt(v) / root + eps)      p: the parameter
-//   ema = ema_rate ema + (1 - ema_rate) p
+//   ema = ema + share (p - ema)                               share: average_share
 //
 // A thread updates four neighbouring weights at a time. They are elements 4 i ... 4 i + 3 of the slice's arrays (ema, m
 // and v), and elements 4 k ... 4 k + 3 of the flat arrays (params, copy, sum).
@@ -16972,11 +16971,11 @@ static __global__ void __launch_bounds__(256)
             m = h.beta1 * m + (1 - h.beta1) * g;
             v = h.beta2 * v + (1 - h.beta2) * g * g;
             p = p * f.decay - f.step_size * m / (sqrtf(v) / f.root + h.eps);
-            e = h.ema_rate * e + (1 - h.ema_rate) * p;
+            e += f.share * (p - e);
         };
         auto move = [&](float& p, float& e, float direction) {
             p = p * f.decay - f.lr * direction;
-            e = h.ema_rate * e + (1 - h.ema_rate) * p;
+            e += f.share * (p - e);
         };
         if (MUON && u.is_matrix[k / 16]) { // 64 floats are 16 quads
             move(p.x, e.x, sum.x);
@@ -17015,16 +17014,16 @@ static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice
 }
 
 // adamw_kernel updates the first average of the parameters. This kernel updates one of the other averages, by the
-// formula in ema_step. Each thread updates one element.
+// same formula. Each thread updates one element.
 static __global__ void __launch_bounds__(256)
     ema_kernel(float* ema, const float* params, const StepState* state, float rate, Slice own) {
-    __shared__ float step;
+    __shared__ float share;
     await_previous_kernel();
-    if (threadIdx.x == 0) step = power_step(rate, state->updates);
+    if (threadIdx.x == 0) share = average_share(rate, state->updates);
     __syncthreads();
     const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; // index in the slice
     const size_t k = own.flat(i);                            // index in the flat array
-    if (k < own.n && state->ok) ema[i] = ema_step(ema[i], params[k], rate, step);
+    if (k < own.n && state->ok) ema[i] += share * (params[k] - ema[i]);
 }
 static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own) {
     launch(ema_kernel, blocks_for(own.owned()), 256, 0, ema, params, state, rate, own);

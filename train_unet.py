@@ -619,6 +619,13 @@ def learning_rate(config: Config, step: int) -> float:
     return float(np.float32(config.lr * warm * config.meaning("lr_schedule", shape)))
 
 
+def average_share(rate: float, updates: int) -> float:
+    """The share of the newest weights in an average of the weights after each of so many updates: see train_unet.cu, average_share."""
+    if rate > 1:  # Karras et al. 2024, eq. 2
+        return 1 - (1 - 1 / updates) ** (rate + 1)
+    return 1 / updates if rate == 1 else (1 - rate) / (1 - rate**updates)
+
+
 def judge(guard: tuple[float, ...], loss: float, grad_norm: float) -> tuple[str, tuple[float, ...]]:
     """Why a step must not touch the weights, "" if it may. Training passes these bounds only when it breaks. And the guard after it: what healthy steps
     look like, their number and the running mean and variance of both."""
@@ -760,10 +767,7 @@ class Trainer:
             self.optimizer.param_groups[0]["lr"] = lr
             self.update_weights(lr)
             for rate, ema in zip(config.ema_rate, self.emas):
-                if rate in POWER_EMAS:  # Karras et al. 2024, eq. 2
-                    ema.lerp_(self.weights.detach(), 1 - (1 - 1 / (state.updates + 1)) ** (rate + 1))
-                else:
-                    ema.mul_(rate).add_(self.weights.detach(), alpha=1 - rate)
+                ema.lerp_(self.weights.detach(), average_share(rate, state.updates + 1))
             self.history.remember(t, raw)
             state.updates += 1
         state.step += 1

@@ -1881,7 +1881,7 @@ static inline void orthogonalise(float* X, const MuonWork& muon, const StepState
 //   m = beta1 m + (1 - beta1) g,                  v = beta2 v + (1 - beta2) g^2
 //   m_hat = m / (1 - beta1^t),                    v_hat = v / (1 - beta2^t)         t: the number of updates
 //   p = p - lr weight_decay p - lr m_hat / (sqrt(v_hat) + eps)
-//   ema = ema_rate ema + (1 - ema_rate) p
+//   ema = ema + share (p - ema)                                                     share: average_share
 static inline void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own) {
     if (!state->ok) return;
     const double t = (double)state->updates;
@@ -1894,6 +1894,7 @@ static inline void adamw_update(const Update& u, const StepState* state, AdamW h
     const float decay = 1 - state->lr * h.weight_decay;
     const float step_size = (float)(state->lr / correction1);
     const float root = (float)std::sqrt(correction2);
+    const float share = average_share(h.ema_rate, state->updates);
     const size_t piece = u.is_matrix ? 64 : STRETCH; // of floats that are all updated in the same way
 #pragma omp parallel for schedule(static)
     for (size_t first = 0; first < own.owned(); first += piece) {
@@ -1907,7 +1908,7 @@ static inline void adamw_update(const Update& u, const StepState* state, AdamW h
         if (u.is_matrix && count && u.is_matrix[flat / 64]) { // this piece belongs to a matrix that Muon updates
             for (size_t i = 0; i < count; i++) {
                 params[i] = params[i] * decay - state->lr * grads[i]; // a direction: see Update
-                ema[i] = h.ema_rate * ema[i] + (1 - h.ema_rate) * params[i];
+                ema[i] += share * (params[i] - ema[i]);
             }
             continue;
         }
@@ -1918,18 +1919,18 @@ static inline void adamw_update(const Update& u, const StepState* state, AdamW h
             v[i] = h.beta2 * v[i] + (1 - h.beta2) * g * g;
             const float denominator = std::sqrt(v[i]) / root + h.eps; // sqrt(v_hat) + eps
             params[i] = params[i] * decay - step_size * m[i] / denominator;
-            ema[i] = h.ema_rate * ema[i] + (1 - h.ema_rate) * params[i];
+            ema[i] += share * (params[i] - ema[i]);
         }
     }
 }
 
-// Further averages of the parameters (--ema_rate with several rates, post-hoc EMA): see ema_step
+// Further averages of the parameters (--ema_rate with several rates, post-hoc EMA)
 static inline void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own) {
     if (!state->ok) return;
-    const float step = power_step(rate, state->updates);
+    const float share = average_share(rate, state->updates);
 #pragma omp parallel for simd schedule(static)
     for (size_t i = 0; i < own.owned(); i++) {
         const size_t k = own.flat(i);
-        if (k < own.n) ema[i] = ema_step(ema[i], params[k], rate, step);
+        if (k < own.n) ema[i] += share * (params[k] - ema[i]);
     }
 }

@@ -48,6 +48,13 @@ def learning_rate(v: dict[str, Any], step: int) -> float:
     return v["lr"] * warm * [1, 1 - progress, 0.5 * (1 + math.cos(math.pi * progress))][v["lr_schedule"]]
 
 
+def average_share(rate: float, updates: int) -> float:
+    """How much of an average are the newest weights: those after update k count as rate^(updates - k), or as k^rate if rate is above 1."""
+    if rate > 1:  # Karras et al. 2024, eq. 2
+        return 1 - (1 - 1 / updates) ** (rate + 1)
+    return 1 / sum(rate**k for k in range(updates))
+
+
 def reference(case: Case, v: dict[str, Any]) -> Tensors:
     """torch.optim.AdamW in float64; the verdicts step by step."""
     p = torch.nn.Parameter(v["params"].clone())
@@ -82,11 +89,8 @@ def reference(case: Case, v: dict[str, Any]) -> Tensors:
             torch.nn.utils.clip_grad_norm_([p], v["grad_clip"])
         adamw.param_groups[0]["lr"] = rates[-1]
         adamw.step()
-        ema.lerp_(p.detach(), 1 - v["ema_rate"])
-        if v["ema_rate2"] > 1:  # Karras et al. 2024, eq. 2
-            ema2.lerp_(p.detach(), 1 - (1 - 1 / updates) ** (v["ema_rate2"] + 1))
-        else:
-            ema2.lerp_(p.detach(), 1 - v["ema_rate2"])
+        ema.lerp_(p.detach(), average_share(v["ema_rate"], updates))
+        ema2.lerp_(p.detach(), average_share(v["ema_rate2"], updates))
     state = adamw.state[p]
     arrays = {
         "verdicts": verdicts,
@@ -138,6 +142,7 @@ CASES = [
     dict(n=20012),
     dict(n=1004, updates=5000, weight_decay=0.1, grad_clip=0.0, grad_scale=1e-3, ema_rate=0.9999, step=30, lr_schedule=1),
     dict(n=516, updates=0, ema_rate2=6.94, on="A100 fp32, H200 bf16"),
+    dict(n=516, updates=0, ema_rate=1.0, ema_rate2=0.0, on="A100 fp32, H200 bf16"),
     dict(n=516, updates=70, ema_rate2=16.97, on="A100 fp32, H200 bf16"),
     dict(
         n=16384,

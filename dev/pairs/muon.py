@@ -166,7 +166,8 @@ def steps_reference(v: dict[str, Any]) -> Tensors:
         m[is_matrix] = MOMENTUM * m[is_matrix] + (1 - MOMENTUM) * g[is_matrix]
         momenta.append(torch.where(is_matrix, MOMENTUM * m + (1 - MOMENTUM) * g, 0))
         params[is_matrix] = params[is_matrix] * (1 - v["lr"] * v["weight_decay"]) - v["lr"] * directions[is_matrix]
-        ema.lerp_(params, 1 - v["ema_rate"])
+        updates = v["updates"] + sum(verdicts)
+        ema.lerp_(params, (1 - v["ema_rate"]) / (1 - v["ema_rate"] ** updates))
     m[~is_matrix], moment2[~is_matrix] = adamw.state[p]["exp_avg"], adamw.state[p]["exp_avg_sq"]
     return {
         "params_out": params,

@@ -367,8 +367,14 @@ def test_optimiser_is_adamw(run: Callable, data: Path, tmp_path: Path, settings:
         # an update is a few lr at most; float32 moments give it to 1e-4, float32 weights round at 2^-24
         assert np.abs(b.weights - expected).max() <= 1e-4 * lrs[k + 1] + 2.0**-23 * np.abs(expected).max()
         assert lrs[k + 1] == 0 or np.abs(b.weights - a.weights).max() > 0.1 * lrs[k + 1]
-        average = rate * a.ema.astype(np.float64) + (1 - rate) * b.weights
+        average = next_average(a, b, rate)
         assert np.abs(b.ema - average).max() <= 2.0**-22 * np.abs(average).max()
+
+
+def next_average(before: Model, after: Model, rate: float) -> np.ndarray:
+    """The average in `after`, in float64: the weights after update k of n count as rate^(n - k), divided by the sum of these numbers."""
+    share = 1 / sum(rate**k for k in range(after.updates))
+    return (1 - share) * before.ema.astype(np.float64) + share * after.weights
 
 
 # What Muon leaves to AdamW, beside biases and norms: the first and the last convolution, and embeddings of classes and numbers.
@@ -438,7 +444,7 @@ def test_optimiser_is_muon(run: Callable, data: Path, tmp_path: Path, settings: 
                 # the weights round at 2^-24, once when they shrink, and once when the step is taken
                 assert (after - expected).norm() <= ROUNDING * step + 2.0**-23 * before.norm(), name
                 assert not X.any() or (after - before).norm() > 0.6 * step, name
-        average = rate * a.ema.astype(np.float64) + (1 - rate) * b.weights
+        average = next_average(a, b, rate)
         assert np.abs(b.ema - average).max() <= 2.0**-22 * np.abs(average).max()
 
 
@@ -465,27 +471,39 @@ def test_muons_directions_have_the_same_singular_vectors(shape: tuple[int, int],
     assert zero.shape == shape and not zero.any()  # and not what 0 / 0 is
 
 
-def test_the_average_starts_as_the_initial_weights(run: Callable, data: Path, tmp_path: Path) -> None:
-    """And they are the twin's initial weights, to the last bit; weights from --init likewise."""
-    given = flags(TINY, "--data_file", data, "--max_steps 1 --ema_rate 1 --class_cond True --seed 12345678901")
+@pytest.mark.parametrize("rate", [0, 0.5, 0.999, 1])
+def test_the_average_is_of_all_updates_and_not_of_the_initial_weights(run: Callable, data: Path, tmp_path: Path, rate: float) -> None:
+    """The weights after update k of n count as rate^(n - k)."""
+    run(flags(TINY, "--data_file", data, "--max_steps 6 --save_interval 1 --keep_checkpoints 0 --lr 0.01 --ema_rate", rate))
+    saved = [read_checkpoint(tmp_path / "out" / model_name(step)) for step in range(1, 7)]
+    for n in range(1, 7):
+        counts = float(np.float32(rate)) ** np.arange(n - 1, -1, -1)
+        expected = np.average([file.weights for file in saved[:n]], axis=0, weights=counts)
+        # each update rounds twice, at 2^-24
+        assert np.abs(saved[n - 1].ema - expected).max() <= n * 2.0**-23 * np.abs(expected).max()
+
+
+def test_the_initial_weights_are_the_twins(run: Callable, data: Path, tmp_path: Path) -> None:
+    """To the last bit; weights from --init likewise."""
+    given = flags(TINY, "--data_file", data, "--max_steps 1 --lr 0 --class_cond True --seed 12345678901")
     run([*given, "--output_dir", "native"])
     config = make_config(TINY_TWIN | dict(seed=12345678901))
-    assert np.array_equal(read_checkpoint(tmp_path / "native" / model_name(1)).ema, twin.initial_weights(config))
+    assert np.array_equal(read_checkpoint(tmp_path / "native" / model_name(1)).weights, twin.initial_weights(config))
     weights = random_weights(config)
     twin.write_model(str(tmp_path / "init.bin"), twin.ModelFile(config, weights))
     run([*given, "--init", "init.bin", "--output_dir", "init"])
-    assert np.array_equal(read_checkpoint(tmp_path / "init" / model_name(1)).ema, weights)
+    assert np.array_equal(read_checkpoint(tmp_path / "init" / model_name(1)).weights, weights)
 
 
 def test_init_from_a_checkpoint_is_the_same_in_both_programs(run: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint has two sets of weights; both programs must take the same one."""
     run([*TINY, "--data_file", data, "--max_steps", 3])
-    given = ["--init", f"out/{model_name(3)}", "--data_file", data, "--batch_size", 4, "--max_steps", 1, "--ema_rate", 1, "--sample_interval", 0]
+    given = ["--init", f"out/{model_name(3)}", "--data_file", data, "--batch_size", 4, "--max_steps", 1, "--lr", 0, "--sample_interval", 0]
     run([*given, "--output_dir", "native"])
     monkeypatch.chdir(tmp_path)
     twin.run([*map(str, given), "--output_dir", "twin", "--device", "cpu"])
     first, second = (read_checkpoint(tmp_path / name / model_name(1)) for name in ("native", "twin"))
-    assert np.array_equal(first.ema, second.ema)
+    assert np.array_equal(first.weights, second.weights)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -699,7 +717,7 @@ def test_a_bad_step_touches_nothing(run: Callable, tmp_path: Path, make_data: Ca
     adamw.step()
     assert np.abs(b.weights - p.detach().numpy()).max() < 1e-6
     assert np.abs(b.v - state.numpy()).max() < 1e-6 * b.v.max()
-    assert np.abs(b.ema - (0.9 * a.ema.astype(np.float64) + 0.1 * b.weights)).max() < 1e-6
+    assert np.abs(b.ema - next_average(a, b, 0.9)).max() < 1e-6
 
 
 def test_nan_under_the_sanitizers(run: Callable, make_data: Callable) -> None:
