@@ -196,8 +196,8 @@ PRESET(quick32, "--image_size 32 --in_channels 1 --patch_size 2 --num_channels 6
                 "--use_scale_shift_norm True --class_cond True --class_dropout 0.1 --guidance_scale 2 "
                 "--noise_schedule cosine --predict x0 --min_snr_gamma 5 --sampler heun "
                 "--S_churn 20 --timestep_respacing 50 --batch_size 64 --optimizer muon --lr 4e-3 --warmup_steps 50 "
-                "--lr_schedule constant --adam_beta2 0.99 --max_steps 450 --ema_rate 0.998 "
-                "--data_file data/fashion32.bin --save_interval 225 --sample_interval 225");
+                "--lr_schedule constant --adam_beta2 0.99 --max_steps 400 --ema_rate 0.998 "
+                "--data_file data/fashion32.bin --save_interval 200 --sample_interval 200");
 PRESET(quick64, "--image_size 64 --patch_size 2 --num_channels 128 --channel_mult 1,2,2 --num_res_blocks 1 "
                 "--attention_resolutions 16,8 --num_head_channels 32 --conv_resample False "
                 "--use_scale_shift_norm True --noise_schedule cosine --predict x0 --min_snr_gamma 0.5 --sampler heun "
