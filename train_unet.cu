@@ -5899,8 +5899,8 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
 
 // Returns the share of the newest weights in an average of the weights: ema = ema + share (weights - ema). updates: the
 // number of updates so far, with the newest one.
-// With a rate of up to 1, the average is exponential: the weights after update k count as rate^(updates - k), divided by
-// the sum of these numbers. The first share is 1, so the initial weights don't count. With a rate of 1, all updates
+// With a rate of up to 1, the average is exponential: the weights after update k count as rate^(updates - k), divided
+// by the sum of these numbers. The first share is 1, so the initial weights don't count. With a rate of 1, all updates
 // count the same. With a rate above 1, the weights after update k count as about k^rate (Karras et al. 2024, eq. 2).
 HD static inline float average_share(float rate, int64_t updates) {
     if (rate > 1) return (float)-expm1((rate + 1.0) * log1p(-1.0 / updates));

@@ -31,8 +31,8 @@
 //   du = v dm            4x4: number by number, and summed over the tiles
 //   dg = G^T du G        3x3, of each input and output channel
 //
-// Results round differently from those of the plain form (convolve in reference.h). dev/pairs/conv3x3.py holds both forms
-// to the same bounds: images of odd height or width take the plain one.
+// Results round differently from those of the plain form (convolve in reference.h). dev/pairs/conv3x3.py holds both
+// forms to the same bounds: images of odd height or width take the plain one.
 namespace winograd {
 
 constexpr int PLACES = 16;
@@ -213,8 +213,8 @@ static inline void convolve(const float* x1, const float* x2, const std::vector<
 }
 
 // The input gradient from dout (B, H, W, Cout): calls store(pixel, ci, sums) for each input pixel (its number in all
-// images) and each TN input channels ci ... ci + TN - 1. It is the convolution of dout with the turned weights: the taps
-// are taken from the last to the first, and input and output channels change places.
+// images) and each TN input channels ci ... ci + TN - 1. It is the convolution of dout with the turned weights: the
+// taps are taken from the last to the first, and input and output channels change places.
 template <class F>
 static inline void convolve_back(const float* dout, const float* weight, const ConvShape& s, F store) {
     const int Cin = s.C1 + s.C2;
@@ -277,7 +277,7 @@ static inline void backward_weight(float* dweight, const float* dout, const floa
                 }
             }
         }
-    // dg = G^T du G
+        // dg = G^T du G
 #pragma omp parallel for schedule(static)
     for (int co = 0; co < s.Cout; co++) {
         std::vector<float> dg(9 * inputs); // (9, inputs)
