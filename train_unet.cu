@@ -29,86 +29,86 @@
 //   6666         the log and the status line
 //   6856         checkpoints, snapshots and grids
 //   7121         the start of a run: new, from a file's weights, or resumed
-//   7361         how a run begins and ends
-//   7510         the loop over the steps
-//   7610         a run from its first to its last line
-//   7660         samples, without a run
-//   7825    13. main: the command line, then a run or samples
-//   8143         what ranks must have in common
-//   8217         main
-//   8345  Part II. The device
-//   8348    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8432    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8502    16. The GPU: what all kernels share
-//   8571         Launches, which may overlap
-//   8617         Decisions: what kernels are chosen with
-//   8669         Single instructions: shared memory, mbarriers, clusters
-//   8758         Activations: pieces of 16 bytes
-//   9095         each_kernel: a thread for an element
-//   9109         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9277         Swizzle: how rows lie in shared memory
-//   9296         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9555         building blocks of Hopper's kernels (sm_90a)
-//   9864    17. Small operations: resampling, embeddings, diffusion
-//   9867         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10072         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10434         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10986    18. Group norm
-//  10989         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11561         groupnorm_backward_whole: an image's slab in shared memory
-//  11963    19. Attention
-//  12070         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12626         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12772         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13469    20. Convolution
-//  13515         ConvOut: results, 4 channels of a pixel at a time
-//  13760         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13828         conv_halo: 3x3, stride 1, any GPU
-//  14247         conv_gather: any kernel size and stride, any GPU
-//  14516         conv_few: the first and the last layer
-//  14697         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15292         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15416         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15901         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16354         conv_weight_tma: weight gradients (sm_90a)
-//  16655         FP8 in training: weights and gradients are rounded
-//  16770    21. The optimiser
-//  16773         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17033         muon: directions for matrices of weights
-//  17457    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17460         groupnorm_backward
-//  17626         attention: forward and, where a has dout, backward
-//  17690         convolution: forward and input gradient
-//  18199         convolution: weight gradients
-//  18555    23. The GPU: memory, copies, repeated work
-//  18784    24. Between ranks: from device to device
+//   7362         how a run begins and ends
+//   7511         the loop over the steps
+//   7611         a run from its first to its last line
+//   7661         samples, without a run
+//   7826    13. main: the command line, then a run or samples
+//   8144         what ranks must have in common
+//   8218         main
+//   8346  Part II. The device
+//   8349    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8433    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8503    16. The GPU: what all kernels share
+//   8572         Launches, which may overlap
+//   8618         Decisions: what kernels are chosen with
+//   8670         Single instructions: shared memory, mbarriers, clusters
+//   8759         Activations: pieces of 16 bytes
+//   9096         each_kernel: a thread for an element
+//   9110         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9278         Swizzle: how rows lie in shared memory
+//   9297         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9556         building blocks of Hopper's kernels (sm_90a)
+//   9865    17. Small operations: resampling, embeddings, diffusion
+//   9868         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10073         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10435         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10987    18. Group norm
+//  10990         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11562         groupnorm_backward_whole: an image's slab in shared memory
+//  11964    19. Attention
+//  12071         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12627         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12773         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13470    20. Convolution
+//  13516         ConvOut: results, 4 channels of a pixel at a time
+//  13761         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13829         conv_halo: 3x3, stride 1, any GPU
+//  14248         conv_gather: any kernel size and stride, any GPU
+//  14517         conv_few: the first and the last layer
+//  14698         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15293         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15417         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15902         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16355         conv_weight_tma: weight gradients (sm_90a)
+//  16656         FP8 in training: weights and gradients are rounded
+//  16771    21. The optimiser
+//  16774         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17034         muon: directions for matrices of weights
+//  17458    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17461         groupnorm_backward
+//  17627         attention: forward and, where a has dout, backward
+//  17691         convolution: forward and input gradient
+//  18200         convolution: weight gradients
+//  18556    23. The GPU: memory, copies, repeated work
+//  18785    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8341, run_program 8277, train 7616, run_step 7561, train_step 6375, load_batch 5397 (read_image 4970),
-//     send 18755 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18686):
-//     step_gradients 6229: draw_levels 10452 (the formulas: draw_level 3910), forward_and_loss 6154, q_sample_forward
+//     main 8342, run_program 8278, train 7617, run_step 7562, train_step 6375, load_batch 5397 (read_image 4970),
+//     send 18756 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18687):
+//     step_gradients 6229: draw_levels 10453 (the formulas: draw_level 3910), forward_and_loss 6154, q_sample_forward
 //     10647, unet_forward 3433, forward_layer 3418 (a function of the layer's kind, such as forward_conv 2446),
-//     loss_forward_backward 10783, unet_backward 3505, conv_backward_weights 18548 (weight gradients, on the side
-//     stream), finish_gradients 11908 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16825;
-//     judge_step 16873 (the verdict: judge_batch 5887), update_slice 6338, adamw_update 17004 (adamw_kernel 16950),
-//     next_step 16879, record_step 16885; later collect_steps 7514
+//     loss_forward_backward 10784, unet_backward 3505, conv_backward_weights 18549 (weight gradients, on the side
+//     stream), finish_gradients 11909 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16826;
+//     judge_step 16874 (the verdict: judge_batch 5887), update_slice 6338, adamw_update 17005 (adamw_kernel 16951),
+//     next_step 16880, record_step 16886; later collect_steps 7515
 //   --optimizer muon: muon_updates 5997 says which weights; update_slice 6338, update_by_muon 6329 (with the formulas),
-//     muon_momentum 17073, orthogonalise 17434 (with muon_kernel above it), adamw_kernel 16950 (its `move`)
+//     muon_momentum 17074, orthogonalise 17435 (with muon_kernel above it), adamw_kernel 16951 (its `move`)
 //   pictures, from noise: sample_batch 4796, plan_route 4551, device_step 4599, euler_step 4345 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18049 draws all of its roads):
-//     forward_conv 2446; conv_forward 18087, with conv_product above it, which asks conv_is_wgmma 17698;
-//     on Hopper, large images: pick_conv_tiles_3x3 17997; conv_tiles 15886, with conv_tiles_kernel above it;
-//     Accumulators 9780 (its function multiply); Wgmma 9363;
-//     on Hopper, small images: pick_conv_small 17851; conv_small 16340, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9363;
-//     on any other GPU pick_conv_halo_bf16 17765; conv_halo 14234, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9162
+//   a convolution, to the tensor cores (a table above conv_product 18050 draws all of its roads):
+//     forward_conv 2446; conv_forward 18088, with conv_product above it, which asks conv_is_wgmma 17699;
+//     on Hopper, large images: pick_conv_tiles_3x3 17998; conv_tiles 15887, with conv_tiles_kernel above it;
+//     Accumulators 9781 (its function multiply); Wgmma 9364;
+//     on Hopper, small images: pick_conv_small 17852; conv_small 16341, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9364;
+//     on any other GPU pick_conv_halo_bf16 17766; conv_halo 14235, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9163
 //   why several GPUs compute the bits of one: step_gradients 6229
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 418, Silu 8395, with_nonlinearity 8405 (a case);
-//     BEHIND_NORMS, above add_norm 2674, chooses it. The embedding has SiLU as a layer: silu_forward 10352
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 418, Silu 8396, with_nonlinearity 8406 (a case);
+//     BEHIND_NORMS, above add_norm 2674, chooses it. The embedding has SiLU as a layer: silu_forward 10353
 //   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3767
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 536, and beside each other edm_question
 //     3589, ask 3638, frame_of 3651, sigma_draws 3658, has_steps_of_t 3665; the head of their section lists the changes
@@ -116,22 +116,22 @@
 //     with what follows it; a function such as add_resblock 2726 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 312, with a list of all places above it: element_named 1381,
-//     take_aliases 1593, forward_and_loss 6154, ElementOf 8366, with_act 8633, act_has_wgmma 8645, unpack 8778,
-//     pack 8807, to_floats 8877, from_floats 8884, store_two 8889, mma 9162, tma_type 9509, adamw_kernel 16950,
-//     adamw_update 17004, pick_conv_gather 17812, conv_product 18049
-//   the settings, to their values: parse_command_line 1565, take_aliases 1593, complete_config 8259
-//     (apply_preset 1475, take_model_file 7988, take_ect_defaults 8018), take_data_shape 8055 (take_labels 8045),
+//     take_aliases 1593, forward_and_loss 6154, ElementOf 8367, with_act 8634, act_has_wgmma 8646, unpack 8779,
+//     pack 8808, to_floats 8878, from_floats 8885, store_two 8890, mma 9163, tma_type 9510, adamw_kernel 16951,
+//     adamw_update 17005, pick_conv_gather 17813, conv_product 18050
+//   the settings, to their values: parse_command_line 1565, take_aliases 1593, complete_config 8260
+//     (apply_preset 1475, take_model_file 7989, take_ect_defaults 8019), take_data_shape 8056 (take_labels 8046),
 //     check_model 1840, check_run 1978
 //   FP8 (--precision fp8): choose_fp8 2923 chooses the convolutions, and above it stands a table of what is rounded,
 //     by which factor, and where. plan_fp8 2998 and plan_fp8_gradients 3017 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3062 for samples, make_fp8_training 3104 for training; add_fp8_args 2211
 //     hands them to the layers. forward_conv 2446 and backward_conv 2457 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18149 makes an input gradient a forward convolution; conv_product_fp8 18080 picks the
-//     kernel, multiply_fp8 9814 and WgmmaFp8 9399 multiply; print_fp8 7306 says whether it pays
+//     conv_backward_input_fp8 18150 makes an input gradient a forward convolution; conv_product_fp8 18081 picks the
+//     kernel, multiply_fp8 9815 and WgmmaFp8 9400 multiply; print_fp8 7307 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1454 (a flag's value), or of a function beside it whose name ends in
 //     _unless. For a damaged header they stand in check_field 5614 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 5018, for a checkpoint's counters in check_resume 8111.
+//     callers; for a data file also in take_data_fields 5018, for a checkpoint's counters in check_resume 8112.
 //     unknown_word 1367 prints the message for a word of a flag that some place does not know. Such a place calls it
 //     itself or through meaning 1373.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
@@ -757,7 +757,7 @@ struct ConvSkip {
 
 // =====================================================================================================================
 // 2. The interface: all that the program asks of a device
-// dev/reference.h implements it in plain loops (the CPU build), and Part II in kernels. Another kind of device would
+// dev/reference.h implements it in loops (the CPU build), and Part II in kernels. Another kind of device would
 // need these functions. A function's first arguments are its outputs. Its inputs follow, and then sizes. Every function
 // overwrites its outputs. Backward functions also overwrite gradients: they do not add to the old values.
 // A comment after an argument gives its shape, or says what it is. "as x" means: it has the shape of x. [Brackets]
@@ -7121,8 +7121,8 @@ static void report_bad_step(Run* run) {
 // --- the start of a run: new, from a file's weights, or resumed
 
 // Sets the weights of a new run. With --init they are read from that file; otherwise they are random. If the file holds
-// an average of the weights, the run starts from the average, unless --use_ema is False. All averages of the run start
-// from the same weights.
+// an average of the weights, the run starts from the average, unless --use_ema is False. The averages hold the
+// same weights until the first update, which then replaces them (average_share).
 static void start_weights(Trainer* tr, const ModelFile& m) {
     const UNet& net = tr->net;
     const bool takes_average = m.has(HAS_EMA) && net.config.use_ema;
@@ -7137,6 +7137,7 @@ static void start_weights(Trainer* tr, const ModelFile& m) {
 //   1. the average of the same rate. If the rate is above 1, the checkpoint must hold this average
 //   2. the checkpoint's k-th average
 //   3. the weights (array 0)
+// average_share takes what that array holds for the average over all updates before.
 static int array_for_average(const Config& c, const ModelFile& m, int k) {
     const float rate = c.emas[k];
     // In the resumed run, --ema_rate may list the rates in another order than before.

@@ -15,11 +15,11 @@
 // has several readers, the first of them stores its gradient and the next ones add theirs.
 //
 // Sums that many values go into (group statistics, losses, norms) are accumulated in double. No result depends on the
-// number of threads: each thread computes whole results, and every sum has one fixed order.
+// number of threads: every sum has one fixed order.
 //
-// Read the convolution last, since its loops are cut into tiles for speed. Most 3x3 convolutions take another form of it,
-// with fewer multiplications, which has a file of its own (winograd.h). Two small loops do all its work and that of
-// attention; the rest feeds them pointers:
+// Read the convolution last, since its loops are cut into tiles for speed. Most 3x3 convolutions take another form of
+// it, with fewer multiplications, which has a file of its own (winograd.h). Two small loops do all the work of the
+// plain form and of attention; the rest feeds them pointers:
 //   tile_multiply   acc[TM][TN] += A[m][k] * B[k][n]   the sum runs over channels: forward, input gradients, matmul
 //   tile_outer      acc[TM][TN] += A[k][m] * B[k][n]   the sum runs over pairs of pixels: weight gradients
 // A tile of sums nearly fills the vector registers. AVX-512 has 32 of them, and 8 x 32 floats take 16; AVX2 has 16, and
@@ -475,9 +475,10 @@ static inline std::vector<int> pixels_by_parity(const ConvShape& s) {
     return pixels;
 }
 
-// The plain form of the input gradient from dout (B, Ho, Wo, Cout): calls store(pixel, ci, sums) for each input pixel (its
-// number in all images) and each TN input channels ci ... ci + TN - 1. A tile has TM input pixels and TN input channels.
-// Each input pixel collects from the output pixels whose taps read it, so no two threads add to the same number.
+// The plain form of the input gradient from dout (B, Ho, Wo, Cout): calls store(pixel, ci, sums) for each input pixel
+// (its number in all images) and each TN input channels ci ... ci + TN - 1. A tile has TM input pixels and TN input
+// channels. Each input pixel collects from the output pixels whose taps read it, so no two threads add to the same
+// number.
 template <class F>
 static inline void convolve_back(const float* dout, const float* weight, const ConvShape& s, F store) {
     const int taps = s.kernel * s.kernel;
@@ -648,24 +649,15 @@ static inline std::vector<std::vector<RowPair>> conv_pairs(const ConvShape& s) {
     return pairs;
 }
 
-// dweight (Cout, taps, Cin), dbias (Cout), demb from dout (B, Ho, Wo, Cout) and the input [x1 | x2] (B, H, W, Cin).
-// A thread owns a tile of TM output channels x TN input channels, for the taps of one row of the kernel. It sums each
-// image by itself and then adds the images up, since fp32 sums of fewer terms lose fewer bits.
-static inline void conv_backward_weight(float* dweight,                   // (Cout, taps, Cin)
-                                        float* dbias,                     // (Cout)
-                                        float* demb, int emb_stride,      // (B, emb_stride), or null
-                                        const float* dout,                // (B, Ho, Wo, Cout)
-                                        const float* x1, const float* x2, // (B, H, W, C1), (B, H, W, C2)
-                                        ConvShape s) {
+// The plain form of the weight gradient: dweight (Cout, taps, Cin) from dout (B, Ho, Wo, Cout) and the input [x1 | x2]
+// (B, H, W, Cin). A thread owns a tile of TM output channels x TN input channels, for the taps of one row of the
+// kernel. It sums each image by itself and then adds the images up, since fp32 sums of fewer terms lose fewer bits.
+static inline void backward_weight(float* dweight, const float* dout, const float* x1, const float* x2,
+                                   const ConvShape& s) {
     const int taps = s.kernel * s.kernel;
     const int Cin = s.C1 + s.C2;
     const int HW = s.H * s.W;
     const int HWo = s.out_H() * s.out_W();
-    if (winograd::fits(s)) {
-        winograd::backward_weight(dweight, dout, x1, x2, s);
-        bias_backward(dbias, demb, emb_stride, dout, s.B, HWo, s.Cout);
-        return;
-    }
     const std::vector<std::vector<RowPair>> pairs = conv_pairs(s);
     const ColumnTiles<TM> d_tiles(dout, (size_t)s.B * HWo, s.Cout);
     const ColumnTiles<TN> x1_tiles(x1, (size_t)s.B * HW, s.C1);
@@ -703,7 +695,18 @@ static inline void conv_backward_weight(float* dweight,                   // (Co
                         std::copy_n(total[kw][m], inputs, dw_row);
                     }
             }
-    bias_backward(dbias, demb, emb_stride, dout, s.B, HWo, s.Cout);
+}
+
+// dweight (Cout, taps, Cin), dbias (Cout), demb from dout (B, Ho, Wo, Cout) and the input [x1 | x2] (B, H, W, Cin)
+static inline void conv_backward_weight(float* dweight,                   // (Cout, taps, Cin)
+                                        float* dbias,                     // (Cout)
+                                        float* demb, int emb_stride,      // (B, emb_stride), or null
+                                        const float* dout,                // (B, Ho, Wo, Cout)
+                                        const float* x1, const float* x2, // (B, H, W, C1), (B, H, W, C2)
+                                        ConvShape s) {
+    if (winograd::fits(s)) winograd::backward_weight(dweight, dout, x1, x2, s);
+    else backward_weight(dweight, dout, x1, x2, s);
+    bias_backward(dbias, demb, emb_stride, dout, s.B, s.out_H() * s.out_W(), s.Cout);
 }
 
 // A GPU computes several layers' weight gradients in one launch. Here they don't wait for each other: each fills all

@@ -5,7 +5,7 @@
 //   y0 = d0 g0 + d1 g1 + d2 g2                   g: the three weights
 //   y1 = d1 g0 + d2 g1 + d3 g2
 //
-// Winograd's form takes four:
+// Winograd's form takes four. The sums of weights in it are made once, for all pixels:
 //
 //   m0 = (d0 - d2) g0                            y0 = m0 + m1 + m2
 //   m1 = (d1 + d2) (g0 + g1 + g2) / 2            y1 = m1 - m2 - m3
@@ -13,58 +13,61 @@
 //   m3 = (d1 - d3) g2
 //
 // In two dimensions it is applied to the columns and to the rows. Then 2x2 output pixels take 16 multiplications for
-// each input channel, in place of 36 (Lavin & Gray 2015, https://arxiv.org/abs/1509.09308, section 4.1). With d: the
-// 4x4 input pixels that the 2x2 output pixels need, g: the 3x3 weights, y: the 2x2 output pixels:
+// each input channel, in place of 36 (Lavin & Gray 2015, https://arxiv.org/abs/1509.09308, section 4.1). Here 2x2
+// output pixels are called a tile of the image. With d: the 4x4 input pixels that a tile needs, g: the 3x3 weights, y:
+// the tile's 2x2 output pixels, and * for the product of numbers at the same place:
 //
-//   v = B^T d B          4x4, of each tile (2x2 output pixels) and input channel
+//   v = B^T d B          4x4, of each tile and input channel
 //   u = G g G^T          4x4, of each input and output channel
-//   m = v u              4x4: number by number, and summed over the input channels
+//   m = v * u            4x4, of each tile and output channel: summed over the input channels
 //   y = A^T m A          2x2, of each tile and output channel
 //
-// A place is one of the 4x4 numbers. For each place, m (tiles, Cout) = v (tiles, Cin) * u (Cin, Cout) is a product of
-// matrices. All other work grows with Cin or Cout alone.
+// A place is one of the 4x4 numbers. For each place, the sums are a product of matrices: m (tiles, Cout) is
+// v (tiles, Cin) times u (Cin, Cout). These sixteen products are nearly all of the work.
 //
 // The gradients follow from these formulas. The input gradient is a convolution of dout with the turned weights, so it
-// is computed by the same function. For the weight gradient, from the gradient dy of the 2x2 output pixels:
+// is computed by the same function. For the weight gradient, dy is the gradient of a tile's 2x2 output pixels. Each
+// step above is linear, and the gradient of a linear step is multiplied by the transposed matrix:
 //
 //   dm = A dy A^T        4x4, of each tile and output channel
-//   du = v dm            4x4: number by number, and summed over the tiles
+//   du = v * dm          4x4, of each input and output channel: summed over the tiles
 //   dg = G^T du G        3x3, of each input and output channel
 //
 // Results round differently from those of the plain form (convolve in reference.h). dev/pairs/conv3x3.py holds both
-// forms to the same bounds: images of odd height or width take the plain one.
+// forms to the same bounds: what does not fit here (see fits) takes the plain one.
 namespace winograd {
 
 constexpr int PLACES = 16;
 constexpr float A[4][2] = {{1, 0}, {1, 1}, {1, -1}, {0, -1}};
 constexpr float G[4][3] = {{1, 0, 0}, {0.5f, 0.5f, 0.5f}, {0.5f, -0.5f, 0.5f}, {0, 0, 1}};
-// Each row of B^T is the sum or the difference of two inputs: d[a] + sign * d[b].
-struct RowOfB {
-    int a, b;
+// A row of B^T adds two of four inputs, or subtracts them: d[first] + sign * d[second].
+struct RowOfBT {
+    int first, second;
     float sign;
 };
-constexpr RowOfB B[4] = {{0, 2, -1}, {1, 2, 1}, {2, 1, -1}, {1, 3, -1}};
+constexpr RowOfBT BT[4] = {{0, 2, -1}, {1, 2, 1}, {2, 1, -1}, {1, 3, -1}};
 
-// How many tiles a thread takes at a time. Their v and m, of all places, stay in the second cache.
+// How many tiles a thread takes at a time. It is small, so that v and m of these tiles mostly stay in a core's caches.
+// (TM and TN are in reference.h: the size of a tile of sums in registers.)
 constexpr int CHUNK = 8 * TM;
 
 // Returns whether this form computes a convolution. With few channels the transforms would cost more than they save.
 static inline bool fits(const ConvShape& s) {
-    const bool is_plain = s.kernel == 3 && s.stride == 1 && !s.upsample;
-    return is_plain && s.H % 2 == 0 && s.W % 2 == 0 && s.C1 + s.C2 >= TN && s.Cout >= TN;
+    if (s.kernel != 3 || s.stride != 1 || s.upsample) return false;
+    return s.H % 2 == 0 && s.W % 2 == 0 && s.C1 + s.C2 >= TN && s.Cout >= TN;
 }
 
 // The tiles of an image, and the pixels that they read and write.
 struct Tiles {
-    int per_image, pixels;
-    // (per_image, 4, 4): the number of an input pixel within its image, or -1 if it lies outside of the image. The 2x2
-    // output pixels of a tile are in the middle: (1, 1), (1, 2), (2, 1), (2, 2).
+    int image_tiles, image_pixels; // how many an image has
+    // (image_tiles, 4, 4): the number of an input pixel within its image, or -1 if it lies outside of the image. The
+    // 2x2 output pixels of a tile are in the middle: (1, 1), (1, 2), (2, 1), (2, 2).
     std::vector<int> sources;
     explicit Tiles(const ConvShape& s) {
         const int rows = s.H / 2, columns = s.W / 2;
-        per_image = rows * columns;
-        pixels = s.H * s.W;
-        for (int tile = 0; tile < per_image; tile++)
+        image_tiles = rows * columns;
+        image_pixels = s.H * s.W;
+        for (int tile = 0; tile < image_tiles; tile++)
             for (int place = 0; place < PLACES; place++) {
                 const int h = tile / columns * 2 + place / 4 - 1;
                 const int w = tile % columns * 2 + place % 4 - 1;
@@ -74,8 +77,8 @@ struct Tiles {
     }
     // Returns the number of a pixel of a tile among the pixels of all images, or -1. tile: its number in all images.
     ptrdiff_t pixel(int tile, int row, int column) const {
-        const int source = sources[(tile % per_image * 4 + row) * 4 + column];
-        return source < 0 ? -1 : (ptrdiff_t)(tile / per_image) * pixels + source;
+        const int source = sources[(tile % image_tiles * 4 + row) * 4 + column];
+        return source < 0 ? -1 : (ptrdiff_t)(tile / image_tiles) * image_pixels + source;
     }
     // Returns a pointer to the channels of a pixel of a tile of x (B, H, W, C); zeros outside of the image.
     const float* channels(const float* x, int C, const float* zeros, int tile, int row, int column) const {
@@ -84,24 +87,24 @@ struct Tiles {
     }
 };
 
-// v (C) = (B^T d B)[place] of a tile and of the C channels of x (B, H, W, C)
+// v (C): B^T d B at one place, of a tile and of the C channels of x (B, H, W, C)
 static inline void transform_inputs(float* v, const Tiles& tiles, int tile, int place, const float* x, int C,
                                     const float* zeros) {
-    const RowOfB row = B[place / 4];
-    const RowOfB column = B[place % 4];
-    const float* const aa = tiles.channels(x, C, zeros, tile, row.a, column.a);
-    const float* const ab = tiles.channels(x, C, zeros, tile, row.a, column.b);
-    const float* const ba = tiles.channels(x, C, zeros, tile, row.b, column.a);
-    const float* const bb = tiles.channels(x, C, zeros, tile, row.b, column.b);
+    const RowOfBT row = BT[place / 4];
+    const RowOfBT column = BT[place % 4];
+    const float* const d11 = tiles.channels(x, C, zeros, tile, row.first, column.first);
+    const float* const d12 = tiles.channels(x, C, zeros, tile, row.first, column.second);
+    const float* const d21 = tiles.channels(x, C, zeros, tile, row.second, column.first);
+    const float* const d22 = tiles.channels(x, C, zeros, tile, row.second, column.second);
 #pragma omp simd
     for (int c = 0; c < C; c++) {
-        const float above = aa[c] + column.sign * ab[c];
-        const float below = ba[c] + column.sign * bb[c];
-        v[c] = above + row.sign * below;
+        const float first = d11[c] + column.sign * d12[c];
+        const float second = d21[c] + column.sign * d22[c];
+        v[c] = first + row.sign * second;
     }
 }
 
-// dm (C) = (A dy A^T)[place] of a tile and of the C channels of dout (B, H, W, C)
+// dm (C): A dy A^T at one place, of a tile and of the C channels of dout (B, H, W, C)
 static inline void transform_gradient(float* dm, const Tiles& tiles, int tile, int place, const float* dout, int C) {
     const float* const row = A[place / 4];
     const float* const column = A[place % 4];
@@ -149,7 +152,7 @@ static inline std::vector<float> transform_weights(const float* weight, const Co
     return u;
 }
 
-// y (2, 2, TN) = A^T m A of TN channels. m: the number of place 0; the next places lie `pitch` floats apart.
+// y (2, 2, TN) = A^T m A of TN channels. m: their numbers at place 0. The places lie `pitch` floats apart.
 static inline void transform_outputs(float (&y)[2][2][TN], const float* m, size_t pitch) {
 #pragma omp simd
     for (int k = 0; k < TN; k++) {
@@ -170,14 +173,15 @@ static inline void transform_outputs(float (&y)[2][2][TN], const float* m, size_
 }
 
 // A convolution of [x1 | x2] (B, H, W, C1 + C2): calls store(pixel, co, sums) for each output pixel (its number in all
-// images) and each TN output channels co ... co + TN - 1. u: see transform_weights.
+// images) and each TN output channels co ... co + TN - 1, of which the last ones may be beyond Cout. u: see
+// transform_weights.
 template <class F>
 static inline void convolve(const float* x1, const float* x2, const std::vector<float>& u, const ConvShape& s,
                             F store) {
     const int Cin = s.C1 + s.C2;
     const int pitch = round_up(s.Cout, TN);
     const Tiles tiles(s);
-    const int count = s.B * tiles.per_image;
+    const int count = s.B * tiles.image_tiles;
     const std::vector<float> zeros(std::max(s.C1, s.C2)); // a pixel of the padding
 #pragma omp parallel
     {
@@ -231,9 +235,33 @@ static inline void convolve_back(const float* dout, const float* weight, const C
     convolve(dout, nullptr, transform_weights(turned.data(), back), back, store);
 }
 
-// dweight (Cout, 9, Cin) from dout (B, H, W, Cout) and [x1 | x2] (B, H, W, C1 + C2). A thread takes a quarter of the
-// tiles and one row of the 4x4 places at a time. The quarters are added up in their order, so the result has the same
-// bits with any number of threads.
+// dweight (Cout, 9, Cin) = G^T du G. du (parts, PLACES, outputs, inputs) is added up over the parts, in their order.
+// outputs and inputs: Cout and Cin with padding.
+static inline void fold_gradient(float* dweight, const std::vector<float>& du, int parts, int Cout, int Cin,
+                                 int outputs, int inputs) {
+#pragma omp parallel for schedule(static)
+    for (int co = 0; co < Cout; co++) {
+        std::vector<float> dg(9 * inputs); // (9, inputs)
+        for (int place = 0; place < PLACES; place++) {
+            std::vector<float> total(inputs);
+            for (int part = 0; part < parts; part++) {
+                const float* const row = row_of(du.data(), ((size_t)part * PLACES + place) * outputs + co, inputs);
+                for (int ci = 0; ci < inputs; ci++) total[ci] += row[ci];
+            }
+            for (int tap = 0; tap < 9; tap++) {
+                const float factor = G[place / 4][tap / 3] * G[place % 4][tap % 3];
+                float* const row = row_of(dg.data(), tap, inputs);
+                for (int ci = 0; ci < inputs; ci++) row[ci] += factor * total[ci];
+            }
+        }
+        for (int tap = 0; tap < 9; tap++)
+            std::copy_n(row_of(dg.data(), tap, inputs), Cin, row_of(dweight, (size_t)co * 9 + tap, Cin));
+    }
+}
+
+// dweight (Cout, 9, Cin) from dout (B, H, W, Cout) and [x1 | x2] (B, H, W, C1 + C2). A thread takes one row
+// of the 4x4 places, and every fourth chunk of tiles, which is called a part. The parts are added up in their order, so
+// the result has the same bits with any number of threads.
 static inline void backward_weight(float* dweight, const float* dout, const float* x1, const float* x2,
                                    const ConvShape& s) {
     constexpr int PARTS = 4;
@@ -241,10 +269,10 @@ static inline void backward_weight(float* dweight, const float* dout, const floa
     const int inputs = round_up(Cin, TN);
     const int outputs = round_up(s.Cout, TM);
     const Tiles tiles(s);
-    const int count = s.B * tiles.per_image;
+    const int count = s.B * tiles.image_tiles;
     const std::vector<float> zeros(std::max(s.C1, s.C2)); // a pixel of the padding
     const size_t place_size = (size_t)outputs * inputs;
-    std::vector<float> du(PARTS * PLACES * place_size); // (PARTS, PLACES, outputs, inputs)
+    std::vector<float> du(PARTS * PLACES * place_size); // (PARTS, PLACES, outputs, inputs): outputs are the rows
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int part = 0; part < PARTS; part++)
         for (int row = 0; row < 4; row++) {
@@ -277,25 +305,7 @@ static inline void backward_weight(float* dweight, const float* dout, const floa
                 }
             }
         }
-        // dg = G^T du G
-#pragma omp parallel for schedule(static)
-    for (int co = 0; co < s.Cout; co++) {
-        std::vector<float> dg(9 * inputs); // (9, inputs)
-        for (int place = 0; place < PLACES; place++) {
-            std::vector<float> total(inputs);
-            for (int part = 0; part < PARTS; part++) {
-                const float* const row = row_of(du.data() + (part * PLACES + place) * place_size, co, inputs);
-                for (int ci = 0; ci < inputs; ci++) total[ci] += row[ci];
-            }
-            for (int tap = 0; tap < 9; tap++) {
-                const float factor = G[place / 4][tap / 3] * G[place % 4][tap % 3];
-                float* const row = row_of(dg.data(), tap, inputs);
-                for (int ci = 0; ci < inputs; ci++) row[ci] += factor * total[ci];
-            }
-        }
-        for (int tap = 0; tap < 9; tap++)
-            std::copy_n(row_of(dg.data(), tap, inputs), Cin, row_of(dweight, (size_t)co * 9 + tap, Cin));
-    }
+    fold_gradient(dweight, du, PARTS, s.Cout, Cin, outputs, inputs);
 }
 
 } // namespace winograd

@@ -250,15 +250,20 @@ class Guided(Rival):
             words += ["--channel_mult", "1,2,2,2"]  # improved-diffusion's of 32x32
         self.config = make_config(parse_flags([*words, "--seed", str(self.seed), "--data_file", self.pictures.path], FLAGS), self.data)
         self.trainer = Trainer(self.config, self.device)
+        self.average = self.trainer.emas[0].clone()  # train_unet.py's own average leaves out the initial weights
         self.drawn_from = copy.deepcopy(self.trainer.averaged)
 
+    @torch.no_grad()
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            self.trainer.train_step(*training_batch(self.config, self.data, self.trainer.state.step, self.device))
+            with torch.enable_grad():
+                self.trainer.train_step(*training_batch(self.config, self.data, self.trainer.state.step, self.device))
+            self.average.lerp_(self.trainer.weights, 1 - self.config.ema_rate[0])
 
     @torch.no_grad()
     def draw(self, count: int) -> list[torch.Tensor]:
         found, config = [], copy.copy(self.config)
+        self.trainer.emas[0].copy_(self.average)
         for source in self.trainer.averaged, self.trainer.model:
             for mine, its in zip(self.drawn_from.parameters(), source.parameters()):
                 mine.copy_(its)

@@ -12,7 +12,8 @@
 //                weights' (36,864 threads, each with a sum over 131,072 pixels)
 // version 1      CPU: output channels innermost, weights turned to (3, 3, Cin, Cout), so that the compiler vectorises it; no backward
 //                GPU: tiles of 64 pixels x 64 channels: what goes to shared memory is read 16 times there instead of from L1 and L2. 1.0 ms
-// shipped        CPU: a tile of pixels x output channels stays in registers while all taps and channels stream by
+// shipped        CPU: a tile of pixels x output channels stays in registers while all taps and channels stream by; with stride 1, even sizes and
+//                many channels Winograd's form (winograd.h), with 4/9 of the multiplications: percents of a CPU's peak count those of the plain form
 //                GPU: the same idea with tensor cores (in fp32: three products of halves), input tiles that all nine taps read in place, and loads that
 //                run ahead. conv_backward_input gathers (each input pixel asks which outputs read it), conv_backward_weight sums over pixels, so
 //                that no two threads add to one number

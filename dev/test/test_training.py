@@ -613,7 +613,7 @@ def test_a_damaged_history(run: Callable, refused: Callable, data: Path, tmp_pat
 
 
 def same_average(found: np.ndarray, expected: np.ndarray) -> None:
-    """The first average is made in the optimiser's kernel, the others in their own, which may round the same sum of products in another order."""
+    """The first average is made in the optimiser's kernel, the others in their own, which may round the same formula in another way."""
     assert np.abs(found - expected).max() <= 2.0**-22 * np.abs(expected).max()
 
 
