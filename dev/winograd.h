@@ -12,22 +12,25 @@
 //   m2 = (d2 - d1) (g0 - g1 + g2) / 2
 //   m3 = (d1 - d3) g2
 //
+// As matrices: B^T holds the factors of d in m, G those of g in m, and A^T those of m in y.
+//
 // In two dimensions it is applied to the columns and to the rows. Then 2x2 output pixels take 16 multiplications for
 // each input channel, in place of 36 (Lavin & Gray 2015, https://arxiv.org/abs/1509.09308, section 4.1). Here 2x2
-// output pixels are called a tile of the image. With d: the 4x4 input pixels that a tile needs, g: the 3x3 weights, y:
-// the tile's 2x2 output pixels, and * for the product of numbers at the same place:
+// output pixels are called a tile of the image. A place is one of the 16 positions in a 4x4 array. Let d be the 4x4
+// input pixels that a tile needs, g the 3x3 weights, y the tile's 2x2 output pixels, and let * multiply the numbers at
+// the same place:
 //
 //   v = B^T d B          4x4, of each tile and input channel
 //   u = G g G^T          4x4, of each input and output channel
 //   m = v * u            4x4, of each tile and output channel: summed over the input channels
 //   y = A^T m A          2x2, of each tile and output channel
 //
-// A place is one of the 4x4 numbers. For each place, the sums are a product of matrices: m (tiles, Cout) is
-// v (tiles, Cin) times u (Cin, Cout). These sixteen products are nearly all of the work.
+// For each place, the sums are a product of matrices: m (tiles, Cout) is v (tiles, Cin) times u (Cin, Cout). These
+// sixteen products are nearly all of the work.
 //
-// The gradients follow from these formulas. The input gradient is a convolution of dout with the turned weights, so it
-// is computed by the same function. For the weight gradient, dy is the gradient of a tile's 2x2 output pixels. Each
-// step above is linear, and the gradient of a linear step is multiplied by the transposed matrix:
+// The gradients follow from these formulas. The input gradient is a convolution of dout with the weights turned by 180
+// degrees, so it is computed by the same function. For the weight gradient, let dy be the gradient of a tile's 2x2
+// output pixels. With v fixed each step from g to y is linear, and a gradient passes back through its transpose:
 //
 //   dm = A dy A^T        4x4, of each tile and output channel
 //   du = v * dm          4x4, of each input and output channel: summed over the tiles
@@ -51,7 +54,8 @@ constexpr RowOfBT BT[4] = {{0, 2, -1}, {1, 2, 1}, {2, 1, -1}, {1, 3, -1}};
 // (TM and TN are in reference.h: the size of a tile of sums in registers.)
 constexpr int CHUNK = 8 * TM;
 
-// Returns whether this form computes a convolution. With few channels the transforms would cost more than they save.
+// Returns whether this form is used for a convolution. Tiles of 2x2 pixels need even sizes. With few channels the
+// transforms would cost more than they save.
 static inline bool fits(const ConvShape& s) {
     if (s.kernel != 3 || s.stride != 1 || s.upsample) return false;
     return s.H % 2 == 0 && s.W % 2 == 0 && s.C1 + s.C2 >= TN && s.Cout >= TN;
@@ -60,7 +64,7 @@ static inline bool fits(const ConvShape& s) {
 // The tiles of an image, and the pixels that they read and write.
 struct Tiles {
     int image_tiles, image_pixels; // how many an image has
-    // (image_tiles, 4, 4): the number of an input pixel within its image, or -1 if it lies outside of the image. The
+    // (image_tiles, 4, 4): the index of an input pixel within its image, or -1 if it lies outside of the image. The
     // 2x2 output pixels of a tile are in the middle: (1, 1), (1, 2), (2, 1), (2, 2).
     std::vector<int> sources;
     explicit Tiles(const ConvShape& s) {
@@ -75,7 +79,7 @@ struct Tiles {
                 sources.push_back(inside ? h * s.W + w : -1);
             }
     }
-    // Returns the number of a pixel of a tile among the pixels of all images, or -1. tile: its number in all images.
+    // Returns the index of a pixel of a tile among the pixels of all images, or -1. tile: its index in all images.
     ptrdiff_t pixel(int tile, int row, int column) const {
         const int source = sources[(tile % image_tiles * 4 + row) * 4 + column];
         return source < 0 ? -1 : (ptrdiff_t)(tile / image_tiles) * image_pixels + source;
@@ -90,46 +94,47 @@ struct Tiles {
 // v (C): B^T d B at one place, of a tile and of the C channels of x (B, H, W, C)
 static inline void transform_inputs(float* v, const Tiles& tiles, int tile, int place, const float* x, int C,
                                     const float* zeros) {
-    const RowOfBT row = BT[place / 4];
-    const RowOfBT column = BT[place % 4];
-    const float* const d11 = tiles.channels(x, C, zeros, tile, row.first, column.first);
-    const float* const d12 = tiles.channels(x, C, zeros, tile, row.first, column.second);
-    const float* const d21 = tiles.channels(x, C, zeros, tile, row.second, column.first);
-    const float* const d22 = tiles.channels(x, C, zeros, tile, row.second, column.second);
+    const RowOfBT along_h = BT[place / 4];
+    const RowOfBT along_w = BT[place % 4];
+    const float* const d11 = tiles.channels(x, C, zeros, tile, along_h.first, along_w.first);
+    const float* const d12 = tiles.channels(x, C, zeros, tile, along_h.first, along_w.second);
+    const float* const d21 = tiles.channels(x, C, zeros, tile, along_h.second, along_w.first);
+    const float* const d22 = tiles.channels(x, C, zeros, tile, along_h.second, along_w.second);
 #pragma omp simd
     for (int c = 0; c < C; c++) {
-        const float first = d11[c] + column.sign * d12[c];
-        const float second = d21[c] + column.sign * d22[c];
-        v[c] = first + row.sign * second;
+        const float first = d11[c] + along_w.sign * d12[c];
+        const float second = d21[c] + along_w.sign * d22[c];
+        v[c] = first + along_h.sign * second;
     }
 }
 
 // dm (C): A dy A^T at one place, of a tile and of the C channels of dout (B, H, W, C)
 static inline void transform_gradient(float* dm, const Tiles& tiles, int tile, int place, const float* dout, int C) {
-    const float* const row = A[place / 4];
-    const float* const column = A[place % 4];
+    const float* const along_h = A[place / 4];
+    const float* const along_w = A[place % 4];
     const float* const dy00 = dout + tiles.pixel(tile, 1, 1) * C;
     const float* const dy01 = dout + tiles.pixel(tile, 1, 2) * C;
     const float* const dy10 = dout + tiles.pixel(tile, 2, 1) * C;
     const float* const dy11 = dout + tiles.pixel(tile, 2, 2) * C;
 #pragma omp simd
     for (int c = 0; c < C; c++) {
-        const float above = column[0] * dy00[c] + column[1] * dy01[c];
-        const float below = column[0] * dy10[c] + column[1] * dy11[c];
-        dm[c] = row[0] * above + row[1] * below;
+        const float above = along_w[0] * dy00[c] + along_w[1] * dy01[c];
+        const float below = along_w[0] * dy10[c] + along_w[1] * dy11[c];
+        dm[c] = along_h[0] * above + along_h[1] * below;
     }
 }
 
-// acc (TM, TN) += A^T (TM, K) * B (K, TN). The rows of A (K, TM) and B lie a_pitch and b_pitch floats apart.
-static inline void tile_transposed(float (&acc)[TM][TN], const float* a, size_t a_pitch, const float* b, size_t b_pitch,
-                                   int K) {
+// acc (TM, TN) += P^T (TM, K) Q (K, TN), a product of matrices. The rows of P (K, TM) lie p_pitch floats apart, and
+// those of Q q_pitch.
+static inline void multiply_transposed(float (&acc)[TM][TN], const float* p, size_t p_pitch, const float* q,
+                                       size_t q_pitch, int K) {
     for (int k = 0; k < K; k++) {
         for (int m = 0; m < TM; m++) {
 #pragma omp simd
-            for (int n = 0; n < TN; n++) acc[m][n] += a[m] * b[n];
+            for (int n = 0; n < TN; n++) acc[m][n] += p[m] * q[n];
         }
-        a += a_pitch;
-        b += b_pitch;
+        p += p_pitch;
+        q += q_pitch;
     }
 }
 
@@ -152,7 +157,7 @@ static inline std::vector<float> transform_weights(const float* weight, const Co
     return u;
 }
 
-// y (2, 2, TN) = A^T m A of TN channels. m: their numbers at place 0. The places lie `pitch` floats apart.
+// y (2, 2, TN) = A^T m A of TN channels. m: their values at place 0. The places lie `pitch` floats apart.
 static inline void transform_outputs(float (&y)[2][2][TN], const float* m, size_t pitch) {
 #pragma omp simd
     for (int k = 0; k < TN; k++) {
@@ -172,7 +177,7 @@ static inline void transform_outputs(float (&y)[2][2][TN], const float* m, size_
     }
 }
 
-// A convolution of [x1 | x2] (B, H, W, C1 + C2): calls store(pixel, co, sums) for each output pixel (its number in all
+// A convolution of [x1 | x2] (B, H, W, C1 + C2): calls store(pixel, co, sums) for each output pixel (its index in all
 // images) and each TN output channels co ... co + TN - 1, of which the last ones may be beyond Cout. u: see
 // transform_weights.
 template <class F>
@@ -196,6 +201,7 @@ static inline void convolve(const float* x1, const float* x2, const std::vector<
                     transform_inputs(row, tiles, first + t, place, x1, s.C1, zeros.data());
                     if (s.C2) transform_inputs(row + s.C1, tiles, first + t, place, x2, s.C2, zeros.data());
                 }
+            // Behind the last tile there are rows of an earlier chunk. What is computed from them is never read.
             for (int place = 0; place < PLACES; place++)
                 for (int c = 0; c < pitch; c += TN)
                     for (int t = 0; t < n; t += TM) {
@@ -216,9 +222,10 @@ static inline void convolve(const float* x1, const float* x2, const std::vector<
     }
 }
 
-// The input gradient from dout (B, H, W, Cout): calls store(pixel, ci, sums) for each input pixel (its number in all
-// images) and each TN input channels ci ... ci + TN - 1. It is the convolution of dout with the turned weights: the
-// taps are taken from the last to the first, and input and output channels change places.
+// The input gradient from dout (B, H, W, Cout): calls store(pixel, ci, sums) for each input pixel (its index in all
+// images) and each TN input channels ci ... ci + TN - 1, of which the last ones may be beyond Cin. It is the convolution
+// of dout with the turned weights: the taps are taken from the last to the first, and input and output channels change
+// places.
 template <class F>
 static inline void convolve_back(const float* dout, const float* weight, const ConvShape& s, F store) {
     const int Cin = s.C1 + s.C2;
@@ -259,9 +266,9 @@ static inline void fold_gradient(float* dweight, const std::vector<float>& du, i
     }
 }
 
-// dweight (Cout, 9, Cin) from dout (B, H, W, Cout) and [x1 | x2] (B, H, W, C1 + C2). A thread takes one row
-// of the 4x4 places, and every fourth chunk of tiles, which is called a part. The parts are added up in their order, so
-// the result has the same bits with any number of threads.
+// dweight (Cout, 9, Cin) from dout (B, H, W, Cout) and [x1 | x2] (B, H, W, C1 + C2). The work is cut
+// into 16 pieces, each of one row of the 4x4 places and one part of the tiles: part p has the chunks p, p + PARTS and
+// so on. The parts are added up in their order, so the result has the same bits with any number of threads.
 static inline void backward_weight(float* dweight, const float* dout, const float* x1, const float* x2,
                                    const ConvShape& s) {
     constexpr int PARTS = 4;
@@ -296,7 +303,7 @@ static inline void backward_weight(float* dweight, const float* dout, const floa
                     for (int co = 0; co < outputs; co += TM)
                         for (int ci = 0; ci < inputs; ci += TN) {
                             float acc[TM][TN] = {};
-                            tile_transposed(acc, dm_place + co, outputs, v_place + ci, inputs, n);
+                            multiply_transposed(acc, dm_place + co, outputs, v_place + ci, inputs, n);
                             for (int i = 0; i < TM; i++) {
                                 float* const total = row_of(sums, co + i, inputs) + ci;
                                 for (int k = 0; k < TN; k++) total[k] += acc[i][k];
