@@ -9,135 +9,135 @@
 //    759     2. The interface: all that the program asks of a device
 //   1129     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //   1230     4. Configuration: flags, presets, help, what can work and what cannot
-//   1994     5. The network: a list of layers, made of guided-diffusion's flags
-//   2984     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2994         FP8: its buffers, its factors, and weights in FP8
-//   3138         gradients, and buffers
-//   3403     7. Forward and backward: two walks over the list
-//   3537     8. Diffusion: noise schedules, objectives, samplers
-//   3840         the level of a training sample, drawn, and its share of the loss
-//   4314         samplers
-//   4881     9. Data: .bin files that may be larger than memory, the order of their images
-//   5444    10. Model files: weights and checkpoints, initial weights
-//   5804    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5819         the learning rate, the verdict on a step, averages of the weights
-//   5913         what a trainer holds
-//   6091         a step
-//   6448    12. A run: log, guard, checkpoints, resume, samples
-//   6474         the log in memory, as the page shows it
-//   6587         what a run holds
-//   6666         the log and the status line
-//   6856         checkpoints, snapshots and grids
-//   7121         the start of a run: new, from a file's weights, or resumed
-//   7362         how a run begins and ends
-//   7511         the loop over the steps
-//   7611         a run from its first to its last line
-//   7661         samples, without a run
-//   7826    13. main: the command line, then a run or samples
-//   8144         what ranks must have in common
-//   8218         main
-//   8346  Part II. The device
-//   8349    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8433    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8503    16. The GPU: what all kernels share
-//   8572         Launches, which may overlap
-//   8618         Decisions: what kernels are chosen with
-//   8670         Single instructions: shared memory, mbarriers, clusters
-//   8759         Activations: pieces of 16 bytes
-//   9096         each_kernel: a thread for an element
-//   9110         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9278         Swizzle: how rows lie in shared memory
-//   9297         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9556         building blocks of Hopper's kernels (sm_90a)
-//   9865    17. Small operations: resampling, embeddings, diffusion
-//   9868         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10073         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10435         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10987    18. Group norm
-//  10990         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11562         groupnorm_backward_whole: an image's slab in shared memory
-//  11964    19. Attention
-//  12071         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12627         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12773         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13470    20. Convolution
-//  13516         ConvOut: results, 4 channels of a pixel at a time
-//  13761         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13829         conv_halo: 3x3, stride 1, any GPU
-//  14248         conv_gather: any kernel size and stride, any GPU
-//  14517         conv_few: the first and the last layer
-//  14698         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15293         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15417         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15902         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16355         conv_weight_tma: weight gradients (sm_90a)
-//  16656         FP8 in training: weights and gradients are rounded
-//  16771    21. The optimiser
-//  16774         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17034         muon: directions for matrices of weights
-//  17458    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17461         groupnorm_backward
-//  17627         attention: forward and, where a has dout, backward
-//  17691         convolution: forward and input gradient
-//  18200         convolution: weight gradients
-//  18556    23. The GPU: memory, copies, repeated work
-//  18785    24. Between ranks: from device to device
+//   1995     5. The network: a list of layers, made of guided-diffusion's flags
+//   2985     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2995         FP8: its buffers, its factors, and weights in FP8
+//   3139         gradients, and buffers
+//   3404     7. Forward and backward: two walks over the list
+//   3538     8. Diffusion: noise schedules, objectives, samplers
+//   3841         the level of a training sample, drawn, and its share of the loss
+//   4315         samplers
+//   4882     9. Data: .bin files that may be larger than memory, the order of their images
+//   5445    10. Model files: weights and checkpoints, initial weights
+//   5805    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5820         the learning rate, the verdict on a step, averages of the weights
+//   5914         what a trainer holds
+//   6092         a step
+//   6450    12. A run: log, guard, checkpoints, resume, samples
+//   6476         the log in memory, as the page shows it
+//   6589         what a run holds
+//   6668         the log and the status line
+//   6858         checkpoints, snapshots and grids
+//   7123         the start of a run: new, from a file's weights, or resumed
+//   7364         how a run begins and ends
+//   7513         the loop over the steps
+//   7613         train: a whole run, from the first check to the exit code
+//   7663         samples, without a run
+//   7828    13. main: the command line, then a run or samples
+//   8146         what ranks must have in common
+//   8220         main
+//   8348  Part II. The device
+//   8351    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8435    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8505    16. The GPU: what all kernels share
+//   8574         Launches, which may overlap
+//   8620         Decisions: what kernels are chosen with
+//   8672         Single instructions: shared memory, mbarriers, clusters
+//   8761         Activations: pieces of 16 bytes
+//   9098         each_kernel: a thread for an element
+//   9112         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9280         Swizzle: how rows lie in shared memory
+//   9299         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9558         building blocks of Hopper's kernels (sm_90a)
+//   9867    17. Small operations: resampling, embeddings, diffusion
+//   9870         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10075         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10437         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10989    18. Group norm
+//  10992         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11564         groupnorm_backward_whole: an image's slab in shared memory
+//  11966    19. Attention
+//  12073         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12629         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12775         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13472    20. Convolution
+//  13518         ConvOut: results, 4 channels of a pixel at a time
+//  13763         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13831         conv_halo: 3x3, stride 1, any GPU
+//  14250         conv_gather: any kernel size and stride, any GPU
+//  14519         conv_few: the first and the last layer
+//  14700         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15295         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15419         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15904         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16357         conv_weight_tma: weight gradients (sm_90a)
+//  16660         FP8 in training: weights and gradients are rounded
+//  16775    21. The optimiser
+//  16778         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17038         muon: directions for matrices of weights
+//  17464    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17467         groupnorm_backward
+//  17633         attention: forward and, where a has dout, backward
+//  17697         convolution: forward and input gradient
+//  18206         convolution: weight gradients
+//  18562    23. The GPU: memory, copies, repeated work
+//  18791    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8342, run_program 8278, train 7617, run_step 7562, train_step 6375, load_batch 5397 (read_image 4970),
-//     send 18756 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18687):
-//     step_gradients 6229: draw_levels 10453 (the formulas: draw_level 3910), forward_and_loss 6154, q_sample_forward
-//     10647, unet_forward 3433, forward_layer 3418 (a function of the layer's kind, such as forward_conv 2446),
-//     loss_forward_backward 10784, unet_backward 3505, conv_backward_weights 18549 (weight gradients, on the side
-//     stream), finish_gradients 11909 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16826;
-//     judge_step 16874 (the verdict: judge_batch 5887), update_slice 6338, adamw_update 17005 (adamw_kernel 16951),
-//     next_step 16880, record_step 16886; later collect_steps 7515
-//   --optimizer muon: muon_updates 5997 says which weights; update_slice 6338, update_by_muon 6329 (with the formulas),
-//     muon_momentum 17074, orthogonalise 17435 (with muon_kernel above it), adamw_kernel 16951 (its `move`)
-//   pictures, from noise: sample_batch 4796, plan_route 4551, device_step 4599, euler_step 4345 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18050 draws all of its roads):
-//     forward_conv 2446; conv_forward 18088, with conv_product above it, which asks conv_is_wgmma 17699;
-//     on Hopper, large images: pick_conv_tiles_3x3 17998; conv_tiles 15887, with conv_tiles_kernel above it;
-//     Accumulators 9781 (its function multiply); Wgmma 9364;
-//     on Hopper, small images: pick_conv_small 17852; conv_small 16341, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9364;
-//     on any other GPU pick_conv_halo_bf16 17766; conv_halo 14235, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9163
-//   why several GPUs compute the bits of one: step_gradients 6229
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 418, Silu 8396, with_nonlinearity 8406 (a case);
-//     BEHIND_NORMS, above add_norm 2674, chooses it. The embedding has SiLU as a layer: silu_forward 10353
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3767
+//     main 8344, run_program 8280, train 7619, run_step 7564, train_step 6377, load_batch 5398 (read_image 4971),
+//     send 18762 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18693):
+//     step_gradients 6231: draw_levels 10455 (the formulas: draw_level 3911), forward_and_loss 6155, q_sample_forward
+//     10647, unet_forward 3434, forward_layer 3419 (a function of the layer's kind, such as forward_conv 2447),
+//     loss_forward_backward 10786, unet_backward 3506, conv_backward_weights 18555 (weight gradients, on the side
+//     stream), finish_gradients 11911 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16830;
+//     judge_step 16878 (the verdict: judge_batch 5888), update_slice 6340, adamw_update 17009 (adamw_kernel 16955),
+//     next_step 16884, record_step 16890; later collect_steps 7517
+//   --optimizer muon: muon_updates 5998 says which weights; update_slice 6340, update_by_muon 6331 (with the formulas),
+//     muon_momentum 17078, orthogonalise 17441 (with muon_kernel above it), adamw_kernel 16955 (its `move`)
+//   pictures, from noise: sample_batch 4797, plan_route 4552, device_step 4600, euler_step 4346 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 18056 draws all of its roads):
+//     forward_conv 2447; conv_forward 18094, with conv_product above it, which asks conv_is_wgmma 17705;
+//     on Hopper, large images: pick_conv_tiles_3x3 18004; conv_tiles 15889, with conv_tiles_kernel above it;
+//     Accumulators 9783 (its function multiply); Wgmma 9366;
+//     on Hopper, small images: pick_conv_small 17858; conv_small 16343, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9366;
+//     on any other GPU pick_conv_halo_bf16 17772; conv_halo 14237, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9165
+//   why several GPUs compute the bits of one: step_gradients 6231
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 418, Silu 8398, with_nonlinearity 8408 (a case);
+//     BEHIND_NORMS, above add_norm 2675, chooses it. The embedding has SiLU as a layer: silu_forward 10355
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3768
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 536, and beside each other edm_question
-//     3589, ask 3638, frame_of 3651, sigma_draws 3658, has_steps_of_t 3665; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2338; an example is forward_linear 2366
-//     with what follows it; a function such as add_resblock 2726 puts the layer into the network; its operation
+//     3589, ask 3639, frame_of 3652, sigma_draws 3659, has_steps_of_t 3666; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2339; an example is forward_linear 2367
+//     with what follows it; a function such as add_resblock 2727 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
-//   to add an element type beside bf16: Element 312, with a list of all places above it: element_named 1381,
-//     take_aliases 1593, forward_and_loss 6154, ElementOf 8367, with_act 8634, act_has_wgmma 8646, unpack 8779,
-//     pack 8808, to_floats 8878, from_floats 8885, store_two 8890, mma 9163, tma_type 9510, adamw_kernel 16951,
-//     adamw_update 17005, pick_conv_gather 17813, conv_product 18050
-//   the settings, to their values: parse_command_line 1565, take_aliases 1593, complete_config 8260
-//     (apply_preset 1475, take_model_file 7989, take_ect_defaults 8019), take_data_shape 8056 (take_labels 8046),
-//     check_model 1840, check_run 1978
-//   FP8 (--precision fp8): choose_fp8 2923 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 2998 and plan_fp8_gradients 3017 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3062 for samples, make_fp8_training 3104 for training; add_fp8_args 2211
-//     hands them to the layers. forward_conv 2446 and backward_conv 2457 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18150 makes an input gradient a forward convolution; conv_product_fp8 18081 picks the
-//     kernel, multiply_fp8 9815 and WgmmaFp8 9400 multiply; print_fp8 7307 says whether it pays
+//   to add an element type beside bf16: Element 312, with a list of all places above it: element_named 1382,
+//     take_aliases 1594, forward_and_loss 6155, ElementOf 8369, with_act 8636, act_has_wgmma 8648, unpack 8781,
+//     pack 8810, to_floats 8880, from_floats 8887, store_two 8892, mma 9165, tma_type 9512, adamw_kernel 16955,
+//     adamw_update 17009, pick_conv_gather 17819, conv_product 18056
+//   the settings, to their values: parse_command_line 1566, take_aliases 1594, complete_config 8262
+//     (apply_preset 1476, take_model_file 7991, take_ect_defaults 8021), take_data_shape 8058 (take_labels 8048),
+//     check_model 1841, check_run 1979
+//   FP8 (--precision fp8): choose_fp8 2924 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 2999 and plan_fp8_gradients 3018 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3063 for samples, make_fp8_training 3105 for training; add_fp8_args 2212
+//     hands them to the layers. forward_conv 2447 and backward_conv 2458 choose between bf16 and FP8;
+//     conv_backward_input_fp8 18156 makes an input gradient a forward convolution; conv_product_fp8 18087 picks the
+//     kernel, multiply_fp8 9817 and WgmmaFp8 9402 multiply; print_fp8 7309 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
-//     refuse or must (host/files.h), of wrong 1454 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5614 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 5018, for a checkpoint's counters in check_resume 8112.
-//     unknown_word 1367 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1373.
+//     refuse or must (host/files.h), of wrong 1455 (a flag's value), or of a function beside it whose name ends in
+//     _unless. For a damaged header they stand in check_field 5615 and check_unused (host/files.h): look at their
+//     callers; for a data file also in take_data_fields 5019, for a checkpoint's counters in check_resume 8114.
+//     unknown_word 1368 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1374.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7109 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 6900 that a file could not be written yet.
-//     stop_run 6874 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7111 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 6902 that a file could not be written yet.
+//     stop_run 6876 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -1231,9 +1231,10 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 // Flags have guided-diffusion's names. A preset is a list of flags. The command line has priority over a preset. The
 // flags and presets themselves are in common/flags.h, which the Python programs read, too.
 //
-// These functions run in this order: parse_command_line, take_aliases, apply_preset; then take_model_file and
-// take_data_shape (section 13), which set flags that are still not set; then check_model and check_run, which find
-// flags that cannot work, alone or together.
+// The functions run in this order: parse_command_line, take_aliases, apply_preset, and then take_model_file (section
+// 13), whose values replace those of the preset, but not those of the command line. In a run, check_run is next. Then
+// take_data_shape (section 13) sets flags that are still open, and calls check_model. With --sample there is no
+// training data, and run_program calls check_model itself. The checks find flags that cannot work, alone or together.
 
 constexpr double BIG = 1e9;
 struct Config;
@@ -6164,8 +6165,9 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
     const bool flips = training && c.random_flip;
     float* const x = tensor_data<float>(net, net->input);
     float* const out = tensor_data<float>(net, net->output);
-    // Adds noise to the images, as `levels` defines it, and computes the network's answer. teacher: the teacher's
-    // answer, which is a part of the target; null: there is no teacher.
+    // Adds noise to the images, as `levels` defines it, and computes the network's answer. t: what the network is told
+    // about the noise. teacher: the teacher's answer, which is a part of the target. It is null if there is no teacher,
+    // and also while the teacher's own answer is computed.
     auto forward = [&](float* t, const NoiseLevel* levels, const float* teacher) {
         q_sample_forward(x, tr->target, levels, teacher, images, // the next three arguments choose the random draws
                          flips, noise_key, flip_key, B, c.in_channels, c.H, c.W, bytes);
@@ -7608,7 +7610,7 @@ static bool lacks_validation(const Run& run) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- a run from its first to its last line
+// --- train: a whole run, from the first check to the exit code
 
 // Does a whole run. data: the training data. output: the folder of --output_dir, if it exists. resume: the path of the
 // checkpoint to go on from; "": the run is new. start: that checkpoint, or the file of --init.
@@ -16579,11 +16581,13 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, 
             store_whole(to + f / 8 * 1024 + f % 8 / 4 * 512 + f % 4 * 32, (const float4&)d[4 * f]);
 }
 
-// Stores a warpgroup's sums in dweight, by TMA. First the sums are written to shared memory, over the pixel tiles,
-// which nobody reads any more. There they form boxes of 32 input channels, with rows of 128 bytes. A box of a 3x3 has a
-// row for each (output channel, tap), and a box of a 1x1 has a row for each output channel. D has three thirds: each is
-// a tap, or 64 input channels. Fragment f of this thread lies in the third of number f / 8. It holds output channels co
-// and co + 8 for two input channels: f % 8 * 8 + lane % 4 * 2 and the next one.
+// Stores a warpgroup's sums, D, in dweight by TMA. For a 3x3, D holds the three taps of the kernel's row `row`, each
+// with 64 input channels. For a 1x1, D holds up to three tiles of 64 input channels, and row is 0.
+// First D is written to shared memory. It overwrites the pixel tiles, which nobody reads any more. There it forms boxes
+// of 32 input channels, with rows of 128 bytes. A box of a 3x3 has three rows for each of the 64 output channels, one
+// for each of these taps. A box of a 1x1 has one row for each output channel.
+// A thread holds 24 fragments. Fragment f belongs to the tap (3x3) or the tile (1x1) of number f / 8. It holds the sums
+// of output channels co and co + 8, for two of the 64 input channels: f % 8 * 8 + lane % 4 * 2 and the next one.
 template <class T> INLINE void put_dweight(const auto& work, int row, int co_tile, float* d, uint32_t boxes) {
     constexpr int BOX_BYTES = (T::IS_3X3 ? 3 : 1) * BYTES_OF_64_ROWS;
     const ConvWeight& p = work.p;
@@ -17189,7 +17193,9 @@ template <class Operand, int N, bool IS_LEFT> struct MuonSide {
         constexpr bool NEXT_MATRIX_IS_BELOW = IS_LEFT != TRANSPOSED;
         const int line = lane % 8 + 8 * (NEXT_MATRIX_IS_BELOW ? matrix % 2 : matrix / 2);
         const int next_chunk = NEXT_MATRIX_IS_BELOW ? matrix / 2 : matrix % 2;
-        // Where the warp's rows begin in the slice
+        // The warp's rows begin at this line and this chunk of the slice. If it is not TRANSPOSED, a line is a row. If
+        // it is, a line holds one k of 64 rows. Then a group of 64 rows takes 64 lines, one for each k. first_line is
+        // the first of them, and a chunk of a line holds 8 rows of the group.
         const int first_line = TRANSPOSED ? warp_row / MUON_LINE * MUON_LINE : warp_row;
         const int first_chunk = TRANSPOSED ? warp_row % MUON_LINE / 8 : 0;
         return (first_line + line) * LINE_BYTES + chunk_place<T>(first_chunk + next_chunk, line & 7);

@@ -223,9 +223,9 @@ static inline void convolve(const float* x1, const float* x2, const std::vector<
 }
 
 // The input gradient from dout (B, H, W, Cout): calls store(pixel, ci, sums) for each input pixel (its index in all
-// images) and each TN input channels ci ... ci + TN - 1, of which the last ones may be beyond Cin. It is the convolution
-// of dout with the turned weights: the taps are taken from the last to the first, and input and output channels change
-// places.
+// images) and each TN input channels ci ... ci + TN - 1, of which the last ones may be beyond Cin. It is the
+// convolution of dout with the turned weights: the taps are taken from the last to the first, and input and output
+// channels change places.
 template <class F>
 static inline void convolve_back(const float* dout, const float* weight, const ConvShape& s, F store) {
     const int Cin = s.C1 + s.C2;
