@@ -7,137 +7,137 @@
 //    241  Part I. The program
 //    244     1. Types at the interface: what operations are called with
 //    759     2. The interface: all that the program asks of a device
-//   1129     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1230     4. Configuration: flags, presets, help, what can work and what cannot
-//   1995     5. The network: a list of layers, made of guided-diffusion's flags
-//   2985     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2995         FP8: its buffers, its factors, and weights in FP8
-//   3139         gradients, and buffers
-//   3404     7. Forward and backward: two walks over the list
-//   3538     8. Diffusion: noise schedules, objectives, samplers
-//   3841         the level of a training sample, drawn, and its share of the loss
-//   4315         samplers
-//   4882     9. Data: .bin files that may be larger than memory, the order of their images
-//   5445    10. Model files: weights and checkpoints, initial weights
-//   5805    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5820         the learning rate, the verdict on a step, averages of the weights
-//   5914         what a trainer holds
-//   6092         a step
-//   6450    12. A run: log, guard, checkpoints, resume, samples
-//   6476         the log in memory, as the page shows it
-//   6589         what a run holds
-//   6668         the log and the status line
-//   6858         checkpoints, snapshots and grids
-//   7123         the start of a run: new, from a file's weights, or resumed
-//   7364         how a run begins and ends
-//   7513         the loop over the steps
-//   7613         train: a whole run, from the first check to the exit code
-//   7663         samples, without a run
-//   7828    13. main: the command line, then a run or samples
-//   8146         what ranks must have in common
-//   8220         main
-//   8348  Part II. The device
-//   8351    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8435    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8505    16. The GPU: what all kernels share
-//   8574         Launches, which may overlap
-//   8620         Decisions: what kernels are chosen with
-//   8672         Single instructions: shared memory, mbarriers, clusters
-//   8761         Activations: pieces of 16 bytes
-//   9098         each_kernel: a thread for an element
-//   9112         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9280         Swizzle: how rows lie in shared memory
-//   9299         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9558         building blocks of Hopper's kernels (sm_90a)
-//   9867    17. Small operations: resampling, embeddings, diffusion
-//   9870         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10075         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10437         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10989    18. Group norm
-//  10992         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11564         groupnorm_backward_whole: an image's slab in shared memory
-//  11966    19. Attention
-//  12073         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12629         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12775         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13472    20. Convolution
-//  13518         ConvOut: results, 4 channels of a pixel at a time
-//  13763         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13831         conv_halo: 3x3, stride 1, any GPU
-//  14250         conv_gather: any kernel size and stride, any GPU
-//  14519         conv_few: the first and the last layer
-//  14700         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15295         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15419         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15904         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16357         conv_weight_tma: weight gradients (sm_90a)
-//  16660         FP8 in training: weights and gradients are rounded
-//  16775    21. The optimiser
-//  16778         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17038         muon: directions for matrices of weights
-//  17464    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17467         groupnorm_backward
-//  17633         attention: forward and, where a has dout, backward
-//  17697         convolution: forward and input gradient
-//  18206         convolution: weight gradients
-//  18562    23. The GPU: memory, copies, repeated work
-//  18791    24. Between ranks: from device to device
+//   1131     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1232     4. Configuration: flags, presets, help, what can work and what cannot
+//   1999     5. The network: a list of layers, made of guided-diffusion's flags
+//   2989     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   2999         FP8: its buffers, its factors, and weights in FP8
+//   3143         gradients, and buffers
+//   3408     7. Forward and backward: two walks over the list
+//   3542     8. Diffusion: noise schedules, objectives, samplers
+//   3845         the level of a training sample, drawn, and its share of the loss
+//   4319         samplers
+//   4887     9. Data: .bin files that may be larger than memory, the order of their images
+//   5451    10. Model files: weights and checkpoints, initial weights
+//   5813    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5828         the learning rate, the verdict on a step, averages of the weights
+//   5922         what a trainer holds
+//   6100         a step
+//   6458    12. A run: log, guard, checkpoints, resume, samples
+//   6484         the log in memory, as the page shows it
+//   6597         what a run holds
+//   6676         the log and the status line
+//   6866         checkpoints, snapshots and grids
+//   7131         the start of a run: new, from a file's weights, or resumed
+//   7372         how a run begins and ends
+//   7521         the loop over the steps
+//   7621         train: a whole run, from the first check to the exit code
+//   7671         samples, without a run
+//   7836    13. main: the command line, then a run or samples
+//   8154         what ranks must have in common
+//   8228         main
+//   8356  Part II. The device
+//   8359    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8443    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8513    16. The GPU: what all kernels share
+//   8582         Launches, which may overlap
+//   8628         Decisions: what kernels are chosen with
+//   8680         Single instructions: shared memory, mbarriers, clusters
+//   8769         Activations: pieces of 16 bytes
+//   9106         each_kernel: a thread for an element
+//   9120         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9288         Swizzle: how rows lie in shared memory
+//   9307         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9566         building blocks of Hopper's kernels (sm_90a)
+//   9875    17. Small operations: resampling, embeddings, diffusion
+//   9878         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10083         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10445         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  10997    18. Group norm
+//  11000         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11572         groupnorm_backward_whole: an image's slab in shared memory
+//  11974    19. Attention
+//  12081         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12637         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12783         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13481    20. Convolution
+//  13527         ConvOut: results, 4 channels of a pixel at a time
+//  13773         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13841         conv_halo: 3x3, stride 1, any GPU
+//  14260         conv_gather: any kernel size and stride, any GPU
+//  14529         conv_few: the first and the last layer
+//  14710         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15305         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15429         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15914         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16367         conv_weight_tma: weight gradients (sm_90a)
+//  16670         FP8 in training: weights and gradients are rounded
+//  16785    21. The optimiser
+//  16788         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17048         muon: directions for matrices of weights
+//  17474    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17477         groupnorm_backward
+//  17645         attention: forward and, where a has dout, backward
+//  17709         convolution: forward and input gradient
+//  18218         convolution: weight gradients
+//  18574    23. The GPU: memory, copies, repeated work
+//  18803    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8344, run_program 8280, train 7619, run_step 7564, train_step 6377, load_batch 5398 (read_image 4971),
-//     send 18762 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18693):
-//     step_gradients 6231: draw_levels 10455 (the formulas: draw_level 3911), forward_and_loss 6155, q_sample_forward
-//     10647, unet_forward 3434, forward_layer 3419 (a function of the layer's kind, such as forward_conv 2447),
-//     loss_forward_backward 10786, unet_backward 3506, conv_backward_weights 18555 (weight gradients, on the side
-//     stream), finish_gradients 11911 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16830;
-//     judge_step 16878 (the verdict: judge_batch 5888), update_slice 6340, adamw_update 17009 (adamw_kernel 16955),
-//     next_step 16884, record_step 16890; later collect_steps 7517
-//   --optimizer muon: muon_updates 5998 says which weights; update_slice 6340, update_by_muon 6331 (with the formulas),
-//     muon_momentum 17078, orthogonalise 17441 (with muon_kernel above it), adamw_kernel 16955 (its `move`)
-//   pictures, from noise: sample_batch 4797, plan_route 4552, device_step 4600, euler_step 4346 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18056 draws all of its roads):
-//     forward_conv 2447; conv_forward 18094, with conv_product above it, which asks conv_is_wgmma 17705;
-//     on Hopper, large images: pick_conv_tiles_3x3 18004; conv_tiles 15889, with conv_tiles_kernel above it;
-//     Accumulators 9783 (its function multiply); Wgmma 9366;
-//     on Hopper, small images: pick_conv_small 17858; conv_small 16343, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9366;
-//     on any other GPU pick_conv_halo_bf16 17772; conv_halo 14237, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9165
-//   why several GPUs compute the bits of one: step_gradients 6231
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 418, Silu 8398, with_nonlinearity 8408 (a case);
-//     BEHIND_NORMS, above add_norm 2675, chooses it. The embedding has SiLU as a layer: silu_forward 10355
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3768
+//     main 8352, run_program 8288, train 7627, run_step 7572, train_step 6385, load_batch 5404 (read_image 4976),
+//     send 18774 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18705):
+//     step_gradients 6239: draw_levels 10463 (the formulas: draw_level 3915), forward_and_loss 6163, q_sample_forward
+//     10647, unet_forward 3438, forward_layer 3423 (a function of the layer's kind, such as forward_conv 2451),
+//     loss_forward_backward 10794, unet_backward 3510, conv_backward_weights 18567 (weight gradients, on the side
+//     stream), finish_gradients 11919 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16840;
+//     judge_step 16888 (the verdict: judge_batch 5896), update_slice 6348, adamw_update 17019 (adamw_kernel 16965),
+//     next_step 16894, record_step 16900; later collect_steps 7525
+//   --optimizer muon: muon_updates 6006 says which weights; update_slice 6348, update_by_muon 6339 (with the formulas),
+//     muon_momentum 17088, orthogonalise 17451 (with muon_kernel above it), adamw_kernel 16965 (its `move`)
+//   pictures, from noise: sample_batch 4802, plan_route 4557, device_step 4605, euler_step 4350 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 18068 draws all of its roads):
+//     forward_conv 2451; conv_forward 18106, with conv_product above it, which asks conv_is_wgmma 17717;
+//     on Hopper, large images: pick_conv_tiles_3x3 18016; conv_tiles 15899, with conv_tiles_kernel above it;
+//     Accumulators 9791 (its function multiply); Wgmma 9374;
+//     on Hopper, small images: pick_conv_small 17870; conv_small 16353, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9374;
+//     on any other GPU pick_conv_halo_bf16 17784; conv_halo 14247, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9173
+//   why several GPUs compute the bits of one: step_gradients 6239
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 418, Silu 8406, with_nonlinearity 8416 (a case);
+//     BEHIND_NORMS, above add_norm 2679, chooses it. The embedding has SiLU as a layer: silu_forward 10363
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3772
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 536, and beside each other edm_question
-//     3589, ask 3639, frame_of 3652, sigma_draws 3659, has_steps_of_t 3666; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2339; an example is forward_linear 2367
-//     with what follows it; a function such as add_resblock 2727 puts the layer into the network; its operation
+//     3589, ask 3643, frame_of 3656, sigma_draws 3663, has_steps_of_t 3670; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2343; an example is forward_linear 2371
+//     with what follows it; a function such as add_resblock 2731 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
-//   to add an element type beside bf16: Element 312, with a list of all places above it: element_named 1382,
-//     take_aliases 1594, forward_and_loss 6155, ElementOf 8369, with_act 8636, act_has_wgmma 8648, unpack 8781,
-//     pack 8810, to_floats 8880, from_floats 8887, store_two 8892, mma 9165, tma_type 9512, adamw_kernel 16955,
-//     adamw_update 17009, pick_conv_gather 17819, conv_product 18056
-//   the settings, to their values: parse_command_line 1566, take_aliases 1594, complete_config 8262
-//     (apply_preset 1476, take_model_file 7991, take_ect_defaults 8021), take_data_shape 8058 (take_labels 8048),
-//     check_model 1841, check_run 1979
-//   FP8 (--precision fp8): choose_fp8 2924 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 2999 and plan_fp8_gradients 3018 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3063 for samples, make_fp8_training 3105 for training; add_fp8_args 2212
-//     hands them to the layers. forward_conv 2447 and backward_conv 2458 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18156 makes an input gradient a forward convolution; conv_product_fp8 18087 picks the
-//     kernel, multiply_fp8 9817 and WgmmaFp8 9402 multiply; print_fp8 7309 says whether it pays
+//   to add an element type beside bf16: Element 312, with a list of all places above it: element_named 1384,
+//     take_aliases 1596, forward_and_loss 6163, ElementOf 8377, with_act 8644, act_has_wgmma 8656, unpack 8789,
+//     pack 8818, to_floats 8888, from_floats 8895, store_two 8900, mma 9173, tma_type 9520, adamw_kernel 16965,
+//     adamw_update 17019, pick_conv_gather 17831, conv_product 18068
+//   the settings, to their values: parse_command_line 1568, take_aliases 1596, complete_config 8270
+//     (apply_preset 1478, take_model_file 7999, take_ect_defaults 8029), take_data_shape 8066 (take_labels 8056),
+//     check_model 1845, check_run 1983
+//   FP8 (--precision fp8): choose_fp8 2928 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3003 and plan_fp8_gradients 3022 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3067 for samples, make_fp8_training 3109 for training; add_fp8_args 2216
+//     hands them to the layers. forward_conv 2451 and backward_conv 2462 choose between bf16 and FP8;
+//     conv_backward_input_fp8 18168 makes an input gradient a forward convolution; conv_product_fp8 18099 picks the
+//     kernel, multiply_fp8 9825 and WgmmaFp8 9410 multiply; print_fp8 7317 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
-//     refuse or must (host/files.h), of wrong 1455 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5615 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 5019, for a checkpoint's counters in check_resume 8114.
-//     unknown_word 1368 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1374.
+//     refuse or must (host/files.h), of wrong 1457 (a flag's value), or of a function beside it whose name ends in
+//     _unless. For a damaged header they stand in check_field 5623 and check_unused (host/files.h): look at their
+//     callers; for a data file also in take_data_fields 5024, for a checkpoint's counters in check_resume 8122.
+//     unknown_word 1370 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1376.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7111 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 6902 that a file could not be written yet.
-//     stop_run 6876 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7119 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 6910 that a file could not be written yet.
+//     stop_run 6884 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -757,11 +757,12 @@ struct ConvSkip {
 
 // =====================================================================================================================
 // 2. The interface: all that the program asks of a device
-// dev/reference.h implements it in loops (the CPU build), and Part II in kernels. Another kind of device would
-// need these functions. A function's first arguments are its outputs. Its inputs follow, and then sizes. Every function
-// overwrites its outputs. Backward functions also overwrite gradients: they do not add to the old values.
+// dev/reference.h implements it with loops (the CPU build), and Part II with kernels. Another kind of device would need
+// these functions. A function's first arguments are its outputs. Its inputs follow, and then sizes. A function
+// overwrites its outputs, if its comment does not say otherwise. This is also true of gradients in backward functions:
+// they do not add to the old values.
 // A comment after an argument gives its shape, or says what it is. "as x" means: it has the shape of x. [Brackets]
-// enclose what may be null.
+// enclose what may be null, but [x1 | x2] means the channels of x1, followed by those of x2.
 
 // A queue of a GPU's operations, which run one after the other. Different streams can run at the same time.
 struct Stream;
@@ -1000,8 +1001,9 @@ static void judge_step(StepState* state, const double* squares, // (stretches)
                        size_t stretches, const double* loss,    // (B)
                        const int* quarters,                     // (B)
                        AdamW h, int B);
-// Updates the weights by AdamW (Loshchilov & Hutter 2019) with clipping, and then the first average of the weights. If
-// the step is not ok, nothing changes.
+// Updates this rank's slice of the weights by AdamW (Loshchilov & Hutter 2019) with clipping, and then the first
+// average of the weights. Muon's matrices move along the directions that are in u.sum instead. If state->ok is 0 (the
+// step is skipped), nothing changes.
 static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own);
 // --optimizer muon: what is done before adamw_update (see the comments above update_by_muon).
 // muon_momentum updates the momentum, u.m, of this rank's part of Muon's matrices. Then it writes the Nesterov momentum
@@ -1627,8 +1629,9 @@ static void take_aliases(Config* c) {
 // So this function is called after --diffusion_steps has got its final value. from_file: whether a model file has set
 // --vlb_weight. If so, a preset must not change it.
 static void take_rescale_learned_sigmas(Config* c, bool from_file) {
-    // If a preset sets rescale_learned_sigmas, this sets vlb_weight only if neither the command line nor a model file
-    // has set vlb_weight. If the command line sets rescale_learned_sigmas, this always sets vlb_weight.
+    // If the command line gives rescale_learned_sigmas, vlb_weight is set here, and the command line must not give it,
+    // too. If only a preset gives rescale_learned_sigmas, vlb_weight is set here unless the command line or a model
+    // file has set it.
     const bool given = c->given("rescale_learned_sigmas");
     const bool weight_given = c->given("vlb_weight");
     if (given && weight_given)
@@ -1667,7 +1670,8 @@ static std::string parse_image_size(Config* c) {
     return wrong(c, "image_size", "must be a number of pixels from 4 to 4096, or HxW");
 }
 
-// Returns how many channels the pictures have that --cond makes of images.
+// --cond lowres, gray and mask make the condition pictures from the images. Returns how many channels such a picture
+// has.
 static int made_channels(const Config& c) {
     if (c.picture_kind == PictureKind::GRAY) return 1;
     return c.in_channels + (c.picture_kind == PictureKind::MASK);
@@ -2706,9 +2710,9 @@ static int add_resample(UNet* net, Resample resample, const std::string& name, i
 
 // Ends a residual block or an attention block. The block consists of the layers from `first` on. Returns its output.
 // With --use_checkpoint (Chen et al. 2016, arXiv:1604.06174) only the inputs and the output of such a block are kept.
-// Before the block's backward pass its layers are computed again. Two layers are not computed again: the last one and
-// a residual block's shortcut (see add_resblock). The backward passes of the block's layers do not read the results of
-// these two.
+// Before the block's backward pass its layers are computed again, except for the last one and, in a residual block, the
+// layer whose result the last one adds: the shortcut or, if there is none, the layer that changes the resolution of the
+// block's input (see add_resblock). The backward passes of the block's layers do not read the results of these layers.
 static int end_block(UNet* net, size_t first) {
     const Layer last = net->layers.back();
     const int end = (int)net->layers.size() - 1;
@@ -4345,7 +4349,8 @@ struct Move {
 // much larger than n, the two terms of the formula are large numbers that nearly cancel.
 static Move euler_step(double s, double n) { return Move{.sigma = s, .x = n / s, .x0 = 1 - n / s}; }
 
-// Returns the standard deviation of q(x_n | x_s, x_0) (Ho et al. 2020, eq. 7). As above, x = x_0 + sigma noise.
+// Returns the standard deviation of q(x_n | x_s, x_0). x_s is the image with noise of sigma s: x_0 + s noise. x_n has
+// the smaller sigma n. (In Ho et al. 2020, eq. 7, these images are called x_t and x_(t-1), and they are scaled.)
 static double posterior_deviation(double s, double n) { return n * std::sqrt(s * s - n * n) / s; }
 
 // DDIM (Song et al. 2021, eq. 12 and 16). With eta = 0 it is Euler's method. With eta > 0 a step goes to a sigma below
@@ -5370,7 +5375,8 @@ static int64_t image_at_position(const Dataset& d, const Config& c, bool trainin
     return training ? permuted_index(c.seed, in_epoch, epoch, d.count) : in_epoch;
 }
 
-// Reads the picture that image i is conditioned on into memory at `to`. Returns what read_image returns.
+// Reads the picture that belongs to image i (its condition), and writes it to memory at `to`. Returns whether it could
+// be read and all its values are finite. If not, d->error says why.
 static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
     Dataset* const cond = d->cond.get();
     if (!read_image(cond, i, to)) {
@@ -5508,7 +5514,8 @@ constexpr int SLOT_OPTIMIZER = 116; // the run's --optimizer; the slots after it
 constexpr int SLOT_PATH = 128;      // 512 bytes: the path data_file, a byte 0, the path cond_file
 constexpr int MOST_LEVELS = 8;      // how many numbers channel_mult may have, and how many attention_resolutions
 
-// Returns the word of the objective whose number a header holds, or "" if the file is damaged.
+// A header stores the objective as a number. Returns the objective's name, as --objective takes it ("ddpm", "edm" and
+// so on), or "" if there is no objective of this number: then the file is damaged.
 static std::string objective_of(const Header& h) {
     const std::vector<std::string> words = choices(*find_flag("objective"));
     const size_t number = h.slot[SLOT_OBJECTIVE];
@@ -5591,8 +5598,9 @@ struct ModelFile : InputFile {
     float ema_rate(int k) const { return header.get<float>(k ? SLOT_EMAS + k : SLOT_EMA_RATE); }
     static int ema_array(int k) { return k ? 3 + k : 1; }
 
-    // Returns how many floats follow the arrays. They are the losses that --schedule_sampler loss-second-moment
-    // remembers.
+    // Returns how many floats follow the arrays. They are what --schedule_sampler loss-second-moment remembers: for
+    // each timestep there is room for HISTORY losses, and one number says how many of them are stored
+    // (remember_losses).
     size_t history() const {
         const bool keeps_losses = has(HAS_TRAINING) && header.slot[SLOT_SAMPLER];
         return keeps_losses ? (size_t)header.slot[SLOT_DIFFUSION] * (HISTORY + 1) : 0;
@@ -5712,8 +5720,8 @@ static void check_size(const ModelFile& m, const UNet& net) {
     bool holds = m.header.get<size_t>(SLOT_PARAMS) == n;
     if (s[SLOT_MAGIC] == UNET_CU_MODEL_MAGIC) {
         // A header of unet.cu does not hold the number of parameters, so the file's size is compared with the size of
-        // all parameters. If slot 8 or 9 is not 0, moments may follow the weights. Slot 4 is the number of the output's
-        // channels.
+        // all parameters. More data may follow the weights: AdamW's moments if slot 8 is not 0, and the states of
+        // random generators if slot 9 is not 0. Slot 4 is the number of the output's channels.
         const size_t bytes = 1024 + n * sizeof(float);
         const bool has_moments = s[8] || s[9];
         const bool size_fits = m.size == bytes || (has_moments && m.size > bytes);
@@ -5992,9 +6000,9 @@ static AdamW optimiser_settings(const Config& c) {
     return h;
 }
 
-// Returns whether Muon updates a parameter, if the flag is given: all matrices that lie between two layers of hidden
-// channels. AdamW updates the others: biases, norms, the first and the last convolution, and the embeddings of classes
-// and numbers.
+// Returns whether Muon updates a parameter if --optimizer is muon. It updates every weight with at least two dimensions
+// (a convolution's weight counts as a matrix), but not the first and the last convolution, and not the embeddings of
+// classes and numbers. AdamW updates these, and all biases and weights of norms.
 static bool muon_updates(const Param& p) {
     const bool at_an_end = p.name == "input_blocks.0.0.weight" || p.name == "out.2.weight";
     const bool of_a_condition = p.name == "label_emb.weight" || p.name == "cond_emb.weight";
@@ -7798,8 +7806,8 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
         sampler.mask = device_alloc<float>(batch_values);
     }
 
-    // The seconds from here until all images are drawn are printed below. On a GPU with bf16 the network reads a copy
-    // of the weights.
+    // The time from here until all images are drawn is measured, and printed below. If activations are bf16, the
+    // kernels of convolutions read a bf16 copy of the weights, which is made here.
     const double start = now();
     act* copy = make_copy(params, net.flat_size);
     cast_params(copy, params, net.flat_size);
@@ -13281,7 +13289,8 @@ template <class T> struct BackwardBlock {
                 const int tile = i - max(steps / 2 - 1, 0); // -D of this tile of the next head is computed now
                 const bool dots_now = tile >= 0 && tile < WARPGROUPS && head + head_stride < p.all_heads;
                 Dots dot = {};
-                // The rows of which -D of the next head is made are loaded while the products are computed.
+                // Starts to load the rows of dout and out from which -D of the next head is computed. If the block is
+                // not ALONE, they are loaded while the block computes the products of this step.
                 if (dots_now) load_dots(dot, head + head_stride, tile);
                 // A block that is ALONE has too few registers to keep `dot` until the end of this step.
                 if (dots_now && T::ALONE) send_dots(dot, tile);
@@ -13598,7 +13607,8 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
     static constexpr int PITCH = WARP_CHANNELS + 4;
     static constexpr int STAGED_BYTES = POSITIONS * K_GROUPS * 64 * PITCH * 4;
     static constexpr int STAT_ROWS = PIXEL_WARPS / IMAGES * K_GROUPS * STEP; // threads that sum one channel of an image
-    // These functions return which part of the tile a warp computes.
+    // These functions return what a warp computes: which 64 pixels and which WARP_CHANNELS output channels of the tile,
+    // and over which part of the input channels it sums (k_group).
     static constexpr int pixel_warp(int warp) { return warp % PIXEL_WARPS; }
     static constexpr int channel_warp(int warp) { return warp / PIXEL_WARPS % (CHANNELS / WARP_CHANNELS); }
     static constexpr int k_group(int warp) { return warp / POSITIONS; }
@@ -14064,9 +14074,9 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         const int c = row_of_matrix + upper_c * 8;
         return channels_on<T>(c * ROW_BYTES + chunk_place<T>(upper_k, key(c)), first_k);
     }
-    // Loads one fragment: the weights of tap (kh, kw), for 16 output channels from m * 16 on, and for 16 input channels
-    // from k * 16 on of the K group's part. lane: the address of the row that this lane would give to ldmatrix if kw,
-    // kh, m and k were 0.
+    // Loads one fragment: the weights of tap (kh, kw), for 16 output channels from m * 16 on, and for 16 input
+    // channels. The first of these is channel k * 16 of the K group's part of the slice. lane: the address of the row
+    // that this lane would give to ldmatrix if kw, kh, m and k were 0.
     static INLINE void load(FragmentA<T>& a, uint32_t lane, int kw, int kh, int m, int k) {
         const int tap = kw * Tile::WEIGHT_BYTES + kh * TAP_BYTES;
         if (!BACKWARD) {
@@ -14209,7 +14219,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
             __syncthreads(); // all threads' copies for this step have arrived, and all have finished the previous step
 
             // A step has GAPS gaps between its products. In these gaps it copies the weights of the step after the next
-            // one, and half of the next slice's halo.
+            // one. The steps kw = 0 and kw = 1 each also copy half of the next slice's halo.
             auto copy_in_gap = [&](int gap) {
                 constexpr int GAPS = 3 * Tile::K16;
                 UNROLL_FOR (int i = 0; i < Weights::COPIES; i++)
@@ -17491,8 +17501,10 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     const int C = s.C1 + s.C2;
     const double elements = act_vec() / 8.0; // SLOT and SLOTS were fitted for vectors of 8 elements
 
-    // Memory moves whole sectors of 32 bytes, and whole rows of 128 bytes are the most efficient. So a byte takes more
-    // time if the slab's rows are short (short_rows), or if a warp reads few neighbouring bytes (short_runs).
+    // Memory moves whole sectors of 32 bytes, and 128 neighbouring bytes (a cache line) are the most efficient. So a
+    // byte takes more time if the slab has few bytes of each pixel (short_rows). If the slab has all channels, this
+    // costs nothing, because the next pixel's bytes follow directly. A byte also takes more time if a warp reads few
+    // neighbouring bytes of a pixel (short_runs).
     const int row_bytes = w.slab / act_vec() * 16; // bytes of the slab's channels in one pixel
     double loss = 0;
     if (row_bytes < 128) loss += 0.07;
