@@ -1023,6 +1023,14 @@ def test_training_follows_pytorch(run: Callable, tmp_path: Path, name: str) -> N
     check_training(run, tmp_path, *PARITY[name])
 
 
+def quarter_tolerance(config: twin.Config, loss: float, quarters: list[float | None]) -> float:
+    """Of the mean loss of a quarter of t. A loss of ect is quadratic in the difference of two answers of the network. Where it is a 40,000th of another
+    quarter's, the difference is a 200th, and what two programs differ by in the answers counts 200 times as much. In 20 steps of images of eight widths the
+    plain convolutions and Winograd's came to 1.3e-5 and 1.1e-5 in this measure (and to 6e-4 of the smallest losses, both)."""
+    largest = max(filter(None, quarters))
+    return max(2e-4, 2e-5 * math.sqrt(largest / loss)) if config.objective == "ect" else 2e-4
+
+
 def check_training(run: Callable, tmp_path: Path, shape: tuple[int, int, int], settings: dict) -> None:
     """20 steps in float32 from the same random weights (none of them zero): the losses stay within 1e-4 of each other."""
     config, data = write_parity_files(tmp_path, shape, settings)
@@ -1038,7 +1046,8 @@ def check_training(run: Callable, tmp_path: Path, shape: tuple[int, int, int], s
         assert float(row["lr"]) == pytest.approx(result.lr, rel=1e-6)
         assert float(row["grad_norm"]) == pytest.approx(result.grad_norm, rel=1e-3)
         quarters = [None if row[f"loss_q{q}"] == "" else float(row[f"loss_q{q}"]) for q in range(4)]
-        assert quarters == [quarter and pytest.approx(quarter, rel=2e-4) for quarter in result.loss_quarters]
+        for found, expected in zip(quarters, result.loss_quarters, strict=True):
+            assert found == (expected and pytest.approx(expected, rel=quarter_tolerance(config, expected, result.loss_quarters)))
         if step == 0:  # the first moment is the gradient times 1 - beta1; every parameter's is right
             native = read_checkpoint(tmp_path / "first" / model_name(1))
             moments = model_files.to_state_dict(config, trainer.moments["exp_avg"].clone().numpy())
