@@ -27,7 +27,7 @@ from conftest import (
     seal_model,
     with_slot,
 )
-from test_training import QUIET, Double, check_sampling, check_training, command_line, write_parity_files
+from test_training import QUIET, Double, check_sampling, check_training, command_line, quarter_tolerance, write_parity_files
 
 import train_unet as twin
 from common import model_files
@@ -97,6 +97,22 @@ def test_bound_step_by_step(run: Callable, tmp_path: Path, learned: bool) -> Non
             expected = diffusion.losses(exact, *batch).mean().item()
             assert diffusion.losses(model, *batch).mean().item() == pytest.approx(expected, rel=2e-6)
         assert loss == pytest.approx(expected, rel=2e-6), step
+
+
+@pytest.mark.parametrize("width", [4, 8, 12])
+def test_ect_step_by_step(run: Callable, tmp_path: Path, width: int) -> None:
+    """The loss of each quarter of t against float64, from the same weights at each of 20 steps. What float32's rounding may do is in quarter_tolerance."""
+    config, data = write_parity_files(tmp_path, (3, 8, width), PLAIN | OBJECTIVES["ect"])
+    run(flags(command_line(config), QUIET, "--lr 0"))
+    exact, diffusion = Double(twin.build_model(config, random_weights(config, 4))), twin.Diffusion(config)
+    for step, row in enumerate(read_log(tmp_path / "out")):
+        batch = twin.training_batch(config, data, step)
+        with torch.no_grad():
+            losses = diffusion.losses(exact, *batch, step=step).tolist()
+        quarters = [[x for x, q in zip(losses, diffusion.quarters(batch[1])) if q == k] for k in range(4)]
+        means = [sum(quarter) / len(quarter) if quarter else None for quarter in quarters]
+        for k, mean in enumerate(means):
+            assert mean is None or float(row[f"loss_q{k}"]) == pytest.approx(mean, rel=quarter_tolerance(config, mean, means)), (step, k)
 
 
 def test_edm_by_hand(run: Callable, tmp_path: Path) -> None:
