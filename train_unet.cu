@@ -28,87 +28,87 @@
 //   6597         what a run holds
 //   6676         the log and the status line
 //   6866         checkpoints, snapshots and grids
-//   7131         the start of a run: new, from a file's weights, or resumed
-//   7372         how a run begins and ends
-//   7521         the loop over the steps
-//   7621         train: a whole run, from the first check to the exit code
-//   7671         samples, without a run
-//   7836    13. main: the command line, then a run or samples
-//   8154         what ranks must have in common
-//   8228         main
-//   8356  Part II. The device
-//   8359    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8443    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8513    16. The GPU: what all kernels share
-//   8582         Launches, which may overlap
-//   8628         Decisions: what kernels are chosen with
-//   8680         Single instructions: shared memory, mbarriers, clusters
-//   8769         Activations: pieces of 16 bytes
-//   9106         each_kernel: a thread for an element
-//   9120         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9288         Swizzle: how rows lie in shared memory
-//   9307         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9566         building blocks of Hopper's kernels (sm_90a)
-//   9875    17. Small operations: resampling, embeddings, diffusion
-//   9878         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10083         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10445         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  10997    18. Group norm
-//  11000         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11572         groupnorm_backward_whole: an image's slab in shared memory
-//  11974    19. Attention
-//  12081         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12637         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12783         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13481    20. Convolution
-//  13527         ConvOut: results, 4 channels of a pixel at a time
-//  13773         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13841         conv_halo: 3x3, stride 1, any GPU
-//  14260         conv_gather: any kernel size and stride, any GPU
-//  14529         conv_few: the first and the last layer
-//  14710         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15305         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15429         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15914         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16367         conv_weight_tma: weight gradients (sm_90a)
-//  16670         FP8 in training: weights and gradients are rounded
-//  16785    21. The optimiser
-//  16788         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17048         muon: directions for matrices of weights
-//  17474    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17477         groupnorm_backward
-//  17645         attention: forward and, where a has dout, backward
-//  17709         convolution: forward and input gradient
-//  18218         convolution: weight gradients
-//  18574    23. The GPU: memory, copies, repeated work
-//  18803    24. Between ranks: from device to device
+//   7133         the start of a run: new, from a file's weights, or resumed
+//   7374         how a run begins and ends
+//   7523         the loop over the steps
+//   7623         train: a whole run, from the first check to the exit code
+//   7673         samples, without a run
+//   7838    13. main: the command line, then a run or samples
+//   8156         what ranks must have in common
+//   8230         main
+//   8410  Part II. The device
+//   8413    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8497    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8567    16. The GPU: what all kernels share
+//   8636         Launches, which may overlap
+//   8682         Decisions: what kernels are chosen with
+//   8734         Single instructions: shared memory, mbarriers, clusters
+//   8823         Activations: pieces of 16 bytes
+//   9160         each_kernel: a thread for an element
+//   9174         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9342         Swizzle: how rows lie in shared memory
+//   9361         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9620         building blocks of Hopper's kernels (sm_90a)
+//   9929    17. Small operations: resampling, embeddings, diffusion
+//   9932         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10137         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10499         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11051    18. Group norm
+//  11054         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11626         groupnorm_backward_whole: an image's slab in shared memory
+//  12028    19. Attention
+//  12135         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12691         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12837         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13535    20. Convolution
+//  13581         ConvOut: results, 4 channels of a pixel at a time
+//  13827         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13895         conv_halo: 3x3, stride 1, any GPU
+//  14314         conv_gather: any kernel size and stride, any GPU
+//  14583         conv_few: the first and the last layer
+//  14764         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15359         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15483         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15968         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16421         conv_weight_tma: weight gradients (sm_90a)
+//  16724         FP8 in training: weights and gradients are rounded
+//  16839    21. The optimiser
+//  16842         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17102         muon: directions for matrices of weights
+//  17528    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17531         groupnorm_backward
+//  17699         attention: forward and, where a has dout, backward
+//  17763         convolution: forward and input gradient
+//  18272         convolution: weight gradients
+//  18628    23. The GPU: memory, copies, repeated work
+//  18857    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8352, run_program 8288, train 7627, run_step 7572, train_step 6385, load_batch 5404 (read_image 4976),
-//     send 18774 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18705):
-//     step_gradients 6239: draw_levels 10463 (the formulas: draw_level 3915), forward_and_loss 6163, q_sample_forward
+//     main 8406, run_program 8342, train 7629, run_step 7574, train_step 6385, load_batch 5404 (read_image 4976),
+//     send 18828 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18759):
+//     step_gradients 6239: draw_levels 10517 (the formulas: draw_level 3915), forward_and_loss 6163, q_sample_forward
 //     10647, unet_forward 3438, forward_layer 3423 (a function of the layer's kind, such as forward_conv 2451),
-//     loss_forward_backward 10794, unet_backward 3510, conv_backward_weights 18567 (weight gradients, on the side
-//     stream), finish_gradients 11919 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16840;
-//     judge_step 16888 (the verdict: judge_batch 5896), update_slice 6348, adamw_update 17019 (adamw_kernel 16965),
-//     next_step 16894, record_step 16900; later collect_steps 7525
+//     loss_forward_backward 10848, unet_backward 3510, conv_backward_weights 18621 (weight gradients, on the side
+//     stream), finish_gradients 11973 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16894;
+//     judge_step 16942 (the verdict: judge_batch 5896), update_slice 6348, adamw_update 17073 (adamw_kernel 17019),
+//     next_step 16948, record_step 16954; later collect_steps 7527
 //   --optimizer muon: muon_updates 6006 says which weights; update_slice 6348, update_by_muon 6339 (with the formulas),
-//     muon_momentum 17088, orthogonalise 17451 (with muon_kernel above it), adamw_kernel 16965 (its `move`)
+//     muon_momentum 17142, orthogonalise 17505 (with muon_kernel above it), adamw_kernel 17019 (its `move`)
 //   pictures, from noise: sample_batch 4802, plan_route 4557, device_step 4605, euler_step 4350 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18068 draws all of its roads):
-//     forward_conv 2451; conv_forward 18106, with conv_product above it, which asks conv_is_wgmma 17717;
-//     on Hopper, large images: pick_conv_tiles_3x3 18016; conv_tiles 15899, with conv_tiles_kernel above it;
-//     Accumulators 9791 (its function multiply); Wgmma 9374;
-//     on Hopper, small images: pick_conv_small 17870; conv_small 16353, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9374;
-//     on any other GPU pick_conv_halo_bf16 17784; conv_halo 14247, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9173
+//   a convolution, to the tensor cores (a table above conv_product 18122 draws all of its roads):
+//     forward_conv 2451; conv_forward 18160, with conv_product above it, which asks conv_is_wgmma 17771;
+//     on Hopper, large images: pick_conv_tiles_3x3 18070; conv_tiles 15953, with conv_tiles_kernel above it;
+//     Accumulators 9845 (its function multiply); Wgmma 9428;
+//     on Hopper, small images: pick_conv_small 17924; conv_small 16407, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9428;
+//     on any other GPU pick_conv_halo_bf16 17838; conv_halo 14301, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9227
 //   why several GPUs compute the bits of one: step_gradients 6239
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 418, Silu 8406, with_nonlinearity 8416 (a case);
-//     BEHIND_NORMS, above add_norm 2679, chooses it. The embedding has SiLU as a layer: silu_forward 10363
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 418, Silu 8460, with_nonlinearity 8470 (a case);
+//     BEHIND_NORMS, above add_norm 2679, chooses it. The embedding has SiLU as a layer: silu_forward 10417
 //   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3772
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 536, and beside each other edm_question
 //     3589, ask 3643, frame_of 3656, sigma_draws 3663, has_steps_of_t 3670; the head of their section lists the changes
@@ -116,26 +116,26 @@
 //     with what follows it; a function such as add_resblock 2731 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 312, with a list of all places above it: element_named 1384,
-//     take_aliases 1596, forward_and_loss 6163, ElementOf 8377, with_act 8644, act_has_wgmma 8656, unpack 8789,
-//     pack 8818, to_floats 8888, from_floats 8895, store_two 8900, mma 9173, tma_type 9520, adamw_kernel 16965,
-//     adamw_update 17019, pick_conv_gather 17831, conv_product 18068
-//   the settings, to their values: parse_command_line 1568, take_aliases 1596, complete_config 8270
-//     (apply_preset 1478, take_model_file 7999, take_ect_defaults 8029), take_data_shape 8066 (take_labels 8056),
+//     take_aliases 1596, forward_and_loss 6163, ElementOf 8431, with_act 8698, act_has_wgmma 8710, unpack 8843,
+//     pack 8872, to_floats 8942, from_floats 8949, store_two 8954, mma 9227, tma_type 9574, adamw_kernel 17019,
+//     adamw_update 17073, pick_conv_gather 17885, conv_product 18122
+//   the settings, to their values: parse_command_line 1568, take_aliases 1596, complete_config 8322
+//     (apply_preset 1478, take_model_file 8001, take_ect_defaults 8031), take_data_shape 8068 (take_labels 8058),
 //     check_model 1845, check_run 1983
 //   FP8 (--precision fp8): choose_fp8 2928 chooses the convolutions, and above it stands a table of what is rounded,
 //     by which factor, and where. plan_fp8 3003 and plan_fp8_gradients 3022 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3067 for samples, make_fp8_training 3109 for training; add_fp8_args 2216
 //     hands them to the layers. forward_conv 2451 and backward_conv 2462 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18168 makes an input gradient a forward convolution; conv_product_fp8 18099 picks the
-//     kernel, multiply_fp8 9825 and WgmmaFp8 9410 multiply; print_fp8 7317 says whether it pays
+//     conv_backward_input_fp8 18222 makes an input gradient a forward convolution; conv_product_fp8 18153 picks the
+//     kernel, multiply_fp8 9879 and WgmmaFp8 9464 multiply; print_fp8 7319 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1457 (a flag's value), or of a function beside it whose name ends in
 //     _unless. For a damaged header they stand in check_field 5623 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 5024, for a checkpoint's counters in check_resume 8122.
+//     callers; for a data file also in take_data_fields 5024, for a checkpoint's counters in check_resume 8124.
 //     unknown_word 1370 prints the message for a word of a flag that some place does not know. Such a place calls it
 //     itself or through meaning 1376.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7119 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     report_bad_step 7121 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
 //     is_written 6910 that a file could not be written yet.
 //     stop_run 6884 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
@@ -249,11 +249,11 @@
 typedef void act;                // an element of an activation; void, because act_element holds its type at run time
 constexpr int STEPS_AHEAD = 64;  // how many steps the host may start before it reads their results for the log
 constexpr int STEPS_AGREED = 16; // after how many steps the ranks agree again on whether to stop
-// The presets that are used if the command line has no --preset (see default_preset).
+// The presets that are used if the command line has no --preset (see apply_default_preset).
 static const char* const DEFAULT_PRESET = "quick64"; // without a data file
-static const char* const PRESET_32 = "unet64";       // for images of 32x32
-static const char* const PRESET_64 = "quick64";      // for images of 64x64
-static const char* const PRESET_ELSE = "unet64";     // for images of other sizes
+static const char* const PRESET_32 = "quick64";      // for images of 32x32
+static const char* const PRESET_FROM_32 = "quick64"; // for larger images, if their sides can be halved often enough
+static const char* const PRESET_ELSE = "unet64";     // for all others
 #else
 #define HD
 #define INLINE inline
@@ -262,7 +262,7 @@ constexpr int STEPS_AHEAD = 1;
 constexpr int STEPS_AGREED = 1;
 static const char* const DEFAULT_PRESET = "quick32";
 static const char* const PRESET_32 = "quick32";
-static const char* const PRESET_64 = "emoji64";
+static const char* const PRESET_FROM_32 = "emoji64";
 static const char* const PRESET_ELSE = "fashion32";
 #endif
 
@@ -1512,10 +1512,10 @@ static void print_help() {
         last_heading = f.heading;
         printf("%s", help_line(f, defaults, preset).c_str());
     }
-    // Which preset is used without --preset: see default_preset.
-    printf("\nPresets: without --preset %s; for a --data_file of images of 32x32 %s, of 64x64 %s, of other sizes %s; "
-           "for a --data_dir %s\n",
-           DEFAULT_PRESET, PRESET_32, PRESET_64, PRESET_ELSE, PRESET_64);
+    // Which preset is used without --preset: see apply_default_preset.
+    printf("\nPresets: without --preset %s; for your own images of 32x32 %s, for larger ones %s (from 128x128 on with "
+           "--patch_size 4),\nfor images that are smaller, or whose sides can't be halved so often, %s\n",
+           DEFAULT_PRESET, PRESET_32, PRESET_FROM_32, PRESET_ELSE);
     for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings.c_str());
 }
 
@@ -7093,8 +7093,10 @@ static void save_grid(Run* run) {
 // pass for one image.
 static std::string describe(const UNet& net) {
     const Config& c = net.config;
-    return text("model: %dx%dx%d, %.2f M parameters, %zu layers, %.3f GFLOP forward an image", c.H, c.W, c.in_channels,
-                net.num_params / 1e6, net.layers.size(), net.flops / 1e9);
+    const int p = c.patch();
+    const std::string squares = p > 1 ? text(", in squares of %dx%d pixels", p, p) : "";
+    return text("model: %dx%dx%d, %.2f M parameters, %zu layers, %.3f GFLOP forward an image%s", c.H, c.W,
+                c.in_channels, net.num_params / 1e6, net.layers.size(), net.flops / 1e9, squares.c_str());
 }
 
 // Returns true if the folder holds a run, and `name` is a name that the run gives to its own files. Nothing else, such
@@ -8227,12 +8229,62 @@ static void compare_ranks(const Config& c, const std::string& weights) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- main
 
-// Returns the preset that is used without --preset. If --data_file is given, it depends on the size of the images.
-static const char* default_preset(const Config& c, const Dataset& data) {
-    if (!c.data_dir.empty()) return PRESET_64; // prepare_data.py makes images of 64x64 out of a folder
-    if (!data.size) return DEFAULT_PRESET;
-    if (data.H == 64) return PRESET_64;
-    return data.H == 32 ? PRESET_32 : PRESET_ELSE;
+// Applies a preset, and sets --patch_size to patch, if the preset is what sets this flag.
+static void apply_with_patch(Config* c, const char* preset, int patch) {
+    c->preset = preset;
+    apply_preset(c, preset);
+    if (c->by_preset.contains("patch_size")) c->patch_size = patch;
+}
+
+// Returns "" if a preset suits images of H x W pixels and C channels. Otherwise returns a sentence that says why not: most
+// often, their sides can't be halved as often as its network does. c: the command line, whose flags the preset keeps.
+static std::string preset_refuses(Config c, const char* preset, int patch, int H, int W, int C) {
+    apply_with_patch(&c, preset, patch);
+    c.image_size = size_text(H, W);
+    c.in_channels = C;
+    // How many channels the pictures of --cond_file have is not known yet. They are taken to be like the images.
+    if (!c.cond_file.empty() && !c.given("cond_channels")) c.cond_channels = C;
+    // take_data_shape makes the attention's resolutions fit.
+    if (!c.given("attention_resolutions")) c.attention_resolutions = "";
+    return parse_model(&c);
+}
+
+// Without --preset: chooses a preset and applies it. For the user's own images, it depends on their size. Returns "", or
+// a line for the user: why the images do not get the preset that is best for most sizes.
+//
+// Images of 32x32 pixels and more get a preset that learns them quickly (docs/LEARNT.md, "Own pictures of other sizes").
+// Its network sees a square of 2x2 pixels as one position. From 128x128 pixels on, these squares are 4x4 pixels, so that
+// a step with images of 128x128 takes as long as one with 64x64. All other images get PRESET_ELSE: smaller ones, and
+// those whose sides can't be halved often enough.
+static std::string apply_default_preset(Config* c, const Dataset& data) {
+    if (!data.size && c->data_dir.empty()) {
+        apply_with_patch(c, DEFAULT_PRESET, 2);
+        return "";
+    }
+    // The size of the images. Out of a folder, prepare_data.py makes images of 64x64, or of --image_size.
+    Config sized = *c;
+    if (!c->given("image_size")) sized.image_size = "64";
+    if (data.size) sized.image_size = size_text(data.H, data.W);
+    std::string why = parse_image_size(&sized); // sets H and W; check_model reports the error later
+    const int H = sized.H, W = sized.W;
+    int C = c->given("in_channels") ? c->in_channels : 3;
+    if (data.size) C = data.C;
+
+    const int smaller_side = why.empty() ? std::min(H, W) : 0;
+    const char* const preset = H == 32 && W == 32 ? PRESET_32 : PRESET_FROM_32;
+    struct Squares {
+        int patch, from; // the side of the squares, and the smallest images that are seen in such squares
+    };
+    for (auto [patch, from] : {Squares{4, 128}, Squares{2, 32}}) {
+        if (smaller_side < from) continue;
+        why = preset_refuses(*c, preset, patch, H, W, C);
+        if (!why.empty()) continue;
+        apply_with_patch(c, preset, patch);
+        return "";
+    }
+    apply_with_patch(c, PRESET_ELSE, 0);
+    if (smaller_side < 32) return "";
+    return text("preset %s draws better pictures than %s, but does not fit: %s", preset, PRESET_ELSE, why.c_str());
 }
 
 // --num_gpus: each GPU needs a process. If several GPUs are to be used and no launcher has started these processes,
@@ -8268,13 +8320,15 @@ static void check_contradictions(const Config& c) {
 // Sets the flags that the command line leaves open, except those that take_data_shape takes from the data. Opens the
 // data file if the choice of a preset needs it. resume: the model file is a checkpoint whose run goes on.
 static void complete_config(Config* c, const ModelFile& model, bool resume, Dataset* data) {
-    // Without --preset, the preset is chosen by the size of the images. A preset sets flags that the command line
-    // leaves open. If a model file holds another value for such a flag, the model file's value is used.
+    // A preset sets flags that the command line leaves open. If a model file holds another value for such a flag, the
+    // model file's value is used.
     if (c->preset.empty()) {
         if (c->given("data_file")) *data = open_dataset(c->data_file);
-        c->preset = default_preset(*c, *data);
+        const std::string line = apply_default_preset(c, *data);
+        if (!line.empty() && !model.size && !world.rank) printf("%s\n", line.c_str());
+    } else {
+        apply_preset(c, c->preset);
     }
-    apply_preset(c, c->preset);
     if (model.size) take_model_file(c, model, resume);
     take_rescale_learned_sigmas(c, model.size);
     take_ect_defaults(c, model.size && is_ect(model.header));

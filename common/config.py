@@ -242,9 +242,13 @@ def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resu
     data: a data_files.Data, start: a model_files.ModelFile;
     flags: {name: value} as parse_flags gives them, for example {"preset": "unet64", "channel_mult": (1, 2)}."""
     flags = without_aliases(flags)
-    preset = flags.get("preset") or (start and start.config.preset) or default_preset(flags, data)
+    preset, patch = flags.get("preset") or (start and start.config.preset), 0
+    if not preset:
+        preset, patch = default_preset(flags, data)
     without = left_out_of_preset(flags)
     chosen = {name: value for name, value in preset_flags(preset).items() if name not in without}
+    if patch and "patch_size" in chosen:
+        chosen["patch_size"] = patch
     values = chosen | flags | {"preset": preset}
     if start and flags.get("channel_mult") == ():
         flags = flags | {"channel_mult": DEFAULT_CHANNEL_MULT.get(start.config.image_size[0], ())}
@@ -318,14 +322,36 @@ def ect_defaults(values: dict[str, Any], flags: dict[str, Any], start: Any) -> d
     return {name: value for name, value in own.items() if name not in flags}
 
 
-def default_preset(flags: dict[str, Any], data: Any = None) -> str:
+def default_preset(flags: dict[str, Any], data: Any = None) -> tuple[str, int]:
+    """The preset that is used without --preset, and its --patch_size (0: as the preset has it). For one's own images it depends on their size: see
+    apply_default_preset in train_unet.cu."""
     on_gpu = pick_device(flags.get("device", "auto")).type == "cuda"
-    height = data.images.shape[2] if "data_file" in flags and data else None
-    if flags.get("data_dir"):
-        height = 64  # a folder becomes 64x64 RGB, as in prepare_data.py
-    if on_gpu:
-        return "quick64" if height in (64, None) else "unet64"
-    return {None: "quick32", 32: "quick32", 64: "emoji64"}.get(height, "fashion32")
+    for_32, from_32, otherwise = ("quick64", "quick64", "unet64") if on_gpu else ("quick32", "emoji64", "fashion32")
+    channels = flags.get("in_channels", 3)
+    if "data_file" in flags and data:
+        channels, height, width = data.images.shape[1:]
+    elif flags.get("data_dir"):  # a folder becomes 64x64 RGB, as in prepare_data.py
+        height, width = flags.get("image_size", (64, 64))
+    else:
+        return "quick64" if on_gpu else "quick32", 0
+    preset = for_32 if (height, width) == (32, 32) else from_32
+    for patch, smallest in ((4, 128), (2, 32)):
+        model = preset_flags(preset) | {"patch_size": patch} | flags
+        model |= {"image_size": (height, width), "in_channels": channels}
+        if flags.get("cond_file"):
+            model.setdefault("cond_channels", channels)
+        if min(height, width) >= smallest and has_network(model):
+            return preset, patch
+    return otherwise, 0
+
+
+def has_network(flags: dict[str, Any]) -> bool:
+    """Whether these flags make a network whose sizes fit."""
+    try:
+        check_network(Config(**flags))
+    except UserError:
+        return False
+    return True
 
 
 def pick_device(name: str) -> torch.device:

@@ -185,8 +185,8 @@ def print_help(flags: dict[str, dataclasses.Field], intro: str) -> None:
         print(f"  --{name:25s} {' '.join(filter(None, told))}")
     if "preset" not in flags:
         return
-    print("\nPresets: without --preset quick32; for a --data_file of images of 32x32 quick32, of 64x64 emoji64, of other sizes fashion32; for a")
-    print("--data_dir emoji64. On a GPU quick64, or for images of another size than 64x64 unet64.")
+    print("\nPresets: without --preset quick32; for your own images of 32x32 quick32, for larger ones emoji64 (from 128x128 on with --patch_size 4),")
+    print("for images that are smaller, or whose sides can't be halved so often, fashion32. On a GPU quick64, quick64, quick64 and unet64.")
     for preset, text in PRESETS.items():
         print(f"  {preset:10s}", text)
 

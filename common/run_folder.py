@@ -508,7 +508,7 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
 
         data = open_pictures(flags["data_dir"], start.config if start else make_config(unlabelled))
     else:
-        path = flags.get("data_file") or preset_flags(flags.get("preset") or default_preset(flags))["data_file"]
+        path = flags.get("data_file") or preset_flags(flags.get("preset") or default_preset(flags)[0])["data_file"]
         if os.path.exists(path) or not flags.get("init_model_only") or "data_file" in flags:
             data = open_data(path)
     if data:

@@ -47,6 +47,7 @@ from common import model_files
 from common.config import default_preset, make_config
 from common.data_files import open_data
 from common.flags import NOT_HERE, PRESETS, TABLE, Own, format_value
+from common.formats import read_model
 
 FLAGS = """image_size in_channels patch_size num_channels num_res_blocks channel_mult attention_resolutions num_heads num_head_channels
     num_heads_upsample dropout class_cond num_classes learn_sigma use_scale_shift_norm resblock_updown conv_resample
@@ -168,14 +169,48 @@ def test_heads_given_are_heads_taken(run: Callable, data: Path, tmp_path: Path) 
     assert make_config({"preset": "unet64", "num_heads": 4, "num_head_channels": 16}).num_head_channels == 16
 
 
-def test_the_preset_by_the_size_of_the_images(run: Callable, make_data: Callable) -> None:
-    """Without --preset: what a minute serves best where the images have that size, else the one that takes any size."""
-    for size, preset in ((32, "quick32"), (64, "emoji64"), (28, "fashion32")):
-        file = make_data(f"{size}.bin", make_images(8, 1, size, size))
-        out = run(["--data_file", file, "--max_steps", 1, "--sample_interval", 0, "--batch_size", 1, "--output_dir", f"out{size}"]).out
-        assert f"preset {preset}: " in out
-        assert default_preset({"data_file": str(file), "device": "cpu"}, train_unet.open_data(str(file))) == preset
-    assert default_preset({"device": "cpu"}) == "quick32"
+# height, width; more flags; the presets on a CPU and on a GPU, the patch
+BY_SIZE = {
+    (28, 28, ""): ("fashion32", "unet64", 0),
+    (32, 32, ""): ("quick32", "quick64", 2),
+    (48, 32, ""): ("emoji64", "quick64", 2),
+    (64, 64, ""): ("emoji64", "quick64", 2),
+    (64, 64, "--patch_size 4"): ("emoji64", "quick64", 4),
+    (100, 100, ""): ("fashion32", "unet64", 0),  # 100 can't be halved often enough
+    (128, 128, ""): ("emoji64", "quick64", 4),
+    (144, 144, ""): ("emoji64", "quick64", 2 if BUILD == "cpu" else 4),  # in squares of 4x4 it can't be halved three times
+    (128, 128, "--cond lowres:4"): ("emoji64", "quick64", 2),  # squares of 4x4 would have 96 channels
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BY_SIZE, ids=str)
+def test_the_preset_by_the_size_of_the_images(run: Callable, make_data: Callable, tmp_path: Path, case: tuple[int, int, str]) -> None:
+    """Without --preset: what draws the best pictures for a minute, where images can be halved often enough, else the one that takes any size. Both
+    programs choose the same preset and squares."""
+    height, width, more = case
+    *presets, patch = BY_SIZE[case]
+    preset = presets[BUILD == "cuda"]
+    file = make_data("d.bin", make_images(4, 3, height, width))
+    out = run(["--data_file", file, *more.split(), "--max_steps", 1, "--sample_interval", 0, "--batch_size", 1]).out
+    assert f"preset {preset}: " in out
+    said = f"preset {'quick64' if BUILD == 'cuda' else 'emoji64'} draws better pictures than {preset}, but does not fit: --image_size 100: "
+    assert (said in out) == (height == 100)
+    trained = read_model(str(tmp_path / "out" / model_name(1))).config
+    assert (trained.patch_size, trained.image_size) == (patch, (height, width))
+    if BUILD == "cpu":
+        given = train_unet.parse_flags(["--data_file", str(file), "--device", "cpu", *more.split()], train_unet.FLAGS)
+        config = make_config(given, train_unet.open_data(str(file)))
+        assert (config.preset, config.patch_size, config.attention_resolutions) == (preset, patch, trained.attention_resolutions)
+
+
+def test_the_preset_of_a_folder(run: Callable, tmp_path: Path) -> None:
+    """Without a size, a folder becomes 64x64; the preset goes by --image_size where it is given. No data: the default."""
+    folder = {"data_dir": "pets", "device": "cpu"}
+    assert default_preset(folder) == default_preset(folder | {"image_size": (64, 64)}) == ("emoji64", 2)
+    assert default_preset(folder | {"image_size": (32, 32)}) == ("quick32", 2)
+    assert default_preset(folder | {"image_size": (256, 256)}) == ("emoji64", 4)
+    assert default_preset(folder | {"image_size": (28, 28)}) == ("fashion32", 0)
+    assert default_preset({"device": "cpu"}) == ("quick32", 0)
 
 
 @pytest.mark.parametrize(
