@@ -12,132 +12,132 @@
 //   1999     5. The network: a list of layers, made of guided-diffusion's flags
 //   2989     6. The plan: what the backward pass adds where, and where in memory each buffer lies
 //   2999         FP8: its buffers, its factors, and weights in FP8
-//   3143         gradients, and buffers
-//   3408     7. Forward and backward: two walks over the list
-//   3542     8. Diffusion: noise schedules, objectives, samplers
-//   3845         the level of a training sample, drawn, and its share of the loss
-//   4319         samplers
-//   4887     9. Data: .bin files that may be larger than memory, the order of their images
-//   5451    10. Model files: weights and checkpoints, initial weights
-//   5813    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5828         the learning rate, the verdict on a step, averages of the weights
-//   5922         what a trainer holds
-//   6100         a step
-//   6458    12. A run: log, guard, checkpoints, resume, samples
-//   6484         the log in memory, as the page shows it
-//   6597         what a run holds
-//   6676         the log and the status line
-//   6866         checkpoints, snapshots and grids
-//   7133         the start of a run: new, from a file's weights, or resumed
-//   7374         how a run begins and ends
-//   7523         the loop over the steps
-//   7623         train: a whole run, from the first check to the exit code
-//   7673         samples, without a run
-//   7838    13. main: the command line, then a run or samples
-//   8156         what ranks must have in common
-//   8230         main
-//   8410  Part II. The device
-//   8413    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8497    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8567    16. The GPU: what all kernels share
-//   8636         Launches, which may overlap
-//   8682         Decisions: what kernels are chosen with
-//   8734         Single instructions: shared memory, mbarriers, clusters
-//   8823         Activations: pieces of 16 bytes
-//   9160         each_kernel: a thread for an element
-//   9174         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9342         Swizzle: how rows lie in shared memory
-//   9361         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9620         building blocks of Hopper's kernels (sm_90a)
-//   9929    17. Small operations: resampling, embeddings, diffusion
-//   9932         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10137         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10499         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11051    18. Group norm
-//  11054         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11626         groupnorm_backward_whole: an image's slab in shared memory
-//  12028    19. Attention
-//  12135         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12691         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12837         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13535    20. Convolution
-//  13581         ConvOut: results, 4 channels of a pixel at a time
-//  13827         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13895         conv_halo: 3x3, stride 1, any GPU
-//  14314         conv_gather: any kernel size and stride, any GPU
-//  14583         conv_few: the first and the last layer
-//  14764         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15359         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15483         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15968         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16421         conv_weight_tma: weight gradients (sm_90a)
-//  16724         FP8 in training: weights and gradients are rounded
-//  16839    21. The optimiser
-//  16842         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17102         muon: directions for matrices of weights
-//  17528    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17531         groupnorm_backward
-//  17699         attention: forward and, where a has dout, backward
-//  17763         convolution: forward and input gradient
-//  18272         convolution: weight gradients
-//  18628    23. The GPU: memory, copies, repeated work
-//  18857    24. Between ranks: from device to device
+//   3144         gradients, and buffers
+//   3409     7. Forward and backward: two walks over the list
+//   3545     8. Diffusion: noise schedules, objectives, samplers
+//   3848         the level of a training sample, drawn, and its share of the loss
+//   4324         samplers
+//   4893     9. Data: .bin files that may be larger than memory, the order of their images
+//   5458    10. Model files: weights and checkpoints, initial weights
+//   5820    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5835         the learning rate, the verdict on a step, averages of the weights
+//   5929         what a trainer holds
+//   6107         a step
+//   6465    12. A run: log, guard, checkpoints, resume, samples
+//   6491         the log in memory, as the page shows it
+//   6604         what a run holds
+//   6683         the log and the status line
+//   6873         checkpoints, snapshots and grids
+//   7140         the start of a run: new, from a file's weights, or resumed
+//   7381         how a run begins and ends
+//   7530         the loop over the steps
+//   7630         train: a whole run, from the first check to the exit code
+//   7680         samples, without a run
+//   7845    13. main: the command line, then a run or samples
+//   8164         what ranks must have in common
+//   8238         main
+//   8421  Part II. The device
+//   8424    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8508    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8578    16. The GPU: what all kernels share
+//   8647         Launches, which may overlap
+//   8693         Decisions: what kernels are chosen with
+//   8745         Single instructions: shared memory, mbarriers, clusters
+//   8834         Activations: pieces of 16 bytes
+//   9171         each_kernel: a thread for an element
+//   9185         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9353         Swizzle: how rows lie in shared memory
+//   9372         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9631         building blocks of Hopper's kernels (sm_90a)
+//   9940    17. Small operations: resampling, embeddings, diffusion
+//   9943         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10149         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10512         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11065    18. Group norm
+//  11068         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11642         groupnorm_backward_whole: an image's slab in shared memory
+//  12046    19. Attention
+//  12153         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12712         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12858         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13556    20. Convolution
+//  13602         ConvOut: results, 4 channels of a pixel at a time
+//  13848         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13916         conv_halo: 3x3, stride 1, any GPU
+//  14335         conv_gather: any kernel size and stride, any GPU
+//  14604         conv_few: the first and the last layer
+//  14785         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15380         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15504         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  15989         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16442         conv_weight_tma: weight gradients (sm_90a)
+//  16745         FP8 in training: weights and gradients are rounded
+//  16860    21. The optimiser
+//  16863         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17124         muon: directions for matrices of weights
+//  17554    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17557         groupnorm_backward
+//  17725         attention: forward and, where a has dout, backward
+//  17789         convolution: forward and input gradient
+//  18300         convolution: weight gradients
+//  18657    23. The GPU: memory, copies, repeated work
+//  18887    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8406, run_program 8342, train 7629, run_step 7574, train_step 6385, load_batch 5404 (read_image 4976),
-//     send 18828 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18759):
-//     step_gradients 6239: draw_levels 10517 (the formulas: draw_level 3915), forward_and_loss 6163, q_sample_forward
-//     10647, unet_forward 3438, forward_layer 3423 (a function of the layer's kind, such as forward_conv 2451),
-//     loss_forward_backward 10848, unet_backward 3510, conv_backward_weights 18621 (weight gradients, on the side
-//     stream), finish_gradients 11973 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16894;
-//     judge_step 16942 (the verdict: judge_batch 5896), update_slice 6348, adamw_update 17073 (adamw_kernel 17019),
-//     next_step 16948, record_step 16954; later collect_steps 7527
-//   --optimizer muon: muon_updates 6006 says which weights; update_slice 6348, update_by_muon 6339 (with the formulas),
-//     muon_momentum 17142, orthogonalise 17505 (with muon_kernel above it), adamw_kernel 17019 (its `move`)
-//   pictures, from noise: sample_batch 4802, plan_route 4557, device_step 4605, euler_step 4350 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18122 draws all of its roads):
-//     forward_conv 2451; conv_forward 18160, with conv_product above it, which asks conv_is_wgmma 17771;
-//     on Hopper, large images: pick_conv_tiles_3x3 18070; conv_tiles 15953, with conv_tiles_kernel above it;
-//     Accumulators 9845 (its function multiply); Wgmma 9428;
-//     on Hopper, small images: pick_conv_small 17924; conv_small 16407, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9428;
-//     on any other GPU pick_conv_halo_bf16 17838; conv_halo 14301, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9227
-//   why several GPUs compute the bits of one: step_gradients 6239
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 418, Silu 8460, with_nonlinearity 8470 (a case);
-//     BEHIND_NORMS, above add_norm 2679, chooses it. The embedding has SiLU as a layer: silu_forward 10417
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3772
+//     main 8417, run_program 8353, train 7636, run_step 7581, train_step 6392, load_batch 5411 (read_image 4982),
+//     send 18858 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18789):
+//     step_gradients 6246: draw_levels 10530 (the formulas: draw_level 3918), forward_and_loss 6170, q_sample_forward
+//     10647, unet_forward 3439, forward_layer 3424 (a function of the layer's kind, such as forward_conv 2451),
+//     loss_forward_backward 10862, unet_backward 3513, conv_backward_weights 18650 (weight gradients, on the side
+//     stream), finish_gradients 11991 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16915;
+//     judge_step 16963 (the verdict: judge_batch 5903), update_slice 6355, adamw_update 17095 (adamw_kernel 17040),
+//     next_step 16969, record_step 16975; later collect_steps 7534
+//   --optimizer muon: muon_updates 6013 says which weights; update_slice 6355, update_by_muon 6346 (with the formulas),
+//     muon_momentum 17166, orthogonalise 17531 (with muon_kernel above it), adamw_kernel 17040 (its `move`)
+//   pictures, from noise: sample_batch 4808, plan_route 4562, device_step 4610, euler_step 4355 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 18150 draws all of its roads):
+//     forward_conv 2451; conv_forward 18188, with conv_product above it, which asks conv_is_wgmma 17797;
+//     on Hopper, large images: pick_conv_tiles_3x3 18097; conv_tiles 15974, with conv_tiles_kernel above it;
+//     Accumulators 9856 (its function multiply); Wgmma 9439;
+//     on Hopper, small images: pick_conv_small 17950; conv_small 16428, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9439;
+//     on any other GPU pick_conv_halo_bf16 17864; conv_halo 14322, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9238
+//   why several GPUs compute the bits of one: step_gradients 6246
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 418, Silu 8471, with_nonlinearity 8481 (a case);
+//     BEHIND_NORMS, above add_norm 2679, chooses it. The embedding has SiLU as a layer: silu_forward 10430
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3775
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 536, and beside each other edm_question
-//     3589, ask 3643, frame_of 3656, sigma_draws 3663, has_steps_of_t 3670; the head of their section lists the changes
+//     3589, ask 3646, frame_of 3659, sigma_draws 3666, has_steps_of_t 3673; the head of their section lists the changes
 //   to add a kind of layer: a list of all places stands above LayerKind 2343; an example is forward_linear 2371
 //     with what follows it; a function such as add_resblock 2731 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 312, with a list of all places above it: element_named 1384,
-//     take_aliases 1596, forward_and_loss 6163, ElementOf 8431, with_act 8698, act_has_wgmma 8710, unpack 8843,
-//     pack 8872, to_floats 8942, from_floats 8949, store_two 8954, mma 9227, tma_type 9574, adamw_kernel 17019,
-//     adamw_update 17073, pick_conv_gather 17885, conv_product 18122
-//   the settings, to their values: parse_command_line 1568, take_aliases 1596, complete_config 8322
-//     (apply_preset 1478, take_model_file 8001, take_ect_defaults 8031), take_data_shape 8068 (take_labels 8058),
+//     take_aliases 1596, forward_and_loss 6170, ElementOf 8442, with_act 8709, act_has_wgmma 8721, unpack 8854,
+//     pack 8883, to_floats 8953, from_floats 8960, store_two 8965, mma 9238, tma_type 9585, adamw_kernel 17040,
+//     adamw_update 17095, pick_conv_gather 17911, conv_product 18150
+//   the settings, to their values: parse_command_line 1568, take_aliases 1596, complete_config 8333
+//     (apply_preset 1478, take_model_file 8008, take_ect_defaults 8038), take_data_shape 8076 (take_labels 8066),
 //     check_model 1845, check_run 1983
 //   FP8 (--precision fp8): choose_fp8 2928 chooses the convolutions, and above it stands a table of what is rounded,
 //     by which factor, and where. plan_fp8 3003 and plan_fp8_gradients 3022 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3067 for samples, make_fp8_training 3109 for training; add_fp8_args 2216
+//     are made below them: make_fp8_weights 3067 for samples, make_fp8_training 3110 for training; add_fp8_args 2216
 //     hands them to the layers. forward_conv 2451 and backward_conv 2462 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18222 makes an input gradient a forward convolution; conv_product_fp8 18153 picks the
-//     kernel, multiply_fp8 9879 and WgmmaFp8 9464 multiply; print_fp8 7319 says whether it pays
+//     conv_backward_input_fp8 18250 makes an input gradient a forward convolution; conv_product_fp8 18181 picks the
+//     kernel, multiply_fp8 9890 and WgmmaFp8 9475 multiply; print_fp8 7326 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1457 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5623 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 5024, for a checkpoint's counters in check_resume 8124.
+//     _unless. For a damaged header they stand in check_field 5630 and check_unused (host/files.h): look at their
+//     callers; for a data file also in take_data_fields 5030, for a checkpoint's counters in check_resume 8132.
 //     unknown_word 1370 prints the message for a word of a flag that some place does not know. Such a place calls it
 //     itself or through meaning 1376.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7121 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 6910 that a file could not be written yet.
-//     stop_run 6884 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7128 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 6917 that a file could not be written yet.
+//     stop_run 6891 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -2998,7 +2998,7 @@ static UNet build_unet(const Config& c) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- FP8: its buffers, its factors, and weights in FP8
 // --precision fp8: plans a buffer for each input that a convolution reads in FP8. The group norm that writes this input
-// fills the buffer. When sampling, the norm writes nothing else. In training it also writes the same input
+// fills the buffer. When sampling, the norm writes its result in FP8 alone. In training it also writes the same input
 // as an ordinary activation (act_element), because the convolution's weight gradient is computed from that activation.
 static void plan_fp8(UNet* net, bool training) {
     for (const Layer& conv : net->layers) {
@@ -3016,9 +3016,9 @@ static void plan_fp8(UNet* net, bool training) {
 }
 
 // --precision fp8, in training: some convolutions compute their input gradient from an FP8 copy of the gradient of
-// their output. This function plans a buffer for each such FP8 copy. If a group norm writes the gradient of the
-// convolution's output, the norm also writes the FP8 copy. Otherwise the convolution's backward function makes the copy
-// (round_gradient).
+// their output. This function plans a buffer for each such FP8 copy. If the backward function of a group norm writes
+// the gradient of the convolution's output, it also writes the FP8 copy. Otherwise the convolution's backward function
+// makes the copy (round_gradient).
 static void plan_fp8_gradients(UNet* net) {
     for (Layer& conv : net->layers) {
         if (!conv.fp8_gradient || conv.dout < 0) continue;
@@ -3092,8 +3092,9 @@ static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& fl
 }
 
 // Training with --precision fp8: returns the factor that gradients are multiplied by before they are rounded to FP8.
-// The loss is a mean over the n numbers of a batch, so gradients are proportional to 1 / n. The factor is the power of
-// 2 from 128 n to 256 n. (e5m2's largest number is 57344. So all gradients up to 57344 / (256 n) = 224 / n fit in FP8.)
+// The loss is a mean over the n numbers of a batch, so gradients are proportional to 1 / n. (With --objective ect the
+// loss is another one, tuning_loss, but the factor is the same.) The factor is the power of 2 from 128 n to 256 n.
+// (e5m2's largest number is 57344. So all gradients up to 57344 / (256 n) = 224 / n fit in FP8.)
 // The factor depends only on the configuration. So it is the same on all ranks, in all microbatches, and after a run is
 // resumed. Nothing is measured in one step and used in the next, so a checkpoint need not keep anything for FP8.
 static float choose_gradient_factor(const Config& c) {
@@ -3109,7 +3110,7 @@ static float choose_gradient_factor(const Config& c) {
 static Fp8Weights make_fp8_training(const UNet& net) {
     if (net.config.precision != "fp8") return {};
     std::vector<float> factors(net.plain_size);
-    int most = 0; // the largest number of input channels: dx_factors has an element for each channel of a gradient
+    int most = 0; // the largest number of input channels: dx_factors has an element for each of these channels
     for (const Layer& conv : net.layers) {
         if (conv.fp8_gradient) most = std::max(most, net.tensors[conv.x1].C);
         if (!conv.fp8) continue;
@@ -3346,8 +3347,8 @@ static void check_memory(UNet* net, bool training) {
     const double GIB = 0x1p30;
     // For sampling, a parameter needs at most a weight, its copy, and a copy in FP8. For training it needs a weight, a
     // gradient, two moments, an average, copies of the weight and of the average, and two copies in FP8. Muon also
-    // needs a copy of the momentum and, for each matrix, two squares, which are together smaller than two such
-    // matrices.
+    // needs a copy of the momentum and, for each matrix, two squares (MuonMatrix). Together they are at most as large
+    // as two such matrices.
     const size_t fp8_bytes = net->config.precision == "fp8" ? bytes_of(Element::FP8) : 0;
     const size_t sampling_bytes = sizeof(float) + act_bytes() + fp8_bytes;
     const size_t muon_bytes = net->config.muon() ? 3 * act_bytes() : 0;
@@ -3440,7 +3441,8 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     const int reader = first_emb_reader(net);
     Walk walk{net, weights, dropout, B};
     int i = 0;
-    // Ticket 0 is free: WeightGradients uses the numbers of convolutions, and layer 0 is none.
+    // 0 is a ticket: wait_for_side(0) waits for this work. For its tickets, WeightGradients uses the indices of
+    // convolutions. Layer 0 is not a convolution, so 0 is free.
     run_beside(0, [&](Stream* stream) {
         walk.stream = stream;
         for (; net->layers[i].kind->embedding; i++) forward_layer(walk, net->layers[i]);
@@ -3473,7 +3475,8 @@ struct WeightGradients {
     void launch_waiting() {
         // When this launch's work is finished, all gradients from index complete_from on are complete. So complete_from
         // must lie after the weights of every convolution whose weight gradient is not launched yet. From plain_size
-        // on, the flat array holds nothing but convolutions' weights.
+        // on, the flat array holds nothing but convolutions' weights. Of the gradients before plain_size, some are only
+        // complete at the end of the backward pass (finish_gradients).
         size_t complete_from = net->plain_size;
         for (int i = 0; i < last; i++) {
             const Layer& l = net->layers[i];
@@ -3651,8 +3654,8 @@ HD static inline Question ask(Frame frame, double ratio, double sigma_data) {
     return Question{NAN, NAN, NAN, NAN, NAN, NAN, NAN};
 }
 
-// Returns a model's Frame: whose formulas say what the network is shown, told and asked. --objective names them. For
-// ect, which works with the formulas of edm or flow, --ect_frame names them.
+// Returns a model's Frame: the formulas for what the network is shown, told and asked. --objective names them. For ect,
+// which works with the formulas of edm or flow, --ect_frame names them.
 static Frame frame_of(const Config& c) {
     const char* flag = c.objective == "ect" ? "ect_frame" : "objective";
     return meaning<Frame>(flag, c.frame(), {{"ddpm", Frame::DDPM}, {"edm", Frame::EDM}, {"flow", Frame::FLOW}});
@@ -3666,7 +3669,7 @@ static SigmaDraws sigma_draws(const Config& c) {
 }
 
 // Returns whether euler, heun and dpmpp_2m take equal steps of t = sigma / (1 + sigma) with a model of this frame.
-// Otherwise their sigmas are Karras's schedule. (Other samplers do not ask.)
+// Otherwise their sigmas are Karras's schedule. (For other samplers, sampler_sigmas does not use the result.)
 static bool has_steps_of_t(Frame frame) {
     switch (frame) {
     case Frame::DDPM: return false;
@@ -3741,8 +3744,8 @@ HD static inline NoiseLevel teacher_level(const Objective& o, double t) {
 
 // Returns alpha_bar (T): alpha_bar[t] is the product of 1 - beta over all timesteps from 0 to t.
 //   linear: beta rises from 0.0001 to 0.02 (Ho et al. 2020, section 4); both limits are multiplied by 1000 / T
-//   cosine: alpha_bar(t) = cos^2((t / T + 0.008) / 1.008 pi / 2), with beta below 0.999 (Nichol & Dhariwal
-//           2021, eq. 17)
+//   cosine: 1 - beta = f(t + 1) / f(t), where f(t) = cos^2((t / T + 0.008) / 1.008 pi / 2); beta is at most 0.999
+//           (Nichol & Dhariwal 2021, eq. 17). In the code, `cosine` is f as a function of t / T
 static std::vector<double> alpha_bars(const Config& c) {
     const int T = c.diffusion_steps;
     const double scale = 1000.0 / T, beta_start = 1e-4 * scale, beta_end = 0.02 * scale;
@@ -3956,7 +3959,8 @@ HD static inline float image_value(const void* images, int bytes, size_t i) {
 //   mirrored, upside down   left and right are exchanged, top and bottom are exchanged; 1 for each of the two
 //   scaled                  by 2^(0.2 z); z
 //   turned                  by an angle; the angle's cosine - 1, its sine
-//   stretched               by 2^(0.2 z) along an axis and by the inverse across it; z cos(axis), z sin(axis)
+//   stretched               by 2^(0.2 z) along an axis and by the inverse across it; z cos(axis), z sin(axis). `axis`
+//                           is the angle of this axis: with probability 1/2 a random angle, else 0
 //   shifted                 by an eighth of the image times (z, z'); z, z'
 
 // A 2 x 2 matrix. It maps (x, y) to (xx x + xy y, yx x + yy y).
@@ -3988,8 +3992,9 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
     const double shift_x = shifts ? z[2] : 0;
     const double shift_y = shifts ? z[3] : 0;
 
-    // m maps a pixel of the changed image to the place in the original image that this pixel shows. These steps are
-    // done in this order: shift back, stretch back, turn by `angle`, scale back.
+    // For a pixel of the changed image, these steps find the place in the mirrored image that the pixel shows (see
+    // Augmentation): shift back, stretch back, turn by `angle`, scale back. They are done in this order. m is the last
+    // three of them together. x_1 and y_1 are what shifting back adds to the result.
     const double longer = exp2(0.2 * stretch);
     const Matrix2 along_axis{1 / longer, 0, 0, longer};
     const Matrix2 stretched = product(rotation(-axis), product(along_axis, rotation(axis)));
@@ -4077,7 +4082,7 @@ struct CanvasPlace {
 };
 // Returns the CanvasPlace of the canvas's value at row `fine_y` and column `fine_x`.
 HD static inline CanvasPlace canvas_place(const Augmentation& a, int fine_y, int fine_x, int H, int W) {
-    // (x, y): the place in the changed image, in pixels from the centre. (from_x, from_y): the place in the original
+    // (x, y): the place in the changed image, in pixels from the centre. (from_x, from_y): the place in the mirrored
     // image that is shown there. The last two lines convert that place to rows and columns of the doubled image.
     const double x = (fine_x - W - 5) / 2.0;
     const double y = (fine_y - H - 5) / 2.0;
@@ -4100,9 +4105,9 @@ HD static inline float canvas_value(const CanvasPlace& place, const void* channe
         }
         sum += place.rows.weight[i] * of_row;
     }
-    // A byte stands for byte / 127.5 - 1. A row's weights, and a column's weights, add up to sqrt(2) / 2 (sym6). So the
-    // 49 products of weights add up to 1 / 2, and the -1 becomes -0.5. (In `halved` the 144 products of taps add up to
-    // 2, so the changed image is as bright as the original one.)
+    // A byte stands for byte / 127.5 - 1. The weights of the 7 rows add up to sqrt(2) / 2 (sym6), and so do those of
+    // the 7 columns. So the 49 products of weights add up to 1 / 2, and the -1 becomes -0.5. (In `halved` the 144
+    // products of taps add up to 2, so the changed image is as bright as the original one.)
     return bytes == 1 ? sum / 127.5f - 0.5f : sum;
 }
 
@@ -4342,7 +4347,7 @@ struct Move {
     double m_x = 0, m_x0 = 0; // coefficients of m'
     double learned_low = 0;   // if the network chooses the noise's standard deviation: the smallest that it can choose
     double learned_high = 0;  // the largest that it can choose. If learned_low is 0, the standard deviation is .noise
-    double known_until = -1;  // with --inpaint, in the last move of a step: n, for the noise that keep_known adds
+    double known_until = -1;  // with --inpaint, in a step's last move: n, for keep_known (see device_step); else -1
 };
 
 // Euler's method: x' = x + (n - s) (x - x0) / s. The code writes x' as a weighted mean of x and x0 instead: if s is
@@ -4535,7 +4540,7 @@ static int first_step(const Config& c, int N) {
 
 // All moves of a sampler.
 struct Route {
-    double start = 0; // the first x is start * normals + churn * other normals
+    double start = 0; // without --start_from: the first x is start * normals + churn * other normals
     double churn = 0;
     std::vector<Move> moves;
     int64_t first_move = 0; // the move that sampling begins with: the first move of the step that first_step returns
@@ -4639,7 +4644,8 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
 
 // A Route in the form that the device uses: the coefficients of the network's first input, and those of every step.
 struct SamplerPlan {
-    // The network's first input is image * x_0 + start * normals + churn * other normals.
+    // The network's first input is image * (the image of --start_from) + start * normals + churn * other normals.
+    // (Normals are standard normal numbers.) Without --start_from, the factor `image` is 0.
     float image, start, churn;
     int64_t begin; // the index in `steps` of the step that sampling begins with
     std::vector<SamplerStep> steps;
@@ -4885,10 +4891,10 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
 
 // =====================================================================================================================
 // 9. Data: .bin files that may be larger than memory, the order of their images
-// A data file consists of a header, images (N, C, H, W) of uint8 or float32, labels (N), and K numbers of each image
-// (N, K) (docs/FORMATS.md). The images stay on the disk: a step reads only its own images. The operating system is
-// asked to fetch them into memory a few batches before the step. Labels and numbers are kept in memory. The program
-// also reads data files of unet.cu, another program that trains UNets.
+// A data file consists of a header, images (N, C, H, W) of uint8 or float32, labels (N), and for each image K numbers
+// (N, K) that a model may be conditioned on (--cond_dim; docs/FORMATS.md). The images stay on the disk: a step reads
+// only its own images. The operating system is asked to fetch them into memory a few batches before the step. Labels
+// and numbers are kept in memory. The program also reads data files of unet.cu, another program that trains UNets.
 //
 // The functions, in the order in which they run: if --data_dir names a folder of pictures, take_data_dir makes a data
 // file of them. open_dataset checks the file, once. For each step, load_batch sends the images to the device; it calls
@@ -4937,7 +4943,7 @@ struct Dataset : InputFile {
     std::vector<float> values;       // (N, K): the numbers
     std::string value_names;         // the names of the K numbers, a line for each; or empty
     std::vector<uint32_t> image_crc; // (N), the checksum of each image; empty: the checksums are not known
-    int64_t asked = 0;               // the system was asked to fetch the stream's images up to this position
+    int64_t asked = 0;               // how far into the stream (image_at_position) the system was asked to fetch images
     std::string error;               // why an image could not be used
     std::shared_ptr<Dataset> cond;   // --cond_file: a picture for each image, in the same order; null: there are none
 
@@ -5144,7 +5150,8 @@ static bool is_up_to_date(const std::string& path, const Config& c, int64_t chan
     if (!exists(path)) return false;
     InputFile file;
     file.open(path, "--data_dir would replace it: move it away");
-    // If --data_dir did not make this file, the program ends, so that the file is not replaced.
+    // --data_dir only makes data files whose values are bytes. If the file is of another kind, the program ends, so
+    // that the file is not replaced.
     const int* s = file.header.slot;
     const bool holds_pictures = s[SLOT_MAGIC] == DATA_MAGIC && s[DATA_SLOT_BYTES] == 1;
     struct stat st = {};
@@ -5275,8 +5282,8 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
     const int HW = c.H * c.W;
     const int C = c.in_channels;
     std::vector<float> picture;
-    // In training, a picture may also be mirrored, be left out or, if it is a small one, have noise (put_pictures).
-    // Here it is not changed.
+    // In training, a picture may also be mirrored, be left out or, if it is a small one, have noise (put_pictures of
+    // section 11). Here it is not changed.
     if (c.picture_kind == PictureKind::LOWRES) {
         const int factor = c.picture_factor;
         const int w = c.W / factor;
@@ -5362,8 +5369,8 @@ static std::vector<float> sample_pictures(const Config& c) {
     return pictures;
 }
 
-// Returns the number of the first sample of this rank's k-th microbatch. Counted over all ranks, this microbatch is
-// number k * ranks + rank of the step; step_gradients explains why.
+// Returns the number of the first sample of this rank's k-th microbatch. micro: how many samples a microbatch has.
+// Counted over all ranks, this microbatch is number k * ranks + rank of the step; step_gradients explains why.
 static int64_t first_sample(int k, int micro) { return ((int64_t)k * world.size + world.rank) * micro; }
 
 // Images come from an endless stream. Returns which image of the file is at a position of the stream. In training the
@@ -7940,7 +7947,7 @@ static std::string find_data(const ModelFile& model, const std::string& data_fil
     return data_file.empty() ? "" : found.string();
 }
 
-// Sets flags that a resumed run takes from its checkpoint. Other model files do not set these flags.
+// Sets flags that a resumed run takes from its checkpoint. A model file of --init does not set these flags.
 static void take_run_of_file(Config* c, const ModelFile& model) {
     std::string rates;
     for (int k = 0; k < model.emas(); k++) {
@@ -7979,7 +7986,7 @@ static void take_parsed_flags(Config* c, const ModelFile& model) {
     take_from_file(c, model.path, "image_size", size_text(height, width));
     take_from_file(c, model.path, "channel_mult", mult);
     take_from_file(c, model.path, "attention_resolutions", heights);
-    // --cond: how pictures are made.
+    // --cond says how the pictures are made. Its two slots hold the kind, and the factor K of lowres:K (otherwise 0).
     check_field(model.path, "cond", h.slot[SLOT_COND], 0, std::size(PICTURE_WORDS) - 1);
     const int factor = h.slot[SLOT_COND + 1];
     const std::string kind = PICTURE_WORDS[h.slot[SLOT_COND]].word;
@@ -8033,7 +8040,7 @@ static void take_ect_defaults(Config* c, bool file_has_levels) {
     if (ect && !c->given("sampler")) c->sampler = "consistency";
     if (c->sampler == "consistency") {
         if (!c->given("timestep_respacing")) c->timestep_respacing = "2";
-        // A preset's values are for another sampler.
+        // A preset's S_churn and guidance_scale are meant for another sampler.
         if (!c->given("S_churn")) c->S_churn = 0;
         if (!c->given("guidance_scale")) c->guidance_scale = 1;
     }
@@ -8043,9 +8050,10 @@ static void take_ect_defaults(Config* c, bool file_has_levels) {
     }
 }
 
-// A preset may set flags that work only with classes: class_dropout and guidance_scale. For a model without classes,
-// this function sets them to values with which they do nothing. (class_dropout stays if the model is conditioned on
-// numbers, because it can leave out the numbers, too.)
+// A preset may set class_dropout and guidance_scale for a model that is conditioned on classes. For a model without
+// classes, this function sets them to 0 and 1, with which they do nothing. (class_dropout stays if the model is
+// conditioned on numbers, because it can leave out the numbers, too.) guidance_scale also becomes 1 if the model has
+// classes, but class_dropout is 0.
 static void drop_preset_of_classes(Config* c) {
     const bool has_condition = c->class_cond || c->cond_dim; // something that class_dropout can leave out
     if (c->by_preset.contains("class_dropout") && !has_condition) c->class_dropout = 0;
@@ -8158,11 +8166,11 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
 // Returns a checksum by which two different input files can be told apart. It takes about a second.
 //
 // Our own files hold a checksum of their whole content in their first 1024 bytes. This checksum is verified when a file
-// is read. So the first 1024 bytes of these files would be enough. But files of unet.cu hold no checksum. Therefore up
-// to 64 MiB of any file are read: the whole file or, if it is larger, 256 excerpts at equal distances. The first
-// excerpt is at the file's beginning, and the last excerpt is at its end. So files with other images or weights, and
-// files that were cut short, have another checksum. Two files that differ may have the same checksum only if they are
-// large files of unet.cu and differ in just a few images.
+// is read. So the first 1024 bytes of these files would be enough. But files of unet.cu hold no checksum. Therefore
+// more is read. A file of up to 64 MiB is read as a whole. Of a larger file, 256 excerpts at equal distances are read,
+// the first of them at the file's beginning, and one more excerpt at the file's end. So files with other images or
+// weights, and files that were cut short, have another checksum. Two files that differ may have the same checksum only
+// if they are large files of unet.cu and differ in just a few images.
 static uint32_t sample_checksum(const InputFile& file) {
     constexpr size_t EXCERPTS = 256;
     constexpr size_t EXCERPT = 256 << 10; // bytes
@@ -8191,9 +8199,9 @@ static std::string describe_input(const std::string& name, const std::string& pa
     return text("a %s of %zu bytes and checksum %08x\n", name.c_str(), file.size, checksum);
 }
 
-// Ends the program, before anything is written, if ranks run different programs, read different input files, or have
-// different flags. Such ranks would compute different things, or wait for each other for ever. Each rank describes its
-// program, inputs and flags in lines of text. Then the lines of all ranks are compared.
+// Ends the program, before the training or the sampling begins, if ranks run different programs, read different input
+// files, or have different flags. Such ranks would compute different things, or wait for each other for ever. Each rank
+// describes its program, inputs and flags in lines of text. Then the lines of all ranks are compared.
 static void compare_ranks(const Config& c, const std::string& weights) {
     if (world.size < 2) return;
     std::ifstream self("/proc/self/exe", std::ios::binary);
@@ -8208,9 +8216,9 @@ static void compare_ranks(const Config& c, const std::string& weights) {
     mine += describe_input("--start_from", c.start_from);
     mine += describe_input("--inpaint", c.inpaint);
     mine += describe_input("--mask", c.mask);
-    // Flags that name input files are left out below, because the lines above describe the content of these files.
-    // --device, --output and --output_dir may differ: each machine has its own devices and folders, and only rank 0
-    // writes.
+    // Flags that name input files are left out of the loop below, because the other lines describe the content of these
+    // files. --device, --output and --output_dir may differ: each machine has its own devices and folders, and only
+    // rank 0 writes.
     mine += text("--values of checksum %08x\n", crc32(0, c.value_rows.data(), c.value_rows.size() * sizeof(float)));
     const std::set<std::string> inputs = {"init",    "data_file", "val_data_file", "cond_file", "val_cond_file",
                                           "inpaint", "mask",      "values",        "start_from"};
@@ -8236,8 +8244,9 @@ static void apply_with_patch(Config* c, const char* preset, int patch) {
     if (c->by_preset.contains("patch_size")) c->patch_size = patch;
 }
 
-// Returns "" if a preset suits images of H x W pixels and C channels. Otherwise returns a sentence that says why not: most
-// often, their sides can't be halved as often as its network does. c: the command line, whose flags the preset keeps.
+// Returns "" if a preset suits images of H x W pixels and C channels. Otherwise returns a sentence that says why it
+// does not. Most often, a side of the images can't be halved as often as its network does. c: the command line. Its
+// flags stay as they are.
 static std::string preset_refuses(Config c, const char* preset, int patch, int H, int W, int C) {
     apply_with_patch(&c, preset, patch);
     c.image_size = size_text(H, W);
@@ -8249,13 +8258,13 @@ static std::string preset_refuses(Config c, const char* preset, int patch, int H
     return parse_model(&c);
 }
 
-// Without --preset: chooses a preset and applies it. For the user's own images, it depends on their size. Returns "", or
-// a line for the user: why the images do not get the preset that is best for most sizes.
+// Without --preset: chooses a preset and applies it. For the user's own images, it depends on their size. Returns "",
+// or a line for the user, which says why the images do not get the preset that draws the better pictures.
 //
-// Images of 32x32 pixels and more get a preset that learns them quickly (docs/LEARNT.md, "Own pictures of other sizes").
-// Its network sees a square of 2x2 pixels as one position. From 128x128 pixels on, these squares are 4x4 pixels, so that
-// a step with images of 128x128 takes as long as one with 64x64. All other images get PRESET_ELSE: smaller ones, and
-// those whose sides can't be halved often enough.
+// Images of 32x32 pixels and more get a preset that learns them quickly (docs/LEARNT.md, "Own pictures of other
+// sizes"). Its network sees a square of 2x2 pixels as one position. From 128x128 pixels on, these squares are 4x4
+// pixels, so that a step with images of 128x128 takes as long as one with 64x64. All other images get PRESET_ELSE:
+// smaller ones, and those whose sides can't be halved often enough.
 static std::string apply_default_preset(Config* c, const Dataset& data) {
     if (!data.size && c->data_dir.empty()) {
         apply_with_patch(c, DEFAULT_PRESET, 2);
@@ -8282,8 +8291,10 @@ static std::string apply_default_preset(Config* c, const Dataset& data) {
         apply_with_patch(c, preset, patch);
         return "";
     }
+    // If PRESET_ELSE does not suit the images either, check_model reports an error, and the line is not needed.
+    const bool is_told = smaller_side >= 32 && preset_refuses(*c, PRESET_ELSE, 0, H, W, C).empty();
     apply_with_patch(c, PRESET_ELSE, 0);
-    if (smaller_side < 32) return "";
+    if (!is_told) return "";
     return text("preset %s draws better pictures than %s, but does not fit: %s", preset, PRESET_ELSE, why.c_str());
 }
 
@@ -8474,8 +8485,8 @@ template <class T, class F> HD INLINE void with_nonlinearity(Nonlinearity n, F w
     }
     ALL_CASES_RETURN
 }
-// nvcc's compilers look for a missing case only in code for the host. So the last line here compiles with_nonlinearity
-// for the host, too.
+// nvcc's compilers look for a missing case of a switch only in code for the host. So the last line below, with NoWork,
+// compiles with_nonlinearity for the host, too.
 struct NoWork {
     template <class N> HD void operator()(N) const {}
 };
@@ -8812,9 +8823,9 @@ INLINE void store_to_block(uint32_t p, uint32_t barrier, float4 v) {
     PTX("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];", //
         "r"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier));
 }
-// Arrives at another block's mbarrier, which reports that a stage is free again. The arrival is .relaxed: it does not
-// make this thread's earlier writes visible to the other block. A report that a stage is free does not need that. With
-// .release instead of .relaxed, the compiler would insert a slow fence for all of the GPU's memory.
+// Tells another block that a stage is free again: arrives at an mbarrier of that block. The arrival is .relaxed: it
+// does not make this thread's earlier writes visible to the other block. To tell that a stage is free, this is not
+// needed. With .release instead of .relaxed, the compiler would insert a slow fence for all of the GPU's memory.
 INLINE void arrive_at_block(uint32_t barrier) {
     PTX("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];", "r"(barrier));
 }
@@ -8966,8 +8977,8 @@ INLINE void store_whole(void* p, uint2 v) { PTX("st.global.v2.b32 [%0], {%1,%2};
 INLINE void store_whole(void* p, float4 v) {
     PTX("st.global.v4.f32 [%0], {%1,%2,%3,%4};", "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w));
 }
-// Stores v, rounded to T. Returns the rounded values: the caller computes a group norm's statistics from them, because
-// the group norm will read the rounded values, too.
+// Stores v, rounded to T. Returns the rounded values: a convolution computes a group norm's statistics from them,
+// because the group norm will read the rounded values, too.
 template <class T> INLINE float4 store4(T* p, float4 v) {
     const Four<T> four = from_floats<T>(v);
     store_whole(p, four);
@@ -9213,9 +9224,9 @@ MMA(mma_fp16, "f32.f16.f16.f32")
 // error is at most 2^-22. Let high + low be one float and high' + low' be another. Their product is then the sum of
 // three products of fp16: high high' + high low' + low high'. (low low' is too small to matter.) A fragment of floats
 // has twice as many registers as one of bf16: all high parts, then all low parts. fp16 has a small range of exponents.
-// So numbers are multiplied by a scale before they are split, and the sum of their products is divided by it. Numbers
-// that are split together have the same scale, which depends on the largest of them. Numbers that are smaller than the
-// largest one by a factor of 2^17 or more lose bits.
+// So numbers are multiplied by a scale before they are split, and the sum of their products is divided by the scales of
+// both operands. Numbers that are split together have the same scale, which depends on the largest of them. Numbers
+// that are smaller than the largest one by a factor of 2^17 or more lose bits.
 // PARTS: how many numbers an element is split into. A fragment has PARTS times as many registers as one of bf16.
 template <class T> constexpr int PARTS = ElementOf<T>::PARTS;
 static int act_parts() {
@@ -10068,7 +10079,8 @@ static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H,
 // piece of a pixel at a time.
 //   POOL      dx is a quarter of the pooled pixel's gradient. In an odd last row or column, which was not pooled, dx
 //             is 0.
-//   REPEAT    dx is the sum of the four copies' gradients
+//   REPEAT    dx is the sum of the four copies' gradients.
+// In both cases store_gradient adds the addends.
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(256)
     resample_backward_kernel(GradOf<T> dx,  // (B, H, W, C)
@@ -10136,8 +10148,8 @@ static void join_channels(float* out, const float* x, const float* cond, int B, 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- linear, silu, timestep and label embedding: fp32 (B, C) throughout
 // Used when: the embedding of t and of the class goes to every residual block.
-// How: a warp computes a few outputs (forward) or input gradients (backward) of 32 images; partial sums are added in a
-//   fixed order.
+// How: a warp computes partial sums for 32 images: of 8 or 16 outputs (forward), or of 64 input gradients (backward).
+//   The partial sums are added in a fixed order.
 // Costs: mostly latencies. Each weight is read once, and there are too few images to keep the GPU busy.
 
 // Returns what is stored as dx: the gradient d of element i plus the addends.
@@ -10154,7 +10166,8 @@ constexpr int LINEAR_ROWS = 32;
 // images.
 //   lane    works on one image
 //   warp    multiplies every eighth quad of an image's inputs. (A quad is 4 neighbouring inputs.)
-// Shared memory holds 64 quads of the block's weights, and the same quads of its images' inputs.
+// Shared memory holds 64 quads of the weights of each of the block's outputs, and the same 64 quads of each of its
+// images.
 //   1. All threads copy the next 64 quads of these weights and inputs to shared memory.
 //   2. Each warp multiplies its share of the quads: acc += x w. Steps 1 and 2 are repeated while inputs are left.
 //   3. The partial sums of the 8 warps are added, in the order of the warps, and stored.
@@ -10450,9 +10463,9 @@ static void label_embedding_forward(float* out, const float* x, const float* tab
         out[i] = x[i] + table[(size_t)label * C + i % C];
     });
 }
-// dx = dout. dtable (rows, C): row r is the sum of dout over the samples whose label is r. A thread computes
-// one element of dx, and the element of dtable in the same place. For the element of dtable, the thread looks through
-// the labels of all samples. So there are no atomics, and the order of the sum is fixed.
+// dx = dout + the addends. dtable (rows, C): row r is the sum of dout over the samples whose label is r. A thread
+// computes one element of dx, and the element of dtable in the same place. For the element of dtable, the thread looks
+// through the labels of all samples. So there are no atomics, and the order of the sum is fixed.
 static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B,
                                      int rows, int C) {
     const size_t n = (size_t)std::max(B, rows) * C;
@@ -10533,8 +10546,8 @@ static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective
     });
 }
 
-// Changes the images as --augment asks, in three launches. The canvas is the changed image at twice the resolution
-// (canvas_value).
+// Changes the images as --augment asks, in three launches. The canvas is the changed image at twice the resolution,
+// with a margin (see the comment above FILTER).
 //   1. Each thread draws the change of one sample.
 //   2. Each thread computes one place of the canvas, in all channels.
 //   3. Each thread computes one value of the result from the canvas.
@@ -10644,9 +10657,9 @@ static void take_pictures(float* cond, const void* pictures, PictureDraws draws,
     });
 }
 
-// Makes the small pictures of --cond lowres. `small` is (B, H / factor, W / factor, C). The four normal numbers of
-// quartet e / 4 are the noise of four neighbouring elements. Element e uses number e % 4 of them. So four neighbouring
-// threads compute the same quartet.
+// Makes the small pictures of --cond lowres, with noise if draws.noise is not 0. `small` is (B, H / factor, W / factor,
+// C). A thread computes element e of one picture. Of the four normal numbers of quartet e / 4, it uses number e % 4 as
+// noise. So four neighbouring threads compute the same quartet.
 static void shrink_images(float* small, const void* images, int factor, PictureDraws draws, int B, int C, int H, int W,
                           int bytes) {
     const int small_w = W / factor;
@@ -10780,7 +10793,8 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
 constexpr int LOSS_PARTS = 4; // how many blocks share an image
 
 // How many blocks of 1,024 threads run on a multiprocessor. With only one block all threads would wait for memory at
-// the same time. Two blocks fit if the multiprocessor can run 2,048 threads. On other GPUs it can run 1,536.
+// the same time. Two blocks fit if the multiprocessor can run 2,048 threads. On GPUs of compute capability 8.6, 8.9 and
+// 12.0 it can run only 1,536.
 constexpr int SUM_BLOCKS = ARCH == 800 || ARCH == 900 || ARCH == 1000 ? 2 : 1;
 
 // Adds up the values v of a block's 1024 threads. Only the threads of the first warp may use the result, because only
@@ -11282,8 +11296,9 @@ template <int AT_ONCE> INLINE double2 sum_pairs(const float2* pairs, int n, int 
 // Eight lanes together add up a table whose rows have n entries. Lane i reads entries i, i + 8, i + 16, ..., counted
 // row by row. This struct holds where the lane's first entry is (row, column), and how far it is from one of its
 // entries to the next: `rows` rows down and `columns` columns to the right. (If this column would be n or larger, the
-// entry lies n columns further left, one row further down.) The struct for x1 is made before await_previous_kernel,
-// because of its divisions: after that call, they would take a tenth of the time of a norm of 8x8 pixels.
+// entry lies n columns further left, one row further down.) The divisions take time. So groupnorm_forward_kernel makes
+// the struct for x1's channels before await_previous_kernel, so that the divisions overlap the previous kernel. A norm
+// of 8x8 pixels then takes 2.33 us. With the divisions after that call it took 2.48 us (docs/LEARNT.md).
 struct LaneShare {
     int n;
     int row = threadIdx.x % 8 / n;
@@ -11361,8 +11376,9 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     if (g <= a.group_of(t.slab0 + a.slab - 1)) {
         double sum = 0;    // the sum of x
         double square = 0; // the sum of x^2
-        // Adds up the group's sums that belong to one tensor (x1 or x2): the sums of its channels from, from + 1, ...,
-        // over all parts of Stats. These sums form a table, which eight lanes share. Each part is a row of the table.
+        // Adds this lane's share of the group's statistics in one tensor (x1 or x2) to `sum` and `square`. The table
+        // that eight lanes share (LaneShare) has a row for each part of Stats. A row has an entry for each of the
+        // group's channels in this tensor, of which `from` is the first.
         auto add = [&](const Stats& stats, int C, int from, const LaneShare& of) {
             const double2* const sums = (const double2*)stats.sums + (size_t)t.b * stats.parts * C + from;
             for (int part = of.row, c = of.column; part < stats.parts;) {
@@ -11522,7 +11538,7 @@ INLINE float2 group_terms(double sum, double product, float mean, float rstd, co
 
 // Backward, second pass: dx = scale dz - (x_factor x + offset) [+ addends, if ADD]. GRAD is GradOf<T>, or, if a dx is
 // also written in FP8, Fp8GradOf<T>.
-// The grid is that of groupnorm_forward_kernel. Each thread works on the channels and pixels of its NormColumn.
+// grid (chunks of pixels, slabs of channels, images). Each thread works on the channels and pixels of its NormColumn.
 // `chunks` is the number of chunks in the first pass; this pass may divide the pixels into another number of chunks.
 // Shared memory: each thread's next PIXELS pieces of x, dout and an addend; the coefficients of the slab's channels
 // (scale, shift) and of their groups (x_factor, offset).
@@ -11534,7 +11550,7 @@ template <class T, bool DROPOUT, bool ADD, class GRAD>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT || ADD))
     groupnorm_backward_kernel(GRAD dx1, GRAD dx2,
                               const float2* partial, // (B, chunks, C): the first pass's sums
-                              int chunks,            // into how many chunks the pixels of an image are divided
+                              int chunks,            // into how many chunks the first pass divides an image
                               const T* dout,         // (B, HW, C)
                               NormArgs a) {
     constexpr int V = VEC<T>;
@@ -11565,7 +11581,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     const NormChannel channel(a, t.b, t.slab0 + min(threadIdx.x, a.slab - 1));
     t.begin(fetch);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
-    // The previous kernel wrote the sums, but neither x nor dout. So the loads above did not have to wait for it.
+    // The previous kernel, the first pass, writes only `partial`. So the loads above did not have to wait for it.
     await_previous_kernel();
     if ((int)threadIdx.x < a.slab) coefficients[threadIdx.x] = channel.coefficients(Z_FACTOR<T>);
 
@@ -11638,8 +11654,9 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 //     5. dx = scale dz - (x_factor x + offset), from x and dz in shared memory
 //
 // Costs: x and dout are read once. On 8x8 images the threads wait most of the time. They wait for x, and for their
-//   instructions, which the GPU has to fetch before they run for the first time. So loops are not unrolled, which makes
-//   fewer instructions to fetch. And the few values that the first computations need are loaded before all others.
+//   instructions, which the GPU has to fetch before they run for the first time. So most loops over pixels and over
+//   groups are not unrolled, which makes fewer instructions to fetch. And the few values that the first computations
+//   need are loaded before all others.
 
 // v holds a pair of sums for each of the thread's channels: of dz, and of dz x. This function adds up v over those
 // lanes of a warp whose numbers differ by multiples of `columns` (a power of 2). In each step, a lane gives half of its
@@ -11685,8 +11702,8 @@ struct NormWhole {
     int bytes() const {
         const int pieces = 2 * slots() * threads; // x and dout
         const int per_channel = sizeof(float2) + sizeof(float4);
-        // The rows of sums: one for each of the warps that work on the same vectors and, if the cluster
-        // has several blocks, one for each of them.
+        // How many rows of sums there are: one for each of the warps that work on the same vectors and, if the cluster
+        // has several blocks, one more for each block of the cluster.
         const int sums = (1 << log_warps) + (chunks > 1 ? chunks : 0);
         return pieces * 16 + slab * per_channel + sums * pitch() * (int)sizeof(float2);
     }
@@ -11802,7 +11819,8 @@ template <class T, bool DROPOUT> struct NormSlab {
     }
     // For each channel, adds up the sums of all threads of a warp, and writes the totals to warp_sums.
     INLINE void fold(float (&v)[2 * V]) const {
-        // Now v begins with the `left` sums that this lane has. `value` is the index that the first of them had in v.
+        // After fold_rows, v begins with the `left` sums that this lane has. `value` is the index that the first of
+        // them had in v before.
         const int value = fold_rows<V, 16>(v, 1 << w.log_columns);
         const int left = max(2 * V << w.log_columns >> 5, 2);
         float2* const to = warp_sums + row_warp * w.pitch() + column * V + value / 2;
@@ -12142,12 +12160,14 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
 //     S (M, SUB)  =  own rows (M, d) x streamed rows (SUB, d)^T       in registers: 16 MT rows of S for each warp
 //     out (M, d) +=  P (M, SUB) x streamed rows (SUB, d)              P: the registers of S, packed to bf16
 //
-//   mma.sync's result S has the layout of its A operand, so P need not go through shared memory. The softmax is
-//   computed while rows stream past. For each own row, the warp keeps the highest score so far and the sum of the
-//   exponentials. When a higher score comes, the earlier sums are multiplied by a factor below 1. In shared memory rows
-//   are padded by 16 bytes, so that the eight rows that ldmatrix reads at once lie in different banks.
+//   In mma.sync, a result has the same layout as an A operand. So P, which replaces S in its registers, need not go
+//   through shared memory before it is multiplied. The softmax is computed while rows stream past. For each own row,
+//   the warp keeps the highest score so far and the sum of the exponentials. When a higher score comes, the earlier
+//   sums are multiplied by a factor below 1. In shared memory rows are padded by 16 bytes, so that the eight rows that
+//   ldmatrix reads at once lie in different banks.
 // Costs: Forward 2 products of T x T x d, backward 7. Five of these 7 are necessary. The other two are S and dP again:
-//   both the blocks that own queries and the blocks that own keys compute them.
+//   both the blocks that own queries and the blocks that own keys compute them. (If d > 128, the backward pass has 11
+//   products: the columns of the gradients are divided into two chunks, and S and dP are computed for each chunk.)
 
 // Returns how many rows stream past at a time. The longer the rows are, the fewer fit into shared memory.
 constexpr int attention_streamed_rows(int row_bytes, int MT) {
@@ -12584,8 +12604,8 @@ INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&ow
 // own rows in the DC columns that begin with column chunk * DC. (If heads have more than 128 channels, the registers
 // have no room for all columns.)
 // Shared memory: the block's own rows A1 and A2; two stages, each with N streamed rows B1 and B2. If the streamed rows
-// are queries, a stage also holds their SoftmaxRow and, if T > SHORT_T, their D. With a smaller T the block computes D
-// of all queries itself, into short_D, and the argument D is not read. For each stage:
+// are queries, a stage also holds their SoftmaxRow and, if T > SHORT_T, their D. Otherwise (T <= SHORT_T) the block
+// computes D of all queries itself, into short_D, and the argument D is not read. For each stage:
 //   1. Start the copies for the next stage.
 //   2. S = A1 B1^T and dP = A2 B2^T, for SUB streamed rows at a time
 //   3. Compute P from S, and dS from P and dP.
@@ -12670,7 +12690,8 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
 }
 
 // grid (B * heads * tiles of T, 1, 2 * chunks of d). Blocks that own keys have more work than blocks that own queries.
-// So, for each chunk, the blocks that own keys are started first. Then the GPU has to wait less at the end.
+// So, for each chunk, the blocks that own keys are started first. The last blocks then have less work, and the GPU
+// waits a shorter time for them at the end.
 template <class Tile>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
     attention_backward_kernel(AttentionCall a, const float* D) {
@@ -16950,7 +16971,7 @@ static void next_step(int64_t* step) {
 }
 
 // Copies the state of this step to records, a ring of `count` states. Some steps later the host reads from the ring
-// what the log needs.
+// what the log needs. next_step has already added 1 to state->step, so this step's number is state->step - 1.
 static void record_step(StepState* records, const StepState* state, int count) {
     each(1, [=] __device__(size_t) { records[(state->step - 1) % count] = *state; });
 }
@@ -16987,7 +17008,7 @@ struct AdamWFactors {
     float step_size; // lr / (1 - beta1^t)
     float root;      // sqrt(1 - beta2^t)
     float lr;        // of this step
-    float share;     // average_share
+    float share;     // of the newest weights in the first average (average_share)
 };
 INLINE AdamWFactors adamw_factors(const StepState* state, const AdamW& h) {
     double clip = 1;
@@ -17062,7 +17083,8 @@ static __global__ void __launch_bounds__(256)
         vs[i] = v;
         // The new weights go to this rank and to all ranks whose memory this rank can write to. The network reads the
         // first `plain` weights (all except the weights of convolutions) in fp32, and all other weights from the copy.
-        // So the other ranks need only the first `plain` weights in fp32.
+        // So the other ranks need only the first `plain` weights in fp32. (If activations are fp32, there is no copy:
+        // u.copy is the same array as u.params, and `plain` includes all weights.)
         const uint2 rounded = from_floats<bf16>(p);
         for (int r = 0; r < u.params.ranks; r++) {
             if (r == 0 || 4 * k < u.plain) ((float4*)u.params.at[r])[k] = p;
@@ -17101,17 +17123,19 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- muon: directions for matrices of weights
 // Used when: --optimizer muon, after judge_step and before adamw_kernel.
-// How: update_by_muon has the formulas. A launch computes one product for all matrices of the network, because a single
-//   matrix has too little work for a GPU. A block computes one tile of a result, of 128 x 128 or 64 x 64 elements.
-//   A sum is computed by one block, in a fixed order, so the bits repeat. The operands pass through a ring of stages in
-//   shared memory, as in conv_gather (section 20). Parts of that section and of section 16 are used here, too:
-//   copy_channels, channels_on, chunk_place, places, take_apart_copies; FragmentA, load_fragment, multiply. Where these
-//   speak of channels, read: neighbouring numbers of a line. X, A and B are stored in the type of the activations, T,
-//   but directions always as floats. A and B are symmetric. So only the tiles on the diagonal and above it are
-//   computed, and each element above the diagonal is stored at two places.
+// How: The formulas, with X, A and B, stand above update_by_muon. A launch computes one product for all matrices of the
+//   network, because a single matrix has too little work for a GPU. A block computes one tile of a result, of 128 x 128
+//   or 64 x 64 elements. A sum is computed by one block, in a fixed order, so the bits repeat. The operands pass
+//   through a ring of stages in shared memory, as in conv_gather (section 20). Parts of that section and of section 16
+//   are used here, too: copy_channels, channels_on, chunk_place, places, take_apart_copies; FragmentA, load_fragment,
+//   multiply. Their comments speak of channels. Here these are neighbouring numbers of a line (MuonOperand explains
+//   lines). X, A and B are stored in the type of the activations, T, but directions always as floats. A and B are
+//   symmetric. So only the tiles on the diagonal and above it are computed, and each element above the diagonal is
+//   stored at two places.
 // Costs: with S and L for a matrix's short and long side, about 16 S S L + 5 S S S operations on the tensor cores, and
 //   more if S is only a few tiles, since a tile on the diagonal is computed whole. (A multiplication and an addition
-//   count as two. S S L of them are for the norm. Floats take three products of fp16 for each of theirs.)
+//   count as two operations. S S L of the operations are for the norm |X|. With floats, each product of two numbers
+//   takes three products of fp16 numbers, so there are three times as many operations.)
 
 // Updates the momentum of this rank's part of Muon's matrices, and computes Nesterov's momentum, X. For the elements of
 // these matrices u.is_matrix is 1. X may be the same array as u.sum.
@@ -17244,12 +17268,12 @@ template <class Operand, int N, bool IS_LEFT> struct MuonSide {
 
     // Returns lane_address - base. ldmatrix loads four matrices of 8 x 8 numbers: two neighbouring chunks of lines 0-7,
     // and the same two of lines 8-15. Fragments A and B need these matrices in different orders. In a TRANSPOSED
-    // operand a line runs along the rows, so each of them needs the other order. So there are two cases:
+    // operand a line runs along the rows, so each kind of fragment needs the other order. So there are two cases:
     //
     //                                           matrix 0     matrix 1     matrix 2     matrix 3
-    //   left; right if it is TRANSPOSED         lines 0-7    lines 8-15   lines 0-7    lines 8-15
+    //   left not TRANSPOSED, right TRANSPOSED   lines 0-7    lines 8-15   lines 0-7    lines 8-15
     //                                           chunk        chunk        next chunk   next chunk
-    //   right; left if it is TRANSPOSED         lines 0-7    lines 0-7    lines 8-15   lines 8-15
+    //   right not TRANSPOSED, left TRANSPOSED   lines 0-7    lines 0-7    lines 8-15   lines 8-15
     //                                           chunk        next chunk   chunk        next chunk
     static INLINE uint32_t lane_offset(int warp_row) {
         const int lane = threadIdx.x % 32;
@@ -17257,9 +17281,10 @@ template <class Operand, int N, bool IS_LEFT> struct MuonSide {
         constexpr bool NEXT_MATRIX_IS_BELOW = IS_LEFT != TRANSPOSED;
         const int line = lane % 8 + 8 * (NEXT_MATRIX_IS_BELOW ? matrix % 2 : matrix / 2);
         const int next_chunk = NEXT_MATRIX_IS_BELOW ? matrix / 2 : matrix % 2;
-        // The warp's rows begin at this line and this chunk of the slice. If it is not TRANSPOSED, a line is a row. If
-        // it is, a line holds one k of 64 rows. Then a group of 64 rows takes 64 lines, one for each k. first_line is
-        // the first of them, and a chunk of a line holds 8 rows of the group.
+        // The warp's rows begin at line first_line and chunk first_chunk of the slice. If the operand is not
+        // TRANSPOSED, a line is a row. If it is TRANSPOSED, a line holds one k of 64 rows. Then a group of 64 rows
+        // takes 64 lines, one for each k. first_line is the first of them, and a chunk of a line holds 8 rows of the
+        // group.
         const int first_line = TRANSPOSED ? warp_row / MUON_LINE * MUON_LINE : warp_row;
         const int first_chunk = TRANSPOSED ? warp_row % MUON_LINE / 8 : 0;
         return (first_line + line) * LINE_BYTES + chunk_place<T>(first_chunk + next_chunk, line & 7);
@@ -17301,9 +17326,9 @@ template <class Operand, int N, bool IS_LEFT> struct MuonSide {
 };
 
 // Adds to `sums` this warp's part of a tile of left right^T. The block has 2 x 2 warps, and each computes 32 N x 32 N
-// elements: 2 N x 4 N fragments. Element (i, j) of the tile is the sum
-// over k of left(i, k) right(j, k). row and column: where the tile begins in the result. A kernel calls this only once:
-// at the end, some warps may still read the stages.
+// elements: 2 N x 4 N fragments. Element (i, j) of the tile is the sum over k of left(i, k) right(j, k). row and
+// column: where the tile begins in the result. A kernel calls this function only once. At the end of a call some warps
+// may still read the stages, so a second call could overwrite what they read.
 template <class T, int N, class Left, class Right>
 INLINE void muon_multiply(float (&sums)[2 * N][4 * N][4], const Left& left, const Right& right, int row, int column) {
     using Ring = MuonRing<T, N>;
@@ -17338,22 +17363,23 @@ INLINE void muon_multiply(float (&sums)[2 * N][4 * N][4], const Left& left, cons
             FragmentB<T> right_fragments[4 * N];
             left_side.load(left_fragments, stage, k);
             right_side.load(right_fragments, stage, k);
-            // Fragment (i, j) of the sums is sums[i][j], which is the fragment of number 4 N i + j behind sums[0].
+            // sums[i][j] is fragment (i, j) of the sums. Counted from sums[0], it is fragment number 4 N i + j. So
+            // multiply's a_step is 4 N, and its b_step is 1.
             multiply<T, 2 * N, 4 * N>(sums[0], 4 * N, 1, left_fragments, right_fragments, left_scale * right_scale);
         }
     }
 }
 
 // Where X lies, in one of two arrays. In muon.X, a flat array of T, a matrix begins at number m.offset (`spread` is 1).
-// In tr->sum, a flat array of floats, a matrix of T begins at the address of float number m.offset. Counted in numbers
-// of T, this is number spread * m.offset, where spread is sizeof(float) / sizeof(T): 2 for bf16, whose matrix fills the
-// first half of its floats' memory.
+// In Trainer::sum, a flat array of floats, a matrix of T begins at the address of float number m.offset. Counted in
+// numbers of T, this is number spread * m.offset, where spread is sizeof(float) / sizeof(T): 2 for bf16, whose matrix
+// fills the first half of its floats' memory.
 template <class T> struct MuonX {
     T* p;
     int spread;
     INLINE T* matrix(const MuonMatrix& m) const { return p + spread * m.offset; }
 };
-// What an iteration reads and writes. The last one multiplies its result by muon_scale, and writes it as floats.
+// What an iteration reads and writes. The last iteration multiplies its result by muon_scale, and writes it as floats.
 template <class T> struct MuonIteration {
     MuonX<T> X, next;
     T *A, *B;
@@ -17407,7 +17433,7 @@ static __global__ void __launch_bounds__(MUON_THREADS, (MuonRing<T, N>::PER_SM))
 
     const int rows = PRODUCT == MuonProduct::NEXT ? m.rows : S;
     const int columns = PRODUCT == MuonProduct::NEXT ? m.columns : S;
-    // Makes two neighbours in a row of the result of their sums, x and y, and stores them.
+    // Computes two neighbouring elements of a row of the result, and stores them. x and y: their sums.
     auto put_two = [&](int row, int column, float x, float y) {
         if (row >= rows || column >= columns) return;
         const size_t at = (size_t)row * columns + column;
@@ -17416,7 +17442,7 @@ static __global__ void __launch_bounds__(MUON_THREADS, (MuonRing<T, N>::PER_SM))
             x += MUON_A * old.x;
             y += MUON_A * old.y;
             const float scale = muon_scale(m);
-            // The last iteration's `next` is tr->sum, which takes floats (orthogonalise).
+            // The last iteration's `next` is Trainer::sum, which takes floats (orthogonalise).
             if (work.is_last) store_two((float*)next + at, scale * x, scale * y);
             else store_two(next + at, x, y);
             return;
@@ -17469,8 +17495,8 @@ static MuonTiles muon_tiles(const MuonWork& muon, bool of_squares) {
         size = 64;
         list = cut(size);
     }
-    // Tiles with the longest sums come first, so that no block is left alone at the end. The tiles of squares serve two
-    // products. They are sorted for X X^T, whose sums are longer than those of A A.
+    // Tiles with the longest sums come first, so that at the end of the launch no block is left alone with a long sum.
+    // The tiles of squares serve two products. They are sorted for X X^T, whose sums are longer than those of A A.
     auto sum_length = [&](const MuonTile& t) {
         const MuonMatrix& m = muon.matrices[t.matrix];
         return of_squares ? m.long_side() : m.short_side();
@@ -17699,8 +17725,8 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
 // --- attention: forward and, where a has dout, backward
 // Launches Hopper's kernels for bf16. Heads have DIM = 32 or 64 channels, and the number of tokens (T) is a multiple of
 // 64. Backward pass: one block computes a head of 64 tokens. If a head has 256 to 1,024 tokens, and this number is a
-// multiple of 128, a cluster computes the head, and each of its blocks owns 128 keys. For all other heads the portable
-// kernel computes the backward pass.
+// multiple of 128, a cluster computes the head, and each of its blocks owns 128 keys. For all other heads, and if the
+// GPU can't run such a cluster (attention_clusters), the portable kernel computes the backward pass.
 template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
     using Alone = AttentionBackward<DIM, 1>;
     using Cluster = AttentionBackward<DIM, 2>;
@@ -17777,7 +17803,7 @@ static bool conv_is_wgmma(const ConvShape& s) {
 // written to the workspace. For the gradients of a convolution with stride 2, the gradient of its output is first
 // written to the workspace, with zeros between its pixels. (A forward pass of stride 2 has a detour of another kind,
 // see conv_forward.) The detour moves more bytes. But it can use wgmma, so it is two to four times as fast. Without
-// wgmma (with mma.sync) only the gradient of an upsampled input takes the detour, which saves 17 to 33 % of the time.
+// wgmma (with mma.sync) only the gradient of an upsampled input takes the detour, which saves 17 to 45 % of the time.
 static ConvShape conv_without_detour(ConvShape s) { // returns the convolution that replaces s
     s.H <<= s.upsample;
     s.W <<= s.upsample;
@@ -17967,7 +17993,7 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
         consider(Wide32(), SmallCosts{1040, 129, 1040, 124});
         consider(Wide192(), SmallCosts{3160, 422, 4500, 470});
     }
-    if (p.H <= 8) return way.best(p); // conv_tiles is for higher images: its tiles are 16 pixels high
+    if (p.H <= 8) return way.best(p); // conv_tiles is for higher images: its tiles have 16 rows or more
 
     // conv_tiles has persistent blocks. Its time, in ns, is once + (tiles of the busiest block / n) * each. `once` is
     // the part of the time that does not depend on the number of tiles, and `each` is the time of n tiles. (Here a tile
@@ -17990,7 +18016,8 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
 }
 
 // Returns how many cycles conv_tiles takes with T (a ConvTiles) for p, a 1x1 convolution, by measurements on an H200.
-// Returns INFINITY if a tile's results do not fit into shared memory.
+// Returns INFINITY if a tile's results do not fit into shared memory, or if T streams weights and the input has fewer
+// than OUT_SLICES slices. slices: how many slices of 64 channels the input has.
 template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int slices) {
     constexpr int64_t L2_BYTES = 36; // bytes that a multiprocessor can exchange with the L2 in a cycle
     const bool add = p.out.part1.add1 || p.out.part2.add1;
@@ -18089,7 +18116,7 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_
     decide(c, ways);
 }
 
-// Does pick_conv_small choose the kernel? It does so on small images, which have too few tiles for conv_tiles'
+// Does pick_conv_small choose the kernel? It does so on small images, which often have too few tiles for conv_tiles'
 // persistent blocks. But only conv_tiles can compute a skip connection.
 static bool conv_is_small(const ConvCall& c) {
     const bool small = c.H <= 32 && c.W <= 32;
@@ -18099,8 +18126,9 @@ static bool conv_is_small(const ConvCall& c) {
 // Decides which kernel computes a convolution. A pick_ function, above, chooses the kernel's tile: in general the
 // largest tile with which every multiprocessor still has a block. The table shows how a layer of the network's list
 // leads to an instruction of the tensor cores. Each function calls the next one below it. Brackets hold another name,
-// or another end of the name. In the first two columns it is for FP8, except _1x1, which is for 1x1 convolutions. In
-// the last two columns it is for fp32. In FP8, conv_product_fp8 stands in place of conv_product.
+// or another end of the name. In the first two columns, what is in brackets is for FP8, except _1x1, which is for 1x1
+// convolutions. In the last two columns, what is in brackets is for fp32. In FP8, conv_product_fp8 stands in place of
+// conv_product.
 //
 //   forward_conv (section 5)     what a layer of kind CONV calls
 //   conv_forward                 fills a ConvCall. For upsampling, stride 2 or few channels it may first replace the
@@ -18383,7 +18411,8 @@ static void plan_weights(std::span<ConvWeight> works) {
     }
 }
 
-// Plans one layer alone: sets all members of a ConvWeight except its tensors and bias_images.
+// Plans one layer alone: sets all members of a ConvWeight except its tensors, emb_stride, bias_images, and the places
+// of the partials (put_partials sets them).
 static ConvWeight plan_weight(const ConvShape& s) {
     const int Ho = s.out_H();
     const int Wo = s.out_W();
@@ -18629,8 +18658,9 @@ static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* 
 //
 // There are three streams. The main stream has a high priority and runs nearly everything. The side stream has a low
 // priority: its kernels fill multiprocessors that the main stream leaves free. The copy stream copies the next batch to
-// the GPU while the current batch is computed. CUDA events order the work of different streams: a stream waits for an
-// event of another stream, while the host goes on.
+// the GPU while the current batch is computed. (With several GPUs there is a fourth stream, `sender` in section 24.)
+// CUDA events order the work of different streams: a stream waits for an event of another stream, while the host goes
+// on.
 
 // Returns the largest number of parts that a tensor's Stats can have for an image of H x W pixels. A part holds sums
 // over a convolution's tile, or over 8 rows of a tile. So a part covers at least 8 x 8 pixels.
@@ -18842,8 +18872,8 @@ static void grow(char** memory, size_t* bytes, size_t wanted) {
 // Allocates memory that operations need: a workspace for the main stream, which all its operations share, and for
 // training also a workspace for the side stream, and memory for the sums of group norms.
 static void reserve(const Workspace& most, bool training) {
-    // The workspace has room for the partials of most batches, each of 16384 bytes. If the partials of a batch need
-    // more room, conv_weight_batch computes its layers in two halves.
+    // The side stream's workspace has room for the partials of most batches of layers (WEIGHT_BATCH). A partial has
+    // 16384 bytes. If the partials of a batch need more room, conv_weight_batch computes its layers in two halves.
     const size_t for_most_batches = (size_t)2 * MAX_WEIGHT_PARTIALS * 16384;
     if (training) {
         grow(&device.norm_sums, &device.norm_sums_bytes, most.sums);
@@ -18913,8 +18943,8 @@ static bool sending = false; // copies have begun, and end_exchange has to wait 
 static unsigned* meetings;
 
 // p points into memory of this rank. Returns the address of the same place in rank r's memory, or null if p is not in
-// opened memory. If p lies before a region of memory, the offset is negative. As a size_t it is then larger than any
-// region, so the comparison is false.
+// opened memory. If p lies before a region of memory, the difference of the addresses is negative. As a size_t it is
+// then larger than any region, so the comparison is false.
 static void* at_rank(void* p, int r) {
     for (const Opened& o : opened) {
         const size_t offset = (char*)p - o.at[world.rank];

@@ -19,6 +19,7 @@ import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -169,41 +170,49 @@ def test_heads_given_are_heads_taken(run: Callable, data: Path, tmp_path: Path) 
     assert make_config({"preset": "unet64", "num_heads": 4, "num_head_channels": 16}).num_head_channels == 16
 
 
-# height, width; more flags; the presets on a CPU and on a GPU, the patch
+# height, width; more flags; the preset, its patch
 BY_SIZE = {
-    (28, 28, ""): ("fashion32", "unet64", 0),
-    (32, 32, ""): ("quick32", "quick64", 2),
-    (48, 32, ""): ("emoji64", "quick64", 2),
-    (64, 64, ""): ("emoji64", "quick64", 2),
-    (64, 64, "--patch_size 4"): ("emoji64", "quick64", 4),
-    (100, 100, ""): ("fashion32", "unet64", 0),  # 100 can't be halved often enough
-    (128, 128, ""): ("emoji64", "quick64", 4),
-    (144, 144, ""): ("emoji64", "quick64", 2 if BUILD == "cpu" else 4),  # in squares of 4x4 it can't be halved three times
-    (128, 128, "--cond lowres:4"): ("emoji64", "quick64", 2),  # squares of 4x4 would have 96 channels
-}  # fmt: skip
+    (28, 28, ""): ("fashion32", 0),
+    (32, 32, ""): ("quick32", 2),
+    (48, 32, ""): ("emoji64", 2),
+    (64, 64, ""): ("emoji64", 2),
+    (64, 64, "--patch_size 4"): ("emoji64", 4),
+    (100, 100, ""): ("fashion32", 0),  # 100 can't be halved often enough
+    (128, 128, ""): ("emoji64", 4),
+    (144, 144, ""): ("emoji64", 2),  # in squares of 4x4 it can't be halved three times
+    (128, 128, "--cond lowres:4"): ("emoji64", 2),  # squares of 4x4 would have 96 channels
+}
 
 
+@pytest.mark.skipif(BUILD == "cuda", reason="names the CPU's presets; test_the_preset_on_a_gpu has the others")
 @pytest.mark.parametrize("case", BY_SIZE, ids=str)
 def test_the_preset_by_the_size_of_the_images(run: Callable, make_data: Callable, tmp_path: Path, case: tuple[int, int, str]) -> None:
     """Without --preset: what draws the best pictures for a minute, where images can be halved often enough, else the one that takes any size. Both
     programs choose the same preset and squares."""
-    height, width, more = case
-    *presets, patch = BY_SIZE[case]
-    preset = presets[BUILD == "cuda"]
+    (height, width, more), (preset, patch) = case, BY_SIZE[case]
     file = make_data("d.bin", make_images(4, 3, height, width))
     out = run(["--data_file", file, *more.split(), "--max_steps", 1, "--sample_interval", 0, "--batch_size", 1]).out
     assert f"preset {preset}: " in out
-    said = f"preset {'quick64' if BUILD == 'cuda' else 'emoji64'} draws better pictures than {preset}, but does not fit: --image_size 100: "
+    said = "preset emoji64 draws better pictures than fashion32, but does not fit: --image_size 100: must be a multiple of 16"
     assert (said in out) == (height == 100)
+    assert (f", in squares of {patch}x{patch} pixels" in out) == (patch > 0)
     trained = read_model(str(tmp_path / "out" / model_name(1))).config
     assert (trained.patch_size, trained.image_size) == (patch, (height, width))
-    if BUILD == "cpu":
-        given = train_unet.parse_flags(["--data_file", str(file), "--device", "cpu", *more.split()], train_unet.FLAGS)
-        config = make_config(given, train_unet.open_data(str(file)))
-        assert (config.preset, config.patch_size, config.attention_resolutions) == (preset, patch, trained.attention_resolutions)
+    given = train_unet.parse_flags(["--data_file", str(file), "--device", "cpu", *more.split()], train_unet.FLAGS)
+    config = make_config(given, train_unet.open_data(str(file)))
+    assert (config.preset, config.patch_size, config.attention_resolutions) == (preset, patch, trained.attention_resolutions)
 
 
-def test_the_preset_of_a_folder(run: Callable, tmp_path: Path) -> None:
+def test_the_preset_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin's choice, as if it had a GPU."""
+    monkeypatch.setattr("common.config.pick_device", lambda name: SimpleNamespace(type="cuda"))
+    chosen = {size: default_preset({"data_dir": "pets", "image_size": (size, size)}) for size in (24, 32, 64, 100, 128, 144, 256)}
+    quick = {32: 2, 64: 2, 128: 4, 144: 4, 256: 4}
+    assert chosen == {24: ("unet64", 0), 100: ("unet64", 0)} | {size: ("quick64", patch) for size, patch in quick.items()}
+    assert default_preset({}) == ("quick64", 0)
+
+
+def test_the_preset_of_a_folder() -> None:
     """Without a size, a folder becomes 64x64; the preset goes by --image_size where it is given. No data: the default."""
     folder = {"data_dir": "pets", "device": "cpu"}
     assert default_preset(folder) == default_preset(folder | {"image_size": (64, 64)}) == ("emoji64", 2)
