@@ -5457,9 +5457,10 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
 // =====================================================================================================================
 // 10. Model files: weights and checkpoints, initial weights
 // A model file consists of a header and then arrays in fp32. Each array holds one number for every parameter. The first
-// array is the weights. With HAS_EMA, an average of the weights follows. With HAS_TRAINING, AdamW's two moments and
-// further averages follow. With --schedule_sampler loss-second-moment, the losses that it remembers come last. In each
-// array the tensors are in the order and the layout of PyTorch's state_dict (docs/FORMATS.md).
+// array is the weights. Two bits in the header say what else the file holds. With the bit HAS_EMA, an average of the
+// weights follows. With HAS_TRAINING, AdamW's two moments and further averages follow. The checkpoint of a run with
+// --schedule_sampler loss-second-moment ends with the latest losses at each timestep. In each array the tensors are in
+// the order and the layout of PyTorch's state_dict (docs/FORMATS.md).
 //
 // The functions here: open_model checks a file, check_size compares it with a network, and read_array reads one of its
 // arrays; model_header makes the header of a new file; init_params draws the weights of a new run. Section 12 writes
@@ -5487,7 +5488,7 @@ constexpr int SLOT_MULT = 23;        // channel_mult, MOST_LEVELS floats
 constexpr int SLOT_RESOLUTIONS = 31; // how many numbers attention_resolutions has
 constexpr int SLOT_ATTENTION = 32;   // attention_resolutions, MOST_LEVELS numbers
 constexpr int SLOT_MAX_PERIOD = 40;
-constexpr int SLOT_DIFFUSION = 41; // diffusion_steps; slots from here to SLOT_PATCH_SIZE are about the diffusion
+constexpr int SLOT_DIFFUSION = 41; // diffusion_steps; slots from here to SLOT_PATCH_SIZE - 1 are about the diffusion
 constexpr int SLOT_OBJECTIVE = 43;
 constexpr int SLOT_VLB_WEIGHT = 47;
 constexpr int SLOT_CLASS_DROPOUT = 50;
@@ -5634,7 +5635,8 @@ static void check_field(const std::string& path, const char* field, int64_t valu
             path.c_str(), field, value, low, high);
 }
 
-// Checks the lengths of the header's lists, and that every slot that has no meaning in this file is 0.
+// Checks the lengths of the header's lists, and that slots that have no meaning in this file are 0. (The slots of flags
+// that the model does not use are not checked here, but in take_model_file.)
 static void check_lists(const ModelFile& m) {
     const int* s = m.header.slot;
     check_field(m.path, "levels", s[SLOT_LEVELS], 1, MOST_LEVELS);
@@ -5823,9 +5825,13 @@ static std::vector<float> init_params(const UNet& net) {
 //   main stream   t, noise; q_sample | first ... last layer | loss | last ... first layer back | norm | judge | AdamW
 //                                    |  ^ waits: embedding         |  ^ waits, before memory is reused
 //   side stream                      +-> embedding                +-> weight gradients of convolutions -+
-//   to others                                                         these, as they are complete        | weights
+//   other ranks                                                       these are sent when complete       | weights
 //                 \___ a microbatch: again for the next one, whose gradients are added ________________/
-//   host          reads images, replays all this as one graph, up to STEPS_AHEAD steps ahead of what the log has seen
+//   host          reads images; launches all of this, except the copies, as one graph (replay). It may start up to
+//                 STEPS_AHEAD steps before it reads their results for the log
+//
+// Time goes from left to right. Each ^ is a place where the main stream waits for the side stream: first for the
+// embedding, and later for weight gradients, before the memory that they read is used for something else (plan_waits).
 //
 // The functions, in the order in which they run: make_trainer runs once. Then train_step runs for each step. It calls
 // load_batch, step_gradients (which calls forward_and_loss and unet_backward), judge_step and update_slice. From time
@@ -5851,10 +5857,10 @@ HD static inline double lr_factor(const AdamW& h, int64_t step) {
     ALL_CASES_RETURN
 }
 
-// A loss or a norm is suspicious if it is not finite. After 100 healthy steps it is also suspicious if it is larger
-// than twice the running mean plus ten standard deviations. In healthy training, losses and norms do not become so
-// large. x: the loss or the norm. n: the number of healthy steps so far. mean, var: the running mean and variance of
-// the same quantity over those steps.
+// A step's loss, or the norm of its gradient, is suspicious if it is not finite. After 100 healthy steps it is also
+// suspicious if it is larger than twice the running mean plus ten standard deviations. In healthy training, losses and
+// norms do not become so large. x: the loss or the norm. n: the number of healthy steps so far. mean, var: the running
+// mean and variance of the same quantity over those steps.
 HD static inline bool suspicious(double x, double n, double mean, double var) {
     if (!(fabs(x) <= DBL_MAX)) return true;
     return n >= 100 && x > 2 * mean + 10 * sqrt(var);
@@ -5915,13 +5921,14 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
 
 // Returns the share of the newest weights in an average of the weights: ema = ema + share (weights - ema). updates: the
 // number of updates so far, with the newest one.
-// With a rate of up to 1, the average is exponential: the weights after update k count as rate^(updates - k), divided
-// by the sum of these numbers. The first share is 1, so the initial weights don't count. With a rate of 1, all updates
-// count the same. With a rate above 1, the weights after update k count as about k^rate (Karras et al. 2024, eq. 2).
+// With a rate of up to 1, the average is exponential: the weights after update k have the factor rate^(updates - k) in
+// it, divided by the sum of these factors. The first share is 1, so the initial weights don't count. With a rate of 1,
+// all factors are the same. With a rate above 1, the factors are about proportional to k^rate (Karras et al. 2024,
+// eq. 2).
 HD static inline float average_share(float rate, int64_t updates) {
     if (rate > 1) return (float)-expm1((rate + 1.0) * log1p(-1.0 / updates));
     if (rate == 1) return 1.0f / updates;
-    const double sum = -expm1(updates * log((double)rate)); // (1 - rate) times the sum
+    const double sum = -expm1(updates * log((double)rate)); // (1 - rate) times the sum of the factors
     return (float)((1.0 - rate) / sum);
 }
 
@@ -5931,7 +5938,8 @@ HD static inline float average_share(float rate, int64_t updates) {
 // step can be recorded once, and repeated for each later step (Graph). There is memory for two batches: one batch is
 // copied to the device while the model is trained on the other batch.
 // A slice is this rank's part of a flat array of all parameters. If there is one rank, the slice is the whole array. In
-// the shapes below, B is the batch size, and micro is the number of samples in a microbatch.
+// the shapes below, B is the batch size, micro is the number of samples in a microbatch, T is diffusion_steps, K is
+// cond_channels, and factor is picture_factor.
 struct Trainer {
     UNet net;
     Dataset data;
@@ -5974,7 +5982,7 @@ struct Trainer {
     double* loss;               // (B): the loss of each sample
     // --augment
     Augmentation* augmentations; // (micro): how each image is changed; null: images are not changed
-    float* canvas;               // (micro, C, fine_size(H), fine_size(W)): working memory of augment_images
+    float* canvas;               // (micro, max(C, K), fine_size(H), fine_size(W)): working memory of augment_images
     float* augmented;            // (micro, C, H, W): the changed images
     // --cond_channels
     float* cond;           // (micro, H, W, K): the pictures as the network reads them; null: there are none
@@ -6044,7 +6052,7 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.objective = make_objective(c);
     tr.adamw = optimiser_settings(c);
     const int N = world.size;
-    const int samples = std::max(c.batch_size, N * tr.net.B); // of a step, or of all ranks' validation batches
+    const int samples = std::max(c.batch_size, N * tr.net.B); // for a step, and for all ranks' validation batches
     tr.own = slice_of(tr.net.flat_size, world.rank, N);
     const size_t whole = tr.own.whole(), stretches = whole / STRETCH;
     tr.grads = device_alloc<float>(whole);
@@ -6252,7 +6260,8 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
     const Slice& own = tr->own;
     mark({"draw t, noise; q_sample"}); // `mark` is for dev/bench, which measures how long each part takes
     const int64_t* const step = &tr->state->step;
-    // The noise level and the t of each sample of the whole batch, also of the samples of other ranks
+    // Draw the noise level and the t of each sample of the whole batch, also of the samples of other ranks: judge_step
+    // and update_rms_losses read those of all samples.
     const RandomKey level_key{.seed = seed, .purpose = RANDOM_TIMESTEP, .step = step, .sample0 = 0};
     draw_levels(tr->levels, tr->t, tr->quarters, c.batch_size, tr->objective, level_key);
     int* const labels = (int*)(batch.device + tr->data.labels_at(images));
@@ -6329,12 +6338,13 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
 // orthogonal(X) has the same singular vectors as X, but all its singular values are about 1. So a step changes W by
 // about the same amount along each singular vector, also where the gradient is small. The singular values are not
 // computed. Five times, X is replaced by an odd polynomial of itself. Together, the five steps map values from 0.0015
-// to 1 to values between 0.68 and 1.21. Smaller values stay smaller, but grow by a factor of up to 485.
+// to 1 to values between 0.68 and 1.21. Values below 0.0015 stay below 0.68, but grow by a factor of up to 485.
 //
 //   X = X / |X|           |X|: the root of the sum of squares, so no singular value is above 1 (up to rounding).
 //                         X = 0 if |X| < 1e-14
 //   A = X X^T             (X^T X, if X has more rows than columns)
-//   X = a X + (b A + c A A) X
+//   X = a X + (b A + c A A) X      (a X + X (b A + c A A), if X has more rows than columns)
+//                         a, b, c: MUON_A, MUON_B, MUON_C
 //
 // This function computes scale orthogonal(X), which is called the direction of the update, for the matrices of the
 // whole network. A matrix may be cut by the borders of the ranks' slices. So each rank computes X for its slice, all
@@ -6481,7 +6491,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 
 // A checkpoint that can't be written is tried again every RETRY_AFTER seconds, for PATIENCE seconds at most, while
 // training goes on. Ten minutes are enough for somebody who sees the message to make room. If nobody makes room, the
-// run ends. Then about ten minutes of training are lost, and not a whole night. At the end of a run the wait is
+// run ends. Otherwise it could train for a whole night without saving anything. At the end of a run the wait is
 // shorter, because nothing is trained during the wait, and somebody who has stopped a run may soon kill it.
 constexpr double PATIENCE = 600;
 constexpr double PATIENCE_AT_THE_END = 15;
@@ -6668,8 +6678,8 @@ static void end_line(Run* run) {
     run->status_line_open = false;
 }
 
-// Prints a sentence about the run, on a line of its own. The sentence is left out if stdout takes no line and a signal
-// comes.
+// Prints a sentence about the run, on a line of its own. If stdout takes no line at the moment (for example, Ctrl-S has
+// stopped the terminal), tell waits. If a signal comes during this wait, the sentence is left out.
 __attribute__((format(printf, 2, 3))) static void tell(Run* run, const char* format, ...) {
     end_line(run);
     va_list args;
@@ -6799,7 +6809,8 @@ static void write_or_wait(Run* run, const std::string& name, const std::string& 
 // mean loss in one quarter of the noise levels. If a quarter contains no sample of the step, its field is empty.
 static void log_step(Run* run, double ms, double val, double seconds) {
     const StepState& s = run->state;
-    // With nine digits, the same float can be read back. An empty field means that there is no value.
+    // A float that is written with nine digits can be read back exactly. (The losses and the norm are doubles, which
+    // are rounded here.) An empty field means that there is no value.
     std::string row = text("%ld,%.9g,%.9g,%.9g,%.3f", s.step, s.loss, s.lr, s.grad_norm, ms);
     for (int q = 0; q < 4; q++) row += s.count_q[q] ? text(",%.9g", s.loss_q[q]) : ",";
     row += std::isnan(val) ? "," : text(",%.9g", val);
@@ -7034,8 +7045,9 @@ static void save_checkpoint(Run* run) {
 }
 
 // Writes the two averages whose rates are in POWER_EMAS into a model file. The slot SLOT_STEP of this file holds the
-// number of updates instead of the number of steps, because the averages depend on the number of updates. From the
-// snapshots of a run, train_unet.py --ema_sigma_rel makes averages with other exponents.
+// number of updates instead of the number of steps, because the averages depend on the number of updates. A rate of
+// POWER_EMAS is the exponent of a power function. From the snapshots of a run, train_unet.py --ema_sigma_rel makes
+// averages with other exponents.
 static void save_snapshot(Run* run) {
     const Config& c = run->config;
     const Header h = model_header(c, HAS_EMA, run->state.updates);
@@ -7156,7 +7168,7 @@ static void start_weights(Trainer* tr, const ModelFile& m) {
 //   1. the average of the same rate. If the rate is above 1, the checkpoint must hold this average
 //   2. the checkpoint's k-th average
 //   3. the weights (array 0)
-// average_share takes what that array holds for the average over all updates before.
+// The run then continues as if the array were the average over all updates so far: average_share counts these, too.
 static int array_for_average(const Config& c, const ModelFile& m, int k) {
     const float rate = c.emas[k];
     // In the resumed run, --ema_rate may list the rates in another order than before.
@@ -7513,8 +7525,8 @@ static void finish_complete(Run* run) {
     if (s.ok) prove_checkpoint(run);
 }
 
-// Writes the rows and pictures that still wait for the disk. They are not tried again after this. So if any of them
-// can't be written, the program ends with an error.
+// Writes the rows and pictures that still wait for the disk. This is the last attempt. So if any of them can't be
+// written, the program ends with an error.
 static void write_the_rest(Run* run) {
     write_log(run);
     write_waiting(run);
@@ -7592,7 +7604,7 @@ static void run_step(Run* run) {
     // is 0, it never happens.
     auto due = [&](int interval) { return interval && (step % interval == 0 || last); };
     // Returns whether a file is due that is written after every `interval` steps, and after the last step. After a
-    // skipped step, or on a full disk, the file can't be written. Then it stays due until it is written. written: the
+    // skipped step, or on a full disk, the file is not written. Then it stays due until it is written. written: the
     // step of the newest file of this kind.
     auto file_due = [&](int interval, int64_t written) {
         const bool is_behind = interval && step / interval > written / interval;
