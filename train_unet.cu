@@ -19,96 +19,96 @@
 //   4324         samplers
 //   4893     9. Data: .bin files that may be larger than memory, the order of their images
 //   5458    10. Model files: weights and checkpoints, initial weights
-//   5820    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5835         the learning rate, the verdict on a step, averages of the weights
-//   5929         what a trainer holds
-//   6107         a step
-//   6465    12. A run: log, guard, checkpoints, resume, samples
-//   6491         the log in memory, as the page shows it
-//   6604         what a run holds
-//   6683         the log and the status line
-//   6873         checkpoints, snapshots and grids
-//   7140         the start of a run: new, from a file's weights, or resumed
-//   7381         how a run begins and ends
-//   7530         the loop over the steps
-//   7630         train: a whole run, from the first check to the exit code
-//   7680         samples, without a run
-//   7845    13. main: the command line, then a run or samples
-//   8164         what ranks must have in common
-//   8238         main
-//   8421  Part II. The device
-//   8424    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8508    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8578    16. The GPU: what all kernels share
-//   8647         Launches, which may overlap
-//   8693         Decisions: what kernels are chosen with
-//   8745         Single instructions: shared memory, mbarriers, clusters
-//   8834         Activations: pieces of 16 bytes
-//   9171         each_kernel: a thread for an element
-//   9185         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9353         Swizzle: how rows lie in shared memory
-//   9372         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9631         building blocks of Hopper's kernels (sm_90a)
-//   9940    17. Small operations: resampling, embeddings, diffusion
-//   9943         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10149         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10512         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11065    18. Group norm
-//  11068         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11642         groupnorm_backward_whole: an image's slab in shared memory
-//  12046    19. Attention
-//  12153         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12712         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12858         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13556    20. Convolution
-//  13602         ConvOut: results, 4 channels of a pixel at a time
-//  13848         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13916         conv_halo: 3x3, stride 1, any GPU
-//  14335         conv_gather: any kernel size and stride, any GPU
-//  14604         conv_few: the first and the last layer
-//  14785         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15380         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15504         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  15989         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16442         conv_weight_tma: weight gradients (sm_90a)
-//  16745         FP8 in training: weights and gradients are rounded
-//  16860    21. The optimiser
-//  16863         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17124         muon: directions for matrices of weights
-//  17554    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17557         groupnorm_backward
-//  17725         attention: forward and, where a has dout, backward
-//  17789         convolution: forward and input gradient
-//  18300         convolution: weight gradients
-//  18657    23. The GPU: memory, copies, repeated work
-//  18887    24. Between ranks: from device to device
+//   5822    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5841         the learning rate, the verdict on a step, averages of the weights
+//   5936         what a trainer holds
+//   6115         a step
+//   6475    12. A run: log, guard, checkpoints, resume, samples
+//   6501         the log in memory, as the page shows it
+//   6614         what a run holds
+//   6693         the log and the status line
+//   6884         checkpoints, snapshots and grids
+//   7152         the start of a run: new, from a file's weights, or resumed
+//   7393         how a run begins and ends
+//   7542         the loop over the steps
+//   7642         train: a whole run, from the first check to the exit code
+//   7692         samples, without a run
+//   7857    13. main: the command line, then a run or samples
+//   8176         what ranks must have in common
+//   8250         main
+//   8433  Part II. The device
+//   8436    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8520    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8590    16. The GPU: what all kernels share
+//   8659         Launches, which may overlap
+//   8705         Decisions: what kernels are chosen with
+//   8757         Single instructions: shared memory, mbarriers, clusters
+//   8846         Activations: pieces of 16 bytes
+//   9183         each_kernel: a thread for an element
+//   9197         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9365         Swizzle: how rows lie in shared memory
+//   9384         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9643         building blocks of Hopper's kernels (sm_90a)
+//   9952    17. Small operations: resampling, embeddings, diffusion
+//   9955         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10161         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10524         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11077    18. Group norm
+//  11080         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11654         groupnorm_backward_whole: an image's slab in shared memory
+//  12058    19. Attention
+//  12165         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12724         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12870         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13568    20. Convolution
+//  13614         ConvOut: results, 4 channels of a pixel at a time
+//  13860         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13928         conv_halo: 3x3, stride 1, any GPU
+//  14347         conv_gather: any kernel size and stride, any GPU
+//  14616         conv_few: the first and the last layer
+//  14797         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15392         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15516         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16001         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16454         conv_weight_tma: weight gradients (sm_90a)
+//  16757         FP8 in training: weights and gradients are rounded
+//  16872    21. The optimiser
+//  16875         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17136         muon: directions for matrices of weights
+//  17566    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17569         groupnorm_backward
+//  17737         attention: forward and, where a has dout, backward
+//  17801         convolution: forward and input gradient
+//  18312         convolution: weight gradients
+//  18669    23. The GPU: memory, copies, repeated work
+//  18899    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8417, run_program 8353, train 7636, run_step 7581, train_step 6392, load_batch 5411 (read_image 4982),
-//     send 18858 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18789):
-//     step_gradients 6246: draw_levels 10530 (the formulas: draw_level 3918), forward_and_loss 6170, q_sample_forward
+//     main 8429, run_program 8365, train 7648, run_step 7593, train_step 6402, load_batch 5411 (read_image 4982),
+//     send 18870 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18801):
+//     step_gradients 6254: draw_levels 10542 (the formulas: draw_level 3918), forward_and_loss 6178, q_sample_forward
 //     10647, unet_forward 3439, forward_layer 3424 (a function of the layer's kind, such as forward_conv 2451),
-//     loss_forward_backward 10862, unet_backward 3513, conv_backward_weights 18650 (weight gradients, on the side
-//     stream), finish_gradients 11991 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16915;
-//     judge_step 16963 (the verdict: judge_batch 5903), update_slice 6355, adamw_update 17095 (adamw_kernel 17040),
-//     next_step 16969, record_step 16975; later collect_steps 7534
-//   --optimizer muon: muon_updates 6013 says which weights; update_slice 6355, update_by_muon 6346 (with the formulas),
-//     muon_momentum 17166, orthogonalise 17531 (with muon_kernel above it), adamw_kernel 17040 (its `move`)
+//     loss_forward_backward 10874, unet_backward 3513, conv_backward_weights 18662 (weight gradients, on the side
+//     stream), finish_gradients 12003 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16927;
+//     judge_step 16975 (the verdict: judge_batch 5909), update_slice 6365, adamw_update 17107 (adamw_kernel 17052),
+//     next_step 16981, record_step 16987; later collect_steps 7546
+//   --optimizer muon: muon_updates 6021 says which weights; update_slice 6365, update_by_muon 6356 (with the formulas),
+//     muon_momentum 17178, orthogonalise 17543 (with muon_kernel above it), adamw_kernel 17052 (its `move`)
 //   pictures, from noise: sample_batch 4808, plan_route 4562, device_step 4610, euler_step 4355 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18150 draws all of its roads):
-//     forward_conv 2451; conv_forward 18188, with conv_product above it, which asks conv_is_wgmma 17797;
-//     on Hopper, large images: pick_conv_tiles_3x3 18097; conv_tiles 15974, with conv_tiles_kernel above it;
-//     Accumulators 9856 (its function multiply); Wgmma 9439;
-//     on Hopper, small images: pick_conv_small 17950; conv_small 16428, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9439;
-//     on any other GPU pick_conv_halo_bf16 17864; conv_halo 14322, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9238
-//   why several GPUs compute the bits of one: step_gradients 6246
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 418, Silu 8471, with_nonlinearity 8481 (a case);
-//     BEHIND_NORMS, above add_norm 2679, chooses it. The embedding has SiLU as a layer: silu_forward 10430
+//   a convolution, to the tensor cores (a table above conv_product 18162 draws all of its roads):
+//     forward_conv 2451; conv_forward 18200, with conv_product above it, which asks conv_is_wgmma 17809;
+//     on Hopper, large images: pick_conv_tiles_3x3 18109; conv_tiles 15986, with conv_tiles_kernel above it;
+//     Accumulators 9868 (its function multiply); Wgmma 9451;
+//     on Hopper, small images: pick_conv_small 17962; conv_small 16440, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9451;
+//     on any other GPU pick_conv_halo_bf16 17876; conv_halo 14334, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9250
+//   why several GPUs compute the bits of one: step_gradients 6254
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 418, Silu 8483, with_nonlinearity 8493 (a case);
+//     BEHIND_NORMS, above add_norm 2679, chooses it. The embedding has SiLU as a layer: silu_forward 10442
 //   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3775
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 536, and beside each other edm_question
 //     3589, ask 3646, frame_of 3659, sigma_draws 3666, has_steps_of_t 3673; the head of their section lists the changes
@@ -116,28 +116,28 @@
 //     with what follows it; a function such as add_resblock 2731 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 312, with a list of all places above it: element_named 1384,
-//     take_aliases 1596, forward_and_loss 6170, ElementOf 8442, with_act 8709, act_has_wgmma 8721, unpack 8854,
-//     pack 8883, to_floats 8953, from_floats 8960, store_two 8965, mma 9238, tma_type 9585, adamw_kernel 17040,
-//     adamw_update 17095, pick_conv_gather 17911, conv_product 18150
-//   the settings, to their values: parse_command_line 1568, take_aliases 1596, complete_config 8333
-//     (apply_preset 1478, take_model_file 8008, take_ect_defaults 8038), take_data_shape 8076 (take_labels 8066),
+//     take_aliases 1596, forward_and_loss 6178, ElementOf 8454, with_act 8721, act_has_wgmma 8733, unpack 8866,
+//     pack 8895, to_floats 8965, from_floats 8972, store_two 8977, mma 9250, tma_type 9597, adamw_kernel 17052,
+//     adamw_update 17107, pick_conv_gather 17923, conv_product 18162
+//   the settings, to their values: parse_command_line 1568, take_aliases 1596, complete_config 8345
+//     (apply_preset 1478, take_model_file 8020, take_ect_defaults 8050), take_data_shape 8088 (take_labels 8078),
 //     check_model 1845, check_run 1983
 //   FP8 (--precision fp8): choose_fp8 2928 chooses the convolutions, and above it stands a table of what is rounded,
 //     by which factor, and where. plan_fp8 3003 and plan_fp8_gradients 3022 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3067 for samples, make_fp8_training 3110 for training; add_fp8_args 2216
 //     hands them to the layers. forward_conv 2451 and backward_conv 2462 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18250 makes an input gradient a forward convolution; conv_product_fp8 18181 picks the
-//     kernel, multiply_fp8 9890 and WgmmaFp8 9475 multiply; print_fp8 7326 says whether it pays
+//     conv_backward_input_fp8 18262 makes an input gradient a forward convolution; conv_product_fp8 18193 picks the
+//     kernel, multiply_fp8 9902 and WgmmaFp8 9487 multiply; print_fp8 7338 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1457 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5630 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 5030, for a checkpoint's counters in check_resume 8132.
+//     _unless. For a damaged header they stand in check_field 5631 and check_unused (host/files.h): look at their
+//     callers; for a data file also in take_data_fields 5030, for a checkpoint's counters in check_resume 8144.
 //     unknown_word 1370 prints the message for a word of a flag that some place does not know. Such a place calls it
 //     itself or through meaning 1376.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7128 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 6917 that a file could not be written yet.
-//     stop_run 6891 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7140 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 6928 that a file could not be written yet.
+//     stop_run 6902 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
