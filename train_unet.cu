@@ -36,79 +36,79 @@
 //   7857    13. main: the command line, then a run or samples
 //   8176         what ranks must have in common
 //   8250         main
-//   8433  Part II. The device
-//   8436    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8520    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8590    16. The GPU: what all kernels share
-//   8659         Launches, which may overlap
-//   8705         Decisions: what kernels are chosen with
-//   8757         Single instructions: shared memory, mbarriers, clusters
-//   8846         Activations: pieces of 16 bytes
-//   9183         each_kernel: a thread for an element
-//   9197         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9365         Swizzle: how rows lie in shared memory
-//   9384         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9643         building blocks of Hopper's kernels (sm_90a)
-//   9952    17. Small operations: resampling, embeddings, diffusion
-//   9955         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10161         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10524         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11077    18. Group norm
-//  11080         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11654         groupnorm_backward_whole: an image's slab in shared memory
-//  12058    19. Attention
-//  12165         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12724         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12870         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13568    20. Convolution
-//  13614         ConvOut: results, 4 channels of a pixel at a time
-//  13860         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13928         conv_halo: 3x3, stride 1, any GPU
-//  14347         conv_gather: any kernel size and stride, any GPU
-//  14616         conv_few: the first and the last layer
-//  14797         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15392         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15516         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16001         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16454         conv_weight_tma: weight gradients (sm_90a)
-//  16757         FP8 in training: weights and gradients are rounded
-//  16872    21. The optimiser
-//  16875         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17136         muon: directions for matrices of weights
-//  17566    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17569         groupnorm_backward
-//  17737         attention: forward and, where a has dout, backward
-//  17801         convolution: forward and input gradient
-//  18312         convolution: weight gradients
-//  18669    23. The GPU: memory, copies, repeated work
-//  18899    24. Between ranks: from device to device
+//   8434  Part II. The device
+//   8437    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8521    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8591    16. The GPU: what all kernels share
+//   8660         Launches, which may overlap
+//   8706         Decisions: what kernels are chosen with
+//   8758         Single instructions: shared memory, mbarriers, clusters
+//   8847         Activations: pieces of 16 bytes
+//   9184         each_kernel: a thread for an element
+//   9198         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9366         Swizzle: how rows lie in shared memory
+//   9385         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9644         building blocks of Hopper's kernels (sm_90a)
+//   9953    17. Small operations: resampling, embeddings, diffusion
+//   9956         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10162         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10525         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11078    18. Group norm
+//  11081         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11655         groupnorm_backward_whole: an image's slab in shared memory
+//  12059    19. Attention
+//  12166         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12725         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12871         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13569    20. Convolution
+//  13615         ConvOut: results, 4 channels of a pixel at a time
+//  13861         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13929         conv_halo: 3x3, stride 1, any GPU
+//  14348         conv_gather: any kernel size and stride, any GPU
+//  14617         conv_few: the first and the last layer
+//  14798         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15393         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15517         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16002         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16455         conv_weight_tma: weight gradients (sm_90a)
+//  16758         FP8 in training: weights and gradients are rounded
+//  16873    21. The optimiser
+//  16876         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17137         muon: directions for matrices of weights
+//  17567    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17570         groupnorm_backward
+//  17738         attention: forward and, where a has dout, backward
+//  17802         convolution: forward and input gradient
+//  18313         convolution: weight gradients
+//  18670    23. The GPU: memory, copies, repeated work
+//  18900    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8429, run_program 8365, train 7648, run_step 7593, train_step 6402, load_batch 5411 (read_image 4982),
-//     send 18870 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18801):
-//     step_gradients 6254: draw_levels 10542 (the formulas: draw_level 3918), forward_and_loss 6178, q_sample_forward
+//     main 8430, run_program 8366, train 7648, run_step 7593, train_step 6402, load_batch 5411 (read_image 4982),
+//     send 18871 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18802):
+//     step_gradients 6254: draw_levels 10543 (the formulas: draw_level 3918), forward_and_loss 6178, q_sample_forward
 //     10647, unet_forward 3439, forward_layer 3424 (a function of the layer's kind, such as forward_conv 2451),
-//     loss_forward_backward 10874, unet_backward 3513, conv_backward_weights 18662 (weight gradients, on the side
-//     stream), finish_gradients 12003 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16927;
-//     judge_step 16975 (the verdict: judge_batch 5909), update_slice 6365, adamw_update 17107 (adamw_kernel 17052),
-//     next_step 16981, record_step 16987; later collect_steps 7546
+//     loss_forward_backward 10875, unet_backward 3513, conv_backward_weights 18663 (weight gradients, on the side
+//     stream), finish_gradients 12004 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16928;
+//     judge_step 16976 (the verdict: judge_batch 5909), update_slice 6365, adamw_update 17108 (adamw_kernel 17053),
+//     next_step 16982, record_step 16988; later collect_steps 7546
 //   --optimizer muon: muon_updates 6021 says which weights; update_slice 6365, update_by_muon 6356 (with the formulas),
-//     muon_momentum 17178, orthogonalise 17543 (with muon_kernel above it), adamw_kernel 17052 (its `move`)
+//     muon_momentum 17179, orthogonalise 17544 (with muon_kernel above it), adamw_kernel 17053 (its `move`)
 //   pictures, from noise: sample_batch 4808, plan_route 4562, device_step 4610, euler_step 4355 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18162 draws all of its roads):
-//     forward_conv 2451; conv_forward 18200, with conv_product above it, which asks conv_is_wgmma 17809;
-//     on Hopper, large images: pick_conv_tiles_3x3 18109; conv_tiles 15986, with conv_tiles_kernel above it;
-//     Accumulators 9868 (its function multiply); Wgmma 9451;
-//     on Hopper, small images: pick_conv_small 17962; conv_small 16440, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9451;
-//     on any other GPU pick_conv_halo_bf16 17876; conv_halo 14334, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9250
+//   a convolution, to the tensor cores (a table above conv_product 18163 draws all of its roads):
+//     forward_conv 2451; conv_forward 18201, with conv_product above it, which asks conv_is_wgmma 17810;
+//     on Hopper, large images: pick_conv_tiles_3x3 18110; conv_tiles 15987, with conv_tiles_kernel above it;
+//     Accumulators 9869 (its function multiply); Wgmma 9452;
+//     on Hopper, small images: pick_conv_small 17963; conv_small 16441, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9452;
+//     on any other GPU pick_conv_halo_bf16 17877; conv_halo 14335, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9251
 //   why several GPUs compute the bits of one: step_gradients 6254
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 418, Silu 8483, with_nonlinearity 8493 (a case);
-//     BEHIND_NORMS, above add_norm 2679, chooses it. The embedding has SiLU as a layer: silu_forward 10442
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 418, Silu 8484, with_nonlinearity 8494 (a case);
+//     BEHIND_NORMS, above add_norm 2679, chooses it. The embedding has SiLU as a layer: silu_forward 10443
 //   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3775
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 536, and beside each other edm_question
 //     3589, ask 3646, frame_of 3659, sigma_draws 3666, has_steps_of_t 3673; the head of their section lists the changes
@@ -116,18 +116,18 @@
 //     with what follows it; a function such as add_resblock 2731 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 312, with a list of all places above it: element_named 1384,
-//     take_aliases 1596, forward_and_loss 6178, ElementOf 8454, with_act 8721, act_has_wgmma 8733, unpack 8866,
-//     pack 8895, to_floats 8965, from_floats 8972, store_two 8977, mma 9250, tma_type 9597, adamw_kernel 17052,
-//     adamw_update 17107, pick_conv_gather 17923, conv_product 18162
-//   the settings, to their values: parse_command_line 1568, take_aliases 1596, complete_config 8345
+//     take_aliases 1596, forward_and_loss 6178, ElementOf 8455, with_act 8722, act_has_wgmma 8734, unpack 8867,
+//     pack 8896, to_floats 8966, from_floats 8973, store_two 8978, mma 9251, tma_type 9598, adamw_kernel 17053,
+//     adamw_update 17108, pick_conv_gather 17924, conv_product 18163
+//   the settings, to their values: parse_command_line 1568, take_aliases 1596, complete_config 8346
 //     (apply_preset 1478, take_model_file 8020, take_ect_defaults 8050), take_data_shape 8088 (take_labels 8078),
 //     check_model 1845, check_run 1983
 //   FP8 (--precision fp8): choose_fp8 2928 chooses the convolutions, and above it stands a table of what is rounded,
 //     by which factor, and where. plan_fp8 3003 and plan_fp8_gradients 3022 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3067 for samples, make_fp8_training 3110 for training; add_fp8_args 2216
 //     hands them to the layers. forward_conv 2451 and backward_conv 2462 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18262 makes an input gradient a forward convolution; conv_product_fp8 18193 picks the
-//     kernel, multiply_fp8 9902 and WgmmaFp8 9487 multiply; print_fp8 7338 says whether it pays
+//     conv_backward_input_fp8 18263 makes an input gradient a forward convolution; conv_product_fp8 18194 picks the
+//     kernel, multiply_fp8 9903 and WgmmaFp8 9488 multiply; print_fp8 7338 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1457 (a flag's value), or of a function beside it whose name ends in
 //     _unless. For a damaged header they stand in check_field 5631 and check_unused (host/files.h): look at their
@@ -8249,20 +8249,21 @@ static void compare_ranks(const Config& c, const std::string& weights) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- main
 
-// Applies a preset, and sets --patch_size to patch, if the preset is what sets this flag.
-static void apply_with_patch(Config* c, const char* preset, int patch) {
+// Applies a preset, and sets --patch_size to patch, if the preset is what sets this flag. --in_channels becomes C, the
+// images' channels, because the preset may be for grey images.
+static void apply_with_patch(Config* c, const char* preset, int patch, int C) {
     c->preset = preset;
     apply_preset(c, preset);
     if (c->by_preset.contains("patch_size")) c->patch_size = patch;
+    if (!c->given("in_channels")) c->in_channels = C;
 }
 
 // Returns "" if a preset suits images of H x W pixels and C channels. Otherwise returns a sentence that says why it
 // does not. Most often, a side of the images can't be halved as often as its network does. c: the command line. Its
 // flags stay as they are.
 static std::string preset_refuses(Config c, const char* preset, int patch, int H, int W, int C) {
-    apply_with_patch(&c, preset, patch);
+    apply_with_patch(&c, preset, patch, C);
     c.image_size = size_text(H, W);
-    c.in_channels = C;
     // How many channels the pictures of --cond_file have is not known yet. They are taken to be like the images.
     if (!c.cond_file.empty() && !c.given("cond_channels")) c.cond_channels = C;
     // take_data_shape makes the attention's resolutions fit.
@@ -8279,7 +8280,8 @@ static std::string preset_refuses(Config c, const char* preset, int patch, int H
 // smaller ones, and those whose sides can't be halved often enough.
 static std::string apply_default_preset(Config* c, const Dataset& data) {
     if (!data.size && c->data_dir.empty()) {
-        apply_with_patch(c, DEFAULT_PRESET, 2);
+        c->preset = DEFAULT_PRESET;
+        apply_preset(c, c->preset);
         return "";
     }
     // The size of the images. Out of a folder, prepare_data.py makes images of 64x64, or of --image_size.
@@ -8288,8 +8290,7 @@ static std::string apply_default_preset(Config* c, const Dataset& data) {
     if (data.size) sized.image_size = size_text(data.H, data.W);
     std::string why = parse_image_size(&sized); // sets H and W; check_model reports the error later
     const int H = sized.H, W = sized.W;
-    int C = c->given("in_channels") ? c->in_channels : 3;
-    if (data.size) C = data.C;
+    const int C = data.size ? data.C : 3; // --in_channels, if it is given, has priority (apply_with_patch)
 
     const int smaller_side = why.empty() ? std::min(H, W) : 0;
     const char* const preset = H == 32 && W == 32 ? PRESET_32 : PRESET_FROM_32;
@@ -8300,12 +8301,12 @@ static std::string apply_default_preset(Config* c, const Dataset& data) {
         if (smaller_side < from) continue;
         why = preset_refuses(*c, preset, patch, H, W, C);
         if (!why.empty()) continue;
-        apply_with_patch(c, preset, patch);
+        apply_with_patch(c, preset, patch, C);
         return "";
     }
     // If PRESET_ELSE does not suit the images either, check_model reports an error, and the line is not needed.
     const bool is_told = smaller_side >= 32 && preset_refuses(*c, PRESET_ELSE, 0, H, W, C).empty();
-    apply_with_patch(c, PRESET_ELSE, 0);
+    apply_with_patch(c, PRESET_ELSE, 0, C);
     if (!is_told) return "";
     return text("preset %s draws better pictures than %s, but does not fit: %s", preset, PRESET_ELSE, why.c_str());
 }

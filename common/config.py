@@ -243,10 +243,13 @@ def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resu
     flags: {name: value} as parse_flags gives them, for example {"preset": "unet64", "channel_mult": (1, 2)}."""
     flags = without_aliases(flags)
     preset, patch = flags.get("preset") or (start and start.config.preset), 0
-    if not preset:
+    is_default = not preset
+    if is_default:
         preset, patch = default_preset(flags, data)
     without = left_out_of_preset(flags)
     chosen = {name: value for name, value in preset_flags(preset).items() if name not in without}
+    if is_default and flags.get("data_dir"):
+        chosen["in_channels"] = 3  # the preset may be for grey images
     if patch and "patch_size" in chosen:
         chosen["patch_size"] = patch
     values = chosen | flags | {"preset": preset}
@@ -282,7 +285,7 @@ def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resu
     steps = config.timestep_respacing
     if "timestep_respacing" not in flags and steps.isdigit() and int(steps) > config.diffusion_steps:
         config.timestep_respacing = ""  # all of them
-    if data and not start and "attention_resolutions" not in flags:
+    if (data or flags.get("data_dir")) and not start and "attention_resolutions" not in flags:
         heights = [config.image_size[0] // config.patch // 2**level for level in range(len(config.channel_mult))]
         if heights and not set(config.attention_resolutions) <= set(heights):
             config.attention_resolutions = (heights[-1],)

@@ -838,6 +838,8 @@ def test_train_unet_asks_for_the_size_of_the_model(trainer: Trainer, tmp_path: P
     assert "model: 8x8x1" in trainer("--init", "m.bin", "--data_dir", "pets", "--max_steps", 1, "--output_dir", "new").stdout
     words = ["--data_dir", "pets", "--max_steps", 1, "--batch_size", 1, "--sample_interval", 0]
     assert "model: 32x32x1" in trainer(*words, "--preset", "fashion32", "--output_dir", "grey").stdout
+    for size in (28, 32):
+        assert f"model: {size}x{size}x3" in trainer(*words, "--image_size", size, "--output_dir", f"colour{size}").stdout
     told = trainer(*words, "--output_dir", "colour").stdout
     assert f"preset {'quick64' if BUILD == 'cuda' else 'emoji64'}: " in told and "model: 64x64x3" in told
 
