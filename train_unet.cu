@@ -6,142 +6,142 @@
 // Map (make map renews the line numbers)
 //    241  Part I. The program
 //    244     1. Types at the interface: what operations are called with
-//    759     2. The interface: all that the program asks of a device
-//   1131     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1232     4. Configuration: flags, presets, help, what can work and what cannot
-//   1999     5. The network: a list of layers, made of guided-diffusion's flags
-//   2989     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   2999         FP8: its buffers, its factors, and weights in FP8
-//   3144         gradients, and buffers
-//   3409     7. Forward and backward: two walks over the list
-//   3545     8. Diffusion: noise schedules, objectives, samplers
-//   3848         the level of a training sample, drawn, and its share of the loss
-//   4324         samplers
-//   4893     9. Data: .bin files that may be larger than memory, the order of their images
-//   5458    10. Model files: weights and checkpoints, initial weights
-//   5822    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5841         the learning rate, the verdict on a step, averages of the weights
-//   5936         what a trainer holds
-//   6115         a step
-//   6475    12. A run: log, guard, checkpoints, resume, samples
-//   6501         the log in memory, as the page shows it
-//   6614         what a run holds
-//   6693         the log and the status line
-//   6884         checkpoints, snapshots and grids
-//   7152         the start of a run: new, from a file's weights, or resumed
-//   7393         how a run begins and ends
-//   7542         the loop over the steps
-//   7642         train: a whole run, from the first check to the exit code
-//   7692         samples, without a run
-//   7857    13. main: the command line, then a run or samples
-//   8176         what ranks must have in common
-//   8250         main
-//   8434  Part II. The device
-//   8437    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8521    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8591    16. The GPU: what all kernels share
-//   8660         Launches, which may overlap
-//   8706         Decisions: what kernels are chosen with
-//   8758         Single instructions: shared memory, mbarriers, clusters
-//   8847         Activations: pieces of 16 bytes
-//   9184         each_kernel: a thread for an element
-//   9198         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9366         Swizzle: how rows lie in shared memory
-//   9385         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9644         building blocks of Hopper's kernels (sm_90a)
-//   9953    17. Small operations: resampling, embeddings, diffusion
-//   9956         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10162         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10525         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11078    18. Group norm
-//  11081         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11655         groupnorm_backward_whole: an image's slab in shared memory
-//  12059    19. Attention
-//  12166         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12725         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12871         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13569    20. Convolution
-//  13615         ConvOut: results, 4 channels of a pixel at a time
-//  13861         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13929         conv_halo: 3x3, stride 1, any GPU
-//  14348         conv_gather: any kernel size and stride, any GPU
-//  14617         conv_few: the first and the last layer
-//  14798         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15393         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15517         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16002         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16455         conv_weight_tma: weight gradients (sm_90a)
-//  16758         FP8 in training: weights and gradients are rounded
-//  16873    21. The optimiser
-//  16876         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17137         muon: directions for matrices of weights
-//  17567    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17570         groupnorm_backward
-//  17738         attention: forward and, where a has dout, backward
-//  17802         convolution: forward and input gradient
-//  18313         convolution: weight gradients
-//  18670    23. The GPU: memory, copies, repeated work
-//  18900    24. Between ranks: from device to device
+//    762     2. The interface: all that the program asks of a device
+//   1134     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1235     4. Configuration: flags, presets, help, what can work and what cannot
+//   2003     5. The network: a list of layers, made of guided-diffusion's flags
+//   3000     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3010         FP8: its buffers, its factors, and weights in FP8
+//   3155         gradients, and buffers
+//   3420     7. Forward and backward: two walks over the list
+//   3556     8. Diffusion: noise schedules, objectives, samplers
+//   3859         the level of a training sample, drawn, and its share of the loss
+//   4335         samplers
+//   4904     9. Data: .bin files that may be larger than memory, the order of their images
+//   5469    10. Model files: weights and checkpoints, initial weights
+//   5833    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5852         the learning rate, the verdict on a step, averages of the weights
+//   5947         what a trainer holds
+//   6126         a step
+//   6486    12. A run: log, guard, checkpoints, resume, samples
+//   6512         the log in memory, as the page shows it
+//   6625         what a run holds
+//   6704         the log and the status line
+//   6895         checkpoints, snapshots and grids
+//   7163         the start of a run: new, from a file's weights, or resumed
+//   7404         how a run begins and ends
+//   7553         the loop over the steps
+//   7653         train: a whole run, from the first check to the exit code
+//   7703         samples, without a run
+//   7868    13. main: the command line, then a run or samples
+//   8187         what ranks must have in common
+//   8261         main
+//   8445  Part II. The device
+//   8448    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8532    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8602    16. The GPU: what all kernels share
+//   8671         Launches, which may overlap
+//   8717         Decisions: what kernels are chosen with
+//   8769         Single instructions: shared memory, mbarriers, clusters
+//   8858         Activations: pieces of 16 bytes
+//   9195         each_kernel: a thread for an element
+//   9209         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9377         Swizzle: how rows lie in shared memory
+//   9396         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9655         building blocks of Hopper's kernels (sm_90a)
+//   9964    17. Small operations: resampling, embeddings, diffusion
+//   9967         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10173         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10536         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11089    18. Group norm
+//  11092         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11666         groupnorm_backward_whole: an image's slab in shared memory
+//  12070    19. Attention
+//  12177         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12736         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12882         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13580    20. Convolution
+//  13626         ConvOut: results, 4 channels of a pixel at a time
+//  13872         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13940         conv_halo: 3x3, stride 1, any GPU
+//  14359         conv_gather: any kernel size and stride, any GPU
+//  14628         conv_few: the first and the last layer
+//  14809         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15404         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15528         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16013         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16466         conv_weight_tma: weight gradients (sm_90a)
+//  16769         FP8 in training: weights and gradients are rounded
+//  16884    21. The optimiser
+//  16887         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17148         muon: directions for matrices of weights
+//  17578    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17581         groupnorm_backward
+//  17749         attention: forward and, where a has dout, backward
+//  17813         convolution: forward and input gradient
+//  18324         convolution: weight gradients
+//  18681    23. The GPU: memory, copies, repeated work
+//  18911    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8430, run_program 8366, train 7648, run_step 7593, train_step 6402, load_batch 5411 (read_image 4982),
-//     send 18871 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18802):
-//     step_gradients 6254: draw_levels 10543 (the formulas: draw_level 3918), forward_and_loss 6178, q_sample_forward
-//     10647, unet_forward 3439, forward_layer 3424 (a function of the layer's kind, such as forward_conv 2451),
-//     loss_forward_backward 10875, unet_backward 3513, conv_backward_weights 18663 (weight gradients, on the side
-//     stream), finish_gradients 12004 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16928;
-//     judge_step 16976 (the verdict: judge_batch 5909), update_slice 6365, adamw_update 17108 (adamw_kernel 17053),
-//     next_step 16982, record_step 16988; later collect_steps 7546
-//   --optimizer muon: muon_updates 6021 says which weights; update_slice 6365, update_by_muon 6356 (with the formulas),
-//     muon_momentum 17179, orthogonalise 17544 (with muon_kernel above it), adamw_kernel 17053 (its `move`)
-//   pictures, from noise: sample_batch 4808, plan_route 4562, device_step 4610, euler_step 4355 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18163 draws all of its roads):
-//     forward_conv 2451; conv_forward 18201, with conv_product above it, which asks conv_is_wgmma 17810;
-//     on Hopper, large images: pick_conv_tiles_3x3 18110; conv_tiles 15987, with conv_tiles_kernel above it;
-//     Accumulators 9869 (its function multiply); Wgmma 9452;
-//     on Hopper, small images: pick_conv_small 17963; conv_small 16441, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9452;
-//     on any other GPU pick_conv_halo_bf16 17877; conv_halo 14335, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9251
-//   why several GPUs compute the bits of one: step_gradients 6254
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 418, Silu 8484, with_nonlinearity 8494 (a case);
-//     BEHIND_NORMS, above add_norm 2679, chooses it. The embedding has SiLU as a layer: silu_forward 10443
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3775
-//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 536, and beside each other edm_question
-//     3589, ask 3646, frame_of 3659, sigma_draws 3666, has_steps_of_t 3673; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2343; an example is forward_linear 2371
-//     with what follows it; a function such as add_resblock 2731 puts the layer into the network; its operation
+//     main 8441, run_program 8377, train 7659, run_step 7604, train_step 6413, load_batch 5422 (read_image 4993),
+//     send 18882 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18813):
+//     step_gradients 6265: draw_levels 10554 (the formulas: draw_level 3929), forward_and_loss 6189, q_sample_forward
+//     10647, unet_forward 3450, forward_layer 3435 (a function of the layer's kind, such as forward_conv 2462),
+//     loss_forward_backward 10886, unet_backward 3524, conv_backward_weights 18674 (weight gradients, on the side
+//     stream), finish_gradients 12015 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16939;
+//     judge_step 16987 (the verdict: judge_batch 5920), update_slice 6376, adamw_update 17119 (adamw_kernel 17064),
+//     next_step 16993, record_step 16999; later collect_steps 7557
+//   --optimizer muon: muon_updates 6032 says which weights; update_slice 6376, update_by_muon 6367 (with the formulas),
+//     muon_momentum 17190, orthogonalise 17555 (with muon_kernel above it), adamw_kernel 17064 (its `move`)
+//   pictures, from noise: sample_batch 4819, plan_route 4573, device_step 4621, euler_step 4366 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 18174 draws all of its roads):
+//     forward_conv 2462; conv_forward 18212, with conv_product above it, which asks conv_is_wgmma 17821;
+//     on Hopper, large images: pick_conv_tiles_3x3 18121; conv_tiles 15998, with conv_tiles_kernel above it;
+//     Accumulators 9880 (its function multiply); Wgmma 9463;
+//     on Hopper, small images: pick_conv_small 17974; conv_small 16452, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9463;
+//     on any other GPU pick_conv_halo_bf16 17888; conv_halo 14346, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9262
+//   why several GPUs compute the bits of one: step_gradients 6265
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 419, Silu 8495, with_nonlinearity 8505 (a case);
+//     BEHIND_NORMS, above add_norm 2690, chooses it. The embedding has SiLU as a layer: silu_forward 10454
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3786
+//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 538, and beside each other edm_question
+//     3589, ask 3657, frame_of 3670, sigma_draws 3677, has_steps_of_t 3684; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2354; an example is forward_linear 2382
+//     with what follows it; a function such as add_resblock 2742 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
-//   to add an element type beside bf16: Element 312, with a list of all places above it: element_named 1384,
-//     take_aliases 1596, forward_and_loss 6178, ElementOf 8455, with_act 8722, act_has_wgmma 8734, unpack 8867,
-//     pack 8896, to_floats 8966, from_floats 8973, store_two 8978, mma 9251, tma_type 9598, adamw_kernel 17053,
-//     adamw_update 17108, pick_conv_gather 17924, conv_product 18163
-//   the settings, to their values: parse_command_line 1568, take_aliases 1596, complete_config 8346
-//     (apply_preset 1478, take_model_file 8020, take_ect_defaults 8050), take_data_shape 8088 (take_labels 8078),
-//     check_model 1845, check_run 1983
-//   FP8 (--precision fp8): choose_fp8 2928 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3003 and plan_fp8_gradients 3022 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3067 for samples, make_fp8_training 3110 for training; add_fp8_args 2216
-//     hands them to the layers. forward_conv 2451 and backward_conv 2462 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18263 makes an input gradient a forward convolution; conv_product_fp8 18194 picks the
-//     kernel, multiply_fp8 9903 and WgmmaFp8 9488 multiply; print_fp8 7338 says whether it pays
+//   to add an element type beside bf16: Element 313, with a list of all places above it: element_named 1387,
+//     take_aliases 1600, forward_and_loss 6189, ElementOf 8466, with_act 8733, act_has_wgmma 8745, unpack 8878,
+//     pack 8907, to_floats 8977, from_floats 8984, store_two 8989, mma 9262, tma_type 9609, adamw_kernel 17064,
+//     adamw_update 17119, pick_conv_gather 17935, conv_product 18174
+//   the settings, to their values: parse_command_line 1572, take_aliases 1600, complete_config 8357
+//     (apply_preset 1482, take_model_file 8031, take_ect_defaults 8061), take_data_shape 8099 (take_labels 8089),
+//     check_model 1849, check_run 1987
+//   FP8 (--precision fp8): choose_fp8 2939 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3014 and plan_fp8_gradients 3033 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3078 for samples, make_fp8_training 3121 for training; add_fp8_args 2227
+//     hands them to the layers. forward_conv 2462 and backward_conv 2473 choose between bf16 and FP8;
+//     conv_backward_input_fp8 18274 makes an input gradient a forward convolution; conv_product_fp8 18205 picks the
+//     kernel, multiply_fp8 9914 and WgmmaFp8 9499 multiply; print_fp8 7349 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
-//     refuse or must (host/files.h), of wrong 1457 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5631 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 5030, for a checkpoint's counters in check_resume 8144.
-//     unknown_word 1370 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1376.
+//     refuse or must (host/files.h), of wrong 1460 (a flag's value), or of a function beside it whose name ends in
+//     _unless. For a damaged header they stand in check_field 5642 and check_unused (host/files.h): look at their
+//     callers; for a data file also in take_data_fields 5041, for a checkpoint's counters in check_resume 8155.
+//     unknown_word 1373 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1379.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7140 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 6928 that a file could not be written yet.
-//     stop_run 6902 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7151 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 6939 that a file could not be written yet.
+//     stop_run 6913 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
-//   activation          a tensor between two layers, or its gradient. (What SiLU is, is called a nonlinearity.)
+//   activation          a tensor between two layers, or its gradient. (SiLU is a nonlinearity here, not an activation.)
 //   element             a number of a tensor as it lies in memory: fp32 or bf16; kernels know it as a type T
 //   piece               16 bytes: 8 neighbouring channels in bf16, 4 in fp32 (section 16)
 //   level               of noise: how noisy a sample is (NoiseLevel); of resolution: a network's layers between two
@@ -287,9 +287,10 @@ static const char* const PRESET_ELSE = "fashion32";
 //   from_floats
 //   store_two                  how two of its numbers are stored (section 16)
 //   mma, pack_pair             its instruction on the tensor cores, and two numbers in one register of a fragment
-//                              (section 16). Only a type with PARTS = 1 needs them. Fragments are made for numbers of
-//                              2 bytes, where an instruction adds up 16 products for each sum. With numbers of 1 byte
-//                              it adds up 32, so load_fragment, load_fragments and their callers change, too
+//                              (section 16). A type that is split into several fp16 numbers (ElementOf::PARTS is above
+//                              1) does not need them. Fragments are made for numbers of 2 bytes, where an instruction
+//                              adds up 16 products for each sum. With numbers of 1 byte it adds up 32, so
+//                              load_fragment, load_fragments and their callers change, too
 //   tma_type                   its case: TMA's name of the type (section 16)
 //   cast_params, adamw_update  their cases (section 21)
 //
@@ -524,11 +525,12 @@ struct NoiseLevel {
     float log_var = 0;
     float log_ratio = 0;
     float range = 0;
-    int t_is_0 = 0;           // 1: this is the level of t = 0, where the bound has another formula
-    int quarter = 0;          // the quarter of all levels that this level lies in: 0 (least noise) to 3; for the log
-    int index = 0;            // ddpm: the timestep t, from 0 to T - 1; for remember_losses
-    float importance = 0;     // ddpm: a factor of `weight`: 1 / (T times the probability of drawing t)
-    float target_teacher = 0; // ect: the teacher's answer is multiplied by this and added to the target
+    int t_is_0 = 0;  // 1: this is the level of t = 0, where the bound has another formula
+    int quarter = 0; // the quarter of all levels that this level lies in: 0 (least noise) to 3; for the log
+    int index = 0;   // ddpm: the timestep t, from 0 to T - 1; for remember_losses
+    // ddpm: 1 / (T times the probability of drawing t). It is a factor of `weight`, and of the bound's weight, too.
+    float importance = 0;
+    float target_teacher = 0; // ect: the teacher's answer (see TuningWeight) times this is added to the target
 };
 
 // The formulas for what a network is shown, told and asked at a noise level: those of ddpm_level, edm_question or
@@ -550,9 +552,9 @@ struct Tuning {
     HD bool on() const { return q > 0; }
 };
 
-// A change to an image (--augment), and what the network is told of it. First the image is mirrored. Pixel (x, y)
-// of the changed image is then pixel (x_x x + x_y y + x_1, y_x x + y_y y + y_1) of the mirrored image. Coordinates are
-// measured from the centre.
+// A change to an image (--augment), and what the network is told of it. First the image is mirrored: with flip_x its
+// left and right are exchanged, with flip_y its top and bottom. Pixel (x, y) of the changed image is then pixel
+// (x_x x + x_y y + x_1, y_x x + y_y y + y_1) of the mirrored image. Coordinates are measured from the centre.
 constexpr int AUGMENT_NUMBERS = 9;
 struct Augmentation {
     float told[AUGMENT_NUMBERS];
@@ -568,9 +570,9 @@ struct SigmaDraws {
 };
 
 // What a model is trained on: how noise levels are drawn, and what the loss is. The loss is
-// mse * squared error + bound * variational bound in nats. If mse is above 0, the bound trains only the variance that
-// the network predicts. If mse is 0, the bound also trains the predicted mean. If tuning.on(), the loss is that of
-// tuning_loss instead.
+// mse * squared error + bound * term. `term` is the part of the variational bound, in nats, that belongs to the drawn
+// timestep (bound_term). If mse is above 0, the bound trains only the variance that the network predicts. If mse is 0,
+// the bound also trains the predicted mean. If tuning.on(), the loss is that of tuning_loss instead.
 struct Objective {
     const NoiseLevel* levels; // device: (steps), the level of each t; null: sigma is drawn, see SigmaDraws
     int steps;                // how many timesteps t there are
@@ -706,7 +708,7 @@ struct MuonTile {
 struct MuonTiles { // the tiles of the results of all matrices
     const MuonTile* list = nullptr;
     int count = 0;
-    int tile_size = 0; // a tile has so many rows and columns
+    int tile_size = 0; // how many rows a tile has; it has as many columns
 };
 struct MuonWork {
     std::vector<MuonMatrix> matrices;
@@ -718,7 +720,8 @@ struct MuonWork {
     act* X = nullptr;                      // a flat array: a copy of the momentum in the activations' type
     act *A = nullptr, *B = nullptr;        // squares: for each matrix X X^T, and a polynomial of it
 };
-// Muon's constants (Jordan et al. 2024): the decay of the momentum, and the polynomial that is applied five times.
+// Muon's constants (Jordan et al. 2024): the decay of the momentum, and the coefficients a, b and c of the polynomial
+// that is applied five times (see the comments above update_by_muon).
 constexpr float MUON_MOMENTUM = 0.95f;
 constexpr int MUON_ITERATIONS = 5;
 constexpr float MUON_A = 3.4445f, MUON_B = -4.7750f, MUON_C = 2.0315f;
@@ -945,9 +948,9 @@ static void loss_forward_backward(double* loss,             // (B)
                                   const float* x,           // (B, HW, C): the network's input
                                   const NoiseLevel* levels, // (B)
                                   const Objective& o, float factor, int B, int HW, int C, int Cout);
-// This function is called in place of loss_forward_backward if o.tuning.on(). loss = weight (sqrt(D + c^2) - c). This
-// is the pseudo-Huber distance to the teacher's image. D is the sum of (x0_out (out - target))^2 over a sample's n
-// values.
+// This function is called in place of loss_forward_backward if o.tuning.on(). loss = weight (sqrt(D + c^2) - c). The
+// factor after weight is the pseudo-Huber distance to the teacher's image. D is the sum of (x0_out (out - target))^2
+// over a sample's n values.
 static void tuning_loss_forward_backward(double* loss,             // (B)
                                          float* dout,              // as out
                                          const float* out,         // (B, n)
@@ -982,8 +985,8 @@ static void sampler_step(float* x,         // (B or 2 B, HW, C)
                          const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout);
 // Inpainting. keep_known runs after each step of the sampler, and does nothing if the step's known_x is 0. A pixel of
 // the image is known where mask is not above 0. There x = known_x image + known_sigma z. Then at all pixels
-// x' = back_x x + back_sigma z', with other normals z'. If the sampler makes an earlier step again after this one, this
-// adds the noise that leads back to that step.
+// x' = back_x x + back_sigma z', with other normals z'. If the sampler makes an earlier step again after this one, the
+// second formula adds the noise that leads back to that step. (Otherwise back_x is 1 and back_sigma is 0.)
 static void keep_known(float* x,           // (B or 2 B, n)
                        const float* image, // (B, n)
                        const float* mask,  // (B, n)
@@ -1022,7 +1025,7 @@ static void record_step(StepState* records, const StepState* state, int count);
 
 // How many bytes of memory operations need beside their arrays (0 on a CPU).
 static size_t conv_workspace(ConvShape s);           // for the weight gradient
-static size_t conv_detour_bytes(const ConvShape& s); // for arrays in between, of the forward pass or the input gradient
+static size_t conv_detour_bytes(const ConvShape& s); // for what the forward pass or input gradient materialises
 static size_t groupnorm_backward_workspace(const NormShape& s);
 static size_t norm_sums_bytes(const NormShape& s); // for sums that are kept until finish_gradients
 static size_t attention_backward_workspace(int B, int T, int C, int heads);
@@ -1207,8 +1210,8 @@ HD static inline uint32_t dropout_threshold(float p) { return (uint32_t)((double
 
 // In each epoch the images 0 to n - 1 are in another order. Returns the number of the image at position pos. A Feistel
 // network of four rounds permutes the numbers of 2 * half_bits bits: it splits a number into a left and a right half,
-// mixes the left half with a random function of the right half, and exchanges the halves. In general n is not a power
-// of 4. So if the result is not below n, it is permuted again, until it is below n.
+// mixes the left half with a random function of the right half, and exchanges the halves. There are 4^half_bits such
+// numbers, in general more than n. So if the result is not below n, it is permuted again, until it is below n.
 static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, int64_t n) {
     int half_bits = 1; // how many bits a half has: two halves must be able to hold all numbers below n
     while ((int64_t)1 << 2 * half_bits < n) half_bits++;
@@ -1318,7 +1321,7 @@ struct Config {
     int channels(size_t level) const { return (int)std::lround((double)mult[level] * num_channels); }
     int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
     int patch() const { return std::max(patch_size, 1); }
-    int height(size_t level) const { return H / patch() >> level; } // each level halves the height
+    int height(size_t level) const { return H / patch() >> level; } // each level after the first halves the height
     bool has_attention(size_t level) const { return std::ranges::count(attention_heights, height(level)) > 0; }
 
     // Returns how many images a process computes at a time.
@@ -1466,7 +1469,8 @@ static std::set<std::string> left_out_of_preset(const Config& c) {
     if (c.objective != "ddpm") names.insert({"predict", "min_snr_gamma", "learn_sigma"});
     // The preset's min_snr_gamma suits the preset's own --predict, and with --use_kl it is not allowed.
     if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma");
-    // The preset's churn and guidance suit the preset's sampler.
+    // The preset's churn and guidance suit the preset's sampler. With --start_from or --inpaint (changes_images),
+    // S_churn is not allowed (check_model).
     if (c.given("sampler") || c.changes_images()) names.insert({"S_churn", "guidance_scale"});
     if (c.given("class_cond") && !c.class_cond) names.insert({"class_dropout", "guidance_scale"});
     if (c.given("class_dropout") && !c.class_dropout) names.insert("guidance_scale");
@@ -2015,6 +2019,12 @@ static void check_run(Config* c, const std::string& where) {
 //                              -> norm, SiLU, dropout -> conv 3x3 + shortcut
 //   attention block  x -> norm -> qkv (conv 1x1) -> attention -> conv 1x1 + x
 //
+// The shortcut is the block's input, at half or double its resolution if the block changes the resolution. If the
+// number of channels changes, the shortcut is a 1x1 convolution of this (a skip connection, see Words).
+// The drawing of the network is simplified. At the resolution of `middle` there are also residual blocks with skips.
+// The output of each `half` is also a skip. Every skip ends in a residual block, also the uppermost one: in the second
+// half of the network, a level has one residual block more than in the first half (add_output_blocks).
+//
 // A layer has a kind (LayerKind): what it computes. It also has indices of tensors, parameters and buffers. An index is
 // -1 if the layer has no such tensor, parameter or buffer.
 //
@@ -2126,7 +2136,8 @@ template <class T = act> static T* buffer_data(const UNet* net, int buffer, size
 template <class T> static T* tensor_data(const UNet* net, int t) { return buffer_data<T>(net, net->tensors[t].buffer); }
 
 // With --precision fp8: weights in FP8, and the factors that belong to them (make_fp8_weights, make_fp8_training).
-// If `weights` is null, the walk uses no FP8. If only `turned` is null, the walk is for sampling.
+// If `weights` is null, the walk uses no FP8. If `weights` is not null and `turned` is null, the walk is for
+// sampling.
 struct Fp8Weights {
     const uint8_t* weights = nullptr;
     const float* factors = nullptr; // the factors of norms' results and of convolutions' sums: see make_fp8_weights
@@ -2346,7 +2357,7 @@ struct LayerKind {
     void (*backward)(LayerArgs&) = nullptr; // null: its input needs no gradient
     enum Reads { INPUT = 1, OUTPUT = 2, EMB = 4 };
     int backward_reads = 0; // which tensors of the forward pass the backward pass reads
-    bool embedding = false; // it belongs to the embedding, which is computed at the same time as the first convolutions
+    bool embedding = false; // it belongs to the embedding, which is computed beside the layers after it (unet_forward)
     bool fp32 = embedding;  // its tensors are FP32, whatever act_element is
     bool sums = false;      // it writes out_stats, so a group norm may read its output (see add_norm)
 
