@@ -60,51 +60,51 @@
 //  12177         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
 //  12736         attention_forward_general and attention_backward_general: heads of any size, any GPU
 //  12882         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13580    20. Convolution
-//  13626         ConvOut: results, 4 channels of a pixel at a time
-//  13872         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13940         conv_halo: 3x3, stride 1, any GPU
-//  14359         conv_gather: any kernel size and stride, any GPU
-//  14628         conv_few: the first and the last layer
-//  14809         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15404         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15528         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16013         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16466         conv_weight_tma: weight gradients (sm_90a)
-//  16769         FP8 in training: weights and gradients are rounded
-//  16884    21. The optimiser
-//  16887         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17148         muon: directions for matrices of weights
-//  17578    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17581         groupnorm_backward
-//  17749         attention: forward and, where a has dout, backward
-//  17813         convolution: forward and input gradient
-//  18324         convolution: weight gradients
-//  18681    23. The GPU: memory, copies, repeated work
-//  18911    24. Between ranks: from device to device
+//  13582    20. Convolution
+//  13628         ConvOut: results, 4 channels of a pixel at a time
+//  13875         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13943         conv_halo: 3x3, stride 1, any GPU
+//  14365         conv_gather: any kernel size and stride, any GPU
+//  14635         conv_few: the first and the last layer
+//  14817         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15416         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15540         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16025         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16478         conv_weight_tma: weight gradients (sm_90a)
+//  16781         FP8 in training: weights and gradients are rounded
+//  16896    21. The optimiser
+//  16899         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17160         muon: directions for matrices of weights
+//  17590    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17593         groupnorm_backward
+//  17761         attention: forward and, where a has dout, backward
+//  17825         convolution: forward and input gradient
+//  18336         convolution: weight gradients
+//  18693    23. The GPU: memory, copies, repeated work
+//  18923    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 8441, run_program 8377, train 7659, run_step 7604, train_step 6413, load_batch 5422 (read_image 4993),
-//     send 18882 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18813):
+//     send 18894 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18825):
 //     step_gradients 6265: draw_levels 10554 (the formulas: draw_level 3929), forward_and_loss 6189, q_sample_forward
 //     10647, unet_forward 3450, forward_layer 3435 (a function of the layer's kind, such as forward_conv 2462),
-//     loss_forward_backward 10886, unet_backward 3524, conv_backward_weights 18674 (weight gradients, on the side
+//     loss_forward_backward 10886, unet_backward 3524, conv_backward_weights 18686 (weight gradients, on the side
 //     stream), finish_gradients 12015 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16939;
-//     judge_step 16987 (the verdict: judge_batch 5920), update_slice 6376, adamw_update 17119 (adamw_kernel 17064),
-//     next_step 16993, record_step 16999; later collect_steps 7557
+//     all_to_all (in the last section); sum_gradients 16951;
+//     judge_step 16999 (the verdict: judge_batch 5920), update_slice 6376, adamw_update 17131 (adamw_kernel 17076),
+//     next_step 17005, record_step 17011; later collect_steps 7557
 //   --optimizer muon: muon_updates 6032 says which weights; update_slice 6376, update_by_muon 6367 (with the formulas),
-//     muon_momentum 17190, orthogonalise 17555 (with muon_kernel above it), adamw_kernel 17064 (its `move`)
+//     muon_momentum 17202, orthogonalise 17567 (with muon_kernel above it), adamw_kernel 17076 (its `move`)
 //   pictures, from noise: sample_batch 4819, plan_route 4573, device_step 4621, euler_step 4366 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18174 draws all of its roads):
-//     forward_conv 2462; conv_forward 18212, with conv_product above it, which asks conv_is_wgmma 17821;
-//     on Hopper, large images: pick_conv_tiles_3x3 18121; conv_tiles 15998, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 18186 draws all of its roads):
+//     forward_conv 2462; conv_forward 18224, with conv_product above it, which asks conv_is_wgmma 17833;
+//     on Hopper, large images: pick_conv_tiles_3x3 18133; conv_tiles 16010, with conv_tiles_kernel above it;
 //     Accumulators 9880 (its function multiply); Wgmma 9463;
-//     on Hopper, small images: pick_conv_small 17974; conv_small 16452, with conv_small_kernel and multiply_small above
+//     on Hopper, small images: pick_conv_small 17986; conv_small 16464, with conv_small_kernel and multiply_small above
 //     it; Wgmma 9463;
-//     on any other GPU pick_conv_halo_bf16 17888; conv_halo 14346, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 17900; conv_halo 14352, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 9262
 //   why several GPUs compute the bits of one: step_gradients 6265
 //   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 419, Silu 8495, with_nonlinearity 8505 (a case);
@@ -117,8 +117,8 @@
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 313, with a list of all places above it: element_named 1387,
 //     take_aliases 1600, forward_and_loss 6189, ElementOf 8466, with_act 8733, act_has_wgmma 8745, unpack 8878,
-//     pack 8907, to_floats 8977, from_floats 8984, store_two 8989, mma 9262, tma_type 9609, adamw_kernel 17064,
-//     adamw_update 17119, pick_conv_gather 17935, conv_product 18174
+//     pack 8907, to_floats 8977, from_floats 8984, store_two 8989, mma 9262, tma_type 9609, adamw_kernel 17076,
+//     adamw_update 17131, pick_conv_gather 17947, conv_product 18186
 //   the settings, to their values: parse_command_line 1572, take_aliases 1600, complete_config 8357
 //     (apply_preset 1482, take_model_file 8031, take_ect_defaults 8061), take_data_shape 8099 (take_labels 8089),
 //     check_model 1849, check_run 1987
@@ -126,7 +126,7 @@
 //     by which factor, and where. plan_fp8 3014 and plan_fp8_gradients 3033 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3078 for samples, make_fp8_training 3121 for training; add_fp8_args 2227
 //     hands them to the layers. forward_conv 2462 and backward_conv 2473 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18274 makes an input gradient a forward convolution; conv_product_fp8 18205 picks the
+//     conv_backward_input_fp8 18286 makes an input gradient a forward convolution; conv_product_fp8 18217 picks the
 //     kernel, multiply_fp8 9914 and WgmmaFp8 9499 multiply; print_fp8 7349 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1460 (a flag's value), or of a function beside it whose name ends in
@@ -12882,25 +12882,27 @@ static size_t attention_backward_workspace(int B, int T, int, int heads) { // th
 // --- attention_forward_wgmma and attention_backward_wgmma (sm_90a)
 // Used when: bf16, heads of 32 or 64 channels, T a multiple of 64. Backward: T = 64, or a multiple of 128 from 256 to
 //   1024; otherwise attention_backward_kernel computes the backward pass.
-// How: A warpgroup owns 64 rows of a head. TMA copies the rows that these are combined with to shared memory, tile by
-//   tile. wgmma multiplies the tiles. P (and for dk also dS) is computed in registers. The next product reads it there,
-//   as its operand A.
+// How: A warpgroup owns 64 rows of a head. The rows that these are combined with stream past: TMA copies them to shared
+//   memory, tile by tile. wgmma multiplies the tiles. P (and for dk also dS) is computed in registers. The next product
+//   reads it there, as its operand A.
 //   Forward: warpgroups own queries, and keys and values stream past.
 //   Backward: warpgroups own keys, and queries stream past in chunks of 64. A cluster of blocks computes a head. Each
 //   block has 128 of the head's keys in shared memory. All blocks work on every chunk, one block after the other. Each
 //   block adds its keys' part to the chunk's dq, and sends this sum, in fp32, into the next block's shared memory. Each
 //   block begins at a different chunk, so all blocks always have work. The parts of a chunk's dq are always added in
-//   the same order, so a run can be repeated with the same bits. The blocks in one step:
+//   the same order, so a run can be repeated with the same bits. The drawing shows the blocks in one step. (D is
+//   rowsum(dout * out), as in section 19, and `rows` are the SoftmaxRows of the chunk's queries.)
 //
 //         block 0: keys 0 ..       block 1: keys 128 ..     block 2: keys 256 ..        the block's shared memory
 //       +---------------------+  +---------------------+  +---------------------+    +---------------------------+
 //       | chunk i             |->| chunk i - 2         |->| chunk i - 4         |-+  | keys: k, v of two heads   |
-//       | dk, dv += own keys  |  | dk, dv              |  | dk, dv              | |  | chunks: q, dout, rows     |
+//       | dk, dv of own keys  |  | dk, dv              |  | dk, dv              | |  | chunks: q, dout, rows     |
 //       +---------------------+  +---------------------+  +---------------------+ |  | ds: dS^T of all own keys  |
 //                  ^                 dq of a chunk                                |  | sums: dq that arrived     |
 //                  +--------------------------------------------------------------+  | dots: -D of two heads     |
 //                                                                                    +---------------------------+
-// Costs: The backward pass takes five products of T x T x d; the portable kernels take seven. It reads everything once.
+// Costs: The backward pass takes five products of T x T x d; the portable kernels take seven. It reads k, v and out of
+//   a head once. Every block of the cluster reads all of the head's q and dout.
 
 struct AttentionTma : AttentionCall {
     CUtensorMap qkv_rows, dout_rows; // qkv and dout, from which TMA loads boxes of 64 rows of a head
@@ -13114,9 +13116,9 @@ template <int N> struct Softmax {
 //   1. The first thread starts the loads of the queries and of as many chunks as there are stages.
 //   2. Each warp reads its queries into registers. Each warpgroup computes S of chunk 0.
 //   3. In turn i a warpgroup computes the softmax of chunk i. Then it computes two products at the same time. The first
-//      is out += P v of chunk i. The second is the scores of chunk i + 1. After that, with a ring, the first thread
-//      loads a chunk into the stage of chunk i - 1. If it loaded a chunk into the stage of chunk i instead, it would
-//      have to wait for the other warpgroup, which may still read chunk i.
+//      is out += P v of chunk i. The second is the scores of chunk i + 1. After that, if CHUNKS is 0, the first
+//      thread loads a chunk into the stage of chunk i - 1. If it loaded a chunk into the stage of chunk i instead, it
+//      would have to wait for the other warpgroup, which may still read chunk i.
 //   4. out / sum is stored, and also SoftmaxRow, for the backward pass.
 // The compiler overlaps products of wgmma only on two conditions. First, the wait for each product must be in the same
 // turn of the loop as the product. Second, between fence and wait no other instruction may touch the product's
@@ -13184,7 +13186,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
         accumulators_ready(o);
         accumulators_ready(s);
         multiply_ab(o, probabilities, v);
-        // With a ring, the last turn computes scores that are not used. If a branch skipped them, the compiler would
+        // If CHUNKS is 0, the last turn computes scores that are not used. If a branch skipped them, the compiler would
         // not overlap the products.
         if (!T::CHUNKS || i + 1 < chunks) {
             multiply_ab<K_MAJOR, 0>(s, q, head_rows<DIM>(next));
@@ -13341,7 +13343,7 @@ template <class T> struct BackwardBlock {
         const auto [stage, full] = dots.stage(dots_to_send.done);
         const uint32_t to = stage + 4 * row;
         // The instruction of store_to_block (st.async) exists only in clusters. So a block that is ALONE stores -D in
-        // the ordinary way, and each of its warps arrives at the barrier.
+        // the ordinary way, and each warp of this warpgroup arrives at the barrier.
         if (T::ALONE && lane % 4 == 0) PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(two.x), "f"(two.y));
         if (T::ALONE) warp_stored(full);
         for (int r = threadIdx.x % 4; !T::ALONE && r < blocks; r += 4) {
@@ -13350,8 +13352,8 @@ template <class T> struct BackwardBlock {
         __syncwarp();
         if (tile + 1 == WARPGROUPS) dots_to_send.hand_over();
     }
-    // Waits until other blocks have filled a stage, and returns its address. One thread (`speaks`) then announces to
-    // the stage's barrier how many bytes will arrive in this stage next time.
+    // Waits until the next stage of `sums` or `dots` is full, and returns its address. If the block is not ALONE, one
+    // thread (`speaks`) then announces to the stage's barrier how many bytes will be sent into this stage next time.
     INLINE uint32_t received(auto& pipeline, int bytes, bool speaks) {
         const int i = pipeline.place;
         const uint32_t address = pipeline.arrived();
@@ -13363,7 +13365,7 @@ template <class T> struct BackwardBlock {
     // Role: the queries' gradients. One warpgroup has this role. Its first thread also starts the loads of keys and
     // chunks. In each step:
     //   1. If another block has begun dq of this chunk: dq = the sum that the block before has sent. Otherwise dq = 0.
-    //   2. dq += dS k of this block's keys (dS^T arrives in `ds`). At the same time the next chunk is loaded.
+    //   2. dq += dS k of this block's keys (dS^T arrives in `ds`). Meanwhile the load of a later chunk is started.
     //   3. If this is the last block for this chunk, dq is stored to global memory. Otherwise it is sent to the next
     //      block.
     // In some of the steps, a part of -D of the next head is also computed.
@@ -13500,8 +13502,8 @@ template <class T> struct BackwardBlock {
                 if (last && !none) own_keys = keys.arrived() + warpgroup * T::TILE_BYTES;
                 if (!none) chunk = chunks.arrived();
                 clear(s);
-                // After the last chunk these scores are not used. If a branch skipped them, the compiler would not
-                // overlap the products.
+                // After the last chunk of the last head these scores are not used. If a branch skipped them, the
+                // compiler would not overlap the products.
                 multiply_abt<DIM>(s, head_rows<DIM>(own_keys), head_rows<DIM>(chunk));
                 multiply_ab(dk, ds_fragments, q);
                 multiplied<0>(dk, dv, s);
@@ -13557,7 +13559,7 @@ template <class Tile> static void launch_attention_forward_wgmma(const Attention
     launch(kernel, grid, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, Tile::KEYS));
 }
 // Returns how many clusters can run on the GPU at the same time. Each of them works on heads of T rows. The number may
-// be 0 if MIG gives the program only a part of a GPU.
+// be 0 if the program has only a part of a GPU, by NVIDIA's MIG (Multi-Instance GPU).
 template <class Tile> static int attention_clusters(int T) {
     const unsigned blocks = T / Tile::KEYS;
     auto kernel = attention_backward_wgmma_kernel<Tile>;
@@ -13617,10 +13619,10 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 // copied to another layout: ldmatrix.trans or wgmma transposes them on their way to the tensor cores. (FP8 does not use
 // BACKWARD. It has a second, transposed copy of the weights, see conv_backward_input_fp8.)
 //
-// All kernels end in a similar way. Bias, embedding and addends are added to the fp32 sums of a tile. Then the result
-// is rounded, once. A tile is written to shared memory first, where its values are put into the order pixels x
-// channels. From there it is written to global memory. The statistics for the next group norm are sums of the rounded
-// values, because the norm will read the rounded values.
+// All kernels, except those for weight gradients, end in a similar way. Bias, embedding and addends are added to the
+// fp32 sums of a tile. Then the result is rounded, once. A tile is written to shared memory first, where its values are
+// put into the order pixels x channels. From there it is written to global memory. The statistics for the next group
+// norm are sums of the rounded values, because the norm will read the rounded values.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- ConvOut: results, 4 channels of a pixel at a time
@@ -13640,14 +13642,14 @@ struct ConvOut {
     ConvSkip skip = {};   // a skip connection that the same kernel computes and adds, instead of an addend
 };
 
-// The arguments of each function that launches a kernel for a convolution. If BACKWARD, the input is dout: then Cin1
-// is the layer's Cout, and Cout is the layer's number of input channels.
+// The arguments of each function that launches a kernel for a convolution. If BACKWARD, the input x1 is dout: then Cin1
+// is the layer's Cout, Cout is the layer's number of input channels, and the output has the size of the layer's input.
 struct ConvCall {
     ConvShape s;
     int B = 0, H = 0, W = 0;     // images, rows and columns of the output
     int Cin1 = 0, Cin2 = 0;      // channels of the inputs x1 and x2 (only 1x1 has x2)
     int Cout = 0;                // channels of the output
-    const act* x1 = nullptr;     // (s.B, s.H, s.W, Cin1)
+    const act* x1 = nullptr;     // (s.B, s.H, s.W, Cin1); if BACKWARD, dout: (s.B, s.out_H(), s.out_W(), Cin1)
     const act* x2 = nullptr;     // (s.B, s.H, s.W, Cin2)
     const act* weight = nullptr; // the layer's weights: (s.Cout, taps, s.C1 + s.C2)
     ConvOut out = {};
@@ -13790,8 +13792,9 @@ INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int 
 
 // The end of conv_halo and conv_gather: stores the sums of each warp. acc[r][m] is a fragment of 8 pixels x 16
 // channels. A thread's registers of a fragment hold neighbouring pixels of one channel, but neighbouring channels are
-// to be stored together. So the sums are written to shared memory and read again, in ROUNDS rounds. In each round the
-// sums of the K groups are added. (In the drawing, q is lane % 4.)
+// to be stored together. So the sums are written to shared memory and read again, in ROUNDS rounds: in one, or in two
+// if shared memory has no room for all sums. In each round the sums of the K groups are added. (In the drawing, q is
+// lane % 4.)
 //
 //   acc of a thread: 2 pixels x channels c, c + 8    ->    staged: 64 / ROUNDS pixels    ->    a lane stores 4 channels
 //   (g = lane / 4: c = g, pixels 2q, 2q + 1)               of PITCH floats each                of every STEP-th pixel
@@ -13938,8 +13941,8 @@ INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_halo: 3x3, stride 1, any GPU
-// Used when: Hopper's kernels (below) do not support the type (fp32), the shape or the GPU. conv_halo can also read its
-//   input through a nearest-neighbour upsampling.
+// Used when: Hopper's kernels (below) do not support the type (fp32), the shape, the GPU, or how results are to be
+//   stored (see conv_product). conv_halo can also read its input through a nearest-neighbour upsampling.
 // How: A block computes 16 x 16 pixels of one image, or 8 x 8 pixels of each of two images, for CHANNELS channels. It
 //   goes through the input channels slice by slice. Per slice it copies the tile's pixels with a border of one pixel
 //   (the halo) to shared memory, once for all nine taps.
@@ -14140,7 +14143,8 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
     }
     INLINE uint32_t place(int kw, int i) const {
         // If the block copies a multiple of 8 rows at once, all rows that this thread copies have the same key, because
-        // the keys repeat after 8 rows. Otherwise `toggled` replaces one key by the other one (by XOR).
+        // the keys repeat after 8 rows. Otherwise the XOR with `toggled` replaces the key of first_row by that of the
+        // i-th chunk's row.
         const bool same_key = ROWS_AT_ONCE % 8 == 0;
         const uint32_t toggled = same_key ? 0 : (key(first_row) ^ key(row(i) + first_row)) << 4;
         return (first_place ^ toggled) + kw * Tile::WEIGHT_BYTES + kh(i) * TAP_BYTES + row(i) * ROW_BYTES;
@@ -14204,8 +14208,9 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
 
 // Computes acc[r][m] += a x b[r + kh] for the warp's image rows r = 0 .. 7. a: weights of tap kh. b[i]: pixels of row i
 // of the warp's halo.
-// With floats, the tensor cores sum over all three taps, and fp32 units add this sum to acc (see `multiply`). So this
-// function must be called for kh = 0, 1, 2 in this order. Between these calls `sum` holds the sums over taps.
+// With floats, the tensor cores sum over all three taps. Then fp32 units multiply this sum by `scale`, which undoes the
+// scales of both operands, and add it to acc (see `multiply`). So this function must be called for kh = 0, 1, 2 in this
+// order. Between these calls `sum` holds the sums over taps.
 template <class T, int M>
 INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int kh, const FragmentA<T>& a,
                          const FragmentB<T> (&b)[10], float scale) {
@@ -14261,7 +14266,8 @@ INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, i
 // A block computes a tile of pixels x CHANNELS channels. A warp computes 8 x 8 of these pixels. If there are several K
 // groups, a warp multiplies only its K group's part of each slice. Phases:
 //   1. The first copies are started.
-//   2. Each slice has three steps: wait for the operands, then multiply and copy for later steps at the same time.
+//   2. Each slice has three steps, one for each kw. In each step the block waits for the operands. Then it multiplies,
+//      and at the same time copies for later steps.
 //   3. store_product: sums become results.
 // TO: the type of the output.
 template <class Tile, bool BACKWARD, class TO>
@@ -14392,7 +14398,8 @@ template <bool BACKWARD> INLINE TapOffset tap_offset(const ConvShape& s, int tap
 // the place of the result.) The result's pixel comes i pixels after (h, w), counted row by row. The function returns
 // the index, within its image, of the pixel that is read. It returns -1 if there is no such pixel (for example, because
 // it lies in the padding). W_inverse is 1 / the width of the result. Multiplying by W_inverse takes the place of a
-// division. Rounded down, the product is the exact quotient, because the numbers are small.
+// division. Rounded down, the product is the exact quotient: the numbers are small, and 0.5 is added before the
+// multiplication, so rounding errors can't lead to another whole number.
 template <bool BACKWARD>
 INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i, TapOffset offset) {
     const int rows_down = (int)((w + i + 0.5f) * W_inverse);
@@ -14645,7 +14652,8 @@ template <class Tile, bool BACKWARD> static void conv_gather(const ConvCall& c) 
 //     a row of a pixel, R values     bf16:  | 9 F upper parts, 0 ... | 9 F lower parts, 0 ... |
 //                                    fp32:  | 9 F values, 0 ... |
 //     value tap * F + f is channel f of the pixel under the tap; 0 outside the image
-// Costs: the rows are written and read. In unet64's first layer they have as many bytes as a tensor of 64 channels.
+// Costs: the rows are written and read. In unet64's first layer, in bf16, they have as many bytes as a tensor of 64
+//   channels.
 
 struct ConvFew {
     const float* x;     // (B, H, W, F): the first layer's input, or the gradient of the last layer's output
@@ -14809,12 +14817,14 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 // --- conv_weight_halo, conv_weight_gather: weight gradients, any GPU
 // dweight[co, tap, ci] = sum over the output's pixels p of dout[p, co] * x[source(p, tap), ci]
 //
-// Used when: conv_weight_tma (below) can't be used for the shape. conv_weight_halo: 3x3 with stride 1;
-//   conv_weight_gather: everything else.
+// Used when: conv_weight_tma (below) can't be used for the type (fp32), the shape or the GPU. conv_weight_halo: 3x3
+//   with stride 1; conv_weight_gather: everything else.
 // How: This is a product of matrices that sums over many pixels and whose result is small. So the pixels are divided
-//   into RANGES. A block computes a tile of 64 x 64 weights (output x input channels), of one tap or of all nine. It
-//   sums over one range, and goes through the range in pixel tiles of 64 pixels. The 64 x 64 weights of a tap are
-//   divided among four warps. Each of these warps computes 32 x 32 weights, which are 2 x 4 fragments of mma.
+//   into RANGES. A block sums over one range, and goes through the range in pixel tiles of 64 pixels. A block of
+//   conv_weight_halo computes a tile of 64 x 64 weights (output x input channels) of all nine taps. A block of
+//   conv_weight_gather computes one such tile, or in bf16 also 2 x 2 of them (see plan_weight), of one tap. The weights
+//   of a tap are divided among four warps. If a block has one tile, each of these warps computes 32 x 32 weights, which
+//   are 2 x 4 fragments of mma.
 //
 //     dout (pixels, 64 co) ^T      x (pixels, 64 ci)         partial sums of 64 x 64 weights
 //     +----+----+----+             +----+----+----+          range 0   range 1   range 2
@@ -14828,7 +14838,9 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 //   of the bias for each pair of a range and an image that have common pixels, because the sum over one image is
 //   wanted, too: it is the gradient of the image's embedding (demb). Small layers share a launch (WeightBatch), because
 //   one of them alone would not keep the GPU busy.
-// Costs: x and dout are read once for every tile of 64 x 64 weights; the partials are written and read once.
+// Costs: Each block reads its channels of x and of dout. So conv_weight_halo reads x once for every 64 output channels,
+//   and dout once for every 64 input channels. conv_weight_gather does the same for every tap (with 2 x 2 tiles, for
+//   every 128 channels). The partials are written and read once.
 
 // The arguments of the kernels for a layer's weight gradient. In the code `split` is the number of a range, and
 // `splits` is how many ranges there are.
