@@ -68,43 +68,43 @@
 //  14635         conv_few: the first and the last layer
 //  14817         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
 //  15416         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15540         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16025         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16478         conv_weight_tma: weight gradients (sm_90a)
-//  16781         FP8 in training: weights and gradients are rounded
-//  16896    21. The optimiser
-//  16899         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17160         muon: directions for matrices of weights
-//  17590    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17593         groupnorm_backward
-//  17761         attention: forward and, where a has dout, backward
-//  17825         convolution: forward and input gradient
-//  18336         convolution: weight gradients
-//  18693    23. The GPU: memory, copies, repeated work
-//  18923    24. Between ranks: from device to device
+//  15542         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16032         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16490         conv_weight_tma: weight gradients (sm_90a)
+//  16794         FP8 in training: weights and gradients are rounded
+//  16909    21. The optimiser
+//  16912         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17173         muon: directions for matrices of weights
+//  17603    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17606         groupnorm_backward
+//  17774         attention: forward and, where a has dout, backward
+//  17838         convolution: forward and input gradient
+//  18349         convolution: weight gradients
+//  18706    23. The GPU: memory, copies, repeated work
+//  18936    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 8441, run_program 8377, train 7659, run_step 7604, train_step 6413, load_batch 5422 (read_image 4993),
-//     send 18894 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18825):
+//     send 18907 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18838):
 //     step_gradients 6265: draw_levels 10554 (the formulas: draw_level 3929), forward_and_loss 6189, q_sample_forward
 //     10647, unet_forward 3450, forward_layer 3435 (a function of the layer's kind, such as forward_conv 2462),
-//     loss_forward_backward 10886, unet_backward 3524, conv_backward_weights 18686 (weight gradients, on the side
+//     loss_forward_backward 10886, unet_backward 3524, conv_backward_weights 18699 (weight gradients, on the side
 //     stream), finish_gradients 12015 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16951;
-//     judge_step 16999 (the verdict: judge_batch 5920), update_slice 6376, adamw_update 17131 (adamw_kernel 17076),
-//     next_step 17005, record_step 17011; later collect_steps 7557
+//     all_to_all (in the last section); sum_gradients 16964;
+//     judge_step 17012 (the verdict: judge_batch 5920), update_slice 6376, adamw_update 17144 (adamw_kernel 17089),
+//     next_step 17018, record_step 17024; later collect_steps 7557
 //   --optimizer muon: muon_updates 6032 says which weights; update_slice 6376, update_by_muon 6367 (with the formulas),
-//     muon_momentum 17202, orthogonalise 17567 (with muon_kernel above it), adamw_kernel 17076 (its `move`)
+//     muon_momentum 17215, orthogonalise 17580 (with muon_kernel above it), adamw_kernel 17089 (its `move`)
 //   pictures, from noise: sample_batch 4819, plan_route 4573, device_step 4621, euler_step 4366 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18186 draws all of its roads):
-//     forward_conv 2462; conv_forward 18224, with conv_product above it, which asks conv_is_wgmma 17833;
-//     on Hopper, large images: pick_conv_tiles_3x3 18133; conv_tiles 16010, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 18199 draws all of its roads):
+//     forward_conv 2462; conv_forward 18237, with conv_product above it, which asks conv_is_wgmma 17846;
+//     on Hopper, large images: pick_conv_tiles_3x3 18146; conv_tiles 16017, with conv_tiles_kernel above it;
 //     Accumulators 9880 (its function multiply); Wgmma 9463;
-//     on Hopper, small images: pick_conv_small 17986; conv_small 16464, with conv_small_kernel and multiply_small above
+//     on Hopper, small images: pick_conv_small 17999; conv_small 16476, with conv_small_kernel and multiply_small above
 //     it; Wgmma 9463;
-//     on any other GPU pick_conv_halo_bf16 17900; conv_halo 14352, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 17913; conv_halo 14352, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 9262
 //   why several GPUs compute the bits of one: step_gradients 6265
 //   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 419, Silu 8495, with_nonlinearity 8505 (a case);
@@ -117,8 +117,8 @@
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 313, with a list of all places above it: element_named 1387,
 //     take_aliases 1600, forward_and_loss 6189, ElementOf 8466, with_act 8733, act_has_wgmma 8745, unpack 8878,
-//     pack 8907, to_floats 8977, from_floats 8984, store_two 8989, mma 9262, tma_type 9609, adamw_kernel 17076,
-//     adamw_update 17131, pick_conv_gather 17947, conv_product 18186
+//     pack 8907, to_floats 8977, from_floats 8984, store_two 8989, mma 9262, tma_type 9609, adamw_kernel 17089,
+//     adamw_update 17144, pick_conv_gather 17960, conv_product 18199
 //   the settings, to their values: parse_command_line 1572, take_aliases 1600, complete_config 8357
 //     (apply_preset 1482, take_model_file 8031, take_ect_defaults 8061), take_data_shape 8099 (take_labels 8089),
 //     check_model 1849, check_run 1987
@@ -126,7 +126,7 @@
 //     by which factor, and where. plan_fp8 3014 and plan_fp8_gradients 3033 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3078 for samples, make_fp8_training 3121 for training; add_fp8_args 2227
 //     hands them to the layers. forward_conv 2462 and backward_conv 2473 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18286 makes an input gradient a forward convolution; conv_product_fp8 18217 picks the
+//     conv_backward_input_fp8 18299 makes an input gradient a forward convolution; conv_product_fp8 18230 picks the
 //     kernel, multiply_fp8 9914 and WgmmaFp8 9499 multiply; print_fp8 7349 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
 //     refuse or must (host/files.h), of wrong 1460 (a flag's value), or of a function beside it whose name ends in
@@ -15428,14 +15428,16 @@ static __global__ void __launch_bounds__(128, 4 - N)
 //     A: 64 rows of 128 bytes           B: the halo, a pixel = a row of 128 bytes     D: fp32 registers; thread t has
 //       k = 0 .. 63 (input channels)      (kh, kw) +---------------+ pitch:             columns 8 j + t % 4 * 2, + 1
 //      +----+----+----+----+               start ->| 8 pixels      | 10 pixels        +--------+--------+----
-//      | 16 | 16 | 16 | 16 | 64            + pitch | 8 pixels      |                  | j = 0  | j = 1  | ...  rows
-//      |    |    |    |    | output        ...     | ... ROWS      |                  |        |        | t / 32 * 16 +
-//      +----+----+----+----+ channels              +---------------+                  +--------+--------+  t % 32 / 4
-//       four products of k = 16: + 32 bytes each, both in A and in B                                      and 8 more
+//      | 16 | 16 | 16 | 16 | 64            + pitch | 8 pixels      |                  | j = 0  | j = 1  | ...  rows r
+//      |    |    |    |    | output        ...     | ... ROWS      |                  |        |        |  and r + 8,
+//      +----+----+----+----+ channels              +---------------+                  +--------+--------+  r = t / 32
+//       four products of k = 16: in A (forward) and in B, each begins                            * 16 + t % 32 / 4
+//       32 bytes after the one before
 //
-// These kernels are made of the structs in section 16. In the drawing above, Halo::shifted makes the operand B of a
-// tap, and Operand::rows makes A. Accumulators::multiply starts the four products. Each product is one call of
-// Wgmma<N>::add, which is one instruction wgmma.m64nNk16.
+// These kernels are made of the structs in section 16. The drawing above shows conv_tiles: Halo::shifted makes the
+// operand B of a tap, Operand::rows makes A, and Accumulators::multiply starts the four products. Each product is one
+// call of Wgmma<N>::add, which is one instruction wgmma.m64nNk16. In conv_small, A and B change places: A is pixels and
+// B is weights, and multiply_small starts the products. conv_weight_tma multiplies dout by x, and has its own drawing.
 //
 // In FP8 a slice has 128 channels, so its rows have 128 bytes, too. All of the above stays as it is, except that the
 // instruction is wgmma.m64nNk32, and the function that starts it is multiply_fp8. An FP8 number is a value times a
@@ -15455,8 +15457,8 @@ struct TmaParts {
     int slices;  // slices of both parts
     INLINE bool is_second(int slice) const { return slice >= slices1; }
     INLINE const CUtensorMap* map(int slice) const { return is_second(slice) ? &map2 : &map1; }
-    // `channel` and `row` return the number of a slice's first channel: `channel` the number within the slice's part,
-    // and `row` the number within both parts together, which is its number in the weights. width: channels of a slice.
+    // `channel` returns the number of a slice's first channel within the slice's part. `row` returns its number within
+    // both parts together, which is its number among the input channels of the weights. width: channels of a slice.
     INLINE int channel(int slice, int width = SLICE_CHANNELS) const {
         return (is_second(slice) ? slice - slices1 : slice) * width;
     }
@@ -15466,8 +15468,8 @@ struct TmaParts {
     // FP8: does the slice have 64 channels at most? Then two products of 32 channels are enough, instead of four.
     INLINE bool is_half_slice(int slice) const { return slice == slices - 1 && (C1 - 1) % 128 < 64; }
 };
-// The arguments of the kernels of conv_tiles and conv_small. A CUtensorMap is aligned to 64 bytes; it has to be a
-// parameter of the kernel (__grid_constant__), so that TMA can read it.
+// The arguments of the kernels of conv_tiles and conv_small. TMA reads a CUtensorMap by its address. So this struct is
+// a __grid_constant__ parameter of the kernel: the compiler does not copy such a parameter to local memory.
 struct ConvTma {
     TmaParts x;                      // the input; its boxes have a border of one pixel, if the filter is 3x3
     TmaParts skip;                   // the skip connection's input, if this kernel computes the skip connection
@@ -15538,7 +15540,8 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-// Used when: 3x3 on images larger than 32 x 32; 3x3 that computes a skip connection, too, on images of any size; 1x1.
+// Used when: 3x3 on images larger than 32 x 32; 3x3 that also computes a skip connection, on images of 16 or more rows
+//   (conv_takes_skip); 1x1.
 //   On images of 9 to 32 rows, pick_conv_small chooses conv_tiles if conv_tiles is faster than conv_small.
 // How: A tile is 8 x ROWS pixels (8 across, ROWS down) and OUT_SLICES slices of 64 output channels. The products are
 //   D[64 OUT_SLICES channels][8 x ROWS pixels], with A = weights and B = pixels, as drawn above. The pixels are the
@@ -15565,10 +15568,10 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 //                  false: weights pass through a ring, and both warpgroups read them at the same time. A stage has
 //                  pixels of two tiles, one tile for each warpgroup.
 //     ELEMENT      BF16; FP8: pixels and weights are e4m3 (forward pass); FP8_GRADIENT: pixels are gradients in e5m2,
-//                  and weights are e4m3 (input gradient, with BACKWARD = false, see conv_backward_input_fp8). In both
-//                  FP8 types (3x3) a slice has 128 channels; the last slice has 64 or 128. Sums begin as 0, and are
-//                  scaled after the last product of x. The skip connection stays in bf16, so its products are added
-//                  after the scaling.
+//                  and weights are e4m3 (input gradient, with BACKWARD = false, see conv_backward_input_fp8). Both FP8
+//                  types are for 3x3 only. A slice has 128 channels. If the last slice has at most 64, it takes half
+//                  of the products (is_half_slice). Sums begin as 0, and are scaled after the last product of x. The
+//                  skip connection stays in bf16, so its products are added after the scaling.
 //   From the top down: conv_tiles launches conv_tiles_kernel. The kernel's warpgroups call Accumulators::multiply (in
 //   FP8 multiply_fp8) for each slice and tap. This function calls Wgmma<8 ROWS>::add STEPS x OUT_SLICES times.
 // Costs: a block reads the halo of a tile once for all channels of the tile. It reads streamed weights once for two
@@ -15603,7 +15606,8 @@ struct ConvTiles {
     // Weights.
     static constexpr int WEIGHT_BYTES = OUT_SLICES * BYTES_OF_64_ROWS; // bytes of the weights of one tap of one slice
     static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4;         // stages of weights, if weights are streamed
-    // How many image rows one part of the statistics sums, unless the whole tile is one part (ConvTma::one_image).
+    // How many image rows one part of the statistics sums, unless the whole tile is one part (ConvTma::one_image). A
+    // tile of a 1x1 can have pixels of several images, because pick_conv_tiles_1x1 may treat all images as one.
     static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;
     static constexpr int MAX_STAGES = 16;
     static constexpr int BARRIERS = 128; // at most 5 for each stage of pixels, and 2 for each stage of weights
@@ -15655,8 +15659,9 @@ template <class T> struct TileWork {
         UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) any |= has_addend(b);
         return any;
     }
-    // Returns a walk over the tiles of this block's warpgroup g. If a stage holds two tiles and the number of tiles is
-    // odd, one warpgroup's last tile lies outside of all images. For this tile TMA loads zeros and stores
+    // Returns a walk over the tiles of this block's warpgroup g. With g = 0 and step = 1, which the loading thread uses
+    // if RESIDENT, the walk goes over the tiles of both warpgroups, in turn. If a stage holds two tiles and the number
+    // of tiles is odd, one warpgroup's last tile lies outside of all images. For this tile TMA loads zeros and stores
     // nothing. At any time, different blocks work on neighbouring tiles. The halos of these tiles overlap, so many
     // pixels are found in the L2 cache.
     INLINE TileWalk tiles(int g, int step = 2) const {
@@ -15678,8 +15683,8 @@ template <class T> struct TileWork {
     }
 };
 
-// What the loading thread loads next into the ring of pixels: an item of a tile (see TileWork), for one of the
-// warpgroups.
+// What the loading thread loads next into the ring of pixels: an item of a tile (see TileWork) or, if a stage holds two
+// tiles (UNIT = 2), the same item of both warpgroups' tiles.
 template <class T> struct PixelLoader {
     const TileWork<T>& work;
     typename T::Pixels& pixels;
@@ -15773,8 +15778,8 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
 // What a warpgroup does with a tile's sums: it adds embedding and addend, and rounds the sums to bf16. It writes these
 // results to shared memory, one row for each pixel, and adds up the results for the statistics.
 //
-//   d[b] of a thread: its 2 channels c, c + 8 of slice b    ->    a stage: 8 x ROWS rows (pixels) of 64 channels
-//   x all rows j, pixels 2 (t % 4) and + 1 of each                 stmatrix transposes 8 x 8 matrices on the way
+//   d[b] of thread t: channels c and c + 8 of slice b,      ->    a stage: 8 x ROWS rows (pixels) of 64 channels
+//   for pixels 2 (t % 4) and 2 (t % 4) + 1 of all image rows       stmatrix transposes 8 x 8 matrices on the way
 template <class T> struct Epilogue {
     // A thread's sums for each part of the statistics: sum and sum of squares of channel c, then those of c + 8.
     typedef float StatSums[T::ROWS / T::STATS_ROWS][4];
@@ -15828,7 +15833,7 @@ template <class T> struct Epilogue {
         }
     }
     // Rounds d and writes it to shared memory. If STATS, adds the rounded values and their squares to `sums`, except
-    // those of pixels outside the image.
+    // those of pixels outside the image. (h, w) is the tile's first pixel.
     template <bool STATS>
     INLINE void round(float (&d)[T::PIXELS / 2], uint32_t place, int h, int w, StatSums& sums) const {
         const int pixel = w + (threadIdx.x & 3) * 2;
@@ -15849,11 +15854,12 @@ template <class T> struct Epilogue {
             }
         }
     }
+    static INLINE float sum_of_four(float v) { return lane_sum<1, 2>(v); } // of lanes 4 i to 4 i + 3
     // Stores the tile's sums for the statistics: for each channel, the sum of the results and the sum of their squares.
     // Four threads hold sums of the same channels, but of different pixels. These sums are added up, and one of the
     // four threads stores the totals. (h, w) is the tile's first pixel. If one_image is true, the whole tile is one
     // part of the statistics. Otherwise the tile has PARTS parts of STATS_ROWS rows, one below the other.
-    static INLINE float sum_of_four(float v) { return lane_sum<1, 2>(v); }
+
     INLINE void store_stats(StatSums& sums, int channel, int n, int h, int w) const {
         constexpr int PARTS = T::ROWS / T::STATS_ROWS;
         const int down = ceil_div(p.H, p.one_image ? T::ROWS : T::STATS_ROWS);
@@ -15878,8 +15884,9 @@ template <class T> struct Epilogue {
         UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) {
             const int stage = pixels.hand_over();
             const uint32_t place = pixels.stage(stage).address + T::pixels_at(warpgroup) + lane_place;
-            // If products have read this stage, the warpgroup has waited for it before them. Otherwise it waits here:
-            // for the addend that the stage holds or, if it holds nothing, for the loading thread to pass it on empty.
+            // If products have read this stage, the warpgroup has waited for the stage before it started them.
+            // Otherwise it waits here: for the addend that the stage holds or, if nothing is loaded into the stage, for
+            // the loading thread to pass it on empty.
             if (work.first_result + b >= work.products) pixels.arrived(warpgroup);
             if (b) load_embedding(tile.n, b);
             // FP8: the sums began as 0. So the bias is added here, together with the embedding, after the scaling. With
@@ -16032,8 +16039,10 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //     warps 0 .. 4 WARPGROUPS - 1    multiply; warpgroup wg has square wg % ACROSS of image wg / ACROSS
 //     warp 4 WARPGROUPS              one thread loads halos, weights and addends (TMA)
 //
-//   A step is one tap of a slice, or STEP_TAPS = 3 taps if the products of one tap are short. The weights of the steps
-//   pass through a ring of WEIGHT_STAGES stages. At the same time the next slice's halo is loaded:
+//   A step is one tap of a slice. If N is at most 64 and there is enough shared memory, it is STEP_TAPS = 3 taps,
+//   because the products of one tap are short then. The weights of the steps pass through a ring of WEIGHT_STAGES
+//   stages. At the same time the next slice's halo is loaded. (The pushed sums are for SPLIT = 2, below: the other
+//   block sends them. The shifts are bias + embedding.)
 //
 //     shared memory: | barriers | HALOS halos | WEIGHT_STAGES steps of weights | results | pushed sums | shifts |
 //
@@ -16044,7 +16053,8 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //     block 1: steps of the second half   sums of channels 0 .. N - 1     keeps N / 2 .. N - 1,  gets the same from 0
 //
 //   From the top down: pick_conv_small (section 22) picks a tile. conv_small launches conv_small_kernel. The kernel's
-//   warpgroups call multiply_small, which calls Wgmma<N>::add STEP_TAPS x K times for each step.
+//   warpgroups call multiply_small. For each step it calls Wgmma<N>::add STEP_TAPS x K times, where K is the number of
+//   products of a tap (4 or 2).
 //   ELEMENT: the element of pixels and weights (BF16, FP8 or FP8_GRADIENT), as ConvTiles explains.
 // Costs: a tile's halo is read once for every N output channels. The weights of N channels are read once for every
 //   tile.
@@ -16060,7 +16070,7 @@ struct SmallTile {
     static constexpr int IMAGES = IMAGES_;
     static constexpr int SPLIT = SPLIT_;
     static constexpr int PER_SM = PER_SM_;             // how many blocks shall fit on a multiprocessor
-    static constexpr int ACROSS = WARPGROUPS / IMAGES; // squares of 8 x 8 pixels side by side in a tile
+    static constexpr int ACROSS = WARPGROUPS / IMAGES; // squares of 8 x 8 pixels side by side in each image
     static constexpr int TILE_W = ACROSS * 8;
     static constexpr int CONSUMERS = WARPGROUPS * 128; // threads that multiply
     static constexpr int THREADS = CONSUMERS + 32;
@@ -16135,7 +16145,8 @@ template <class T> struct SmallWork {
 
 // Role: load. Before the call, this thread has started to load the weights of the first WEIGHT_STAGES steps. When the
 // loop comes to the seventh tap of a slice, the thread loads the next slice's halo. First it waits until a stage for
-// halos is free. The stage becomes free after the products of an earlier slice. The loads of the weights for these
+// halos is free. The stage becomes free after the products of an earlier slice, when the warpgroups have started the
+// first one or two steps of the slice after it (IN_FLIGHT in multiply_small). The loads of the weights for all these
 // products have been started before, so the wait ends (rule 2 in the comments above Stage).
 template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos, auto& weights, const auto& addends) {
     const ConvTma& p = work.p;
@@ -16344,7 +16355,8 @@ template <class T> struct SmallEpilogue {
         constexpr int PIXELS_AT_ONCE = 32 / WORDS;
         constexpr int LOADS = 8 / PIXELS_AT_ONCE;
         const int c = lane % WORDS * 2;
-        const int rows = at.n < p.B ? p.H - (at.h + warp * 2) : 0; // how many of the warp's two rows are in the image
+        // The warp has 2 rows of 8 pixels. Row r, column c of them is in the image if r < rows and c < columns.
+        const int rows = at.n < p.B ? p.H - (at.h + warp * 2) : 0;
         const int columns = p.W - at.w;
         NO_UNROLL_FOR (int box = 0; box < T::OUT_N / T::BOX; box++) {
             float t[4] = {}; // sum and sum of squares of channel c, then those of channel c + 1
@@ -16478,7 +16490,8 @@ template <class T> static void conv_small(const ConvCall& p) {
 // --- conv_weight_tma: weight gradients (sm_90a)
 // dweight[co, tap, ci] = sum over the output's pixels p of dout[p, co] * x[source(p, tap), ci]
 //
-// Used when: bf16, stride 1, many input channels and many output channels; 3x3 of one input, or 1x1.
+// Used when: bf16, stride 1, no upsampling, numbers of channels that are multiples of 32 (conv_is_wgmma); 3x3 of one
+//   input, or 1x1.
 // How: A = dout and B = x. The product sums over pixels (k). Both operands are read as they lie in memory, where a
 //   pixel is a row of 64 channels; wgmma transposes them. The columns of a warpgroup's result D[64 Cout][192] are:
 //     3x3   the three taps of a filter row x 64 Cin. The three thirds of B, for the taps kw = 0, 1, 2, lie in the same
@@ -16578,8 +16591,8 @@ template <class T> struct WeightBlock {
     }
 };
 
-// Role: load. All other threads wait for the one thread that loads. So its loop must be fast: it uses TileWalk, which
-// needs no divisions.
+// Role: load. All other threads wait for the one thread that loads. So its loop must be fast: it uses TileWalk, whose
+// function next needs no divisions.
 template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, auto& stages) {
     const ConvWeightTma& maps = work.maps;
     TileWalk tile(work.p.tiles_h, work.p.tiles_w, work.first, 1, work.end);
@@ -16702,7 +16715,7 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, 
             store_whole(to + f / 8 * 1024 + f % 8 / 4 * 512 + f % 4 * 32, (const float4&)d[4 * f]);
 }
 
-// Stores a warpgroup's sums, D, in dweight by TMA. For a 3x3, D holds the three taps of the kernel's row `row`, each
+// Stores a warpgroup's sums, D, in dweight by TMA. For a 3x3, D holds the three taps of the filter's row `row`, each
 // with 64 input channels. For a 1x1, D holds up to three tiles of 64 input channels, and row is 0.
 // First D is written to shared memory. It overwrites the pixel tiles, which nobody reads any more. There it forms boxes
 // of 32 input channels, with rows of 128 bytes. A box of a 3x3 has three rows for each of the 64 output channels, one
@@ -16788,7 +16801,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 // Costs: memory traffic. For each weight, 2 bytes are read, and 2 are written (1 with turned_alone).
 
 constexpr int ROUNDING_TILE = 64;
-constexpr int MAX_ROUNDINGS = 96; // how many layers one launch rounds at most; adm64 has 69 such layers
+constexpr int MAX_ROUNDINGS = 96; // how many layers one launch rounds at most; adm64 has 69 layers to round
 // The convolutions whose weights one launch rounds; each of them is called a work. The list is a parameter of the
 // kernel, so it need not be copied to the device's memory before the launch. The tiles of all works are numbered one
 // after the other. Block i rounds tile i.
@@ -16857,7 +16870,7 @@ static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weig
             words[i] |= (uint32_t)tile[co - co0 + 4 * i + k][ci - ci0] << 8 * k;
         }
     }
-    // An input gradient is a convolution of dout with each 3x3 kernel turned by 180 degrees. So tap becomes 8 - tap,
+    // An input gradient is a convolution of dout with each 3x3 filter turned by 180 degrees. So tap becomes 8 - tap,
     // and input and output channels change places (conv_backward_input_fp8).
     store_whole(turned + work.offset + ((size_t)ci * 9 + 8 - tap) * work.Cout + co,
                 make_uint4(words[0], words[1], words[2], words[3]));
