@@ -16091,8 +16091,8 @@ struct SmallTile {
     // warpgroup writes. (All four warps of all warpgroups write 4 * SUMS_BYTES.)
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8;
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_GROUPS * CONSUMERS * 16 : 0; // sums that the other block sends
-    // Room for the shifts (bias + embedding) of up to two channels for each thread that multiplies, as floats. For FP8
-    // there is also room for the factors of these channels.
+    // Room for the shifts (bias + embedding) of OUT_N channels. Each warpgroup has its own copy, in which each of its
+    // threads writes up to two floats. For FP8 there is also room for the factors of these channels.
     static constexpr int SHIFTS_BYTES = CONSUMERS * (IS_FP8 ? 16 : 8);
     // The rest of the shared memory is for weights. A step needs the weights of STEP_TAPS taps of a slice. BACKWARD:
     // the weights of a tap are loaded as WEIGHT_BOXES boxes, each of 64 output channels.
@@ -16106,7 +16106,7 @@ struct SmallTile {
     static constexpr int WEIGHT_BYTES = STEP_TAPS * TAP_BYTES;
     static constexpr int WEIGHT_STAGES = std::min(ROOM / WEIGHT_BYTES, 12 / STEP_TAPS);
     static constexpr int SHARED_BYTES = FIXED + WEIGHT_STAGES * WEIGHT_BYTES;
-    static_assert(N <= 2 * CONSUMERS, "a thread has the shifts of two channels at most");
+    static_assert(OUT_N <= 2 * 128, "each of a warpgroup's 128 threads has the shifts of two channels at most");
     static_assert(WEIGHT_STAGES > 2 && 4 * SUMS_BYTES <= WEIGHT_STAGES * WEIGHT_BYTES,
                   "at the end, the statistics are summed where the weights have been");
 };
