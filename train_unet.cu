@@ -9,135 +9,135 @@
 //    762     2. The interface: all that the program asks of a device
 //   1134     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //   1235     4. Configuration: flags, presets, help, what can work and what cannot
-//   2003     5. The network: a list of layers, made of guided-diffusion's flags
-//   3000     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3010         FP8: its buffers, its factors, and weights in FP8
-//   3155         gradients, and buffers
-//   3420     7. Forward and backward: two walks over the list
-//   3556     8. Diffusion: noise schedules, objectives, samplers
-//   3859         the level of a training sample, drawn, and its share of the loss
-//   4335         samplers
-//   4904     9. Data: .bin files that may be larger than memory, the order of their images
-//   5469    10. Model files: weights and checkpoints, initial weights
-//   5833    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5852         the learning rate, the verdict on a step, averages of the weights
-//   5947         what a trainer holds
-//   6126         a step
-//   6486    12. A run: log, guard, checkpoints, resume, samples
-//   6512         the log in memory, as the page shows it
-//   6625         what a run holds
-//   6704         the log and the status line
-//   6895         checkpoints, snapshots and grids
-//   7163         the start of a run: new, from a file's weights, or resumed
-//   7404         how a run begins and ends
-//   7553         the loop over the steps
-//   7653         train: a whole run, from the first check to the exit code
-//   7703         samples, without a run
-//   7868    13. main: the command line, then a run or samples
-//   8187         what ranks must have in common
-//   8261         main
-//   8445  Part II. The device
-//   8448    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8532    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8602    16. The GPU: what all kernels share
-//   8671         Launches, which may overlap
-//   8717         Decisions: what kernels are chosen with
-//   8769         Single instructions: shared memory, mbarriers, clusters
-//   8858         Activations: pieces of 16 bytes
-//   9195         each_kernel: a thread for an element
-//   9209         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9377         Swizzle: how rows lie in shared memory
-//   9396         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9655         building blocks of Hopper's kernels (sm_90a)
-//   9964    17. Small operations: resampling, embeddings, diffusion
-//   9967         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10173         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10536         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11089    18. Group norm
-//  11092         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11666         groupnorm_backward_whole: an image's slab in shared memory
-//  12070    19. Attention
-//  12177         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12736         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12882         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13582    20. Convolution
-//  13628         ConvOut: results, 4 channels of a pixel at a time
-//  13875         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13943         conv_halo: 3x3, stride 1, any GPU
-//  14365         conv_gather: any kernel size and stride, any GPU
-//  14635         conv_few: the first and the last layer
-//  14817         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15416         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15542         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16032         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16490         conv_weight_tma: weight gradients (sm_90a)
-//  16794         FP8 in training: weights and gradients are rounded
-//  16909    21. The optimiser
-//  16912         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17173         muon: directions for matrices of weights
-//  17603    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17606         groupnorm_backward
-//  17774         attention: forward and, where a has dout, backward
-//  17838         convolution: forward and input gradient
-//  18349         convolution: weight gradients
-//  18706    23. The GPU: memory, copies, repeated work
-//  18936    24. Between ranks: from device to device
+//   2008     5. The network: a list of layers, made of guided-diffusion's flags
+//   3005     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3015         FP8: its buffers, its factors, and weights in FP8
+//   3160         gradients, and buffers
+//   3425     7. Forward and backward: two walks over the list
+//   3561     8. Diffusion: noise schedules, objectives, samplers
+//   3864         the level of a training sample, drawn, and its share of the loss
+//   4341         samplers
+//   4910     9. Data: .bin files that may be larger than memory, the order of their images
+//   5475    10. Model files: weights and checkpoints, initial weights
+//   5839    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5858         the learning rate, the verdict on a step, averages of the weights
+//   5953         what a trainer holds
+//   6132         a step
+//   6492    12. A run: log, guard, checkpoints, resume, samples
+//   6518         the log in memory, as the page shows it
+//   6631         what a run holds
+//   6710         the log and the status line
+//   6901         checkpoints, snapshots and grids
+//   7169         the start of a run: new, from a file's weights, or resumed
+//   7410         how a run begins and ends
+//   7559         the loop over the steps
+//   7659         train: a whole run, from the first check to the exit code
+//   7709         samples, without a run
+//   7874    13. main: the command line, then a run or samples
+//   8203         what ranks must have in common
+//   8277         main
+//   8463  Part II. The device
+//   8466    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8550    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8620    16. The GPU: what all kernels share
+//   8689         Launches, which may overlap
+//   8735         Decisions: what kernels are chosen with
+//   8787         Single instructions: shared memory, mbarriers, clusters
+//   8876         Activations: pieces of 16 bytes
+//   9213         each_kernel: a thread for an element
+//   9227         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9395         Swizzle: how rows lie in shared memory
+//   9414         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9673         building blocks of Hopper's kernels (sm_90a)
+//   9982    17. Small operations: resampling, embeddings, diffusion
+//   9985         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10191         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10554         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11107    18. Group norm
+//  11110         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11684         groupnorm_backward_whole: an image's slab in shared memory
+//  12088    19. Attention
+//  12195         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12754         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12902         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13602    20. Convolution
+//  13648         ConvOut: results, 4 channels of a pixel at a time
+//  13895         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13963         conv_halo: 3x3, stride 1, any GPU
+//  14385         conv_gather: any kernel size and stride, any GPU
+//  14655         conv_few: the first and the last layer
+//  14837         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15438         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15564         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16054         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16512         conv_weight_tma: weight gradients (sm_90a)
+//  16816         FP8 in training: weights and gradients are rounded
+//  16931    21. The optimiser
+//  16934         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17195         muon: directions for matrices of weights
+//  17625    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17628         groupnorm_backward
+//  17796         attention: forward and, where a has dout, backward
+//  17860         convolution: forward and input gradient
+//  18371         convolution: weight gradients
+//  18728    23. The GPU: memory, copies, repeated work
+//  18958    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8441, run_program 8377, train 7659, run_step 7604, train_step 6413, load_batch 5422 (read_image 4993),
-//     send 18907 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18838):
-//     step_gradients 6265: draw_levels 10554 (the formulas: draw_level 3929), forward_and_loss 6189, q_sample_forward
-//     10647, unet_forward 3450, forward_layer 3435 (a function of the layer's kind, such as forward_conv 2462),
-//     loss_forward_backward 10886, unet_backward 3524, conv_backward_weights 18699 (weight gradients, on the side
-//     stream), finish_gradients 12015 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16964;
-//     judge_step 17012 (the verdict: judge_batch 5920), update_slice 6376, adamw_update 17144 (adamw_kernel 17089),
-//     next_step 17018, record_step 17024; later collect_steps 7557
-//   --optimizer muon: muon_updates 6032 says which weights; update_slice 6376, update_by_muon 6367 (with the formulas),
-//     muon_momentum 17215, orthogonalise 17580 (with muon_kernel above it), adamw_kernel 17089 (its `move`)
-//   pictures, from noise: sample_batch 4819, plan_route 4573, device_step 4621, euler_step 4366 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18199 draws all of its roads):
-//     forward_conv 2462; conv_forward 18237, with conv_product above it, which asks conv_is_wgmma 17846;
-//     on Hopper, large images: pick_conv_tiles_3x3 18146; conv_tiles 16017, with conv_tiles_kernel above it;
-//     Accumulators 9880 (its function multiply); Wgmma 9463;
-//     on Hopper, small images: pick_conv_small 17999; conv_small 16476, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9463;
-//     on any other GPU pick_conv_halo_bf16 17913; conv_halo 14352, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9262
-//   why several GPUs compute the bits of one: step_gradients 6265
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 419, Silu 8495, with_nonlinearity 8505 (a case);
-//     BEHIND_NORMS, above add_norm 2690, chooses it. The embedding has SiLU as a layer: silu_forward 10454
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3786
+//     main 8459, run_program 8395, train 7665, run_step 7610, train_step 6419, load_batch 5428 (read_image 4999),
+//     send 18929 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18860):
+//     step_gradients 6271: draw_levels 10572 (the formulas: draw_level 3934), forward_and_loss 6195, q_sample_forward
+//     10647, unet_forward 3455, forward_layer 3440 (a function of the layer's kind, such as forward_conv 2467),
+//     loss_forward_backward 10904, unet_backward 3529, conv_backward_weights 18721 (weight gradients, on the side
+//     stream), finish_gradients 12033 (those of norms); with several ranks send_gradients (in step_gradients) and
+//     all_to_all (in the last section); sum_gradients 16986;
+//     judge_step 17034 (the verdict: judge_batch 5926), update_slice 6382, adamw_update 17166 (adamw_kernel 17111),
+//     next_step 17040, record_step 17046; later collect_steps 7563
+//   --optimizer muon: muon_updates 6038 says which weights; update_slice 6382, update_by_muon 6373 (with the formulas),
+//     muon_momentum 17237, orthogonalise 17602 (with muon_kernel above it), adamw_kernel 17111 (its `move`)
+//   pictures, from noise: sample_batch 4825, plan_route 4579, device_step 4627, euler_step 4372 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 18221 draws all of its roads):
+//     forward_conv 2467; conv_forward 18259, with conv_product above it, which asks conv_is_wgmma 17868;
+//     on Hopper, large images: pick_conv_tiles_3x3 18168; conv_tiles 16039, with conv_tiles_kernel above it;
+//     Accumulators 9898 (its function multiply); Wgmma 9481;
+//     on Hopper, small images: pick_conv_small 18021; conv_small 16498, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9481;
+//     on any other GPU pick_conv_halo_bf16 17935; conv_halo 14372, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9280
+//   why several GPUs compute the bits of one: step_gradients 6271
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 419, Silu 8513, with_nonlinearity 8523 (a case);
+//     BEHIND_NORMS, above add_norm 2695, chooses it. The embedding has SiLU as a layer: silu_forward 10472
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3791
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 538, and beside each other edm_question
-//     3589, ask 3657, frame_of 3670, sigma_draws 3677, has_steps_of_t 3684; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2354; an example is forward_linear 2382
-//     with what follows it; a function such as add_resblock 2742 puts the layer into the network; its operation
+//     3589, ask 3662, frame_of 3675, sigma_draws 3682, has_steps_of_t 3689; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2359; an example is forward_linear 2387
+//     with what follows it; a function such as add_resblock 2747 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
-//   to add an element type beside bf16: Element 313, with a list of all places above it: element_named 1387,
-//     take_aliases 1600, forward_and_loss 6189, ElementOf 8466, with_act 8733, act_has_wgmma 8745, unpack 8878,
-//     pack 8907, to_floats 8977, from_floats 8984, store_two 8989, mma 9262, tma_type 9609, adamw_kernel 17089,
-//     adamw_update 17144, pick_conv_gather 17960, conv_product 18199
-//   the settings, to their values: parse_command_line 1572, take_aliases 1600, complete_config 8357
-//     (apply_preset 1482, take_model_file 8031, take_ect_defaults 8061), take_data_shape 8099 (take_labels 8089),
-//     check_model 1849, check_run 1987
-//   FP8 (--precision fp8): choose_fp8 2939 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3014 and plan_fp8_gradients 3033 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3078 for samples, make_fp8_training 3121 for training; add_fp8_args 2227
-//     hands them to the layers. forward_conv 2462 and backward_conv 2473 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18299 makes an input gradient a forward convolution; conv_product_fp8 18230 picks the
-//     kernel, multiply_fp8 9914 and WgmmaFp8 9499 multiply; print_fp8 7349 says whether it pays
+//   to add an element type beside bf16: Element 313, with a list of all places above it: element_named 1388,
+//     take_aliases 1605, forward_and_loss 6195, ElementOf 8484, with_act 8751, act_has_wgmma 8763, unpack 8896,
+//     pack 8925, to_floats 8995, from_floats 9002, store_two 9007, mma 9280, tma_type 9627, adamw_kernel 17111,
+//     adamw_update 17166, pick_conv_gather 17982, conv_product 18221
+//   the settings, to their values: parse_command_line 1577, take_aliases 1605, complete_config 8375
+//     (apply_preset 1494, take_model_file 8037, take_ect_defaults 8067), take_data_shape 8114 (take_labels 8095),
+//     check_model 1854, check_run 1992
+//   FP8 (--precision fp8): choose_fp8 2944 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3019 and plan_fp8_gradients 3038 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3083 for samples, make_fp8_training 3126 for training; add_fp8_args 2232
+//     hands them to the layers. forward_conv 2467 and backward_conv 2478 choose between bf16 and FP8;
+//     conv_backward_input_fp8 18321 makes an input gradient a forward convolution; conv_product_fp8 18252 picks the
+//     kernel, multiply_fp8 9932 and WgmmaFp8 9517 multiply; print_fp8 7355 says whether it pays
 //   an error message, to its cause: search for its first words. They stand where the error is found: in a call of die,
-//     refuse or must (host/files.h), of wrong 1460 (a flag's value), or of a function beside it whose name ends in
-//     _unless. For a damaged header they stand in check_field 5642 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 5041, for a checkpoint's counters in check_resume 8155.
-//     unknown_word 1373 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1379.
+//     refuse or must (host/files.h), of wrong 1461 (a flag's value), or of a function beside it whose name ends in
+//     _unless. For a damaged header they stand in check_field 5648 and check_unused (host/files.h): look at their
+//     callers; for a data file also in take_data_fields 5047, for a checkpoint's counters in check_resume 8171.
+//     unknown_word 1374 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1380.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7151 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 6939 that a file could not be written yet.
-//     stop_run 6913 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7157 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 6945 that a file could not be written yet.
+//     stop_run 6919 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -251,7 +251,7 @@ constexpr int STEPS_AHEAD = 64;  // how many steps the host may start before it 
 constexpr int STEPS_AGREED = 16; // after how many steps the ranks agree again on whether to stop
 // The presets that are used if the command line has no --preset (see apply_default_preset).
 static const char* const DEFAULT_PRESET = "quick64"; // without a data file
-static const char* const PRESET_32 = "quick64";      // for images of 32x32
+static const char* const PRESET_32 = "photos32";     // for images of 32x32
 static const char* const PRESET_FROM_32 = "quick64"; // for larger images, if their sides can be halved often enough
 static const char* const PRESET_ELSE = "unet64";     // for all others
 #else
@@ -1343,7 +1343,8 @@ struct Config {
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
 };
 
-constexpr int MORE_EMAS = 7; // how many averages of the weights there may be at most, besides the first one
+constexpr int64_t MANY_IMAGES = 5000; // from how many images on a run without --preset treats them as many
+constexpr int MORE_EMAS = 7;          // how many averages of the weights there may be at most, besides the first one
 // --objective ect: the largest q^a that is allowed (q and a: see Tuning). The gap between the sigmas of student and
 // teacher is divided by q^a. With a larger q^a, fp32's rounding would make the two sigmas equal.
 constexpr double LARGEST_GAP_DIVISOR = 1e6;
@@ -1477,11 +1478,11 @@ static std::set<std::string> left_out_of_preset(const Config& c) {
     return names;
 }
 
-// Sets the flags of a preset, which is a text: --name value --name value. Flags that the command line has set stay as
-// they are.
-static void apply_preset(Config* c, const std::string& preset) {
+// Sets the flags of a text: --name value --name value. The text is that of a preset, or OF_LABELS. Flags that the
+// command line has set stay as they are.
+static void apply_flags(Config* c, const std::string& flags) {
     const std::set<std::string> without = left_out_of_preset(*c);
-    std::istringstream words(PRESETS.at(preset)); // --name value --name value
+    std::istringstream words(flags);
     for (std::string flag, value; words >> flag >> value;) {
         const std::string name = flag.substr(2);
         if (c->given(name) || without.contains(name)) continue;
@@ -1489,6 +1490,8 @@ static void apply_preset(Config* c, const std::string& preset) {
         c->by_preset.insert(name);
     }
 }
+
+static void apply_preset(Config* c, const std::string& preset) { apply_flags(c, PRESETS.at(preset)); }
 
 // Makes a flag's line of --help: its name, what it means, and in brackets its default and its value in the default
 // preset.
@@ -1518,8 +1521,10 @@ static void print_help() {
     }
     // Which preset is used without --preset: see apply_default_preset.
     printf("\nPresets: without --preset %s; for your own images of 32x32 %s, for larger ones %s (from 128x128 on with "
-           "--patch_size 4),\nfor images that are smaller, or whose sides can't be halved so often, %s\n",
-           DEFAULT_PRESET, PRESET_32, PRESET_FROM_32, PRESET_ELSE);
+           "--patch_size 4),\nfor images that are smaller, or whose sides can't be halved so often, %s; if the images "
+           "have labels, also\n%s (where the preset says nothing else);\nfrom %ld images on --min_snr_gamma 5, for "
+           "fewer 0.5 (where the preset sets it)\n",
+           DEFAULT_PRESET, PRESET_32, PRESET_FROM_32, PRESET_ELSE, Config::OF_LABELS.c_str(), (long)MANY_IMAGES);
     for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings.c_str());
 }
 
@@ -2069,13 +2074,13 @@ struct LayerKind; // what a layer computes: CONV, GROUPNORM, ...: see "The kinds
 struct Layer {
     const LayerKind* kind = nullptr;
     std::string name;
-    int x1 = -1, x2 = -1, out = -1; // tensors: the layer reads [x1 | x2] and writes out
-    int weight = -1;                // a parameter; the bias, if there is one, is the next parameter
-    int residual = -1;              // CONV: a tensor that is added to the result, unless there is a skip
-    int emb = -1, emb_offset = 0;   // the tensor of embedding projections, and this layer's first column in it
-    int kernel = 1, stride = 1, upsample = 0;       // CONV
-    bool fp8 = false;                               // CONV: multiplies in FP8 in the forward pass (choose_fp8)
-    bool fp8_gradient = false;                      // CONV: the input gradient is computed in FP8 (choose_fp8)
+    int x1 = -1, x2 = -1, out = -1;           // tensors: the layer reads [x1 | x2] and writes out
+    int weight = -1;                          // a parameter; the bias, if there is one, is the next parameter
+    int residual = -1;                        // CONV: a tensor that is added to the result, unless there is a skip
+    int emb = -1, emb_offset = 0;             // the tensor UNet::emb or -1, and this layer's first column in it
+    int kernel = 1, stride = 1, upsample = 0; // CONV
+    bool fp8 = false;                         // CONV: multiplies in FP8 in the forward pass (choose_fp8)
+    bool fp8_gradient = false;                // CONV: the input gradient is computed in FP8 (choose_fp8)
     Nonlinearity nonlinearity = Nonlinearity::NONE; // GROUPNORM
     int dropout_block = -1;                         // GROUPNORM: index of the residual block whose dropout follows
     int heads = 0;                                  // ATTENTION, and the CONV that makes its qkv: the number of heads
@@ -4035,7 +4040,8 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
 //   3. The same filter halves the size of the canvas. The result is the changed image.
 // If nothing is to be changed, these steps return the image as it was. Steps 1 and 2 together are one sum over the
 // pixels around a place, so the doubled image is never stored. The canvas is stored. At each edge it has a margin of 6
-// of its own pixels, which the filter needs. Outside its border, the image is continued by its mirror image.
+// of its own pixels, which the filter of step 3 needs. If step 1 needs pixels outside the image, it takes those of its
+// mirror image there (see `mirrored`).
 constexpr int FILTER = 12; // the number of sym6's coefficients, which are called taps
 // A value of the doubled image, interpolated along a row, depends on this number of pixels of the image's row.
 constexpr int AROUND = 7;
@@ -8083,7 +8089,7 @@ static void drop_preset_of_classes(Config* c) {
     if (c->by_preset.contains("guidance_scale") && !c->null_class()) c->guidance_scale = 1;
 }
 
-// The preset that is used without --preset may ask for a model that is conditioned on classes. If the images have no
+// Without --preset, OF_LABELS or the preset asks for a model that is conditioned on classes. If the images have no
 // labels, the model is not conditioned on them (print_start says so). With --preset, this is an error instead, because
 // the user has asked for classes.
 static void take_labels(Config* c, const Dataset& d) {
@@ -8094,8 +8100,17 @@ static void take_labels(Config* c, const Dataset& d) {
     drop_preset_of_classes(c);
 }
 
-// Takes the size, channels and classes of the images from the data file, if neither a flag nor a model file sets them.
-// Then checks that the data fits the model. where: what messages begin with: "FILE: " with a model file, otherwise "".
+// Without --preset, the preset's --min_snr_gamma is replaced by one that suits the number of images. Few images are
+// learned by heart, and those that look best are learned with less weight on little noise. Of many images, those that
+// are learned with more weight on it are nearer to the data (docs/LEARNT.md, "Photographs").
+static void take_number_of_images(Config* c, const Dataset& d) {
+    if (c->given("preset") || !c->by_preset.contains("min_snr_gamma")) return;
+    c->min_snr_gamma = d.count < MANY_IMAGES ? 0.5f : 5;
+}
+
+// Without a model file: takes the size, channels and classes of the images from the data file, except what the command
+// line sets. (If a preset sets num_classes, it stays, too.) Then checks that the data fits the model. where: what
+// messages begin with; "FILE: " if there is a model file, otherwise "".
 static void take_data_shape(Config* c, const Dataset& d, const std::string& where) {
     if (where.empty()) {
         if (!c->given("image_size")) c->image_size = size_text(d.H, d.W);
@@ -8107,6 +8122,7 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
         if (!c->given("cond_channels") && d.cond) c->cond_channels = d.cond->C;
         if (!c->chosen("num_classes")) c->num_classes = d.classes;
         take_labels(c, d);
+        take_number_of_images(c, d);
     }
     auto refuse_unless = [&](bool ok, const char* flag, const std::string& why) {
         if (!ok) refuse(where + wrong(c, flag, why));
@@ -8286,10 +8302,12 @@ static std::string preset_refuses(Config c, const char* preset, int patch, int H
 // or a line for the user, which says why the images do not get the preset that draws the better pictures.
 //
 // Images of 32x32 pixels and more get a preset that learns them quickly (docs/LEARNT.md, "Own pictures of other
-// sizes"). Its network sees a square of 2x2 pixels as one position. From 128x128 pixels on, these squares are 4x4
-// pixels, so that a step with images of 128x128 takes as long as one with 64x64. All other images get PRESET_ELSE:
-// smaller ones, and those whose sides can't be halved often enough.
+// sizes"). If it sets --patch_size, its network sees a square of 2x2 pixels as one position. From 128x128 pixels on,
+// these squares are 4x4 pixels, so that a step with images of 128x128 takes as long as one with 64x64. All other images
+// get PRESET_ELSE: smaller ones, and those whose sides can't be halved often enough. When the images have been read,
+// take_labels and take_number_of_images make the flags fit them.
 static std::string apply_default_preset(Config* c, const Dataset& data) {
+    apply_flags(c, Config::OF_LABELS); // before the preset, which may set another --guidance_scale
     if (!data.size && c->data_dir.empty()) {
         c->preset = DEFAULT_PRESET;
         apply_preset(c, c->preset);
@@ -12803,8 +12821,10 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
 //   own query:   A1 = q, A2 = dout,   B1 = k, B2 = v      sum1 becomes dq
 //   own key:     A1 = k, A2 = v,      B1 = q, B2 = dout   sum1 becomes dk, sum2 becomes dv
 //
-// D is, for each query, the sum of dout * out. For each streamed row:
-//   S = A1 B1^T,   P,   dP = A2 B2^T,   dS = P (dP - D),   sum1 += dS B1,   and if the warp owns a key: sum2 += P B2
+// The argument D holds, for each query, the sum of dout * out over the head's channels. top and log_sum are the query's
+// SoftmaxRow. For each streamed row:
+//   S = A1 B1^T,   P = 2^((S - top) log2(e) / sqrt(d) - log_sum),   dP = A2 B2^T,   dS = P (dP - D),
+//   sum1 += dS B1,   and if the warp owns a key: sum2 += P B2
 template <class T>
 static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     attention_backward_general_kernel(AttentionCall a, const float* D) {
@@ -15204,7 +15224,9 @@ static __global__ void __launch_bounds__(384, 1)
     // Without this line the compiler would compute lane_x and lane_dout again for every tile.
     asm volatile("" : "+r"(lane_x), "+r"(lane_dout));
 
-    float acc[3][2][4][4] = {}; // acc[kh][i][j]: sums for the warp's i-th 16 output and j-th 8 input channels
+    // acc[kh][i][j]: a fragment of sums, for tap (kh, kw), the warp's i-th group of 16 output channels, and its j-th
+    // group of 8 input channels.
+    float acc[3][2][4][4] = {};
     float x_scale = 1, dout_scale = 1;
     BiasSum<T, 2> bias{p, ci_tile == 0 && ci_warp == 0 && kw == 0, split, co0 + co_warp * 32, first};
     for (int pixel_tile = first; pixel_tile < end; pixel_tile++) {

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from common.flags import (
-    DEFAULT_CHANNEL_MULT, FLAGS, LARGEST_GAP_DIVISOR, MOST_EMAS, OBJECTIVES_OWN, POWER_EMAS, Config, check_value, finite_numbers, float32, format_value, preset_flags,
-    without_aliases,
+    DEFAULT_CHANNEL_MULT, FLAGS, LARGEST_GAP_DIVISOR, MANY_IMAGES, MOST_EMAS, OBJECTIVES_OWN, POWER_EMAS, SHARED, Config, check_value, finite_numbers, float32,
+    format_value, parse_flags, preset_flags, without_aliases,
 )  # fmt: skip
 from common.program import UserError
 
@@ -247,7 +247,10 @@ def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resu
     if is_default:
         preset, patch = default_preset(flags, data)
     without = left_out_of_preset(flags)
-    chosen = {name: value for name, value in preset_flags(preset).items() if name not in without}
+    chosen = preset_flags(preset)
+    if is_default:
+        chosen = parse_flags(SHARED["OF_LABELS"].split(), FLAGS) | chosen
+    chosen = {name: value for name, value in chosen.items() if name not in without}
     if is_default and flags.get("data_dir"):
         chosen["in_channels"] = 3  # the preset may be for grey images
     if patch and "patch_size" in chosen:
@@ -272,6 +275,8 @@ def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resu
         values["class_cond"] = False
         if "class_dropout" in of_preset:
             values["class_dropout"] = 0.0
+    if data and not start and "preset" not in flags and "min_snr_gamma" in of_preset:
+        values["min_snr_gamma"] = 0.5 if len(data.images) < MANY_IMAGES else 5.0  # see take_number_of_images in train_unet.cu
     values |= ect_defaults(values, flags, start)
     config = Config(**values)
     if "class_dropout" in of_preset and not config.class_cond and not config.cond_dim:
@@ -329,7 +334,7 @@ def default_preset(flags: dict[str, Any], data: Any = None) -> tuple[str, int]:
     """The preset that is used without --preset, and its --patch_size (0: as the preset has it). For one's own images it depends on their size: see
     apply_default_preset in train_unet.cu."""
     on_gpu = pick_device(flags.get("device", "auto")).type == "cuda"
-    for_32, from_32, otherwise = ("quick64", "quick64", "unet64") if on_gpu else ("quick32", "emoji64", "fashion32")
+    for_32, from_32, otherwise = ("photos32", "quick64", "unet64") if on_gpu else ("quick32", "emoji64", "fashion32")
     channels = flags.get("in_channels", 3)
     if "data_file" in flags and data:
         channels, height, width = data.images.shape[1:]
@@ -339,12 +344,14 @@ def default_preset(flags: dict[str, Any], data: Any = None) -> tuple[str, int]:
         return "quick64" if on_gpu else "quick32", 0
     preset = for_32 if (height, width) == (32, 32) else from_32
     for patch, smallest in ((4, 128), (2, 32)):
-        model = preset_flags(preset) | {"patch_size": patch} | flags
-        model |= {"image_size": (height, width), "in_channels": channels}
+        own = preset_flags(preset)
+        if "patch_size" in own:
+            own["patch_size"] = patch
+        model = own | flags | {"image_size": (height, width), "in_channels": channels}
         if flags.get("cond_file"):
             model.setdefault("cond_channels", channels)
         if min(height, width) >= smallest and has_network(model):
-            return preset, patch
+            return preset, own.get("patch_size", 0)
     return otherwise, 0
 
 

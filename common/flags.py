@@ -72,8 +72,8 @@ def read_flag(row: dict[str, Any], kind: ast.Name, name: ast.Name, default: ast.
     return name.id, type_, flag(value, literal(text), **more, **row)
 
 
-def read_table(path: Path) -> tuple[list[tuple[str, str, Any]], dict[str, str]]:
-    """The flags and the presets of common/flags.h, whose rows are Python, too."""
+def read_table(path: Path) -> tuple[list[tuple[str, str, Any]], dict[str, str], dict[str, str]]:
+    """The flags, the presets, and what presets share, of common/flags.h, whose rows are Python, too."""
     flags, presets, shared, heading, objectives = [], {}, {}, "", ""
     for row in ast.parse(re.sub(r"^//", "#", path.read_text(), flags=re.M)).body:
         macro, (first, *rest) = row.value.func.id, row.value.args
@@ -87,7 +87,7 @@ def read_table(path: Path) -> tuple[list[tuple[str, str, Any]], dict[str, str]]:
         else:  # PRESET, PRESETS_SHARE
             text = " ".join(shared[part.id] if isinstance(part, ast.Name) else literal(part) for part in rest)
             (presets if macro == "PRESET" else shared)[first.id] = text
-    return flags, presets
+    return flags, presets, shared
 
 
 # ======================================================================================================================
@@ -186,7 +186,9 @@ def print_help(flags: dict[str, dataclasses.Field], intro: str) -> None:
     if "preset" not in flags:
         return
     print("\nPresets: without --preset quick32; for your own images of 32x32 quick32, for larger ones emoji64 (from 128x128 on with --patch_size 4),")
-    print("for images that are smaller, or whose sides can't be halved so often, fashion32. On a GPU quick64, quick64, quick64 and unet64.")
+    print("for images that are smaller, or whose sides can't be halved so often, fashion32. On a GPU quick64, photos32, quick64 and unet64.")
+    print(f"If the images have labels, also {SHARED['OF_LABELS']} (where the preset says nothing else);")
+    print(f"from {MANY_IMAGES} images on --min_snr_gamma 5, for fewer 0.5 (where the preset sets it).")
     for preset, text in PRESETS.items():
         print(f"  {preset:10s}", text)
 
@@ -227,7 +229,8 @@ def resolve(flags: dict[str, Any], meant: list[tuple[str, str, Any]]) -> dict[st
 # the configuration
 
 NOT_HERE = ("num_gpus", "exchange", "rank_timeout", "compare_runs", "device")  # of ./train_unet: of several processes, and of its page
-TABLE, PRESETS = read_table(Path(__file__).with_name("flags.h"))
+TABLE, PRESETS, SHARED = read_table(Path(__file__).with_name("flags.h"))
+MANY_IMAGES = 5000  # from how many images on a run without --preset treats them as many
 
 
 @dataclass

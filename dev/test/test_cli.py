@@ -47,7 +47,7 @@ import train_unet
 from common import model_files
 from common.config import default_preset, make_config
 from common.data_files import open_data
-from common.flags import NOT_HERE, PRESETS, TABLE, Own, format_value
+from common.flags import MANY_IMAGES, NOT_HERE, PRESETS, TABLE, Own, format_value
 from common.formats import read_model
 
 FLAGS = """image_size in_channels patch_size num_channels num_res_blocks channel_mult attention_resolutions num_heads num_head_channels
@@ -65,7 +65,7 @@ def test_help_lists_every_flag(run: Callable) -> None:
     text = run(["--help"]).out
     listed = re.findall(r"^  --(\w+) ", text, re.MULTILINE)
     assert sorted(FLAGS) == sorted(set(listed) & set(FLAGS)), set(FLAGS) - set(listed)
-    ours = ["quick32", "quick64", "fashion32", "emoji64", "unet64", "cifar10", "latent32"]
+    ours = ["quick32", "quick64", "photos32", "fashion32", "emoji64", "unet64", "cifar10", "latent32"]
     for preset in (*ours, "adm", "adm64", "adm128", "adm256", "lsun256", "adm64_256", "adm128_512"):
         assert re.search(rf"^  {preset} .*--num_channels \d+ .*--lr ", text, re.MULTILINE)
     assert run(["-h"]).out == text
@@ -207,9 +207,37 @@ def test_the_preset_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin's choice, as if it had a GPU."""
     monkeypatch.setattr("common.config.pick_device", lambda name: SimpleNamespace(type="cuda"))
     chosen = {size: default_preset({"data_dir": "pets", "image_size": (size, size)}) for size in (24, 32, 64, 100, 128, 144, 256)}
-    quick = {32: 2, 64: 2, 128: 4, 144: 4, 256: 4}
-    assert chosen == {24: ("unet64", 0), 100: ("unet64", 0)} | {size: ("quick64", patch) for size, patch in quick.items()}
+    quick = {64: 2, 128: 4, 144: 4, 256: 4}
+    assert chosen == {24: ("unet64", 0), 32: ("photos32", 0), 100: ("unet64", 0)} | {size: ("quick64", patch) for size, patch in quick.items()}
     assert default_preset({}) == ("quick64", 0)
+
+
+# labels, count, flags; class_cond, class_dropout, guidance_scale, min_snr_gamma
+BY_IMAGES = {
+    ("labels", 4, ""): (True, 0.1, 1.5, 0.5),
+    ("", 4, ""): (False, 0.0, 1.0, 0.5),
+    ("", MANY_IMAGES, ""): (False, 0.0, 1.0, 5.0),
+    ("labels", MANY_IMAGES - 1, ""): (True, 0.1, 1.5, 0.5),
+    ("labels", 4, "--class_cond False"): (False, 0.0, 1.0, 0.5),
+    ("labels", 4, "--class_dropout 0 --min_snr_gamma 2"): (True, 0.0, 1.0, 2.0),
+    ("labels", MANY_IMAGES, "--objective flow"): (True, 0.1, 1.5, 0.0),
+    ("labels", MANY_IMAGES, "--preset emoji64"): (False, 0.0, 1.0, 0.5),
+}
+
+
+@pytest.mark.parametrize("case", BY_IMAGES, ids=str)
+def test_the_flags_by_the_labels_and_the_number_of_images(run: Callable, make_data: Callable, tmp_path: Path, case: tuple[str, int, str]) -> None:
+    """Without --preset, images with labels are learned as classes, and the loss is weighted for few or for many images. Both programs do the same."""
+    (labels, count, more), wanted = case, BY_IMAGES[case]
+    file = make_data("d.bin", make_images(count, 1, 32, 48), *((np.arange(count) % 3, 3) if labels else ()))
+    small = "--num_channels 32 --channel_mult 1,1 --attention_resolutions 8 --max_steps 1 --sample_interval 0 --batch_size 1 --warmup_steps 0"
+    words = ["--data_file", str(file), *small.split(), *more.split()]
+    told = run(words).out
+    assert ("classes: none, because the data has no labels" in told) == (not labels)
+    trained = read_model(str(tmp_path / "out" / model_name(1))).config
+    config = make_config(train_unet.parse_flags([*words, "--device", "cpu"], train_unet.FLAGS), open_data(str(file)))
+    assert (config.class_cond, config.class_dropout, config.guidance_scale, config.min_snr_gamma) == (wanted[0], np.float32(wanted[1]), *wanted[2:])
+    assert (trained.class_cond, trained.class_dropout, trained.min_snr_gamma) == (wanted[0], np.float32(wanted[1]), wanted[3])
 
 
 def test_the_preset_of_a_folder() -> None:
@@ -674,7 +702,8 @@ def settings(run: Callable, args: list, cwd: Path) -> dict[str, object]:
         ((1, 8, 8), ["--channel_mult", "1,1", "--attention_resolutions", "4,8"], dict(attention=(4, 8))),
         ((1, 8, 8), ["--class_cond", "True", "--channel_mult", "1,1"], dict(num_classes=3)),
         ((1, 8, 8), ["--class_cond", "True", "--channel_mult", "1,1", "--num_classes", "5"], dict(num_classes=5)),
-        ((1, 8, 8), ["--channel_mult", "1,1"], dict(num_classes=0)),
+        ((1, 8, 8), ["--channel_mult", "1,1"], dict(num_classes=3)),
+        ((1, 8, 8), ["--class_cond", "False", "--channel_mult", "1,1"], dict(num_classes=0)),
         ((1, 8, 8), ["--image_size=8x8", "--channel_mult", "1,1"], dict(size=(8, 8))),
         ((3, 64, 64), [], dict(mult=(1, 1, 1, 1), objective=0, conv_resample=0, attention=(8, 4))),  # emoji64: what two cores can train
         (
