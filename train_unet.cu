@@ -1343,7 +1343,7 @@ struct Config {
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
 };
 
-constexpr int64_t MANY_IMAGES = 5000; // from how many images on a run without --preset treats them as many
+constexpr int64_t MANY_IMAGES = 5000; // from how many images on take_number_of_images acts
 constexpr int MORE_EMAS = 7;          // how many averages of the weights there may be at most, besides the first one
 // --objective ect: the largest q^a that is allowed (q and a: see Tuning). The gap between the sigmas of student and
 // teacher is divided by q^a. With a larger q^a, fp32's rounding would make the two sigmas equal.
@@ -1522,8 +1522,8 @@ static void print_help() {
     // Which preset is used without --preset: see apply_default_preset.
     printf("\nPresets: without --preset %s; for your own images of 32x32 %s, for larger ones %s (from 128x128 on with "
            "--patch_size 4),\nfor images that are smaller, or whose sides can't be halved so often, %s; if the images "
-           "have labels, also\n%s (where the preset says nothing else);\nfrom %ld images on --min_snr_gamma 5, for "
-           "fewer 0.5 (where the preset sets it)\n",
+           "have labels, also\n%s (where the preset says nothing else);\nfrom %ld images on --min_snr_gamma 5 (where "
+           "the preset sets it)\n",
            DEFAULT_PRESET, PRESET_32, PRESET_FROM_32, PRESET_ELSE, Config::OF_LABELS.c_str(), (long)MANY_IMAGES);
     for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings.c_str());
 }
@@ -8100,12 +8100,12 @@ static void take_labels(Config* c, const Dataset& d) {
     drop_preset_of_classes(c);
 }
 
-// Without --preset, the preset's --min_snr_gamma is replaced by one that suits the number of images. Few images are
-// learned by heart, and those that look best are learned with less weight on little noise. Of many images, those that
-// are learned with more weight on it are nearer to the data (docs/LEARNT.md, "Photographs").
+// Without --preset, many images get another --min_snr_gamma than the preset's, which may suit few images: those are
+// learned by heart, and look best if little noise has little weight in the loss. Pictures of many images are nearer to
+// the data if it has more weight (docs/LEARNT.md, "Photographs").
 static void take_number_of_images(Config* c, const Dataset& d) {
-    if (c->given("preset") || !c->by_preset.contains("min_snr_gamma")) return;
-    c->min_snr_gamma = d.count < MANY_IMAGES ? 0.5f : 5;
+    const bool is_default = c->by_preset.contains("min_snr_gamma") && !c->given("preset");
+    if (is_default && d.count >= MANY_IMAGES) c->min_snr_gamma = 5;
 }
 
 // Without a model file: takes the size, channels and classes of the images from the data file, except what the command

@@ -188,7 +188,7 @@ def print_help(flags: dict[str, dataclasses.Field], intro: str) -> None:
     print("\nPresets: without --preset quick32; for your own images of 32x32 quick32, for larger ones emoji64 (from 128x128 on with --patch_size 4),")
     print("for images that are smaller, or whose sides can't be halved so often, fashion32. On a GPU quick64, photos32, quick64 and unet64.")
     print(f"If the images have labels, also {SHARED['OF_LABELS']} (where the preset says nothing else);")
-    print(f"from {MANY_IMAGES} images on --min_snr_gamma 5, for fewer 0.5 (where the preset sets it).")
+    print(f"from {MANY_IMAGES} images on --min_snr_gamma 5 (where the preset sets it).")
     for preset, text in PRESETS.items():
         print(f"  {preset:10s}", text)
 
@@ -230,7 +230,7 @@ def resolve(flags: dict[str, Any], meant: list[tuple[str, str, Any]]) -> dict[st
 
 NOT_HERE = ("num_gpus", "exchange", "rank_timeout", "compare_runs", "device")  # of ./train_unet: of several processes, and of its page
 TABLE, PRESETS, SHARED = read_table(Path(__file__).with_name("flags.h"))
-MANY_IMAGES = 5000  # from how many images on a run without --preset treats them as many
+MANY_IMAGES = 5000  # from how many images on a run without --preset has --min_snr_gamma 5
 
 
 @dataclass
