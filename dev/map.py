@@ -62,9 +62,10 @@ def roads(lines: list[str]) -> list[str]:
         if not places:
             missing.append(f"{SOURCE.name}: a road at its head leads to {match[1]}, which is defined nowhere")
         structs = [number for number in places if re.match(r"\s*(template <.*> )?(struct|class|enum)\b", lines[number - 1])]  # not its constructors
-        return f"{match[1]} {(structs or places or [0])[-1]}"
+        return f"{match[1]}{match[2]}{(structs or places or [0])[-1]}"
 
-    renewed = [re.sub(r"\b([A-Za-z_]\w*) (\d+)", renew, line) for line in lines[first:last]]
+    between = r" |\n// +"  # a number may stand at the beginning of the next line
+    renewed = re.sub(rf"\b([A-Za-z_]\w*)({between})(\d+)", renew, "".join(lines[first:last])).splitlines(keepends=True)
     if missing:
         sys.exit("\n".join(missing))
     return [*lines[:first], *renewed, *lines[last:]]
