@@ -4,142 +4,143 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    243  Part I. The program
-//    246     1. Types at the interface: what operations are called with
-//    764     2. The interface: all that the program asks of a device
-//   1136     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1237     4. Configuration: flags, presets, help, what can work and what cannot
-//   2010     5. The network: a list of layers, made of guided-diffusion's flags
-//   3007     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3017         FP8: its buffers, its factors, and weights in FP8
-//   3162         gradients, and buffers
-//   3427     7. Forward and backward: two walks over the list
-//   3563     8. Diffusion: noise schedules, objectives, samplers
-//   3866         the level of a training sample, drawn, and its share of the loss
-//   4343         samplers
-//   4912     9. Data: .bin files that may be larger than memory, the order of their images
-//   5477    10. Model files: weights and checkpoints, initial weights
-//   5841    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5860         the learning rate, the verdict on a step, averages of the weights
-//   5955         what a trainer holds
-//   6134         a step
-//   6494    12. A run: log, guard, checkpoints, resume, samples
-//   6520         the log in memory, as the page shows it
-//   6633         what a run holds
-//   6712         the log and the status line
-//   6903         checkpoints, snapshots and grids
-//   7171         the start of a run: new, from a file's weights, or resumed
-//   7412         how a run begins and ends
-//   7561         the loop over the steps
-//   7661         train: a whole run, from the first check to the exit code
-//   7711         samples, without a run
-//   7876    13. main: the command line, then a run or samples
-//   8205         what ranks must have in common
-//   8279         main
-//   8465  Part II. The device
-//   8468    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8552    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8622    16. The GPU: what all kernels share
-//   8691         Launches, which may overlap
-//   8737         Decisions: what kernels are chosen with
-//   8789         Single instructions: shared memory, mbarriers, clusters
-//   8878         Activations: pieces of 16 bytes
-//   9215         each_kernel: a thread for an element
-//   9229         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9397         Swizzle: how rows lie in shared memory
-//   9416         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9675         building blocks of Hopper's kernels (sm_90a)
-//   9984    17. Small operations: resampling, embeddings, diffusion
-//   9987         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10193         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10556         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11109    18. Group norm
-//  11112         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11686         groupnorm_backward_whole: an image's slab in shared memory
-//  12090    19. Attention
-//  12197         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12756         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12904         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13604    20. Convolution
-//  13650         ConvOut: results, 4 channels of a pixel at a time
-//  13897         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13965         conv_halo: 3x3, stride 1, any GPU
-//  14387         conv_gather: any kernel size and stride, any GPU
-//  14657         conv_few: the first and the last layer
-//  14839         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15440         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15566         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16056         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16514         conv_weight_tma: weight gradients (sm_90a)
-//  16818         FP8 in training: weights and gradients are rounded
-//  16933    21. The optimiser
-//  16936         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17197         muon: directions for matrices of weights
-//  17627    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17630         groupnorm_backward
-//  17798         attention: forward and, where a has dout, backward
-//  17862         convolution: forward and input gradient
-//  18373         convolution: weight gradients
-//  18730    23. The GPU: memory, copies, repeated work
-//  18960    24. Between ranks: from device to device
+//    244  Part I. The program
+//    247     1. Types at the interface: what operations are called with
+//    765     2. The interface: all that the program asks of a device
+//   1137     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1238     4. Configuration: flags, presets, help, what can work and what cannot
+//   2011     5. The network: a list of layers, made of guided-diffusion's flags
+//   3008     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3018         FP8: its buffers, its factors, and weights in FP8
+//   3163         gradients, and buffers
+//   3428     7. Forward and backward: two walks over the list
+//   3564     8. Diffusion: noise schedules, objectives, samplers
+//   3867         the level of a training sample, drawn, and its share of the loss
+//   4344         samplers
+//   4913     9. Data: .bin files that may be larger than memory, the order of their images
+//   5478    10. Model files: weights and checkpoints, initial weights
+//   5842    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5861         the learning rate, the verdict on a step, averages of the weights
+//   5956         what a trainer holds
+//   6135         a step
+//   6495    12. A run: log, guard, checkpoints, resume, samples
+//   6521         the log in memory, as the page shows it
+//   6634         what a run holds
+//   6713         the log and the status line
+//   6904         checkpoints, snapshots and grids
+//   7172         the start of a run: new, from a file's weights, or resumed
+//   7413         how a run begins and ends
+//   7562         the loop over the steps
+//   7662         train: a whole run, from the first check to the exit code
+//   7712         samples, without a run
+//   7877    13. main: the command line, then a run or samples
+//   8206         what ranks must have in common
+//   8280         main
+//   8466  Part II. The device
+//   8469    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8553    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8623    16. The GPU: what all kernels share
+//   8692         Launches, which may overlap
+//   8738         Decisions: what kernels are chosen with
+//   8790         Single instructions: shared memory, mbarriers, clusters
+//   8879         Activations: pieces of 16 bytes
+//   9216         each_kernel: a thread for an element
+//   9230         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9398         Swizzle: how rows lie in shared memory
+//   9417         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9676         building blocks of Hopper's kernels (sm_90a)
+//   9985    17. Small operations: resampling, embeddings, diffusion
+//   9988         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10194         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10557         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11110    18. Group norm
+//  11113         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11687         groupnorm_backward_whole: an image's slab in shared memory
+//  12091    19. Attention
+//  12198         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12757         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12905         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13605    20. Convolution
+//  13651         ConvOut: results, 4 channels of a pixel at a time
+//  13898         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13966         conv_halo: 3x3, stride 1, any GPU
+//  14388         conv_gather: any kernel size and stride, any GPU
+//  14658         conv_few: the first and the last layer
+//  14840         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15441         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15567         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16057         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16515         conv_weight_tma: weight gradients (sm_90a)
+//  16819         FP8 in training: weights and gradients are rounded
+//  16934    21. The optimiser
+//  16937         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17198         muon: directions for matrices of weights
+//  17628    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17631         groupnorm_backward
+//  17799         attention: forward and, where a has dout, backward
+//  17863         convolution: forward and input gradient
+//  18374         convolution: weight gradients
+//  18731    23. The GPU: memory, copies, repeated work
+//  18961    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8461, run_program 8397, train 7667, run_step 7612, train_step 6421, load_batch 5430 (read_image 5001),
-//     send 18931 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18862):
-//     step_gradients 6273: draw_levels 10574 (the formulas: draw_level 3936), forward_and_loss 6197, q_sample_forward
-//     10788, unet_forward 3457, forward_layer 3442 (a function of the layer's kind, such as forward_conv 2469),
-//     loss_forward_backward 10906, unet_backward 3531, conv_backward_weights 18723 (weight gradients, on the side
-//     stream), finish_gradients 12035 (those of norms); with several ranks send_gradients (in step_gradients) and
-//     all_to_all (in the last section); sum_gradients 16988;
-//     judge_step 17036 (the verdict: judge_batch 5928), update_slice 6384, adamw_update 17168 (adamw_kernel 17113),
-//     next_step 17042, record_step 17048; later collect_steps 7565
-//   --optimizer muon: muon_updates 6040 says which weights; update_slice 6384, update_by_muon 6375 (with the formulas),
-//     muon_momentum 17239, orthogonalise 17604 (with muon_kernel above it), adamw_kernel 17113 (its `move`)
-//   pictures, from noise: sample_batch 4827, plan_route 4581, device_step 4629, euler_step 4374 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18223 draws all of its roads):
-//     forward_conv 2469; conv_forward 18261, with conv_product above it, which asks conv_is_wgmma 17870;
-//     on Hopper, large images: pick_conv_tiles_3x3 18170; conv_tiles 16041, with conv_tiles_kernel above it;
-//     Accumulators 9900 (its function multiply); Wgmma 9483;
-//     on Hopper, small images: pick_conv_small 18023; conv_small 16500, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9483;
-//     on any other GPU pick_conv_halo_bf16 17937; conv_halo 14374, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9282
-//   why several GPUs compute the bits of one: step_gradients 6273
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 421, Silu 8515, with_nonlinearity 8525 (a case);
-//     BEHIND_NORMS, above add_norm 2697, chooses it. The embedding has SiLU as a layer: silu_forward 10474
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3793
-//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 540, and beside each other edm_question
-//     3629, ask 3664, frame_of 3677, sigma_draws 3684, has_steps_of_t 3691; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2361; an example is forward_linear 2389
-//     with what follows it; a function such as add_resblock 2749 puts the layer into the network; its operation
+//     main 8462, run_program 8398, train 7668, run_step 7613, train_step 6422, load_batch 5431 (read_image 5002),
+//     send 18932 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18863):
+//     step_gradients 6274: draw_levels 10575 (the formulas: draw_level 3937), forward_and_loss 6198, q_sample_forward
+//     10789, unet_forward 3458, forward_layer 3443 (a function of the layer's kind, such as forward_conv 2470),
+//     loss_forward_backward 10907, unet_backward 3532, and of each layer such a function as backward_conv 2481: for the
+//     input gradient conv_backward_input 18339, for the weights conv_backward_weights 18724 (on the side stream);
+//     finish_gradients 12036 (those of norms); with several ranks send_gradients (in step_gradients) and all_to_all (in
+//     the last section); sum_gradients 16989;
+//     judge_step 17037 (the verdict: judge_batch 5929), update_slice 6385, adamw_update 17169 (adamw_kernel 17114),
+//     next_step 17043, record_step 17049; later collect_steps 7566
+//   --optimizer muon: muon_updates 6041 says which weights; update_slice 6385, update_by_muon 6376 (with the formulas),
+//     muon_momentum 17240, orthogonalise 17605 (with muon_kernel above it), adamw_kernel 17114 (its `move`)
+//   pictures, from noise: sample_batch 4828, plan_route 4582, device_step 4630, euler_step 4375 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 18224 draws all of its roads):
+//     forward_conv 2470; conv_forward 18262, with conv_product above it, which asks conv_is_wgmma 17871;
+//     on Hopper, large images: pick_conv_tiles_3x3 18171; conv_tiles 16042, with conv_tiles_kernel above it;
+//     Accumulators 9901 (its function multiply); Wgmma 9484;
+//     on Hopper, small images: pick_conv_small 18024; conv_small 16501, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9484;
+//     on any other GPU pick_conv_halo_bf16 17938; conv_halo 14375, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9283
+//   why several GPUs compute the bits of one: step_gradients 6274
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 422, Silu 8516, with_nonlinearity 8526 (a case);
+//     BEHIND_NORMS, above add_norm 2698, chooses it. The embedding has SiLU as a layer: silu_forward 10475
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3794
+//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 541, and beside each other edm_question
+//     3630, ask 3665, frame_of 3678, sigma_draws 3685, has_steps_of_t 3692; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2362; an example is forward_linear 2390
+//     with what follows it; a function such as add_resblock 2750 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
-//   to add an element type beside bf16: Element 315, with a list of all places above it: element_named 1390,
-//     take_aliases 1607, forward_and_loss 6197, ElementOf 8486, with_act 8753, act_has_wgmma 8765, unpack 8898,
-//     pack 8927, to_floats 8997, from_floats 9004, store_two 9009, mma 9282, tma_type 9629, adamw_kernel 17113,
-//     adamw_update 17168, pick_conv_gather 17984, conv_product 18223
-//   the settings, to their values: parse_command_line 1579, take_aliases 1607, complete_config 8377
-//     (apply_preset 1496, take_model_file 8039, take_ect_defaults 8069), take_data_shape 8116 (take_labels 8097),
-//     check_model 1856, check_run 1994
-//   FP8 (--precision fp8): choose_fp8 2946 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3021 and plan_fp8_gradients 3040 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3085 for samples, make_fp8_training 3128 for training; add_fp8_args 2234
-//     hands them to the layers. forward_conv 2469 and backward_conv 2480 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18323 makes an input gradient a forward convolution; conv_product_fp8 18254 picks the
-//     kernel, multiply_fp8 9934 and WgmmaFp8 9519 multiply; print_fp8 7357 says whether it pays
+//   to add an element type beside bf16: Element 316, with a list of all places above it: element_named 1391,
+//     take_aliases 1608, forward_and_loss 6198, ElementOf 8487, with_act 8754, act_has_wgmma 8766, unpack 8899,
+//     pack 8928, to_floats 8998, from_floats 9005, store_two 9010, mma 9283, tma_type 9630, adamw_kernel 17114,
+//     adamw_update 17169, pick_conv_gather 17985, conv_product 18224
+//   the settings, to their values: parse_command_line 1580, take_aliases 1608, complete_config 8378
+//     (apply_preset 1497, take_model_file 8040, take_ect_defaults 8070), take_data_shape 8117 (take_labels 8098),
+//     check_model 1857, check_run 1995
+//   FP8 (--precision fp8): choose_fp8 2947 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3022 and plan_fp8_gradients 3041 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3086 for samples, make_fp8_training 3129 for training; add_fp8_args 2235
+//     hands them to the layers. forward_conv 2470 and backward_conv 2481 choose between bf16 and FP8;
+//     conv_backward_input_fp8 18324 makes an input gradient a forward convolution; conv_product_fp8 18255 picks the
+//     kernel, multiply_fp8 9935 and WgmmaFp8 9520 multiply; print_fp8 7358 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
-//     die, refuse or must (host/files.h), of wrong 1463 (a flag's value), or of a function beside it whose name ends in
-//     _unless. A message that begins with "stopped at step" comes from stop_run 6921; judge_batch 5928 has the reasons.
-//     For a damaged header they stand in check_field 5650 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 5049, for a checkpoint's counters in check_resume 8173.
-//     unknown_word 1376 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1382.
+//     die, refuse or must (host/files.h), of wrong 1464 (a flag's value), or of a function beside it whose name ends in
+//     _unless. A message that begins with "stopped at step" comes from stop_run 6922; judge_batch 5929 has the reasons.
+//     For a damaged header they stand in check_field 5651 and check_unused (host/files.h): look at their
+//     callers; for a data file also in take_data_fields 5050, for a checkpoint's counters in check_resume 8174.
+//     unknown_word 1377 prints the message for a word of a flag that some place does not know. Such a place calls it
+//     itself or through meaning 1383.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7159 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 6947 that a file could not be written yet.
-//     stop_run 6921 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7160 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 6948 that a file could not be written yet.
+//     stop_run 6922 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
