@@ -6,141 +6,141 @@
 // Map (make map renews the line numbers)
 //    244  Part I. The program
 //    247     1. Types at the interface: what operations are called with
-//    765     2. The interface: all that the program asks of a device
-//   1137     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1238     4. Configuration: flags, presets, help, what can work and what cannot
-//   2011     5. The network: a list of layers, made of guided-diffusion's flags
-//   3008     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3018         FP8: its buffers, its factors, and weights in FP8
-//   3163         gradients, and buffers
-//   3428     7. Forward and backward: two walks over the list
-//   3564     8. Diffusion: noise schedules, objectives, samplers
-//   3867         the level of a training sample, drawn, and its share of the loss
-//   4344         samplers
-//   4913     9. Data: .bin files that may be larger than memory, the order of their images
-//   5478    10. Model files: weights and checkpoints, initial weights
-//   5842    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5861         the learning rate, the verdict on a step, averages of the weights
-//   5956         what a trainer holds
-//   6135         a step
-//   6495    12. A run: log, guard, checkpoints, resume, samples
-//   6521         the log in memory, as the page shows it
-//   6634         what a run holds
-//   6713         the log and the status line
-//   6904         checkpoints, snapshots and grids
-//   7172         the start of a run: new, from a file's weights, or resumed
-//   7413         how a run begins and ends
-//   7562         the loop over the steps
-//   7662         train: a whole run, from the first check to the exit code
-//   7712         samples, without a run
-//   7877    13. main: the command line, then a run or samples
-//   8206         what ranks must have in common
-//   8280         main
-//   8466  Part II. The device
-//   8469    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8553    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8623    16. The GPU: what all kernels share
-//   8692         Launches, which may overlap
-//   8738         Decisions: what kernels are chosen with
-//   8790         Single instructions: shared memory, mbarriers, clusters
-//   8879         Activations: pieces of 16 bytes
-//   9216         each_kernel: a thread for an element
-//   9230         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9398         Swizzle: how rows lie in shared memory
-//   9417         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9676         building blocks of Hopper's kernels (sm_90a)
-//   9985    17. Small operations: resampling, embeddings, diffusion
-//   9988         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10194         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10557         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11110    18. Group norm
-//  11113         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11687         groupnorm_backward_whole: an image's slab in shared memory
-//  12091    19. Attention
-//  12198         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12757         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12905         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13605    20. Convolution
-//  13651         ConvOut: results, 4 channels of a pixel at a time
-//  13898         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13966         conv_halo: 3x3, stride 1, any GPU
-//  14388         conv_gather: any kernel size and stride, any GPU
-//  14658         conv_few: the first and the last layer
-//  14840         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15441         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15567         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16057         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16515         conv_weight_tma: weight gradients (sm_90a)
-//  16819         FP8 in training: weights and gradients are rounded
-//  16934    21. The optimiser
-//  16937         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17198         muon: directions for matrices of weights
-//  17628    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17631         groupnorm_backward
-//  17799         attention: forward and, where a has dout, backward
-//  17863         convolution: forward and input gradient
-//  18374         convolution: weight gradients
-//  18731    23. The GPU: memory, copies, repeated work
-//  18961    24. Between ranks: from device to device
+//    766     2. The interface: all that the program asks of a device
+//   1138     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1239     4. Configuration: flags, presets, help, what can work and what cannot
+//   2014     5. The network: a list of layers, made of guided-diffusion's flags
+//   3011     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3021         FP8: its buffers, its factors, and weights in FP8
+//   3166         gradients, and buffers
+//   3431     7. Forward and backward: two walks over the list
+//   3567     8. Diffusion: noise schedules, objectives, samplers
+//   3870         the level of a training sample, drawn, and its share of the loss
+//   4347         samplers
+//   4916     9. Data: .bin files that may be larger than memory, the order of their images
+//   5481    10. Model files: weights and checkpoints, initial weights
+//   5845    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5864         the learning rate, the verdict on a step, averages of the weights
+//   5959         what a trainer holds
+//   6138         a step
+//   6498    12. A run: log, guard, checkpoints, resume, samples
+//   6524         the log in memory, as the page shows it
+//   6637         what a run holds
+//   6716         the log and the status line
+//   6907         checkpoints, snapshots and grids
+//   7175         the start of a run: new, from a file's weights, or resumed
+//   7416         how a run begins and ends
+//   7565         the loop over the steps
+//   7665         train: a whole run, from the first check to the exit code
+//   7715         samples, without a run
+//   7880    13. main: the command line, then a run or samples
+//   8209         what ranks must have in common
+//   8283         main
+//   8469  Part II. The device
+//   8472    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8556    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8626    16. The GPU: what all kernels share
+//   8695         Launches, which may overlap
+//   8741         Decisions: what kernels are chosen with
+//   8793         Single instructions: shared memory, mbarriers, clusters
+//   8882         Activations: pieces of 16 bytes
+//   9219         each_kernel: a thread for an element
+//   9233         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9401         Swizzle: how rows lie in shared memory
+//   9420         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9679         building blocks of Hopper's kernels (sm_90a)
+//   9988    17. Small operations: resampling, embeddings, diffusion
+//   9991         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10197         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10560         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11113    18. Group norm
+//  11116         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11690         groupnorm_backward_whole: an image's slab in shared memory
+//  12094    19. Attention
+//  12201         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12760         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12908         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13608    20. Convolution
+//  13654         ConvOut: results, 4 channels of a pixel at a time
+//  13901         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13969         conv_halo: 3x3, stride 1, any GPU
+//  14391         conv_gather: any kernel size and stride, any GPU
+//  14661         conv_few: the first and the last layer
+//  14843         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15444         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15570         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16059         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16517         conv_weight_tma: weight gradients (sm_90a)
+//  16821         FP8 in training: weights and gradients are rounded
+//  16936    21. The optimiser
+//  16939         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17200         muon: directions for matrices of weights
+//  17630    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17633         groupnorm_backward
+//  17801         attention: forward and, where a has dout, backward
+//  17865         convolution: forward and input gradient
+//  18376         convolution: weight gradients
+//  18733    23. The GPU: memory, copies, repeated work
+//  18963    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8462, run_program 8398, train 7668, run_step 7613, train_step 6422, load_batch 5431 (read_image 5002),
-//     send 18932 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18863):
-//     step_gradients 6274: draw_levels 10575 (the formulas: draw_level 3937), forward_and_loss 6198, q_sample_forward
-//     10789, unet_forward 3458, forward_layer 3443 (a function of the layer's kind, such as forward_conv 2470),
-//     loss_forward_backward 10907, unet_backward 3532, and of each layer such a function as backward_conv 2481: for the
-//     input gradient conv_backward_input 18339, for the weights conv_backward_weights 18724 (on the side stream);
-//     finish_gradients 12036 (those of norms); with several ranks send_gradients (in step_gradients) and all_to_all (in
-//     the last section); sum_gradients 16989;
-//     judge_step 17037 (the verdict: judge_batch 5929), update_slice 6385, adamw_update 17169 (adamw_kernel 17114),
-//     next_step 17043, record_step 17049; later collect_steps 7566
-//   --optimizer muon: muon_updates 6041 says which weights; update_slice 6385, update_by_muon 6376 (with the formulas),
-//     muon_momentum 17240, orthogonalise 17605 (with muon_kernel above it), adamw_kernel 17114 (its `move`)
-//   pictures, from noise: sample_batch 4828, plan_route 4582, device_step 4630, euler_step 4375 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18224 draws all of its roads):
-//     forward_conv 2470; conv_forward 18262, with conv_product above it, which asks conv_is_wgmma 17871;
-//     on Hopper, large images: pick_conv_tiles_3x3 18171; conv_tiles 16042, with conv_tiles_kernel above it;
-//     Accumulators 9901 (its function multiply); Wgmma 9484;
-//     on Hopper, small images: pick_conv_small 18024; conv_small 16501, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9484;
-//     on any other GPU pick_conv_halo_bf16 17938; conv_halo 14375, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9283
-//   why several GPUs compute the bits of one: step_gradients 6274
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 422, Silu 8516, with_nonlinearity 8526 (a case);
-//     BEHIND_NORMS, above add_norm 2698, chooses it. The embedding has SiLU as a layer: silu_forward 10475
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3794
-//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 541, and beside each other edm_question
-//     3630, ask 3665, frame_of 3678, sigma_draws 3685, has_steps_of_t 3692; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2362; an example is forward_linear 2390
-//     with what follows it; a function such as add_resblock 2750 puts the layer into the network; its operation
+//     main 8465, run_program 8401, train 7671, run_step 7616, train_step 6425, load_batch 5434 (read_image 5005),
+//     send 18934 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18865):
+//     step_gradients 6277: draw_levels 10578 (the formulas: draw_level 3940), forward_and_loss 6201, q_sample_forward
+//     10792, unet_forward 3461, forward_layer 3446 (a function of the layer's kind, such as forward_conv 2473),
+//     loss_forward_backward 10910, unet_backward 3535, which calls such a function as backward_conv 2484 of each layer
+//     (input gradients: conv_backward_input 18341) and, by launch_waiting 3497 on the side stream,
+//     conv_backward_weights 18726; finish_gradients 12039 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 16991;
+//     judge_step 17039 (the verdict: judge_batch 5932), update_slice 6388, adamw_update 17171 (adamw_kernel 17116),
+//     next_step 17045, record_step 17051; later collect_steps 7569
+//   --optimizer muon: muon_updates 6044 says which weights; update_slice 6388, update_by_muon 6379 (with the formulas),
+//     muon_momentum 17242, orthogonalise 17607 (with muon_kernel above it), adamw_kernel 17116 (its `move`)
+//   pictures, from noise: sample_batch 4831, plan_route 4585, device_step 4633, euler_step 4378 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 18226 draws all of its roads):
+//     forward_conv 2473; conv_forward 18264, with conv_product above it, which asks conv_is_wgmma 17873;
+//     on Hopper, large images: pick_conv_tiles_3x3 18173; conv_tiles 16044, with conv_tiles_kernel above it;
+//     Accumulators 9904 (its function multiply); Wgmma 9487;
+//     on Hopper, small images: pick_conv_small 18026; conv_small 16503, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9487;
+//     on any other GPU pick_conv_halo_bf16 17940; conv_halo 14378, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9286
+//   why several GPUs compute the bits of one: step_gradients 6277
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 423, Silu 8519, with_nonlinearity 8529 (a case);
+//     BEHIND_NORMS, above add_norm 2701, chooses it. The embedding has SiLU as a layer: silu_forward 10478
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3797
+//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 542, and beside each other edm_question
+//     3633, ask 3668, frame_of 3681, sigma_draws 3688, has_steps_of_t 3695; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2365; an example is forward_linear 2393
+//     with what follows it; a function such as add_resblock 2753 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
-//   to add an element type beside bf16: Element 316, with a list of all places above it: element_named 1391,
-//     take_aliases 1608, forward_and_loss 6198, ElementOf 8487, with_act 8754, act_has_wgmma 8766, unpack 8899,
-//     pack 8928, to_floats 8998, from_floats 9005, store_two 9010, mma 9283, tma_type 9630, adamw_kernel 17114,
-//     adamw_update 17169, pick_conv_gather 17985, conv_product 18224
-//   the settings, to their values: parse_command_line 1580, take_aliases 1608, complete_config 8378
-//     (apply_preset 1497, take_model_file 8040, take_ect_defaults 8070), take_data_shape 8117 (take_labels 8098),
-//     check_model 1857, check_run 1995
-//   FP8 (--precision fp8): choose_fp8 2947 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3022 and plan_fp8_gradients 3041 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3086 for samples, make_fp8_training 3129 for training; add_fp8_args 2235
-//     hands them to the layers. forward_conv 2470 and backward_conv 2481 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18324 makes an input gradient a forward convolution; conv_product_fp8 18255 picks the
-//     kernel, multiply_fp8 9935 and WgmmaFp8 9520 multiply; print_fp8 7358 says whether it pays
+//   to add an element type beside bf16: Element 317, with a list of all places above it: element_named 1394,
+//     take_aliases 1611, forward_and_loss 6201, ElementOf 8490, with_act 8757, act_has_wgmma 8769, unpack 8902,
+//     pack 8931, to_floats 9001, from_floats 9008, store_two 9013, mma 9286, tma_type 9633, adamw_kernel 17116,
+//     adamw_update 17171, pick_conv_gather 17987, conv_product 18226
+//   the settings, to their values: parse_command_line 1583, take_aliases 1611, complete_config 8381
+//     (apply_preset 1500, take_model_file 8043, take_ect_defaults 8073), take_data_shape 8120 (take_labels 8101),
+//     check_model 1860, check_run 1998
+//   FP8 (--precision fp8): choose_fp8 2950 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3025 and plan_fp8_gradients 3044 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3089 for samples, make_fp8_training 3132 for training; add_fp8_args 2238
+//     hands them to the layers. forward_conv 2473 and backward_conv 2484 choose between bf16 and FP8;
+//     conv_backward_input_fp8 18326 makes an input gradient a forward convolution; conv_product_fp8 18257 picks the
+//     kernel, multiply_fp8 9938 and WgmmaFp8 9523 multiply; print_fp8 7361 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
-//     die, refuse or must (host/files.h), of wrong 1464 (a flag's value), or of a function beside it whose name ends in
-//     _unless. A message that begins with "stopped at step" comes from stop_run 6922; judge_batch 5929 has the reasons.
-//     For a damaged header they stand in check_field 5651 and check_unused (host/files.h): look at their
-//     callers; for a data file also in take_data_fields 5050, for a checkpoint's counters in check_resume 8174.
-//     unknown_word 1377 prints the message for a word of a flag that some place does not know. Such a place calls it
-//     itself or through meaning 1383.
+//     die, refuse or must (host/files.h), of wrong 1467 (a flag's value), or of a function beside it whose name ends in
+//     _unless. A message that begins with "stopped at step" comes from stop_run 6925. Its reasons are found in
+//     judge_batch 5932, by healthy and suspicious above it. For a damaged header they stand in check_field 5654 and
+//     check_unused (host/files.h): look at their callers; for a data file also in take_data_fields 5053, for a
+//     checkpoint's counters in check_resume 8177. unknown_word 1380 prints the message for a word of a flag that some
+//     place does not know. Such a place calls it itself or through meaning 1386.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7160 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 6948 that a file could not be written yet.
-//     stop_run 6922 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7163 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 6951 that a file could not be written yet.
+//     stop_run 6925 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -282,8 +282,9 @@ static const char* const PRESET_ELSE = "fashion32";
 //
 // The program does not compile until these are done. The compiler names them, once the type is in this enumeration:
 //   facts_of                   its name and its bytes (below)
-//   with_act                   a case for the type (section 16). Only this function turns an Element into a C++ type T.
-//                              With that case, the compiler asks for all that kernels need for T:
+//   with_act                   a case for the type (section 16). It turns an Element into a C++ type T (and so does
+//                              conv_product, see below). With that case, the compiler asks for all that kernels need
+//                              for T:
 //   ElementOf                  its constants (section 14)
 //   unpack, pack               how a piece of 16 bytes becomes floats, and the reverse (section 16)
 //   FourOf, to_floats,         how four of its numbers become floats, and the reverse (section 16)
@@ -1346,8 +1347,10 @@ struct Config {
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
 };
 
-constexpr int64_t MANY_IMAGES = 5000; // from how many images on take_number_of_images acts
-constexpr int MORE_EMAS = 7;          // how many averages of the weights there may be at most, besides the first one
+// From how many images on take_number_of_images acts. It was measured with 2,026 and with 10,000 images. Nobody knows
+// where between them the limit lies.
+constexpr int64_t MANY_IMAGES = 5000;
+constexpr int MORE_EMAS = 7; // how many averages of the weights there may be at most, besides the first one
 // --objective ect: the largest q^a that is allowed (q and a: see Tuning). The gap between the sigmas of student and
 // teacher is divided by q^a. With a larger q^a, fp32's rounding would make the two sigmas equal.
 constexpr double LARGEST_GAP_DIVISOR = 1e6;
@@ -8103,9 +8106,9 @@ static void take_labels(Config* c, const Dataset& d) {
     drop_preset_of_classes(c);
 }
 
-// Without --preset, many images get another --min_snr_gamma than the preset's, which may suit few images: those are
-// learned by heart, and look best if little noise has little weight in the loss. Pictures of many images are nearer to
-// the data if it has more weight (docs/LEARNT.md, "Photographs").
+// Without --preset, --min_snr_gamma becomes 5 if there are many images. Few images are learned by heart. Then samples
+// look best if little noise has little weight in the loss, as some presets have it. Many images are not learned by
+// heart. Then samples are nearer to the images if little noise has more weight (docs/LEARNT.md, "Photographs").
 static void take_number_of_images(Config* c, const Dataset& d) {
     const bool is_default = c->by_preset.contains("min_snr_gamma") && !c->given("preset");
     if (is_default && d.count >= MANY_IMAGES) c->min_snr_gamma = 5;
@@ -8310,7 +8313,7 @@ static std::string preset_refuses(Config c, const char* preset, int patch, int H
 // get PRESET_ELSE: smaller ones, and those whose sides can't be halved often enough. When the images have been read,
 // take_labels and take_number_of_images make the flags fit them.
 static std::string apply_default_preset(Config* c, const Dataset& data) {
-    apply_flags(c, Config::OF_LABELS); // before the preset, which may set another --guidance_scale
+    apply_flags(c, Config::OF_LABELS); // the preset comes after this, because it may set another --guidance_scale
     if (!data.size && c->data_dir.empty()) {
         c->preset = DEFAULT_PRESET;
         apply_preset(c, c->preset);
@@ -15884,7 +15887,6 @@ template <class T> struct Epilogue {
     // Four threads hold sums of the same channels, but of different pixels. These sums are added up, and one of the
     // four threads stores the totals. (h, w) is the tile's first pixel. If one_image is true, the whole tile is one
     // part of the statistics. Otherwise the tile has PARTS parts of STATS_ROWS rows, one below the other.
-
     INLINE void store_stats(StatSums& sums, int channel, int n, int h, int w) const {
         constexpr int PARTS = T::ROWS / T::STATS_ROWS;
         const int down = ceil_div(p.H, p.one_image ? T::ROWS : T::STATS_ROWS);

@@ -201,21 +201,23 @@ PRESET(quick32, "--image_size 32 --in_channels 1 --patch_size 2 --num_channels 6
                 "--S_churn 20 --timestep_respacing 50 --batch_size 64 --optimizer muon --lr 4e-3 --warmup_steps 50 "
                 "--lr_schedule constant --adam_beta2 0.99 --max_steps 400 --ema_rate 0.993 "
                 "--data_file data/fashion32.bin --save_interval 200 --sample_interval 200");
-PRESET(quick64, "--image_size 64 --patch_size 2 --num_channels 128 --channel_mult 1,2,2 --num_res_blocks 1 "
-                "--attention_resolutions 16,8 --num_head_channels 32 --conv_resample False "
-                "--use_scale_shift_norm True --noise_schedule cosine --predict x0 --min_snr_gamma 0.5 --sampler heun "
-                "--S_churn 20 --timestep_respacing 50 --batch_size 128 --optimizer muon --lr 1e-3 --warmup_steps 500 "
-                "--lr_schedule cosine --adam_beta2 0.99 --max_steps 7500 --ema_rate 0.999 "
-                "--data_file data/emoji64.bin --sample_interval 2500 --save_interval 2500 --log_interval 50");
-// What a GPU does with the user's own images of 32x32 pixels, in a minute: as quick64, but each pixel is a position,
-// and the model learns the classes. (If it is used without --preset and the data has no labels, it learns none.)
-PRESET(photos32, "--image_size 32 --num_channels 96 --channel_mult 1,2,2 --num_res_blocks 1 "
-                 "--attention_resolutions 16,8 --num_head_channels 32 --conv_resample False "
-                 "--use_scale_shift_norm True --class_cond True --class_dropout 0.1 --guidance_scale 1.5 "
-                 "--noise_schedule cosine --predict x0 --min_snr_gamma 5 --sampler heun "
-                 "--S_churn 20 --timestep_respacing 50 --batch_size 256 --optimizer muon --lr 1.4e-3 "
-                 "--warmup_steps 500 --lr_schedule cosine --adam_beta2 0.99 --max_steps 6000 --ema_rate 0.999 "
-                 "--data_file data/cifar10.bin --sample_interval 2000 --save_interval 2000 --log_interval 50");
+// What a GPU does is in two presets. They share the way of training and sampling, and most of the network.
+PRESETS_SHARE(QUICK, "--channel_mult 1,2,2 --num_res_blocks 1 --attention_resolutions 16,8 --num_head_channels 32 "
+                     "--conv_resample False --use_scale_shift_norm True --noise_schedule cosine --predict x0 "
+                     "--sampler heun --S_churn 20 --timestep_respacing 50 --optimizer muon --warmup_steps 500 "
+                     "--lr_schedule cosine --adam_beta2 0.99 --ema_rate 0.999 --log_interval 50");
+// Without data of the user's own: emoji. Also for the user's own images that are larger than 32x32 pixels.
+PRESET(quick64,
+       "--image_size 64 --patch_size 2 --num_channels 128 --min_snr_gamma 0.5 --batch_size 128 --lr 1e-3 "
+       "--max_steps 7500 --data_file data/emoji64.bin --sample_interval 2500 --save_interval 2500",
+       QUICK);
+// For the user's own images of 32x32 pixels. The network sees each pixel, not squares of pixels, and learns the
+// classes. (If photos32 is used without --preset and the data has no labels, it learns no classes.)
+PRESET(photos32,
+       "--image_size 32 --num_channels 96 --class_cond True --class_dropout 0.1 --guidance_scale 1.5 "
+       "--min_snr_gamma 5 --batch_size 256 --lr 1.4e-3 --max_steps 6000 --data_file data/cifar10.bin "
+       "--sample_interval 2000 --save_interval 2000",
+       QUICK);
 // clothing in a few minutes on two CPU cores
 PRESET(fashion32, "--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 "
                   "--attention_resolutions 8 --num_head_channels 32 --noise_schedule cosine --eta 1 --batch_size 16 "
