@@ -6,141 +6,141 @@
 // Map (make map renews the line numbers)
 //    244  Part I. The program
 //    247     1. Types at the interface: what operations are called with
-//    766     2. The interface: all that the program asks of a device
-//   1138     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1239     4. Configuration: flags, presets, help, what can work and what cannot
-//   2014     5. The network: a list of layers, made of guided-diffusion's flags
-//   3011     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3021         FP8: its buffers, its factors, and weights in FP8
-//   3166         gradients, and buffers
-//   3431     7. Forward and backward: two walks over the list
-//   3567     8. Diffusion: noise schedules, objectives, samplers
-//   3870         the level of a training sample, drawn, and its share of the loss
-//   4347         samplers
-//   4916     9. Data: .bin files that may be larger than memory, the order of their images
-//   5481    10. Model files: weights and checkpoints, initial weights
-//   5845    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5864         the learning rate, the verdict on a step, averages of the weights
-//   5959         what a trainer holds
-//   6138         a step
-//   6498    12. A run: log, guard, checkpoints, resume, samples
-//   6524         the log in memory, as the page shows it
-//   6637         what a run holds
-//   6716         the log and the status line
-//   6907         checkpoints, snapshots and grids
-//   7175         the start of a run: new, from a file's weights, or resumed
-//   7416         how a run begins and ends
-//   7565         the loop over the steps
-//   7665         train: a whole run, from the first check to the exit code
-//   7715         samples, without a run
-//   7880    13. main: the command line, then a run or samples
-//   8209         what ranks must have in common
-//   8283         main
-//   8469  Part II. The device
-//   8472    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8556    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8626    16. The GPU: what all kernels share
-//   8695         Launches, which may overlap
-//   8741         Decisions: what kernels are chosen with
-//   8793         Single instructions: shared memory, mbarriers, clusters
-//   8882         Activations: pieces of 16 bytes
-//   9219         each_kernel: a thread for an element
-//   9233         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9401         Swizzle: how rows lie in shared memory
-//   9420         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9679         building blocks of Hopper's kernels (sm_90a)
-//   9988    17. Small operations: resampling, embeddings, diffusion
-//   9991         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10197         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10560         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11113    18. Group norm
-//  11116         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11690         groupnorm_backward_whole: an image's slab in shared memory
-//  12094    19. Attention
-//  12201         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12760         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12908         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13608    20. Convolution
-//  13654         ConvOut: results, 4 channels of a pixel at a time
-//  13901         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13969         conv_halo: 3x3, stride 1, any GPU
-//  14391         conv_gather: any kernel size and stride, any GPU
-//  14661         conv_few: the first and the last layer
-//  14843         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15444         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15570         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16059         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16517         conv_weight_tma: weight gradients (sm_90a)
-//  16821         FP8 in training: weights and gradients are rounded
-//  16936    21. The optimiser
-//  16939         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17200         muon: directions for matrices of weights
-//  17630    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17633         groupnorm_backward
-//  17801         attention: forward and, where a has dout, backward
-//  17865         convolution: forward and input gradient
-//  18376         convolution: weight gradients
-//  18733    23. The GPU: memory, copies, repeated work
-//  18963    24. Between ranks: from device to device
+//    764     2. The interface: all that the program asks of a device
+//   1136     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1237     4. Configuration: flags, presets, help, what can work and what cannot
+//   2015     5. The network: a list of layers, made of guided-diffusion's flags
+//   3013     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3023         FP8: its buffers, its factors, and weights in FP8
+//   3168         gradients, and buffers
+//   3433     7. Forward and backward: two walks over the list
+//   3569     8. Diffusion: noise schedules, objectives, samplers
+//   3872         the level of a training sample, drawn, and its share of the loss
+//   4349         samplers
+//   4918     9. Data: .bin files that may be larger than memory, the order of their images
+//   5483    10. Model files: weights and checkpoints, initial weights
+//   5847    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5866         the learning rate, the verdict on a step, averages of the weights
+//   5961         what a trainer holds
+//   6140         a step
+//   6503    12. A run: log, guard, checkpoints, resume, samples
+//   6529         the log in memory, as the page shows it
+//   6642         what a run holds
+//   6721         the log and the status line
+//   6912         checkpoints, snapshots and grids
+//   7180         the start of a run: new, from a file's weights, or resumed
+//   7421         how a run begins and ends
+//   7570         the loop over the steps
+//   7670         train: a whole run, from the first check to the exit code
+//   7720         samples, without a run
+//   7885    13. main: the command line, then a run or samples
+//   8214         what ranks must have in common
+//   8288         main
+//   8474  Part II. The device
+//   8477    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8561    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8631    16. The GPU: what all kernels share
+//   8700         Launches, which may overlap
+//   8746         Decisions: what kernels are chosen with
+//   8798         Single instructions: shared memory, mbarriers, clusters
+//   8887         Activations: pieces of 16 bytes
+//   9226         each_kernel: a thread for an element
+//   9240         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9408         Swizzle: how rows lie in shared memory
+//   9427         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9686         building blocks of Hopper's kernels (sm_90a)
+//   9995    17. Small operations: resampling, embeddings, diffusion
+//   9998         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10204         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10567         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11120    18. Group norm
+//  11123         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11697         groupnorm_backward_whole: an image's slab in shared memory
+//  12101    19. Attention
+//  12208         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12767         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12915         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13615    20. Convolution
+//  13661         ConvOut: results, 4 channels of a pixel at a time
+//  13908         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13976         conv_halo: 3x3, stride 1, any GPU
+//  14398         conv_gather: any kernel size and stride, any GPU
+//  14668         conv_few: the first and the last layer
+//  14850         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15451         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15577         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16066         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16524         conv_weight_tma: weight gradients (sm_90a)
+//  16828         FP8 in training: weights and gradients are rounded
+//  16943    21. The optimiser
+//  16946         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17207         muon: directions for matrices of weights
+//  17637    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17640         groupnorm_backward
+//  17808         attention: forward and, where a has dout, backward
+//  17872         convolution: forward and input gradient
+//  18383         convolution: weight gradients
+//  18740    23. The GPU: memory, copies, repeated work
+//  18970    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8465, run_program 8401, train 7671, run_step 7616, train_step 6425, load_batch 5434 (read_image 5005),
-//     send 18934 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18865):
-//     step_gradients 6277: draw_levels 10578 (the formulas: draw_level 3940), forward_and_loss 6201, q_sample_forward
-//     10792, unet_forward 3461, forward_layer 3446 (a function of the layer's kind, such as forward_conv 2473),
-//     loss_forward_backward 10910, unet_backward 3535, which calls such a function as backward_conv 2484 of each layer
-//     (input gradients: conv_backward_input 18341) and, by launch_waiting 3497 on the side stream,
-//     conv_backward_weights 18726; finish_gradients 12039 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 16991;
-//     judge_step 17039 (the verdict: judge_batch 5932), update_slice 6388, adamw_update 17171 (adamw_kernel 17116),
-//     next_step 17045, record_step 17051; later collect_steps 7569
-//   --optimizer muon: muon_updates 6044 says which weights; update_slice 6388, update_by_muon 6379 (with the formulas),
-//     muon_momentum 17242, orthogonalise 17607 (with muon_kernel above it), adamw_kernel 17116 (its `move`)
-//   pictures, from noise: sample_batch 4831, plan_route 4585, device_step 4633, euler_step 4378 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18226 draws all of its roads):
-//     forward_conv 2473; conv_forward 18264, with conv_product above it, which asks conv_is_wgmma 17873;
-//     on Hopper, large images: pick_conv_tiles_3x3 18173; conv_tiles 16044, with conv_tiles_kernel above it;
-//     Accumulators 9904 (its function multiply); Wgmma 9487;
-//     on Hopper, small images: pick_conv_small 18026; conv_small 16503, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9487;
-//     on any other GPU pick_conv_halo_bf16 17940; conv_halo 14378, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9286
-//   why several GPUs compute the bits of one: step_gradients 6277
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 423, Silu 8519, with_nonlinearity 8529 (a case);
-//     BEHIND_NORMS, above add_norm 2701, chooses it. The embedding has SiLU as a layer: silu_forward 10478
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3797
-//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 542, and beside each other edm_question
-//     3633, ask 3668, frame_of 3681, sigma_draws 3688, has_steps_of_t 3695; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2365; an example is forward_linear 2393
-//     with what follows it; a function such as add_resblock 2753 puts the layer into the network; its operation
+//     main 8470, run_program 8406, train 7676, run_step 7621, train_step 6430, load_batch 5436 (read_image 5007),
+//     send 18941 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18872):
+//     step_gradients 6282: draw_levels 10585 (the formulas: draw_level 3942), forward_and_loss 6203, q_sample_forward
+//     10799, unet_forward 3463, forward_layer 3448 (a function of the layer's kind, such as forward_conv 2475),
+//     loss_forward_backward 10917, unet_backward 3537, which calls such a function as backward_conv 2486 of each layer
+//     (input gradients: conv_backward_input 18348) and, by launch_waiting 3499 on the side stream,
+//     conv_backward_weights 18733; finish_gradients 12046 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 16998;
+//     judge_step 17046 (the verdict: judge_batch 5934), update_slice 6393, adamw_update 17178 (adamw_kernel 17123),
+//     next_step 17052, record_step 17058; later collect_steps 7574
+//   --optimizer muon: muon_updates 6046 says which weights; update_slice 6393, update_by_muon 6384 (with the formulas),
+//     muon_momentum 17249, orthogonalise 17614 (with muon_kernel above it), adamw_kernel 17123 (its `move`)
+//   pictures, from noise: sample_batch 4833, plan_route 4587, device_step 4635, euler_step 4380 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 18233 draws all of its roads):
+//     forward_conv 2475; conv_forward 18271, with conv_product above it, which asks conv_is_wgmma 17880;
+//     on Hopper, large images: pick_conv_tiles_3x3 18180; conv_tiles 16051, with conv_tiles_kernel above it;
+//     Accumulators 9911 (its function multiply); Wgmma 9494;
+//     on Hopper, small images: pick_conv_small 18033; conv_small 16510, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9494;
+//     on any other GPU pick_conv_halo_bf16 17947; conv_halo 14385, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9293
+//   why several GPUs compute the bits of one: step_gradients 6282
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 421, Silu 8524, with_nonlinearity 8534 (a case);
+//     BEHIND_NORMS, above add_norm 2703, chooses it. The embedding has SiLU as a layer: silu_forward 10485
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3799
+//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 540, and beside each other edm_question
+//     3635, ask 3670, frame_of 3683, sigma_draws 3690, has_steps_of_t 3697; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2367; an example is forward_linear 2395
+//     with what follows it; a function such as add_resblock 2755 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
-//   to add an element type beside bf16: Element 317, with a list of all places above it: element_named 1394,
-//     take_aliases 1611, forward_and_loss 6201, ElementOf 8490, with_act 8757, act_has_wgmma 8769, unpack 8902,
-//     pack 8931, to_floats 9001, from_floats 9008, store_two 9013, mma 9286, tma_type 9633, adamw_kernel 17116,
-//     adamw_update 17171, pick_conv_gather 17987, conv_product 18226
-//   the settings, to their values: parse_command_line 1583, take_aliases 1611, complete_config 8381
-//     (apply_preset 1500, take_model_file 8043, take_ect_defaults 8073), take_data_shape 8120 (take_labels 8101),
-//     check_model 1860, check_run 1998
-//   FP8 (--precision fp8): choose_fp8 2950 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3025 and plan_fp8_gradients 3044 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3089 for samples, make_fp8_training 3132 for training; add_fp8_args 2238
-//     hands them to the layers. forward_conv 2473 and backward_conv 2484 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18326 makes an input gradient a forward convolution; conv_product_fp8 18257 picks the
-//     kernel, multiply_fp8 9938 and WgmmaFp8 9523 multiply; print_fp8 7361 says whether it pays
+//   to add an element type beside bf16: Element 315, with a list of all places above it: element_named 1392,
+//     forward_and_loss 6203, ElementOf 8495, with_act 8762 (act_has_wgmma below it), unpack_bf16 8901 and all below it
+//     to load_two 8965, mma 9293, tma_type 9640, adamw_kernel 17123 (adamw_update below it), conv_product 18233
+//   the settings, to their values: parse_command_line 1584, take_aliases 1612, complete_config 8386
+//     (apply_preset 1501, take_model_file 8048, take_ect_defaults 8078), take_data_shape 8125 (take_labels 8106),
+//     check_model 1861, check_run 1999
+//   FP8 (--precision fp8): choose_fp8 2952 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3027 and plan_fp8_gradients 3046 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3091 for samples, make_fp8_training 3134 for training; add_fp8_args 2239
+//     hands them to the layers. forward_conv 2475 and backward_conv 2486 choose between bf16 and FP8;
+//     conv_backward_input_fp8 18333 makes an input gradient a forward convolution; conv_product_fp8 18264 picks the
+//     kernel, multiply_fp8 9945 and WgmmaFp8 9530 multiply; print_fp8 7366 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
-//     die, refuse or must (host/files.h), of wrong 1467 (a flag's value), or of a function beside it whose name ends in
-//     _unless. A message that begins with "stopped at step" comes from stop_run 6925. Its reasons are found in
-//     judge_batch 5932, by healthy and suspicious above it. For a damaged header they stand in check_field 5654 and
-//     check_unused (host/files.h): look at their callers; for a data file also in take_data_fields 5053, for a
-//     checkpoint's counters in check_resume 8177. unknown_word 1380 prints the message for a word of a flag that some
-//     place does not know. Such a place calls it itself or through meaning 1386.
+//     die, refuse or must (host/files.h), of wrong 1468 (a flag's value), or of a function beside it whose name ends in
+//     _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 6930. Its
+//     reasons are found in judge_batch 5934, by healthy and suspicious above it. For a damaged header they stand in
+//     check_field 5656 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
+//     5055, for a checkpoint's counters in check_resume 8182. unknown_word 1378 prints the message for a word of a flag
+//     that some place does not know. Such a place calls it itself or through meaning 1384.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7163 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 6951 that a file could not be written yet.
-//     stop_run 6925 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7168 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 6956 that a file could not be written yet.
+//     stop_run 6930 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -286,10 +286,9 @@ static const char* const PRESET_ELSE = "fashion32";
 //                              conv_product, see below). With that case, the compiler asks for all that kernels need
 //                              for T:
 //   ElementOf                  its constants (section 14)
-//   unpack, pack               how a piece of 16 bytes becomes floats, and the reverse (section 16)
-//   FourOf, to_floats,         how four of its numbers become floats, and the reverse (section 16)
-//   from_floats
-//   store_two, load_two        how two of its numbers are stored and loaded (section 16)
+//   unpack, pack, FourOf,      how a piece of 16 bytes becomes floats, and the reverse. Then the same for four of its
+//   to_floats, from_floats,    numbers, and for two (section 16, side by side)
+//   store_two, load_two
 //   mma, pack_pair             its instruction on the tensor cores, and two numbers in one register of a fragment
 //                              (section 16). A type that is split into several fp16 numbers (ElementOf::PARTS is above
 //                              1) does not need them. Fragments are made for numbers of 2 bytes, where an instruction
@@ -300,7 +299,8 @@ static const char* const PRESET_ELSE = "fashion32";
 //
 // Until these are done, a run ends with an error message:
 //   `precision`                its word, in the flag's row of common/flags.h and in element_named (section 4). In the
-//                              row it comes after all other words, because model files hold a word's place in the row
+//                              row it comes after all other words, because model files hold a word's place in the row.
+//                              Below element_named, --use_fp16 chooses bf16. Should it choose the new type?
 //   conv_product               its rows in the table (section 22): one for pick_conv_gather and, for speed, one for a
 //                              function like pick_conv_halo_bf16
 //
@@ -310,10 +310,8 @@ static const char* const PRESET_ELSE = "fashion32";
 //   act_has_wgmma              It is false for the new type, so a Hopper GPU, too, uses the kernels for any GPU. It may
 //                              become true when Hopper's kernels support the type. The element is a template parameter
 //                              of conv_tiles and conv_small. All other kernels for Hopper are written for bf16
-//   pick_conv_gather           It uses its widest tile only for bf16. The new type may be faster with that tile, too
 //   forward_and_loss           A type whose smallest numbers are larger than bf16's (fp16) loses small gradients. Then
 //                              `factor` there has to be larger (a loss scale), and sum_gradients has to undo it
-//   take_aliases               It makes --use_fp16 choose bf16. Should it choose the new type?
 enum class Element : uint8_t { FP32, BF16, FP8, FP8_GRADIENT };
 struct ElementFacts {
     const char* name; // its word for --precision, if it has one
@@ -1396,6 +1394,9 @@ static Element element_named(const std::string& precision, Element usual) {
     return meaning<Element>("precision", precision, {{"fp32", Element::FP32}, {"bf16", Element::BF16}});
 }
 
+// Returns the word of --precision that guided-diffusion's --use_fp16 True or False stands for.
+static const char* precision_of_use_fp16(bool use_fp16) { return use_fp16 ? "bf16" : "fp32"; }
+
 // These functions set flags of different types from a text. They return "" or, if the text is wrong, a text that says
 // what the value must be.
 static std::string set_value(bool* flag, const Flag&, const std::string& value) {
@@ -1633,7 +1634,7 @@ static void take_aliases(Config* c) {
     if (large == 512 && !c->given("channel_mult")) take("large_size", "channel_mult", "1,1,2,2,4,4");
     if (small) take("small_size", "cond", text("lowres:%d", large / small));
     if (c->predict_xstart) take("predict_xstart", "predict", "x0");
-    if (c->given("use_fp16")) take("use_fp16", "precision", c->use_fp16 ? "bf16" : "fp32");
+    if (c->given("use_fp16")) take("use_fp16", "precision", precision_of_use_fp16(c->use_fp16));
     if (c->given("lr_anneal_steps")) take("lr_anneal_steps", "lr_schedule", steps ? "linear" : "constant");
     if (steps) take("lr_anneal_steps", "max_steps", std::to_string(steps));
     if (steps && !c->given("warmup_steps")) take("lr_anneal_steps", "warmup_steps", "0");
@@ -2354,7 +2355,8 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 //      the sums that the norm needs, and sets the number of their parts (a.out_stats.parts; see forward_layer). If
 //      the kind needs a setting, add a member to Layer. The functions can read it as they read a.layer->heads
 //   2. a line that adds such a layer to the list: add_layer(net, {.kind = &...}, ...) in a function like add_resblock
-//   3. its operation: a prototype in section 2, a kernel in Part II, loops in dev/reference.h
+//   3. its operation: a prototype in section 2, a kernel in Part II, loops in dev/reference.h. If its kernel needs a
+//      workspace, the function that says how large also needs a prototype, and returns 0 in section 15 (the CPU)
 //   4. muon_updates, if --optimizer muon should leave its weights to AdamW. It must, unless they are a matrix whose
 //      sides are multiples of 32
 //   5. if a flag chooses the kind: the flag's row, as the list for an objective describes it (section 8), and the same
@@ -6243,15 +6245,18 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
 //
 // Why do N ranks compute the same bits as one rank? Sums of floats depend on their order, so the results of a run on N
 // ranks could be rounded differently from those of a run on one rank. But they are rounded in the same way, because all
-// that is computed depends only on the batch and the microbatch, and not on which rank computes it. (So the runs must
-// have the same microbatch. Without --microbatch, the microbatch is a rank's share of the batch, which depends on N.)
+// that is computed depends only on the batch and the microbatch, and not on which rank computes it. So the runs must
+// have the same microbatch. Without --microbatch, the microbatch is a rank's share of the batch, which depends on N.
+// Then the runs do not compute the same bits.
 //
 // 1. The same draws. Noise, noise levels, flips, dropout, and the choice of a sample's image: each is a function of the
 //    seed, the step and the sample's index in the step. No draw depends on the rank that draws it, or on earlier draws.
 // 2. The same parts. A microbatch is the smallest unit of work. One rank computes it as a whole, by the same kernels on
-//    the same number of images. So its gradient is the same whichever rank computes it. The loss is divided by the size
-//    of the whole batch before the backward pass, and no later factor depends on N. (With --precision fp8, numbers are
-//    rounded with factors that are constants, or depend on the whole batch's size: choose_gradient_factor.)
+//    the same number of images. So its gradient is the same whichever rank computes it. (This is also true of the
+//    weight gradients that WeightGradients launches together: which ones they are depends on the network and the
+//    microbatch.) The loss is divided by the size of the whole batch before the backward pass, and no later factor
+//    depends on N. (With --precision fp8, numbers are rounded with factors that are constants, or depend on the whole
+//    batch's size: choose_gradient_factor.)
 // 3. The same order of the sum. Let g0, g1, g2, ... be the gradients of the step's microbatches, in the order of the
 //    samples. The step's gradient is ((g0 + g1) + g2) + ..., rounded to fp32 after each addition. A single rank
 //    computes the gradients one after the other, and adds each to the sum. With N ranks, rank r computes g(r),
@@ -8889,16 +8894,20 @@ static int act_vec() { return 16 / (int)act_bytes(); }
 
 INLINE uint4 load16(const void* p) { return *(const uint4*)p; }
 
+// How numbers of a type of elements become floats, and the reverse. All that a new type needs stands side by side, from
+// here to load_two. If a type lacks one of these functions, the program does not compile.
+//
 // Unpacks the two bf16 in v. A bf16 is the upper 16 bits of a float, so a shift or a mask is enough.
 INLINE float2 unpack_bf16(uint32_t v) {
     return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
 }
-INLINE void add_bf16(float* sum, uint32_t v) {
-    sum[0] += unpack_bf16(v).x;
-    sum[1] += unpack_bf16(v).y;
+// The reverse of unpack_bf16. Floats are rounded to the nearest bf16, ties to even.
+INLINE uint32_t pack_bf16(float low, float high) {
+    const __nv_bfloat162 r = __floats2bfloat162_rn(low, high);
+    return *(const uint32_t*)&r;
 }
-// Each type of elements has its own specialisation of unpack, pack, to_floats and from_floats. If a type lacks one of
-// them, the program does not compile.
+
+// unpack makes floats of a piece. pack is its reverse.
 template <class T> INLINE void unpack(float (&v)[VEC<T>], uint4 r) { static_assert(IS_MISSING<T>, "another type"); }
 template <> INLINE void unpack<float>(float (&v)[4], uint4 r) {
     v[0] = __uint_as_float(r.x);
@@ -8912,21 +8921,6 @@ template <> INLINE void unpack<bf16>(float (&v)[8], uint4 r) {
         v[2 * i] = unpack_bf16(pairs[i]).x;
         v[2 * i + 1] = unpack_bf16(pairs[i]).y;
     }
-}
-// Adds the values of a piece to sum.
-template <class T> INLINE void add_piece(float (&sum)[VEC<T>], uint4 piece) {
-    float v[VEC<T>];
-    unpack<T>(v, piece);
-    UNROLL_FOR (int i = 0; i < VEC<T>; i++) {
-        sum[i] += v[i];
-    }
-}
-
-// pack is the reverse of unpack: it packs floats into a piece. For bf16, floats are rounded to the nearest bf16, ties
-// to even.
-INLINE uint32_t pack_bf16(float low, float high) {
-    const __nv_bfloat162 r = __floats2bfloat162_rn(low, high);
-    return *(const uint32_t*)&r;
 }
 template <class T> INLINE uint4 pack(const float (&v)[VEC<T>]) { static_assert(IS_MISSING<T>, "another type"); }
 template <> INLINE uint4 pack<float>(const float (&v)[4]) {
@@ -8944,6 +8938,59 @@ template <> INLINE uint4 pack<bf16>(const float (&v)[8]) {
     r.z = pack_bf16(v[4], v[5]);
     r.w = pack_bf16(v[6], v[7]);
     return r;
+}
+
+// Four<T> is four elements as they lie in memory (8 or 16 bytes). It is used in loops over four channels at a time.
+// to_floats converts the elements to floats, and from_floats rounds floats to such elements.
+template <class T> struct FourOf;
+template <> struct FourOf<float> { typedef float4 Type; };
+template <> struct FourOf<bf16> { typedef uint2 Type; };
+template <class T> using Four = typename FourOf<T>::Type;
+
+template <class T> INLINE float4 to_floats(Four<T> v) { static_assert(IS_MISSING<T>, "another type"); }
+template <> INLINE float4 to_floats<float>(float4 v) { return v; }
+template <> INLINE float4 to_floats<bf16>(uint2 v) {
+    const float2 low = unpack_bf16(v.x);
+    const float2 high = unpack_bf16(v.y);
+    return make_float4(low.x, low.y, high.x, high.y);
+}
+template <class T> INLINE Four<T> from_floats(float4 v) { static_assert(IS_MISSING<T>, "another type"); }
+template <> INLINE float4 from_floats<float>(float4 v) { return v; }
+template <> INLINE uint2 from_floats<bf16>(float4 v) { return make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w)); }
+// Stores two neighbouring elements, rounded to the type of `to`.
+INLINE void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a, b); }
+INLINE void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
+// Loads two neighbouring elements.
+INLINE float2 load_two(const bf16* p) { return unpack_bf16(*(const uint32_t*)p); }
+INLINE float2 load_two(const float* p) { return *(const float2*)p; }
+template <class T> INLINE float4 load4(const T* p) { return to_floats<T>(*(const Four<T>*)p); }
+
+// Adds the two bf16 in v, or the values of a piece, to sum.
+INLINE void add_bf16(float* sum, uint32_t v) {
+    sum[0] += unpack_bf16(v).x;
+    sum[1] += unpack_bf16(v).y;
+}
+template <class T> INLINE void add_piece(float (&sum)[VEC<T>], uint4 piece) {
+    float v[VEC<T>];
+    unpack<T>(v, piece);
+    UNROLL_FOR (int i = 0; i < VEC<T>; i++) {
+        sum[i] += v[i];
+    }
+}
+
+INLINE float4 operator+(float4 a, float4 b) {
+    a.x += b.x;
+    a.y += b.y;
+    a.z += b.z;
+    a.w += b.w;
+    return a;
+}
+INLINE float4 operator*(float4 a, float4 b) {
+    a.x *= b.x;
+    a.y *= b.y;
+    a.z *= b.z;
+    a.w *= b.w;
+    return a;
 }
 
 // Converts 4 or 8 floats to FP8, and rounds them as fp8_bits (section 1, for the host) does. TO: FP8 (e4m3) or
@@ -8975,46 +9022,6 @@ template <Element TO = Element::FP8> INLINE uint2 scaled_to_fp8(const float (&v)
     UNROLL_FOR (int i = 0; i < 8; i++) scaled[i] = v[i] * factor;
     return pack_fp8<TO>(scaled);
 }
-
-INLINE float4 operator+(float4 a, float4 b) {
-    a.x += b.x;
-    a.y += b.y;
-    a.z += b.z;
-    a.w += b.w;
-    return a;
-}
-INLINE float4 operator*(float4 a, float4 b) {
-    a.x *= b.x;
-    a.y *= b.y;
-    a.z *= b.z;
-    a.w *= b.w;
-    return a;
-}
-
-// Four<T> is four elements as they lie in memory (8 or 16 bytes). It is used in loops over four channels at a time.
-// to_floats converts the elements to floats, and from_floats rounds floats to such elements.
-template <class T> struct FourOf;
-template <> struct FourOf<float> { typedef float4 Type; };
-template <> struct FourOf<bf16> { typedef uint2 Type; };
-template <class T> using Four = typename FourOf<T>::Type;
-
-template <class T> INLINE float4 to_floats(Four<T> v) { static_assert(IS_MISSING<T>, "another type"); }
-template <> INLINE float4 to_floats<float>(float4 v) { return v; }
-template <> INLINE float4 to_floats<bf16>(uint2 v) {
-    const float2 low = unpack_bf16(v.x);
-    const float2 high = unpack_bf16(v.y);
-    return make_float4(low.x, low.y, high.x, high.y);
-}
-template <class T> INLINE Four<T> from_floats(float4 v) { static_assert(IS_MISSING<T>, "another type"); }
-template <> INLINE float4 from_floats<float>(float4 v) { return v; }
-template <> INLINE uint2 from_floats<bf16>(float4 v) { return make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w)); }
-// Stores two neighbouring elements, rounded to the type of `to`.
-INLINE void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a, b); }
-INLINE void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
-// Loads two neighbouring elements.
-INLINE float2 load_two(const bf16* p) { return unpack_bf16(*(const uint32_t*)p); }
-INLINE float2 load_two(const float* p) { return *(const float2*)p; }
-template <class T> INLINE float4 load4(const T* p) { return to_floats<T>(*(const Four<T>*)p); }
 
 // Writes 8 or 16 bytes by one instruction. The compiler may split an ordinary store into two smaller ones. Then each of
 // the two would write only half of every 32-byte sector of memory that the warp's lanes write to, which takes longer.
@@ -17983,7 +17990,7 @@ template <bool BACKWARD> static void pick_conv_halo_fp32(const ConvCall& c) {
 }
 
 // Picks the tile of conv_gather, which computes all convolutions that no other kernel can compute. A tile has 64 or 128
-// pixels x 64 channels or, in bf16 only, 128 pixels x 128 channels.
+// pixels x 64 channels or, for elements of 2 bytes, 128 pixels x 128 channels.
 template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c) {
     const int HW = c.H * c.W;
     const int tiles_of_128 = c.B * ceil_div(HW, 128); // how many tiles of 128 pixels there are
@@ -17991,7 +17998,7 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
     //                pixels / 64, channels, channels of a warp, stages
     using Pixels64 = GatherTile<T, 1, 64, 32, 3>;
     using Pixels128 = GatherTile<T, 2, 64, 32, 3>;
-    if constexpr (std::is_same_v<T, bf16>) { // tiles of 128 x 128 read the fewest bytes
+    if constexpr (sizeof(T) == 2) { // tiles of 128 x 128 read the fewest bytes
         using Wide = GatherTile<T, 2, 128, 64, 2>;
         const int blocks_of_128 = ceil_div(c.Cout, 128);
         // at most a fifth of the tiles' channels lie beyond the last channel
