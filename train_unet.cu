@@ -6,141 +6,141 @@
 // Map (make map renews the line numbers)
 //    244  Part I. The program
 //    247     1. Types at the interface: what operations are called with
-//    764     2. The interface: all that the program asks of a device
-//   1136     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1237     4. Configuration: flags, presets, help, what can work and what cannot
-//   2015     5. The network: a list of layers, made of guided-diffusion's flags
-//   3013     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3023         FP8: its buffers, its factors, and weights in FP8
-//   3168         gradients, and buffers
-//   3433     7. Forward and backward: two walks over the list
-//   3569     8. Diffusion: noise schedules, objectives, samplers
-//   3872         the level of a training sample, drawn, and its share of the loss
-//   4349         samplers
-//   4918     9. Data: .bin files that may be larger than memory, the order of their images
-//   5483    10. Model files: weights and checkpoints, initial weights
-//   5847    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5866         the learning rate, the verdict on a step, averages of the weights
-//   5961         what a trainer holds
-//   6140         a step
-//   6503    12. A run: log, guard, checkpoints, resume, samples
-//   6529         the log in memory, as the page shows it
-//   6642         what a run holds
-//   6721         the log and the status line
-//   6912         checkpoints, snapshots and grids
-//   7180         the start of a run: new, from a file's weights, or resumed
-//   7421         how a run begins and ends
-//   7570         the loop over the steps
-//   7670         train: a whole run, from the first check to the exit code
-//   7720         samples, without a run
-//   7885    13. main: the command line, then a run or samples
-//   8214         what ranks must have in common
-//   8288         main
-//   8474  Part II. The device
-//   8477    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8561    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8631    16. The GPU: what all kernels share
-//   8700         Launches, which may overlap
-//   8746         Decisions: what kernels are chosen with
-//   8798         Single instructions: shared memory, mbarriers, clusters
-//   8887         Activations: pieces of 16 bytes
-//   9226         each_kernel: a thread for an element
-//   9240         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9408         Swizzle: how rows lie in shared memory
-//   9427         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9686         building blocks of Hopper's kernels (sm_90a)
-//   9995    17. Small operations: resampling, embeddings, diffusion
-//   9998         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10204         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10567         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11120    18. Group norm
-//  11123         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11697         groupnorm_backward_whole: an image's slab in shared memory
-//  12101    19. Attention
-//  12208         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12767         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12915         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13615    20. Convolution
-//  13661         ConvOut: results, 4 channels of a pixel at a time
-//  13908         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13976         conv_halo: 3x3, stride 1, any GPU
-//  14398         conv_gather: any kernel size and stride, any GPU
-//  14668         conv_few: the first and the last layer
-//  14850         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15451         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15577         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16066         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16524         conv_weight_tma: weight gradients (sm_90a)
-//  16828         FP8 in training: weights and gradients are rounded
-//  16943    21. The optimiser
-//  16946         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17207         muon: directions for matrices of weights
-//  17637    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17640         groupnorm_backward
-//  17808         attention: forward and, where a has dout, backward
-//  17872         convolution: forward and input gradient
-//  18383         convolution: weight gradients
-//  18740    23. The GPU: memory, copies, repeated work
-//  18970    24. Between ranks: from device to device
+//    765     2. The interface: all that the program asks of a device
+//   1137     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1238     4. Configuration: flags, presets, help, what can work and what cannot
+//   2019     5. The network: a list of layers, made of guided-diffusion's flags
+//   3017     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3027         FP8: its buffers, its factors, and weights in FP8
+//   3172         gradients, and buffers
+//   3437     7. Forward and backward: two walks over the list
+//   3573     8. Diffusion: noise schedules, objectives, samplers
+//   3876         the level of a training sample, drawn, and its share of the loss
+//   4353         samplers
+//   4928     9. Data: .bin files that may be larger than memory, the order of their images
+//   5493    10. Model files: weights and checkpoints, initial weights
+//   5857    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5876         the learning rate, the verdict on a step, averages of the weights
+//   5971         what a trainer holds
+//   6150         a step
+//   6513    12. A run: log, guard, checkpoints, resume, samples
+//   6539         the log in memory, as the page shows it
+//   6652         what a run holds
+//   6731         the log and the status line
+//   6922         checkpoints, snapshots and grids
+//   7190         the start of a run: new, from a file's weights, or resumed
+//   7431         how a run begins and ends
+//   7580         the loop over the steps
+//   7680         train: a whole run, from the first check to the exit code
+//   7730         samples, without a run
+//   7895    13. main: the command line, then a run or samples
+//   8224         what ranks must have in common
+//   8298         main
+//   8484  Part II. The device
+//   8487    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8571    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8641    16. The GPU: what all kernels share
+//   8710         Launches, which may overlap
+//   8756         Decisions: what kernels are chosen with
+//   8808         Single instructions: shared memory, mbarriers, clusters
+//   8897         Activations: pieces of 16 bytes
+//   9236         each_kernel: a thread for an element
+//   9250         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9418         Swizzle: how rows lie in shared memory
+//   9437         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9696         building blocks of Hopper's kernels (sm_90a)
+//  10005    17. Small operations: resampling, embeddings, diffusion
+//  10008         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10214         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10577         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11130    18. Group norm
+//  11133         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11707         groupnorm_backward_whole: an image's slab in shared memory
+//  12111    19. Attention
+//  12218         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12777         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12925         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13625    20. Convolution
+//  13671         ConvOut: results, 4 channels of a pixel at a time
+//  13918         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13986         conv_halo: 3x3, stride 1, any GPU
+//  14408         conv_gather: any kernel size and stride, any GPU
+//  14678         conv_few: the first and the last layer
+//  14860         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15461         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15587         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16076         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16534         conv_weight_tma: weight gradients (sm_90a)
+//  16838         FP8 in training: weights and gradients are rounded
+//  16953    21. The optimiser
+//  16956         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17217         muon: directions for matrices of weights
+//  17647    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17650         groupnorm_backward
+//  17818         attention: forward and, where a has dout, backward
+//  17882         convolution: forward and input gradient
+//  18393         convolution: weight gradients
+//  18750    23. The GPU: memory, copies, repeated work
+//  18980    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8470, run_program 8406, train 7676, run_step 7621, train_step 6430, load_batch 5436 (read_image 5007),
-//     send 18941 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18872):
-//     step_gradients 6282: draw_levels 10585 (the formulas: draw_level 3942), forward_and_loss 6203, q_sample_forward
-//     10799, unet_forward 3463, forward_layer 3448 (a function of the layer's kind, such as forward_conv 2475),
-//     loss_forward_backward 10917, unet_backward 3537, which calls such a function as backward_conv 2486 of each layer
-//     (input gradients: conv_backward_input 18348) and, by launch_waiting 3499 on the side stream,
-//     conv_backward_weights 18733; finish_gradients 12046 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 16998;
-//     judge_step 17046 (the verdict: judge_batch 5934), update_slice 6393, adamw_update 17178 (adamw_kernel 17123),
-//     next_step 17052, record_step 17058; later collect_steps 7574
-//   --optimizer muon: muon_updates 6046 says which weights; update_slice 6393, update_by_muon 6384 (with the formulas),
-//     muon_momentum 17249, orthogonalise 17614 (with muon_kernel above it), adamw_kernel 17123 (its `move`)
-//   pictures, from noise: sample_batch 4833, plan_route 4587, device_step 4635, euler_step 4380 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18233 draws all of its roads):
-//     forward_conv 2475; conv_forward 18271, with conv_product above it, which asks conv_is_wgmma 17880;
-//     on Hopper, large images: pick_conv_tiles_3x3 18180; conv_tiles 16051, with conv_tiles_kernel above it;
-//     Accumulators 9911 (its function multiply); Wgmma 9494;
-//     on Hopper, small images: pick_conv_small 18033; conv_small 16510, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9494;
-//     on any other GPU pick_conv_halo_bf16 17947; conv_halo 14385, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9293
-//   why several GPUs compute the bits of one: step_gradients 6282
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 421, Silu 8524, with_nonlinearity 8534 (a case);
-//     BEHIND_NORMS, above add_norm 2703, chooses it. The embedding has SiLU as a layer: silu_forward 10485
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3799
+//     main 8480, run_program 8416, train 7686, run_step 7631, train_step 6440, load_batch 5446 (read_image 5017),
+//     send 18951 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18882):
+//     step_gradients 6292: draw_levels 10595 (the formulas: draw_level 3946), forward_and_loss 6213, q_sample_forward
+//     10809, unet_forward 3467, forward_layer 3452 (a function of the layer's kind, such as forward_conv 2479),
+//     loss_forward_backward 10927, unet_backward 3541, which calls such a function as backward_conv 2490 of each layer
+//     (input gradients: conv_backward_input 18358) and, by launch_waiting 3503 on the side stream,
+//     conv_backward_weights 18743; finish_gradients 12056 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17008;
+//     judge_step 17056 (the verdict: judge_batch 5944), update_slice 6403, adamw_update 17188 (adamw_kernel 17133),
+//     next_step 17062, record_step 17068; later collect_steps 7584
+//   --optimizer muon: muon_updates 6056 says which weights; update_slice 6403, update_by_muon 6394 (with the formulas),
+//     muon_momentum 17259, orthogonalise 17624 (with muon_kernel above it), adamw_kernel 17133 (its `move`)
+//   pictures, from noise: sample_batch 4840, plan_route 4591, device_step 4639, euler_step 4384 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 18243 draws all of its roads):
+//     forward_conv 2479; conv_forward 18281, with conv_product above it, which asks conv_is_wgmma 17890;
+//     on Hopper, large images: pick_conv_tiles_3x3 18190; conv_tiles 16061, with conv_tiles_kernel above it;
+//     Accumulators 9921 (its function multiply); Wgmma 9504;
+//     on Hopper, small images: pick_conv_small 18043; conv_small 16520, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9504;
+//     on any other GPU pick_conv_halo_bf16 17957; conv_halo 14395, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9303
+//   why several GPUs compute the bits of one: step_gradients 6292
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 421, Silu 8534, with_nonlinearity 8544 (a case);
+//     BEHIND_NORMS, above add_norm 2707, chooses it. The embedding has SiLU as a layer: silu_forward 10495
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3803
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 540, and beside each other edm_question
-//     3635, ask 3670, frame_of 3683, sigma_draws 3690, has_steps_of_t 3697; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2367; an example is forward_linear 2395
-//     with what follows it; a function such as add_resblock 2755 puts the layer into the network; its operation
+//     3639, ask 3674, frame_of 3687, sigma_draws 3694, has_steps_of_t 3701; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2371; an example is forward_linear 2399
+//     with what follows it; a function such as add_resblock 2759 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
-//   to add an element type beside bf16: Element 315, with a list of all places above it: element_named 1392,
-//     forward_and_loss 6203, ElementOf 8495, with_act 8762 (act_has_wgmma below it), unpack_bf16 8901 and all below it
-//     to load_two 8965, mma 9293, tma_type 9640, adamw_kernel 17123 (adamw_update below it), conv_product 18233
-//   the settings, to their values: parse_command_line 1584, take_aliases 1612, complete_config 8386
-//     (apply_preset 1501, take_model_file 8048, take_ect_defaults 8078), take_data_shape 8125 (take_labels 8106),
-//     check_model 1861, check_run 1999
-//   FP8 (--precision fp8): choose_fp8 2952 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3027 and plan_fp8_gradients 3046 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3091 for samples, make_fp8_training 3134 for training; add_fp8_args 2239
-//     hands them to the layers. forward_conv 2475 and backward_conv 2486 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18333 makes an input gradient a forward convolution; conv_product_fp8 18264 picks the
-//     kernel, multiply_fp8 9945 and WgmmaFp8 9530 multiply; print_fp8 7366 says whether it pays
+//   to add an element type beside bf16: Element 315, with a list of all places above it: element_named 1393,
+//     forward_and_loss 6213, ElementOf 8505, with_act 8772 (act_has_wgmma below it), unpack_bf16 8911 and all below it
+//     to load_two 8975, mma 9303, tma_type 9650, adamw_kernel 17133 (adamw_update below it), conv_product 18243
+//   the settings, to their values: parse_command_line 1586, take_aliases 1614, complete_config 8396
+//     (apply_preset 1503, take_model_file 8058, take_ect_defaults 8088), take_data_shape 8135 (take_labels 8116),
+//     check_model 1863, check_run 2003
+//   FP8 (--precision fp8): choose_fp8 2956 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3031 and plan_fp8_gradients 3050 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3095 for samples, make_fp8_training 3138 for training; add_fp8_args 2243
+//     hands them to the layers. forward_conv 2479 and backward_conv 2490 choose between bf16 and FP8;
+//     conv_backward_input_fp8 18343 makes an input gradient a forward convolution; conv_product_fp8 18274 picks the
+//     kernel, multiply_fp8 9955 and WgmmaFp8 9540 multiply; print_fp8 7376 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
-//     die, refuse or must (host/files.h), of wrong 1468 (a flag's value), or of a function beside it whose name ends in
+//     die, refuse or must (host/files.h), of wrong 1469 (a flag's value), or of a function beside it whose name ends in
 //     _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 6930. Its
-//     reasons are found in judge_batch 5934, by healthy and suspicious above it. For a damaged header they stand in
-//     check_field 5656 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
-//     5055, for a checkpoint's counters in check_resume 8182. unknown_word 1378 prints the message for a word of a flag
-//     that some place does not know. Such a place calls it itself or through meaning 1384.
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 6940. Its
+//     reasons are found in judge_batch 5944, by healthy and suspicious above it. For a damaged header they stand in
+//     check_field 5666 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
+//     5065, for a checkpoint's counters in check_resume 8192. unknown_word 1379 prints the message for a word of a flag
+//     that some place does not know. Such a place calls it itself or through meaning 1385.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7168 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 6956 that a file could not be written yet.
-//     stop_run 6930 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7178 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 6966 that a file could not be written yet.
+//     stop_run 6940 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -596,7 +596,8 @@ struct Objective {
 // With range > 0 the network has learned sigma: sigma = exp(log_sigma + range (v + 1) / 2), where v is the second half
 // of the channels of the network's answer.
 struct SamplerStep {
-    float t; // what the network is told
+    float t;        // what the network is told
+    float guidance; // see Denoising; 1: this step is not guided
     float x0_x, x0_out;
     float next_x, next_x0, next_m;
     float m_x, m_x0;
@@ -608,12 +609,12 @@ struct SamplerStep {
 // With guidance, the second half of the batch is a copy of the first half. For the copies the network is not told the
 // class, the numbers (--cond_dim) or the picture, if training has also left these out sometimes. Its answers for
 // them are called `unconditional`, and its answers for the first half are called `out`. The sampler uses the answer
-// unconditional + guidance * (out - unconditional).
+// unconditional + guidance * (out - unconditional), where guidance is the step's (SamplerStep). In a step whose guidance
+// is 1, the network computes only the first half.
 // If limit is true, x0 is limited to [-s, s] and divided by s. With rank < 0, s is 1. With rank >= 0, s is the rank-th
 // smallest |x0| of the image (counted from 0), or 1 if that |x0| is smaller than 1.
 struct Denoising {
     bool limit, guided;
-    float guidance;
     int rank;
     float* threshold; // device: (B), memory for s of each image
     float* m;         // device: (B, HW, C), what the sampler remembers
@@ -1480,6 +1481,7 @@ static std::set<std::string> left_out_of_preset(const Config& c) {
     // The preset's churn and guidance suit the preset's sampler. With --start_from or --inpaint (changes_images),
     // S_churn is not allowed (check_model).
     if (c.given("sampler") || c.changes_images()) names.insert({"S_churn", "guidance_scale"});
+    if (c.given("guidance_scale")) names.insert({"guidance_min", "guidance_max"}); // they suit the preset's scale
     if (c.given("class_cond") && !c.class_cond) names.insert({"class_dropout", "guidance_scale"});
     if (c.given("class_dropout") && !c.class_dropout) names.insert("guidance_scale");
     return names;
@@ -1913,6 +1915,8 @@ static std::string check_model(Config* c) {
     }
     note_unless(!c->guided() || c->can_be_guided(), "guidance_scale",
                 "needs a model of --class_cond True (or --cond_dim) and --class_dropout 0.1, or of --cond_dropout 0.1");
+    note_unless(c->guidance_min <= c->guidance_max, "guidance_min",
+                text("must not be above --guidance_max %g", c->guidance_max));
     note_unless(c->sigma_min < c->sigma_max, "sigma_min", text("must be below --sigma_max %g", c->sigma_max));
     note_unless(c->sampler != "consistency" || c->mid_t < c->sigma_max, "mid_t",
                 text("must be below --sigma_max %g", c->sigma_max));
@@ -4638,8 +4642,12 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
     const bool keeps_known = move.known_until >= 0;
     const double end = keeps_known ? move.known_until : then; // the sigma of x'
     const double next = signal_at(end);
+    // Guidance in a limited interval (Kynkaanniemi et al. 2024): where the noise is strong it takes variety from the
+    // images, and where there is little noise it does nothing.
+    const bool is_guided = move.sigma >= c.guidance_min && move.sigma <= c.guidance_max;
     SamplerStep step{};
     step.t = level.t;
+    step.guidance = is_guided ? c.guidance_scale : 1;
     step.x0_x = level.x0_x;
     step.x0_out = level.x0_out;
     // The coefficients of u' and m'. They follow from the formulas of a Move, because x = u / signal, and because
@@ -4746,7 +4754,6 @@ static Sampler make_sampler(const Config& c, int B) {
     for (const SamplerStep& step : s.plan.steps) remembers = remembers || step.m_x != 0 || step.m_x0 != 0;
     s.denoising.limit = c.clip_denoised || rank >= 0;
     s.denoising.guided = c.guided();
-    s.denoising.guidance = c.guidance_scale;
     s.denoising.rank = rank;
     s.denoising.threshold = device_alloc<float>(B);
     s.denoising.m = remembers ? device_alloc<float>(B * n) : nullptr;
@@ -4856,14 +4863,17 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
         if (s->plan.churn > 0) draw_normals(images, B, n, key(RANDOM_SAMPLE_START, s->one), s->plan.churn, true);
     }
 
-    // The steps. The device counts them in s->k, so that one recorded graph can be repeated for all steps.
+    // The steps. The device counts them in s->k, so that a recorded graph can be repeated: one graph for all steps that
+    // are guided, and one for all others.
     copy_to_device(s->k, &s->plan.begin, sizeof(int64_t));
-    Graph graph;
+    Graph graphs[2];
     const int64_t steps = (int64_t)s->plan.steps.size() - s->plan.begin;
     for (int64_t k = 0; k < steps; k++) {
-        replay(&graph, [&] {
-            sampler_timesteps(s->t, s->steps, s->k, B * copies);
-            unet_forward(net, weights, Dropout{}, B * copies);
+        const bool is_guided = s->plan.steps[s->plan.begin + k].guidance != 1;
+        replay(&graphs[is_guided], [&] {
+            const int answers = is_guided ? 2 * B : B;
+            sampler_timesteps(s->t, s->steps, s->k, answers);
+            unet_forward(net, weights, Dropout{}, answers);
             const RandomKey noise = key(RANDOM_SAMPLE_NOISE, s->k);
             sampler_step(x, out, s->steps, s->denoising, noise, B, HW, c.in_channels, c.out_channels());
             const RandomKey known_noise = key(RANDOM_KNOWN_NOISE, s->k);
@@ -4877,7 +4887,7 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
         if (waits) copy_to_host(&reached, s->k, sizeof reached);
         tell(B * (k + 1.0) / (double)steps);
     }
-    free_graph(&graph);
+    for (Graph& graph : graphs) free_graph(&graph);
 }
 
 // Samples n images. Rank 0 returns them (n, H, W, C); most of their values lie between -1 and 1. Ranks take batches in
@@ -10977,7 +10987,7 @@ static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t*
 }
 
 // What a sampler's step reads. x is (B, HW, C), with n elements for each image. out is the network's answer, whose
-// pixels have Cout channels. With guidance, the second half of out's batch holds the answers without the condition.
+// pixels have Cout channels. In a guided step, the second half of out's batch holds the answers without the condition.
 struct SamplerView {
     const float *x, *out;
     int B, n, C, Cout;
@@ -10988,12 +10998,12 @@ struct SamplerView {
         return ((size_t)b * (n / C) + p) * Cout + e - p * C;
     }
     // Returns the x0 that follows from the network's answer: x0_x x + x0_out answer.
-    INLINE float predicted_x0(const SamplerStep& s, const Denoising& d, int b, int e) const {
+    INLINE float predicted_x0(const SamplerStep& s, int b, int e) const {
         const size_t i = place(b, e);
         float answer = out[i];
-        if (d.guided) {
+        if (s.guidance != 1) {
             const float unconditional = out[i + (size_t)B * (n / C) * Cout];
-            answer = unconditional + d.guidance * (answer - unconditional);
+            answer = unconditional + s.guidance * (answer - unconditional);
         }
         return s.x0_x * x[(size_t)b * n + e] + s.x0_out * answer;
     }
@@ -11021,7 +11031,7 @@ static __global__ void __launch_bounds__(1024)
         __syncthreads();
         const uint32_t known = found;
         for (int e = threadIdx.x; e < n; e += 1024) {
-            const float x0 = view.predicted_x0(s, d, blockIdx.x, e);
+            const float x0 = view.predicted_x0(s, blockIdx.x, e);
             const uint32_t bits = __float_as_uint(fabsf(x0));
             if (shift == 24 || bits >> (shift + 8) == known) atomicAdd(&count[bits >> shift & 255], 1);
         }
@@ -11069,7 +11079,7 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
         for (int k = 0; k < 4 && e + k < n; k++) {
             const size_t i = (size_t)b * n + e + k;
             const float v = x[i];
-            float x0 = view.predicted_x0(s, d, b, e + k);
+            float x0 = view.predicted_x0(s, b, e + k);
             if (d.limit) x0 = limited(x0, limit);
             float sigma = s.sigma;
             // If sigma is learned, the second half of the answer's channels tells where log(sigma) lies: -1 stands for

@@ -429,7 +429,7 @@ class Denoiser:
         self.asked += 1
         self.fraction = (out[:, C:] + 1) / 2  # of the way from the smaller variance to the larger, where that is learned
         out = out[:, :C]
-        if config.guidance_scale != 1:  # Ho & Salimans 2022
+        if config.guidance_scale != 1 and config.guidance_min <= sigma <= config.guidance_max:  # Ho & Salimans 2022; Kynkaanniemi et al. 2024
             labels, conditions = self.without_condition()
             without = self.model(shown, t, labels, **conditions)[:, :C]
             out = without + config.guidance_scale * (out - without)

@@ -164,6 +164,7 @@ def check_sampling(config: Config) -> None:
     check(config, ok, "classes", f"must be some of the classes 0 to {config.num_classes - 1}")
     wanted = "needs a model that was trained with --class_cond True (or --cond_dim) and a --class_dropout, such as 0.1, or with a --cond_dropout"
     check(config, config.guidance_scale == 1 or config.can_be_guided, "guidance_scale", wanted)
+    check(config, config.guidance_min <= config.guidance_max, "guidance_min", f"must not be above --guidance_max {config.guidance_max:g}")
     if config.values or (config.sample > 0 and config.cond_dim > 0):
         value_rows(config)
     check(config, config.sigma_min < config.sigma_max, "sigma_min", f"must be below --sigma_max {config.sigma_max:g}")
@@ -311,6 +312,8 @@ def left_out_of_preset(flags: dict[str, Any]) -> set[str]:
         names.add("min_snr_gamma")
     if "sampler" in flags or flags.get("start_from") or flags.get("inpaint"):
         names |= {"S_churn", "guidance_scale"}  # they suit the preset's sampler
+    if "guidance_scale" in flags:
+        names |= {"guidance_min", "guidance_max"}  # they suit the preset's scale
     if flags.get("class_cond") is False:
         names |= {"class_dropout", "guidance_scale"}
     if flags.get("class_dropout") == 0:

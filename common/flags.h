@@ -128,6 +128,8 @@ FLAG(string, values, "",
      "those of the data)");
 FLAG(float, guidance_scale, 1,
      "1: the condition alone; above: away from no condition; needs --class_dropout or --cond_dropout", 0, 1000);
+FLAG(float, guidance_min, 0, "the lowest sigma at which guidance_scale acts (elsewhere it is 1)", 0, 1e9);
+FLAG(float, guidance_max, 1e9, "the highest", 0, 1e9);
 FLAG(int64_t, noise_seed, -1, "of the sampler's noise; -1: seed", -1, 9e15);
 
 HEADING(training, "Training");
@@ -185,22 +187,27 @@ PRESETS_SHARE(ADM,
               "--num_channels 256 --num_res_blocks 2 --attention_resolutions 32,16,8 "
               "--use_new_attention_order False --learn_sigma True --noise_schedule linear",
               LARGE);
+// How classes are learned, and how pictures are guided by them. Guidance acts where sigma is between 0.2 and 2. With a
+// weaker guidance at every sigma, pictures are as good to look at, but take longer, and are less like the data as a whole
+// (docs/LEARNT.md, "Guidance in an interval of sigma").
 // Without --preset, these flags are set before those of the preset. If the user's images have labels, the model learns
-// them as classes, and its pictures are guided by them. (If they have none, these flags do nothing: see take_labels.)
-PRESETS_SHARE(OF_LABELS, "--class_cond True --class_dropout 0.1 --guidance_scale 1.5");
+// them as classes. (If they have none, these flags do nothing: see take_labels.)
+PRESETS_SHARE(OF_LABELS,
+              "--class_cond True --class_dropout 0.1 --guidance_scale 2 --guidance_min 0.2 --guidance_max 2");
 // What ./train_unet alone does, on a CPU and on a GPU: chosen by the pictures that a minute gives (docs/LEARNT.md,
 // "Recipes"). A network that sees squares of 2x2 pixels is four times as fast; one that predicts x_0, not noise,
 // leaves no grain in them. Their optimiser is Muon, with which a step does about as much as two with AdamW. quick32
 // also learns the classes: guided by them, twice as many pictures are good. (If quick32 is used without --preset and
 // the data has no labels, the model learns no classes.) quick32's learning rate stays constant, and the average of its
 // weights reaches back over a third of the run: 1 / (1 - 0.993) is 143 steps.
-PRESET(quick32, "--image_size 32 --in_channels 1 --patch_size 2 --num_channels 64 --channel_mult 1,1 "
-                "--num_res_blocks 1 --attention_resolutions 8 --num_head_channels 32 --conv_resample False "
-                "--use_scale_shift_norm True --class_cond True --class_dropout 0.1 --guidance_scale 2 "
-                "--noise_schedule cosine --predict x0 --min_snr_gamma 5 --sampler heun "
-                "--S_churn 20 --timestep_respacing 50 --batch_size 64 --optimizer muon --lr 4e-3 --warmup_steps 50 "
-                "--lr_schedule constant --adam_beta2 0.99 --max_steps 400 --ema_rate 0.993 "
-                "--data_file data/fashion32.bin --save_interval 200 --sample_interval 200");
+PRESET(quick32,
+       "--image_size 32 --in_channels 1 --patch_size 2 --num_channels 64 --channel_mult 1,1 "
+       "--num_res_blocks 1 --attention_resolutions 8 --num_head_channels 32 --conv_resample False "
+       "--use_scale_shift_norm True --class_cond True --class_dropout 0.1 --guidance_scale 2 "
+       "--guidance_min 0.2 --guidance_max 5 --noise_schedule cosine --predict x0 --min_snr_gamma 5 --sampler heun "
+       "--S_churn 20 --timestep_respacing 50 --batch_size 64 --optimizer muon --lr 4e-3 --warmup_steps 50 "
+       "--lr_schedule constant --adam_beta2 0.99 --max_steps 400 --ema_rate 0.993 "
+       "--data_file data/fashion32.bin --save_interval 200 --sample_interval 200");
 // What a GPU does is in two presets. They share the way of training and sampling, and most of the network.
 PRESETS_SHARE(QUICK, "--channel_mult 1,2,2 --num_res_blocks 1 --attention_resolutions 16,8 --num_head_channels 32 "
                      "--conv_resample False --use_scale_shift_norm True --noise_schedule cosine --predict x0 "
@@ -213,11 +220,12 @@ PRESET(quick64,
        QUICK);
 // For the user's own images of 32x32 pixels. The network sees each pixel, not squares of pixels, and learns the
 // classes. (If photos32 is used without --preset and the data has no labels, it learns no classes.)
-PRESET(photos32,
-       "--image_size 32 --num_channels 96 --class_cond True --class_dropout 0.1 --guidance_scale 1.5 "
-       "--min_snr_gamma 5 --batch_size 256 --lr 1.4e-3 --max_steps 6000 --data_file data/cifar10.bin "
-       "--sample_interval 2000 --save_interval 2000",
-       QUICK);
+PRESET(
+    photos32,
+    "--image_size 32 --num_channels 96 --class_cond True --class_dropout 0.1 --guidance_scale 2 "
+    "--guidance_min 0.2 --guidance_max 2 --min_snr_gamma 5 --batch_size 256 --lr 1.4e-3 --max_steps 6000 --data_file data/cifar10.bin "
+    "--sample_interval 2000 --save_interval 2000",
+    QUICK);
 // clothing in a few minutes on two CPU cores
 PRESET(fashion32, "--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 "
                   "--attention_resolutions 8 --num_head_channels 32 --noise_schedule cosine --eta 1 --batch_size 16 "

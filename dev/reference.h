@@ -1659,18 +1659,18 @@ static inline void sampler_timesteps(float* t, const SamplerStep* steps, const i
 }
 
 // x0 (n): the image that the network's answer for sample b means. x is the sample's input (n = HW * C); out is of the
-// whole batch, ((guided ? 2 : 1) B, HW, Cout). With guidance its second half has the answers without a class, and the
+// whole batch, (B or 2 B, HW, Cout). In a guided step its second half has the answers without a class, and the
 // difference of the two is exaggerated (Ho & Salimans 2022).
-static inline std::vector<float> predicted_x0(const float* x, const float* out,         // see above
-                                              const SamplerStep& s, const Denoising& d, //
+static inline std::vector<float> predicted_x0(const float* x, const float* out, const SamplerStep& s, //
                                               int b, int B, int HW, int C, int Cout) {
+    const bool guided = s.guidance != 1;
     std::vector<float> x0(HW * C);
     for (int p = 0; p < HW; p++) {
         const float* o_row = row_of(out, (size_t)b * HW + p, Cout);
-        const float* unguided_row = d.guided ? row_of(o_row, (size_t)B * HW, Cout) : nullptr;
+        const float* unguided_row = guided ? row_of(o_row, (size_t)B * HW, Cout) : nullptr;
         for (int c = 0; c < C; c++) {
             float answer = o_row[c];
-            if (d.guided) answer = unguided_row[c] + d.guidance * (answer - unguided_row[c]);
+            if (guided) answer = unguided_row[c] + s.guidance * (answer - unguided_row[c]);
             const int i = p * C + c;
             x0[i] = s.x0_x * x[i] + s.x0_out * answer;
         }
@@ -1727,7 +1727,7 @@ static inline void sampler_step(float* x, const float* out, // as above; (B or 2
     for (int b = 0; b < B; b++) {
         float* sample = row_of(x, b, n);
         float* memory = d.m ? row_of(d.m, b, n) : nullptr; // what a multistep sampler keeps of the step before
-        std::vector<float> x0 = predicted_x0(sample, out, s, d, b, B, HW, C, Cout);
+        std::vector<float> x0 = predicted_x0(sample, out, s, b, B, HW, C, Cout);
         const float limit = x0_limit(x0, d.rank);
         for (int e = 0; e < n; e++) {
             // x' and m', as struct SamplerStep has them

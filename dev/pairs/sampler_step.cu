@@ -34,7 +34,7 @@ static void check_steps(Arrays& io, const Config& config, const SamplerPlan& pla
     const std::vector<SamplerStep>& steps = plan.steps;
     const bool clip = io.integer("clip") != 0;
     const int rank = (int)io.integer("rank");
-    const Denoising denoising{clip || rank >= 0, false, 1, rank, io.memory.poisoned<float>(B), nullptr};
+    const Denoising denoising{clip || rank >= 0, false, rank, io.memory.poisoned<float>(B), nullptr};
     if ((int)steps.size() != K) die("%zu steps, expected %d", steps.size(), K);
 
     const int64_t zero = 0, sample0 = io.integer("sample0");
@@ -96,7 +96,7 @@ static void check_mixture(Arrays& io, const Config& config, const SamplerPlan& p
     const SamplerStep* steps = io.memory.upload(plan.steps.data(), plan.steps.size());
     float *x = io.output<float>("samples", {B, n}), *noise = io.output<float>("noise", {B, n}),
           *t = io.memory.poisoned<float>(B);
-    const Denoising denoising{false, false, 1, -1, nullptr, io.memory.poisoned<float>((size_t)B * n)};
+    const Denoising denoising{false, false, -1, nullptr, io.memory.poisoned<float>((size_t)B * n)};
     const RandomKey start{seed, RANDOM_SAMPLE_START, device_zero, 0}, churn{seed, RANDOM_SAMPLE_START, device_one, 0};
     draw_normals(noise, B, n, start);
     draw_normals(x, B, n, start, plan.start);
@@ -176,7 +176,7 @@ static void bench() {
         const std::string shape = text("B=%d HW=%d C=%d", B, HW, C);
         bench_row(shape, "step.v0", work, a, [&](int k) { ddpm_step_v0(x[k], out[k], 0.5, 0.6, true, z, n); });
         bench_row(shape, "step", work, a, [&](int k) {
-            sampler_step(x[k], out[k], device_steps, Denoising{true, false, 1, -1, nullptr, nullptr},
+            sampler_step(x[k], out[k], device_steps, Denoising{true, false, -1, nullptr, nullptr},
                          RandomKey{0, RANDOM_SAMPLE_NOISE, step, 0}, B, HW, C, C);
         });
     }

@@ -58,7 +58,7 @@ FLAGS = """image_size in_channels patch_size num_channels num_res_blocks channel
     log_interval sample output use_ema preset class_dropout rescale_timesteps objective predict predict_xstart min_snr_gamma vlb_weight
     rescale_learned_sigmas use_kl sigma_small sigma_data P_mean P_std ect_frame ect_q
     ect_k ect_b ect_d ect_c ect_weight mid_t sigma_min sigma_max rho S_churn S_min S_max S_noise dynamic_threshold
-    classes guidance_scale noise_seed use_checkpoint use_fp16 device lr_anneal_steps schedule_sampler fp16_scale_growth""".split()
+    classes guidance_scale guidance_min guidance_max noise_seed use_checkpoint use_fp16 device lr_anneal_steps schedule_sampler fp16_scale_growth""".split()
 
 
 def test_help_lists_every_flag(run: Callable) -> None:
@@ -214,13 +214,13 @@ def test_the_preset_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # labels, count, flags; class_cond, class_dropout, guidance_scale, min_snr_gamma
 BY_IMAGES = {
-    ("labels", 4, ""): (True, 0.1, 1.5, 0.5),
+    ("labels", 4, ""): (True, 0.1, 2.0, 0.5),
     ("", 4, ""): (False, 0.0, 1.0, 0.5),
     ("", MANY_IMAGES, ""): (False, 0.0, 1.0, 5.0),
-    ("labels", MANY_IMAGES - 1, ""): (True, 0.1, 1.5, 0.5),
+    ("labels", MANY_IMAGES - 1, ""): (True, 0.1, 2.0, 0.5),
     ("labels", 4, "--class_cond False"): (False, 0.0, 1.0, 0.5),
     ("labels", 4, "--class_dropout 0 --min_snr_gamma 2"): (True, 0.0, 1.0, 2.0),
-    ("labels", MANY_IMAGES, "--objective flow"): (True, 0.1, 1.5, 0.0),
+    ("labels", MANY_IMAGES, "--objective flow"): (True, 0.1, 2.0, 0.0),
     ("labels", MANY_IMAGES, "--preset emoji64"): (False, 0.0, 1.0, 0.5),
 }
 
@@ -308,13 +308,19 @@ def test_a_preset_with_classes(
     # Without a word about guidance, samples are guided if the model can be; a consistency model never is. (In the third step the classes first matter:
     # the first step changes the last convolution alone, and the second one those that end the blocks. Both begin with zeros.)
     guided = class_dropout > 0 and "ect" not in given
-    sample = ["--preset", "quick32", "--sample", 1, "--init", f"out/{model_name(3)}", "--use_ema", "False", "--timestep_respacing", 2]
+    # Of three steps, only the second one begins at a sigma where the preset guides: at 2.5. A --guidance_scale of one's own acts in all of them.
+    sample = ["--preset", "quick32", "--sample", 1, "--init", f"out/{model_name(3)}", "--use_ema", "False", "--timestep_respacing", 3]
     run([*sample, "--output", "s.bin"])
     run([*sample, "--output", "one.bin", "--guidance_scale", 1])
     assert np.array_equal(read_samples(tmp_path / "s.bin"), read_samples(tmp_path / "one.bin")) == (not guided)
     if guided:
-        run([*sample, "--output", "two.bin", "--guidance_scale", 2])
+        run([*sample, "--output", "two.bin", "--guidance_scale", 2, "--guidance_min", 0.2, "--guidance_max", 5])
+        run([*sample, "--output", "anywhere.bin", "--guidance_scale", 2])
         assert np.array_equal(read_samples(tmp_path / "s.bin"), read_samples(tmp_path / "two.bin"))
+        assert not np.array_equal(read_samples(tmp_path / "s.bin"), read_samples(tmp_path / "anywhere.bin"))
+        for given, limits in (({}, (0.2, 5)), ({"guidance_scale": 2.0}, (0, 1e9))):
+            config = make_config({"preset": "quick32", "num_classes": 3} | given)
+            assert (config.guidance_min, config.guidance_max) == pytest.approx(limits)
 
 
 def test_edm_with_a_preset_for_ddpm(run: Callable, data: Path, tmp_path: Path) -> None:
@@ -535,6 +541,7 @@ def test_a_part_that_keeps_no_step(run: Callable, data: Path) -> None:
         (["--classes", "1,3", "--class_cond", "True"], ["--classes 1,3", "0 to 2"]),
         (["--classes", "0.5", "--class_cond", "True"], ["--classes 0.5", "0 to 2"]),
         (["--guidance_scale", "3"], ["--guidance_scale 3", "--class_dropout"]),
+        (["--guidance_min", "3", "--guidance_max", "2"], ["--guidance_min 3", "above --guidance_max 2"]),
         (["--guidance_scale", "3", "--class_cond", "True"], ["--guidance_scale 3", "--class_dropout"]),
         (["--sigma_min", "1", "--sigma_max", "0.5"], ["--sigma_min 1", "--sigma_max 0.5"]),
         (["--sampler", "dpmpp_2m", "--S_churn", "10"], ["--S_churn 10", "heun"]),

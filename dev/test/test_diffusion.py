@@ -255,6 +255,7 @@ SAMPLING = [
     ("edm", "--sampler ddim --timestep_respacing 6 --eta 1 --noise_seed 12345678901"),
     ("classes", "--sampler ddpm --timestep_respacing 5 --classes 2,0 --guidance_scale 2.5"),
     ("edm, classes", "--sampler heun --timestep_respacing 5 --guidance_scale 1.5 --dynamic_threshold 0.95"),
+    ("edm, classes", "--sampler heun --timestep_respacing 6 --S_churn 2 --guidance_scale 3 --guidance_min 0.2 --guidance_max 10"),
     ("learned, classes", "--sampler ddpm --timestep_respacing 5 --guidance_scale 3 --noise_seed 9"),
     ("flow, classes", "--sampler dpmpp_2m --timestep_respacing 7 --sigma_max 500 --dynamic_threshold 0.95"),
     ("edm, classes", "--sampler consistency --timestep_respacing 4 --mid_t 0.5 --guidance_scale 1.5"),
