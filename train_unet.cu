@@ -4,143 +4,144 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    244  Part I. The program
-//    247     1. Types at the interface: what operations are called with
-//    765     2. The interface: all that the program asks of a device
-//   1137     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1238     4. Configuration: flags, presets, help, what can work and what cannot
-//   2019     5. The network: a list of layers, made of guided-diffusion's flags
-//   3017     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3027         FP8: its buffers, its factors, and weights in FP8
-//   3172         gradients, and buffers
-//   3437     7. Forward and backward: two walks over the list
-//   3573     8. Diffusion: noise schedules, objectives, samplers
-//   3876         the level of a training sample, drawn, and its share of the loss
-//   4353         samplers
-//   4928     9. Data: .bin files that may be larger than memory, the order of their images
-//   5493    10. Model files: weights and checkpoints, initial weights
-//   5857    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5876         the learning rate, the verdict on a step, averages of the weights
-//   5971         what a trainer holds
-//   6150         a step
-//   6513    12. A run: log, guard, checkpoints, resume, samples
-//   6539         the log in memory, as the page shows it
-//   6652         what a run holds
-//   6731         the log and the status line
-//   6922         checkpoints, snapshots and grids
-//   7190         the start of a run: new, from a file's weights, or resumed
-//   7431         how a run begins and ends
-//   7580         the loop over the steps
-//   7680         train: a whole run, from the first check to the exit code
-//   7730         samples, without a run
-//   7895    13. main: the command line, then a run or samples
-//   8224         what ranks must have in common
-//   8298         main
-//   8484  Part II. The device
-//   8487    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8571    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8641    16. The GPU: what all kernels share
-//   8710         Launches, which may overlap
-//   8756         Decisions: what kernels are chosen with
-//   8808         Single instructions: shared memory, mbarriers, clusters
-//   8897         Activations: pieces of 16 bytes
-//   9236         each_kernel: a thread for an element
-//   9250         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9418         Swizzle: how rows lie in shared memory
-//   9437         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9696         building blocks of Hopper's kernels (sm_90a)
-//  10005    17. Small operations: resampling, embeddings, diffusion
-//  10008         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10214         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10577         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11130    18. Group norm
-//  11133         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11707         groupnorm_backward_whole: an image's slab in shared memory
-//  12111    19. Attention
-//  12218         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12777         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12925         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13625    20. Convolution
-//  13671         ConvOut: results, 4 channels of a pixel at a time
-//  13918         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13986         conv_halo: 3x3, stride 1, any GPU
-//  14408         conv_gather: any kernel size and stride, any GPU
-//  14678         conv_few: the first and the last layer
-//  14860         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15461         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15587         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16076         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16534         conv_weight_tma: weight gradients (sm_90a)
-//  16838         FP8 in training: weights and gradients are rounded
-//  16953    21. The optimiser
-//  16956         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17217         muon: directions for matrices of weights
-//  17647    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17650         groupnorm_backward
-//  17818         attention: forward and, where a has dout, backward
-//  17882         convolution: forward and input gradient
-//  18393         convolution: weight gradients
-//  18750    23. The GPU: memory, copies, repeated work
-//  18980    24. Between ranks: from device to device
+//    245  Part I. The program
+//    248     1. Types at the interface: what operations are called with
+//    766     2. The interface: all that the program asks of a device
+//   1139     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1240     4. Configuration: flags, presets, help, what can work and what cannot
+//   2021     5. The network: a list of layers, made of guided-diffusion's flags
+//   3020     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3030         FP8: its buffers, its factors, and weights in FP8
+//   3175         gradients, and buffers
+//   3440     7. Forward and backward: two walks over the list
+//   3576     8. Diffusion: noise schedules, objectives, samplers
+//   3879         the level of a training sample, drawn, and its share of the loss
+//   4356         samplers
+//   4932     9. Data: .bin files that may be larger than memory, the order of their images
+//   5497    10. Model files: weights and checkpoints, initial weights
+//   5861    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5880         the learning rate, the verdict on a step, averages of the weights
+//   5975         what a trainer holds
+//   6154         a step
+//   6518    12. A run: log, guard, checkpoints, resume, samples
+//   6544         the log in memory, as the page shows it
+//   6657         what a run holds
+//   6736         the log and the status line
+//   6927         checkpoints, snapshots and grids
+//   7195         the start of a run: new, from a file's weights, or resumed
+//   7436         how a run begins and ends
+//   7585         the loop over the steps
+//   7685         train: a whole run, from the first check to the exit code
+//   7735         samples, without a run
+//   7900    13. main: the command line, then a run or samples
+//   8234         what ranks must have in common
+//   8308         main
+//   8494  Part II. The device
+//   8497    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8581    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8651    16. The GPU: what all kernels share
+//   8720         Launches, which may overlap
+//   8766         Decisions: what kernels are chosen with
+//   8818         Single instructions: shared memory, mbarriers, clusters
+//   8907         Activations: pieces of 16 bytes
+//   9246         each_kernel: a thread for an element
+//   9260         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9428         Swizzle: how rows lie in shared memory
+//   9447         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9706         building blocks of Hopper's kernels (sm_90a)
+//  10015    17. Small operations: resampling, embeddings, diffusion
+//  10018         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10224         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10587         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11140    18. Group norm
+//  11143         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11717         groupnorm_backward_whole: an image's slab in shared memory
+//  12121    19. Attention
+//  12228         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12787         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12935         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13635    20. Convolution
+//  13681         ConvOut: results, 4 channels of a pixel at a time
+//  13928         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13996         conv_halo: 3x3, stride 1, any GPU
+//  14418         conv_gather: any kernel size and stride, any GPU
+//  14688         conv_few: the first and the last layer
+//  14870         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15471         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15597         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16086         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16544         conv_weight_tma: weight gradients (sm_90a)
+//  16848         FP8 in training: weights and gradients are rounded
+//  16963    21. The optimiser
+//  16966         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17227         muon: directions for matrices of weights
+//  17657    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17660         groupnorm_backward
+//  17828         attention: forward and, where a has dout, backward
+//  17892         convolution: forward and input gradient
+//  18405         convolution: weight gradients
+//  18762    23. The GPU: memory, copies, repeated work
+//  18992    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8480, run_program 8416, train 7686, run_step 7631, train_step 6440, load_batch 5446 (read_image 5017),
-//     send 18951 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18882):
-//     step_gradients 6292: draw_levels 10595 (the formulas: draw_level 3946), forward_and_loss 6213, q_sample_forward
-//     10809, unet_forward 3467, forward_layer 3452 (a function of the layer's kind, such as forward_conv 2479),
-//     loss_forward_backward 10927, unet_backward 3541, which calls such a function as backward_conv 2490 of each layer
-//     (input gradients: conv_backward_input 18358) and, by launch_waiting 3503 on the side stream,
-//     conv_backward_weights 18743; finish_gradients 12056 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17008;
-//     judge_step 17056 (the verdict: judge_batch 5944), update_slice 6403, adamw_update 17188 (adamw_kernel 17133),
-//     next_step 17062, record_step 17068; later collect_steps 7584
-//   --optimizer muon: muon_updates 6056 says which weights; update_slice 6403, update_by_muon 6394 (with the formulas),
-//     muon_momentum 17259, orthogonalise 17624 (with muon_kernel above it), adamw_kernel 17133 (its `move`)
-//   pictures, from noise: sample_batch 4840, plan_route 4591, device_step 4639, euler_step 4384 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18243 draws all of its roads):
-//     forward_conv 2479; conv_forward 18281, with conv_product above it, which asks conv_is_wgmma 17890;
-//     on Hopper, large images: pick_conv_tiles_3x3 18190; conv_tiles 16061, with conv_tiles_kernel above it;
-//     Accumulators 9921 (its function multiply); Wgmma 9504;
-//     on Hopper, small images: pick_conv_small 18043; conv_small 16520, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9504;
-//     on any other GPU pick_conv_halo_bf16 17957; conv_halo 14395, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9303
-//   why several GPUs compute the bits of one: step_gradients 6292
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 421, Silu 8534, with_nonlinearity 8544 (a case);
-//     BEHIND_NORMS, above add_norm 2707, chooses it. The embedding has SiLU as a layer: silu_forward 10495
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3803
-//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 540, and beside each other edm_question
-//     3639, ask 3674, frame_of 3687, sigma_draws 3694, has_steps_of_t 3701; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2371; an example is forward_linear 2399
-//     with what follows it; a function such as add_resblock 2759 puts the layer into the network; its operation
+//     main 8490, run_program 8426, train 7691, run_step 7636, train_step 6445, load_batch 5450 (read_image 5021),
+//     send 18963 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18894):
+//     step_gradients 6297: draw_levels 10605 (the formulas: draw_level 3949), forward_and_loss 6217, q_sample_forward
+//     10819, unet_forward 3470, forward_layer 3455 (a function of the layer's kind, such as forward_conv 2482),
+//     loss_forward_backward 10937, unet_backward 3544, which calls such a function as backward_conv 2493 of each layer
+//     (input gradients: conv_backward_input 18370) and, by launch_waiting 3506 on the side stream,
+//     conv_backward_weights 18755; finish_gradients 12066 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17018;
+//     judge_step 17066 (the verdict: judge_batch 5948), update_slice 6408, adamw_update 17198 (adamw_kernel 17143),
+//     next_step 17072, record_step 17078; later collect_steps 7589
+//   --optimizer muon: muon_updates 6060 says which weights; update_slice 6408, update_by_muon 6399 (with the formulas),
+//     muon_momentum 17269, orthogonalise 17634 (with muon_kernel above it), adamw_kernel 17143 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11011): sample_batch 4844, plan_route 4594,
+//     device_step 4642, euler_step 4387 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 18253 draws all of its roads):
+//     forward_conv 2482; conv_forward 18293, with conv_product above it, which asks conv_is_wgmma 17900;
+//     on Hopper, large images: pick_conv_tiles_3x3 18200; conv_tiles 16071, with conv_tiles_kernel above it;
+//     Accumulators 9931 (its function multiply); Wgmma 9514;
+//     on Hopper, small images: pick_conv_small 18053; conv_small 16530, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9514;
+//     on any other GPU pick_conv_halo_bf16 17967; conv_halo 14405, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9313
+//   why several GPUs compute the bits of one: step_gradients 6297
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 422, Silu 8544, with_nonlinearity 8554 (a case);
+//     BEHIND_NORMS, above add_norm 2710, chooses it. The embedding has SiLU as a layer: silu_forward 10505
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3806
+//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 541, and beside each other edm_question
+//     3642, ask 3677, frame_of 3690, sigma_draws 3697, has_steps_of_t 3704; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2374; an example is forward_linear 2402
+//     with what follows it; a function such as add_resblock 2762 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
-//   to add an element type beside bf16: Element 315, with a list of all places above it: element_named 1393,
-//     forward_and_loss 6213, ElementOf 8505, with_act 8772 (act_has_wgmma below it), unpack_bf16 8911 and all below it
-//     to load_two 8975, mma 9303, tma_type 9650, adamw_kernel 17133 (adamw_update below it), conv_product 18243
-//   the settings, to their values: parse_command_line 1586, take_aliases 1614, complete_config 8396
-//     (apply_preset 1503, take_model_file 8058, take_ect_defaults 8088), take_data_shape 8135 (take_labels 8116),
-//     check_model 1863, check_run 2003
-//   FP8 (--precision fp8): choose_fp8 2956 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3031 and plan_fp8_gradients 3050 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3095 for samples, make_fp8_training 3138 for training; add_fp8_args 2243
-//     hands them to the layers. forward_conv 2479 and backward_conv 2490 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18343 makes an input gradient a forward convolution; conv_product_fp8 18274 picks the
-//     kernel, multiply_fp8 9955 and WgmmaFp8 9540 multiply; print_fp8 7376 says whether it pays
+//   to add an element type beside bf16: Element 316, with a list of all places above it: element_named 1395,
+//     forward_and_loss 6217, ElementOf 8515, with_act 8782 (act_has_wgmma below it), unpack_bf16 8921 and all below it
+//     to load_two 8985, mma 9313, tma_type 9660, adamw_kernel 17143 (adamw_update below it), conv_product 18253
+//   the settings, to their values: parse_command_line 1588, take_aliases 1616, complete_config 8406
+//     (apply_preset 1505, take_model_file 8063, take_ect_defaults 8093), take_data_shape 8140 (take_labels 8121),
+//     check_model 1865, check_run 2005
+//   FP8 (--precision fp8): choose_fp8 2959 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3034 and plan_fp8_gradients 3053 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3098 for samples, make_fp8_training 3141 for training; add_fp8_args 2245
+//     hands them to the layers. forward_conv 2482 and backward_conv 2493 choose between bf16 and FP8;
+//     conv_backward_input_fp8 18355 makes an input gradient a forward convolution; conv_product_fp8 18286 picks the
+//     kernel, multiply_fp8 9965 and WgmmaFp8 9550 multiply; print_fp8 7381 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
-//     die, refuse or must (host/files.h), of wrong 1469 (a flag's value), or of a function beside it whose name ends in
+//     die, refuse or must (host/files.h), of wrong 1471 (a flag's value), or of a function beside it whose name ends in
 //     _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 6940. Its
-//     reasons are found in judge_batch 5944, by healthy and suspicious above it. For a damaged header they stand in
-//     check_field 5666 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
-//     5065, for a checkpoint's counters in check_resume 8192. unknown_word 1379 prints the message for a word of a flag
-//     that some place does not know. Such a place calls it itself or through meaning 1385.
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 6945. Its
+//     reasons are found in judge_batch 5948, by healthy and suspicious above it. For a damaged header they stand in
+//     check_field 5670 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
+//     5069, for a checkpoint's counters in check_resume 8197. unknown_word 1381 prints the message for a word of a flag
+//     that some place does not know. Such a place calls it itself or through meaning 1387.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7178 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 6966 that a file could not be written yet.
-//     stop_run 6940 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7183 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 6971 that a file could not be written yet.
+//     stop_run 6945 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -301,8 +302,8 @@ static const char* const PRESET_ELSE = "fashion32";
 //   `precision`                its word, in the flag's row of common/flags.h and in element_named (section 4). In the
 //                              row it comes after all other words, because model files hold a word's place in the row.
 //                              Below element_named, --use_fp16 chooses bf16. Should it choose the new type?
-//   conv_product               its rows in the table (section 22): one for pick_conv_gather and, for speed, one for a
-//                              function like pick_conv_halo_bf16
+//   conv_product               its rows in the table (section 22): one for pick_conv_gather, and one for a function
+//                              like pick_conv_halo_bf16. Only conv_halo can upsample, and store the last layer's fp32
 //
 // No error reminds you of these:
 //   cast_params, adamw_kernel  They round the weights' copy, which convolutions read, to bf16. Used unchanged for the
@@ -594,7 +595,7 @@ struct Objective {
 //   x' = next_x x + next_x0 x0 + next_m m + sigma z
 //   m' = m_x x + m_x0 x0
 // With range > 0 the network has learned sigma: sigma = exp(log_sigma + range (v + 1) / 2), where v is the second half
-// of the channels of the network's answer.
+// of the channels of the network's answer. (v is never guided: it is that of the first half of the batch.)
 struct SamplerStep {
     float t;        // what the network is told
     float guidance; // see Denoising; 1: this step is not guided
@@ -609,8 +610,8 @@ struct SamplerStep {
 // With guidance, the second half of the batch is a copy of the first half. For the copies the network is not told the
 // class, the numbers (--cond_dim) or the picture, if training has also left these out sometimes. Its answers for
 // them are called `unconditional`, and its answers for the first half are called `out`. The sampler uses the answer
-// unconditional + guidance * (out - unconditional), where guidance is the step's (SamplerStep). In a step whose guidance
-// is 1, the network computes only the first half.
+// unconditional + guidance * (out - unconditional), where guidance is the step's (SamplerStep). In a step whose
+// guidance is 1, the network computes only the first half.
 // If limit is true, x0 is limited to [-s, s] and divided by s. With rank < 0, s is 1. With rank >= 0, s is the rank-th
 // smallest |x0| of the image (counted from 0), or 1 if that |x0| is smaller than 1.
 struct Denoising {
@@ -982,7 +983,8 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
 // t (B) = what the network is told in step *k
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B);
 // Makes step number *key.step of the sampler, and overwrites x by the result. With guidance, x and out hold 2 B
-// samples: B samples with class, numbers and picture, then the same B samples without.
+// samples: B samples with class, numbers and picture, then the same B samples without. (In a step that is not guided,
+// the second half of out is old, and not read.)
 static void sampler_step(float* x,         // (B or 2 B, HW, C)
                          const float* out, // (B or 2 B, HW, Cout): the network's answer
                          const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout);
@@ -1331,7 +1333,7 @@ struct Config {
     int micro() const { return microbatch > 0 ? microbatch : batch_size / world.size; }
     bool null_class() const { return class_cond && class_dropout > 0; } // the class table's last row means "no class"
     bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
-    bool guided() const { return guidance_scale != 1; }
+    bool guided() const { return guidance_scale != 1; } // some of the sampler's steps may be guided (device_step)
     bool muon() const { return optimizer == "muon"; }
     // Returns how many numbers the network is told of an image: its own numbers, and those of its augmentation.
     int num_values() const { return cond_dim + (augment > 0 ? AUGMENT_NUMBERS : 0); }
@@ -2355,14 +2357,15 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 //
 // To add a kind, change these places:
 //
-//   1. here: its functions and its LayerKind. If a group norm may read its output, its forward function also writes
-//      the sums that the norm needs, and sets the number of their parts (a.out_stats.parts; see forward_layer). If
-//      the kind needs a setting, add a member to Layer. The functions can read it as they read a.layer->heads
+//   1. here: its functions and its LayerKind. If a group norm may read its output, its forward function also writes the
+//      sums that the norm needs, and sets the number of their parts (a.out_stats.parts; see forward_layer), which is at
+//      most max_stat_parts. If the kind needs a setting, add a member to Layer. The functions can read it as they read
+//      a.layer->heads
 //   2. a line that adds such a layer to the list: add_layer(net, {.kind = &...}, ...) in a function like add_resblock
 //   3. its operation: a prototype in section 2, a kernel in Part II, loops in dev/reference.h. If its kernel needs a
 //      workspace, the function that says how large also needs a prototype, and returns 0 in section 15 (the CPU)
-//   4. muon_updates, if --optimizer muon should leave its weights to AdamW. It must, unless they are a matrix whose
-//      sides are multiples of 32
+//   4. muon_updates, if --optimizer muon should leave its weights to AdamW. It must do so with weights of two or more
+//      dimensions, unless they make a matrix whose sides are multiples of 32
 //   5. if a flag chooses the kind: the flag's row, as the list for an objective describes it (section 8), and the same
 //      layer in common/model.py. A model file does not name its layers: check_size only notices if the number of
 //      parameters is another
@@ -4642,8 +4645,9 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
     const bool keeps_known = move.known_until >= 0;
     const double end = keeps_known ? move.known_until : then; // the sigma of x'
     const double next = signal_at(end);
-    // Guidance in a limited interval (Kynkaanniemi et al. 2024): where the noise is strong it takes variety from the
-    // images, and where there is little noise it does nothing.
+    // Guidance acts only in an interval of sigma (Kynkaanniemi et al. 2024). Above it, guidance would take variety from
+    // the images. Below it, guidance would change nothing that one sees. The sigma is that at which the network is
+    // asked: a step of heun has two moves, with a sigma each.
     const bool is_guided = move.sigma >= c.guidance_min && move.sigma <= c.guidance_max;
     SamplerStep step{};
     step.t = level.t;
@@ -6288,7 +6292,8 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
 //    in the same order (update_by_muon). Of these, it uses those of its slice.
 //
 // This holds under two conditions: the same microbatch and batch, and the same kind of device. A run that is resumed on
-// another number of ranks keeps its microbatch (check_microbatch).
+// another number of ranks keeps its microbatch if it divides a rank's share of the batch. Otherwise the program prints
+// that the microbatch is another one (check_microbatch, check_resume).
 static void step_gradients(Trainer* tr, const Upload& batch) {
     const Config& c = tr->net.config;
     const int B = c.micro(); // the images of a microbatch
@@ -8218,6 +8223,11 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
         die("%s: does not hold the pictures that %s was trained with; name them with --cond_file, or name this file to "
             "go on with it",
             c.cond_file.c_str(), m.path.c_str());
+    // A run on one process without --microbatch computed its whole batch at once. Several processes cannot do that.
+    const bool was_whole = m.header.slot[find_flag("microbatch")->slot] == 0;
+    if (was_whole && world.size > 1 && !c.given("microbatch"))
+        printf("--microbatch %d: was %d before; %d processes sum up in another order\n", c.microbatch, c.batch_size,
+               world.size);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -18245,6 +18255,8 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const ConvOut& o = c.out;
     const bool halo = conv_is_halo(s);
     if (s.upsample && !halo) die("internal error: upsampled, a convolution must be 3x3 with stride 1");
+    // Of the kernels for any GPU, only conv_halo can upsample, and store the last layer's fp32.
+    const bool needs_halo = s.upsample || s.out != act_element;
 
     // conv_is_wgmma is true on a Hopper GPU, for convolutions in bf16 with stride 1, without upsampling, and with more
     // than a few channels. Hopper's kernels always store all parts of the result, and add at most one addend to each
@@ -18262,8 +18274,8 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
         {wgmma, pick_conv_tiles_3x3<BACKWARD>},
         {halo && bf16_is_it, pick_conv_halo_bf16<BACKWARD>},
         {halo && fp32_is_it, pick_conv_halo_fp32<BACKWARD>},
-        {bf16_is_it, pick_conv_gather<bf16, BACKWARD>},
-        {fp32_is_it, pick_conv_gather<float, BACKWARD>},
+        {bf16_is_it && !needs_halo, pick_conv_gather<bf16, BACKWARD>},
+        {fp32_is_it && !needs_halo, pick_conv_gather<float, BACKWARD>},
     };
     decide(c, ways);
 }

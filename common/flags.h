@@ -188,8 +188,8 @@ PRESETS_SHARE(ADM,
               "--use_new_attention_order False --learn_sigma True --noise_schedule linear",
               LARGE);
 // How classes are learned, and how pictures are guided by them. Guidance acts where sigma is between 0.2 and 2. With a
-// weaker guidance at every sigma, pictures are as good to look at, but take longer, and are less like the data as a whole
-// (docs/LEARNT.md, "Guidance in an interval of sigma").
+// weaker guidance at every sigma, pictures are as good to look at, but take longer, and are less like the data as a
+// whole (docs/LEARNT.md, "Guidance in an interval of sigma").
 // Without --preset, these flags are set before those of the preset. If the user's images have labels, the model learns
 // them as classes. (If they have none, these flags do nothing: see take_labels.)
 PRESETS_SHARE(OF_LABELS,
@@ -220,12 +220,11 @@ PRESET(quick64,
        QUICK);
 // For the user's own images of 32x32 pixels. The network sees each pixel, not squares of pixels, and learns the
 // classes. (If photos32 is used without --preset and the data has no labels, it learns no classes.)
-PRESET(
-    photos32,
-    "--image_size 32 --num_channels 96 --class_cond True --class_dropout 0.1 --guidance_scale 2 "
-    "--guidance_min 0.2 --guidance_max 2 --min_snr_gamma 5 --batch_size 256 --lr 1.4e-3 --max_steps 6000 --data_file data/cifar10.bin "
-    "--sample_interval 2000 --save_interval 2000",
-    QUICK);
+PRESET(photos32,
+       "--image_size 32 --num_channels 96 --class_cond True --class_dropout 0.1 --guidance_scale 2 "
+       "--guidance_min 0.2 --guidance_max 2 --min_snr_gamma 5 --batch_size 256 --lr 1.4e-3 --max_steps 6000 "
+       "--data_file data/cifar10.bin --sample_interval 2000 --save_interval 2000",
+       QUICK);
 // clothing in a few minutes on two CPU cores
 PRESET(fashion32, "--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 "
                   "--attention_resolutions 8 --num_head_channels 32 --noise_schedule cosine --eta 1 --batch_size 16 "
