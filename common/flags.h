@@ -188,8 +188,8 @@ PRESETS_SHARE(ADM,
               "--use_new_attention_order False --learn_sigma True --noise_schedule linear",
               LARGE);
 // How classes are learned, and how pictures are guided by them. Guidance acts where sigma is between 0.2 and 2. With a
-// weaker guidance at every sigma, pictures are as good to look at, but take longer, and are less like the data as a
-// whole (docs/LEARNT.md, "Guidance in an interval of sigma").
+// weaker guidance at every sigma, pictures are as good to look at, but take longer, and have less variety
+// (docs/LEARNT.md, "Guidance in an interval of sigma").
 // Without --preset, these flags are set before those of the preset. If the user's images have labels, the model learns
 // them as classes. (If they have none, these flags do nothing: see take_labels.)
 PRESETS_SHARE(OF_LABELS,
