@@ -42,75 +42,75 @@
 //   8651    16. The GPU: what all kernels share
 //   8720         Launches, which may overlap
 //   8766         Decisions: what kernels are chosen with
-//   8818         Single instructions: shared memory, mbarriers, clusters
-//   8907         Activations: pieces of 16 bytes
-//   9246         each_kernel: a thread for an element
-//   9260         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9428         Swizzle: how rows lie in shared memory
-//   9447         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9706         building blocks of Hopper's kernels (sm_90a)
-//  10015    17. Small operations: resampling, embeddings, diffusion
-//  10018         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10224         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10587         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11140    18. Group norm
-//  11143         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11717         groupnorm_backward_whole: an image's slab in shared memory
-//  12121    19. Attention
-//  12228         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12787         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12935         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13635    20. Convolution
-//  13681         ConvOut: results, 4 channels of a pixel at a time
-//  13928         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13996         conv_halo: 3x3, stride 1, any GPU
-//  14418         conv_gather: any kernel size and stride, any GPU
-//  14688         conv_few: the first and the last layer
-//  14870         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15471         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15597         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16086         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16544         conv_weight_tma: weight gradients (sm_90a)
-//  16848         FP8 in training: weights and gradients are rounded
-//  16963    21. The optimiser
-//  16966         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17227         muon: directions for matrices of weights
-//  17657    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17660         groupnorm_backward
-//  17828         attention: forward and, where a has dout, backward
-//  17892         convolution: forward and input gradient
-//  18405         convolution: weight gradients
-//  18762    23. The GPU: memory, copies, repeated work
-//  18992    24. Between ranks: from device to device
+//   8820         Single instructions: shared memory, mbarriers, clusters
+//   8909         Activations: pieces of 16 bytes
+//   9248         each_kernel: a thread for an element
+//   9262         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9430         Swizzle: how rows lie in shared memory
+//   9449         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9708         building blocks of Hopper's kernels (sm_90a)
+//  10017    17. Small operations: resampling, embeddings, diffusion
+//  10020         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10226         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10589         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11142    18. Group norm
+//  11145         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11719         groupnorm_backward_whole: an image's slab in shared memory
+//  12123    19. Attention
+//  12230         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12789         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12937         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13637    20. Convolution
+//  13683         ConvOut: results, 4 channels of a pixel at a time
+//  13930         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  13998         conv_halo: 3x3, stride 1, any GPU
+//  14420         conv_gather: any kernel size and stride, any GPU
+//  14690         conv_few: the first and the last layer
+//  14872         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15473         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15599         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16088         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16546         conv_weight_tma: weight gradients (sm_90a)
+//  16850         FP8 in training: weights and gradients are rounded
+//  16965    21. The optimiser
+//  16968         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17229         muon: directions for matrices of weights
+//  17659    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17662         groupnorm_backward
+//  17830         attention: forward and, where a has dout, backward
+//  17894         convolution: forward and input gradient
+//  18407         convolution: weight gradients
+//  18764    23. The GPU: memory, copies, repeated work
+//  18994    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 8490, run_program 8426, train 7691, run_step 7636, train_step 6445, load_batch 5450 (read_image 5021),
-//     send 18963 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18894):
-//     step_gradients 6297: draw_levels 10605 (the formulas: draw_level 3949), forward_and_loss 6217, q_sample_forward
-//     10819, unet_forward 3470, forward_layer 3455 (a function of the layer's kind, such as forward_conv 2482),
-//     loss_forward_backward 10937, unet_backward 3544, which calls such a function as backward_conv 2493 of each layer
-//     (input gradients: conv_backward_input 18370) and, by launch_waiting 3506 on the side stream,
-//     conv_backward_weights 18755; finish_gradients 12066 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17018;
-//     judge_step 17066 (the verdict: judge_batch 5948), update_slice 6408, adamw_update 17198 (adamw_kernel 17143),
-//     next_step 17072, record_step 17078; later collect_steps 7589
+//     send 18965 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18896):
+//     step_gradients 6297: draw_levels 10607 (the formulas: draw_level 3949), forward_and_loss 6217, q_sample_forward
+//     10821, unet_forward 3470, forward_layer 3455 (a function of the layer's kind, such as forward_conv 2482),
+//     loss_forward_backward 10939, unet_backward 3544, which calls such a function as backward_conv 2493 of each layer
+//     (input gradients: conv_backward_input 18372) and, by launch_waiting 3506 on the side stream,
+//     conv_backward_weights 18757; finish_gradients 12068 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17020;
+//     judge_step 17068 (the verdict: judge_batch 5948), update_slice 6408, adamw_update 17200 (adamw_kernel 17145),
+//     next_step 17074, record_step 17080; later collect_steps 7589
 //   --optimizer muon: muon_updates 6060 says which weights; update_slice 6408, update_by_muon 6399 (with the formulas),
-//     muon_momentum 17269, orthogonalise 17634 (with muon_kernel above it), adamw_kernel 17143 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11011): sample_batch 4844, plan_route 4594,
+//     muon_momentum 17271, orthogonalise 17636 (with muon_kernel above it), adamw_kernel 17145 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11013): sample_batch 4844, plan_route 4594,
 //     device_step 4642, euler_step 4387 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18253 draws all of its roads):
-//     forward_conv 2482; conv_forward 18293, with conv_product above it, which asks conv_is_wgmma 17900;
-//     on Hopper, large images: pick_conv_tiles_3x3 18200; conv_tiles 16071, with conv_tiles_kernel above it;
-//     Accumulators 9931 (its function multiply); Wgmma 9514;
-//     on Hopper, small images: pick_conv_small 18053; conv_small 16530, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9514;
-//     on any other GPU pick_conv_halo_bf16 17967; conv_halo 14405, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9313
+//   a convolution, to the tensor cores (a table above conv_product 18255 draws all of its roads):
+//     forward_conv 2482; conv_forward 18295, with conv_product above it, which asks conv_is_wgmma 17902;
+//     on Hopper, large images: pick_conv_tiles_3x3 18202; conv_tiles 16073, with conv_tiles_kernel above it;
+//     Accumulators 9933 (its function multiply); Wgmma 9516;
+//     on Hopper, small images: pick_conv_small 18055; conv_small 16532, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9516;
+//     on any other GPU pick_conv_halo_bf16 17969; conv_halo 14407, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9315
 //   why several GPUs compute the bits of one: step_gradients 6297
 //   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 422, Silu 8544, with_nonlinearity 8554 (a case);
-//     BEHIND_NORMS, above add_norm 2710, chooses it. The embedding has SiLU as a layer: silu_forward 10505
+//     BEHIND_NORMS, above add_norm 2710, chooses it. The embedding has SiLU as a layer: silu_forward 10507
 //   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3806
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 541, and beside each other edm_question
 //     3642, ask 3677, frame_of 3690, sigma_draws 3697, has_steps_of_t 3704; the head of their section lists the changes
@@ -118,8 +118,8 @@
 //     with what follows it; a function such as add_resblock 2762 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 316, with a list of all places above it: element_named 1395,
-//     forward_and_loss 6217, ElementOf 8515, with_act 8782 (act_has_wgmma below it), unpack_bf16 8921 and all below it
-//     to load_two 8985, mma 9313, tma_type 9660, adamw_kernel 17143 (adamw_update below it), conv_product 18253
+//     forward_and_loss 6217, ElementOf 8515, with_act 8784 (act_has_wgmma below it), unpack_bf16 8923 and all below it
+//     to load_two 8987, mma 9315, tma_type 9662, adamw_kernel 17145 (adamw_update below it), conv_product 18255
 //   the settings, to their values: parse_command_line 1588, take_aliases 1616, complete_config 8406
 //     (apply_preset 1505, take_model_file 8063, take_ect_defaults 8093), take_data_shape 8140 (take_labels 8121),
 //     check_model 1865, check_run 2005
@@ -127,8 +127,8 @@
 //     by which factor, and where. plan_fp8 3034 and plan_fp8_gradients 3053 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3098 for samples, make_fp8_training 3141 for training; add_fp8_args 2245
 //     hands them to the layers. forward_conv 2482 and backward_conv 2493 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18355 makes an input gradient a forward convolution; conv_product_fp8 18286 picks the
-//     kernel, multiply_fp8 9965 and WgmmaFp8 9550 multiply; print_fp8 7381 says whether it pays
+//     conv_backward_input_fp8 18357 makes an input gradient a forward convolution; conv_product_fp8 18288 picks the
+//     kernel, multiply_fp8 9967 and WgmmaFp8 9552 multiply; print_fp8 7381 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
 //     die, refuse or must (host/files.h), of wrong 1471 (a flag's value), or of a function beside it whose name ends in
@@ -8772,7 +8772,9 @@ template <class Call> struct Way {
 };
 template <class Call, int N> static void decide(const Call& call, const Way<Call> (&table)[N]) {
     const auto* const way = std::ranges::find(table, true, &Way<Call>::when);
-    if (way == std::end(table)) die("internal error: no kernel for --precision %s here", name_of(act_element));
+    // Only conv_product's table can have no such row. All other tables end with a row that always holds.
+    if (way == std::end(table))
+        die("internal error: no kernel for this convolution with --precision %s", name_of(act_element));
     way->launch(call);
 }
 
@@ -18302,8 +18304,8 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         return conv_forward(out, stats, workspace, nullptr, weight, bias, emb, emb_stride, residual, one);
     }
     // Stride 2: one way is to compute all pixels with stride 1, and to keep one of every 2 x 2 pixels. This takes four
-    // times as many products, but they use wgmma. So it is faster if there are so few pixels that launches cost more
-    // time than products.
+    // times as many products, but they use wgmma, so the activations are bf16. This way is faster if there are so few
+    // pixels that launches cost more time than products.
     const bool few_pixels = s.B * s.H * s.W <= 1 << 16;
     if (detour && !residual && few_pixels) {
         const ConvShape one = conv_without_detour(s);
