@@ -9,139 +9,139 @@
 //    766     2. The interface: all that the program asks of a device
 //   1139     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //   1240     4. Configuration: flags, presets, help, what can work and what cannot
-//   2021     5. The network: a list of layers, made of guided-diffusion's flags
-//   3020     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3030         FP8: its buffers, its factors, and weights in FP8
-//   3175         gradients, and buffers
-//   3440     7. Forward and backward: two walks over the list
-//   3576     8. Diffusion: noise schedules, objectives, samplers
-//   3879         the level of a training sample, drawn, and its share of the loss
-//   4356         samplers
-//   4932     9. Data: .bin files that may be larger than memory, the order of their images
-//   5497    10. Model files: weights and checkpoints, initial weights
-//   5861    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5880         the learning rate, the verdict on a step, averages of the weights
-//   5975         what a trainer holds
-//   6154         a step
-//   6518    12. A run: log, guard, checkpoints, resume, samples
-//   6544         the log in memory, as the page shows it
-//   6657         what a run holds
-//   6736         the log and the status line
-//   6927         checkpoints, snapshots and grids
-//   7195         the start of a run: new, from a file's weights, or resumed
-//   7436         how a run begins and ends
-//   7585         the loop over the steps
-//   7685         train: a whole run, from the first check to the exit code
-//   7735         samples, without a run
-//   7900    13. main: the command line, then a run or samples
-//   8234         what ranks must have in common
-//   8308         main
-//   8494  Part II. The device
-//   8497    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8581    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8651    16. The GPU: what all kernels share
-//   8720         Launches, which may overlap
-//   8766         Decisions: what kernels are chosen with
-//   8820         Single instructions: shared memory, mbarriers, clusters
-//   8909         Activations: pieces of 16 bytes
-//   9248         each_kernel: a thread for an element
-//   9262         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9430         Swizzle: how rows lie in shared memory
-//   9449         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9708         building blocks of Hopper's kernels (sm_90a)
-//  10017    17. Small operations: resampling, embeddings, diffusion
-//  10020         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10226         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10589         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11142    18. Group norm
-//  11145         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11719         groupnorm_backward_whole: an image's slab in shared memory
-//  12123    19. Attention
-//  12230         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12789         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12937         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13637    20. Convolution
-//  13683         ConvOut: results, 4 channels of a pixel at a time
-//  13930         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  13998         conv_halo: 3x3, stride 1, any GPU
-//  14420         conv_gather: any kernel size and stride, any GPU
-//  14690         conv_few: the first and the last layer
-//  14872         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15473         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15599         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16088         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16546         conv_weight_tma: weight gradients (sm_90a)
-//  16850         FP8 in training: weights and gradients are rounded
-//  16965    21. The optimiser
-//  16968         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17229         muon: directions for matrices of weights
-//  17659    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17662         groupnorm_backward
-//  17830         attention: forward and, where a has dout, backward
-//  17894         convolution: forward and input gradient
-//  18407         convolution: weight gradients
-//  18764    23. The GPU: memory, copies, repeated work
-//  18994    24. Between ranks: from device to device
+//   2026     5. The network: a list of layers, made of guided-diffusion's flags
+//   3025     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3035         FP8: its buffers, its factors, and weights in FP8
+//   3180         gradients, and buffers
+//   3445     7. Forward and backward: two walks over the list
+//   3581     8. Diffusion: noise schedules, objectives, samplers
+//   3884         the level of a training sample, drawn, and its share of the loss
+//   4361         samplers
+//   4937     9. Data: .bin files that may be larger than memory, the order of their images
+//   5502    10. Model files: weights and checkpoints, initial weights
+//   5866    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5885         the learning rate, the verdict on a step, averages of the weights
+//   5980         what a trainer holds
+//   6159         a step
+//   6523    12. A run: log, guard, checkpoints, resume, samples
+//   6549         the log in memory, as the page shows it
+//   6662         what a run holds
+//   6741         the log and the status line
+//   6932         checkpoints, snapshots and grids
+//   7200         the start of a run: new, from a file's weights, or resumed
+//   7441         how a run begins and ends
+//   7590         the loop over the steps
+//   7690         train: a whole run, from the first check to the exit code
+//   7740         samples, without a run
+//   7905    13. main: the command line, then a run or samples
+//   8240         what ranks must have in common
+//   8314         main
+//   8500  Part II. The device
+//   8503    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8587    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8657    16. The GPU: what all kernels share
+//   8726         Launches, which may overlap
+//   8772         Decisions: what kernels are chosen with
+//   8826         Single instructions: shared memory, mbarriers, clusters
+//   8915         Activations: pieces of 16 bytes
+//   9254         each_kernel: a thread for an element
+//   9268         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9436         Swizzle: how rows lie in shared memory
+//   9455         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9714         building blocks of Hopper's kernels (sm_90a)
+//  10023    17. Small operations: resampling, embeddings, diffusion
+//  10026         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10232         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10595         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11148    18. Group norm
+//  11151         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11725         groupnorm_backward_whole: an image's slab in shared memory
+//  12129    19. Attention
+//  12236         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12795         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12943         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13643    20. Convolution
+//  13689         ConvOut: results, 4 channels of a pixel at a time
+//  13936         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14004         conv_halo: 3x3, stride 1, any GPU
+//  14426         conv_gather: any kernel size and stride, any GPU
+//  14696         conv_few: the first and the last layer
+//  14878         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15479         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15605         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16094         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16552         conv_weight_tma: weight gradients (sm_90a)
+//  16856         FP8 in training: weights and gradients are rounded
+//  16971    21. The optimiser
+//  16974         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17235         muon: directions for matrices of weights
+//  17665    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17668         groupnorm_backward
+//  17836         attention: forward and, where a has dout, backward
+//  17900         convolution: forward and input gradient
+//  18413         convolution: weight gradients
+//  18770    23. The GPU: memory, copies, repeated work
+//  19000    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8490, run_program 8426, train 7691, run_step 7636, train_step 6445, load_batch 5450 (read_image 5021),
-//     send 18965 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18896):
-//     step_gradients 6297: draw_levels 10607 (the formulas: draw_level 3949), forward_and_loss 6217, q_sample_forward
-//     10821, unet_forward 3470, forward_layer 3455 (a function of the layer's kind, such as forward_conv 2482),
-//     loss_forward_backward 10939, unet_backward 3544, which calls such a function as backward_conv 2493 of each layer
-//     (input gradients: conv_backward_input 18372) and, by launch_waiting 3506 on the side stream,
-//     conv_backward_weights 18757; finish_gradients 12068 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17020;
-//     judge_step 17068 (the verdict: judge_batch 5948), update_slice 6408, adamw_update 17200 (adamw_kernel 17145),
-//     next_step 17074, record_step 17080; later collect_steps 7589
-//   --optimizer muon: muon_updates 6060 says which weights; update_slice 6408, update_by_muon 6399 (with the formulas),
-//     muon_momentum 17271, orthogonalise 17636 (with muon_kernel above it), adamw_kernel 17145 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11013): sample_batch 4844, plan_route 4594,
-//     device_step 4642, euler_step 4387 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18255 draws all of its roads):
-//     forward_conv 2482; conv_forward 18295, with conv_product above it, which asks conv_is_wgmma 17902;
-//     on Hopper, large images: pick_conv_tiles_3x3 18202; conv_tiles 16073, with conv_tiles_kernel above it;
-//     Accumulators 9933 (its function multiply); Wgmma 9516;
-//     on Hopper, small images: pick_conv_small 18055; conv_small 16532, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9516;
-//     on any other GPU pick_conv_halo_bf16 17969; conv_halo 14407, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9315
-//   why several GPUs compute the bits of one: step_gradients 6297
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 422, Silu 8544, with_nonlinearity 8554 (a case);
-//     BEHIND_NORMS, above add_norm 2710, chooses it. The embedding has SiLU as a layer: silu_forward 10507
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3806
+//     main 8496, run_program 8432, train 7696, run_step 7641, train_step 6450, load_batch 5455 (read_image 5026),
+//     send 18971 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 18902):
+//     step_gradients 6302: draw_levels 10613 (the formulas: draw_level 3954), forward_and_loss 6222, q_sample_forward
+//     10827, unet_forward 3475, forward_layer 3460 (a function of the layer's kind, such as forward_conv 2487),
+//     loss_forward_backward 10945, unet_backward 3549, which calls such a function as backward_conv 2498 of each layer
+//     (input gradients: conv_backward_input 18378) and, by launch_waiting 3511 on the side stream,
+//     conv_backward_weights 18763; finish_gradients 12074 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17026;
+//     judge_step 17074 (the verdict: judge_batch 5953), update_slice 6413, adamw_update 17206 (adamw_kernel 17151),
+//     next_step 17080, record_step 17086; later collect_steps 7594
+//   --optimizer muon: muon_updates 6065 says which weights; update_slice 6413, update_by_muon 6404 (with the formulas),
+//     muon_momentum 17277, orthogonalise 17642 (with muon_kernel above it), adamw_kernel 17151 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11019): sample_batch 4849, plan_route 4599,
+//     device_step 4647, euler_step 4392 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 18261 draws all of its roads):
+//     forward_conv 2487; conv_forward 18301, with conv_product above it, which asks conv_is_wgmma 17908;
+//     on Hopper, large images: pick_conv_tiles_3x3 18208; conv_tiles 16079, with conv_tiles_kernel above it;
+//     Accumulators 9939 (its function multiply); Wgmma 9522;
+//     on Hopper, small images: pick_conv_small 18061; conv_small 16538, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9522;
+//     on any other GPU pick_conv_halo_bf16 17975; conv_halo 14413, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9321
+//   why several GPUs compute the bits of one: step_gradients 6302
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 422, Silu 8550, with_nonlinearity 8560 (a case);
+//     BEHIND_NORMS, above add_norm 2715, chooses it. The embedding has SiLU as a layer: silu_forward 10513
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3811
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 541, and beside each other edm_question
-//     3642, ask 3677, frame_of 3690, sigma_draws 3697, has_steps_of_t 3704; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2374; an example is forward_linear 2402
-//     with what follows it; a function such as add_resblock 2762 puts the layer into the network; its operation
+//     3647, ask 3682, frame_of 3695, sigma_draws 3702, has_steps_of_t 3709; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2379; an example is forward_linear 2407
+//     with what follows it; a function such as add_resblock 2767 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 316, with a list of all places above it: element_named 1395,
-//     forward_and_loss 6217, ElementOf 8515, with_act 8784 (act_has_wgmma below it), unpack_bf16 8923 and all below it
-//     to load_two 8987, mma 9315, tma_type 9662, adamw_kernel 17145 (adamw_update below it), conv_product 18255
-//   the settings, to their values: parse_command_line 1588, take_aliases 1616, complete_config 8406
-//     (apply_preset 1505, take_model_file 8063, take_ect_defaults 8093), take_data_shape 8140 (take_labels 8121),
-//     check_model 1865, check_run 2005
-//   FP8 (--precision fp8): choose_fp8 2959 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3034 and plan_fp8_gradients 3053 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3098 for samples, make_fp8_training 3141 for training; add_fp8_args 2245
-//     hands them to the layers. forward_conv 2482 and backward_conv 2493 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18357 makes an input gradient a forward convolution; conv_product_fp8 18288 picks the
-//     kernel, multiply_fp8 9967 and WgmmaFp8 9552 multiply; print_fp8 7381 says whether it pays
+//     forward_and_loss 6222, ElementOf 8521, with_act 8790 (act_has_wgmma below it), unpack_bf16 8929 and all below it
+//     to load_two 8993, mma 9321, tma_type 9668, adamw_kernel 17151 (adamw_update below it), conv_product 18261
+//   the settings, to their values: parse_command_line 1588, take_aliases 1616, complete_config 8412
+//     (apply_preset 1505, take_model_file 8068, take_ect_defaults 8098), take_data_shape 8145 (take_labels 8126),
+//     check_model 1865, check_run 2010
+//   FP8 (--precision fp8): choose_fp8 2964 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3039 and plan_fp8_gradients 3058 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3103 for samples, make_fp8_training 3146 for training; add_fp8_args 2250
+//     hands them to the layers. forward_conv 2487 and backward_conv 2498 choose between bf16 and FP8;
+//     conv_backward_input_fp8 18363 makes an input gradient a forward convolution; conv_product_fp8 18294 picks the
+//     kernel, multiply_fp8 9973 and WgmmaFp8 9558 multiply; print_fp8 7386 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
 //     die, refuse or must (host/files.h), of wrong 1471 (a flag's value), or of a function beside it whose name ends in
 //     _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 6945. Its
-//     reasons are found in judge_batch 5948, by healthy and suspicious above it. For a damaged header they stand in
-//     check_field 5670 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
-//     5069, for a checkpoint's counters in check_resume 8197. unknown_word 1381 prints the message for a word of a flag
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 6950. Its
+//     reasons are found in judge_batch 5953, by healthy and suspicious above it. For a damaged header they stand in
+//     check_field 5675 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
+//     5074, for a checkpoint's counters in check_resume 8202. unknown_word 1381 prints the message for a word of a flag
 //     that some place does not know. Such a place calls it itself or through meaning 1387.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7183 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 6971 that a file could not be written yet.
-//     stop_run 6945 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7188 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 6976 that a file could not be written yet.
+//     stop_run 6950 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -1348,8 +1348,8 @@ struct Config {
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
 };
 
-// From how many images on take_number_of_images acts. It was measured with 2,026 and with 10,000 images. Nobody knows
-// where between them the limit lies.
+// From how many images on take_number_of_images acts. Runs with 2,026 and with 10,000 images were compared. Where the
+// best limit lies between these two numbers is not known.
 constexpr int64_t MANY_IMAGES = 5000;
 constexpr int MORE_EMAS = 7; // how many averages of the weights there may be at most, besides the first one
 // --objective ect: the largest q^a that is allowed (q and a: see Tuning). The gap between the sigmas of student and
@@ -1970,6 +1970,11 @@ static void check_ect_stages(Config* c, const std::string& where) {
                               c->ect_q, LARGEST_GAP_DIVISOR, enough)));
 }
 
+// Tells the user that a run goes on with another microbatch than before, so that its gradients are rounded differently.
+static void tell_new_microbatch(int now, int before) {
+    printf("--microbatch %d: was %d before; %d processes sum up in another order\n", now, before, world.size);
+}
+
 // The ranks share a batch, and each rank computes its share in microbatches. A microbatch must divide the share. If a
 // file or a preset has set a microbatch that does not divide the share, and there are several ranks, each rank computes
 // its whole share at once.
@@ -1996,7 +2001,7 @@ static void check_microbatch(Config* c, const std::string& where) {
         die("%s--microbatch %d: must divide the %d images of a process, of --batch_size %d; %d does", where.c_str(),
             before, share, B, nearest);
     }
-    printf("--microbatch %d: was %d before; %d processes sum up in another order\n", share, before, N);
+    tell_new_microbatch(share, before);
     c->microbatch = share;
 }
 
@@ -8223,11 +8228,12 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
         die("%s: does not hold the pictures that %s was trained with; name them with --cond_file, or name this file to "
             "go on with it",
             c.cond_file.c_str(), m.path.c_str());
-    // A run on one process without --microbatch computed its whole batch at once. Several processes cannot do that.
+    // If the file's microbatch is 0, one process computed the whole batch at once. Several processes cannot do that,
+    // and check_microbatch did not know it.
     const bool was_whole = m.header.slot[find_flag("microbatch")->slot] == 0;
-    if (was_whole && world.size > 1 && !c.given("microbatch"))
-        printf("--microbatch %d: was %d before; %d processes sum up in another order\n", c.microbatch, c.batch_size,
-               world.size);
+    const int whole = m.header.slot[find_flag("batch_size")->slot];
+    const bool is_chosen = world.size == 1 || c.given("microbatch");
+    if (was_whole && whole != c.microbatch && !is_chosen) tell_new_microbatch(c.microbatch, whole);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -195,11 +195,11 @@ PRESETS_SHARE(ADM,
 PRESETS_SHARE(OF_LABELS,
               "--class_cond True --class_dropout 0.1 --guidance_scale 2 --guidance_min 0.2 --guidance_max 2");
 // What ./train_unet alone does, on a CPU and on a GPU: chosen by the pictures that a minute gives (docs/LEARNT.md,
-// "Recipes"). A network that sees squares of 2x2 pixels is four times as fast; one that predicts x_0, not noise,
-// leaves no grain in them. Their optimiser is Muon, with which a step does about as much as two with AdamW. quick32
-// also learns the classes: guided by them, twice as many pictures are good. (If quick32 is used without --preset and
-// the data has no labels, the model learns no classes.) quick32's learning rate stays constant, and the average of its
-// weights reaches back over a third of the run: 1 / (1 - 0.993) is 143 steps.
+// "Recipes"). A network that sees squares of 2x2 pixels is four times as fast; one that predicts x_0, not noise, leaves
+// no grain in them. Their optimiser is Muon, with which a step does about as much as two with AdamW. quick32 also
+// learns the classes: guided by them where sigma is between 0.2 and 5, twice as many pictures are good. (If quick32 is
+// used without --preset and the data has no labels, the model learns no classes.) quick32's learning rate stays
+// constant, and the average of its weights reaches back over a third of the run: 1 / (1 - 0.993) is 143 steps.
 PRESET(quick32,
        "--image_size 32 --in_channels 1 --patch_size 2 --num_channels 64 --channel_mult 1,1 "
        "--num_res_blocks 1 --attention_resolutions 8 --num_head_channels 32 --conv_resample False "

@@ -347,8 +347,7 @@ OBJECTIVES_OWN = {name: f.metadata["objectives"].split("|") for name, f in FLAGS
 FREE_FLAGS = {name for name, f in FLAGS.items() if f.metadata.get("free")}  # saved, but may change from run to run
 SAMPLING_FLAGS = ["sampler", "timestep_respacing", "eta", "sigma_min", "sigma_max", "rho", "S_churn", "S_min", "S_max", "S_noise", "clip_denoised"]
 SAMPLING_FLAGS += ["mid_t", "dynamic_threshold", "classes", "guidance_scale", "guidance_min", "guidance_max", "noise_seed"]
-SAMPLING_FLAGS += ["strength", "jump_length", "jump_n_sample"]
-SAMPLING_FLAGS += ["values", "cond_file"]
+SAMPLING_FLAGS += ["strength", "jump_length", "jump_n_sample", "values", "cond_file"]
 
 # Where model files keep flags in their header: the table's slots, and those of flags that are more than one number of four bytes. The model and the
 # diffusion come first, then what a checkpoint keeps besides.

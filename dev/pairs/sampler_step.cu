@@ -26,15 +26,16 @@ static void ddpm_step_v0(float* x, const float* eps, double alpha_bar_t, double 
     });
 }
 
-// Each step of the sampler from an x of its own, so that errors do not add up: x (K, B, H, W, C), out (K, B, H, W, Cout).
+// Each step of the sampler from an x of its own, so that errors do not add up: x (K, B, H, W, C), out (K, B, H, W, Cout). With guidance both hold
+// 2 B samples.
 static void check_steps(Arrays& io, const Config& config, const SamplerPlan& plan) {
-    const int K = io.dim("x", 0), B = io.dim("x", 1), H = io.dim("x", 2), W = io.dim("x", 3), C = io.dim("x", 4),
-              Cout = io.dim("out", 4);
-    const size_t n = (size_t)B * H * W * C, n_out = (size_t)B * H * W * Cout;
+    const int K = io.dim("x", 0), B = io.dim("x", 1) / (config.guided() ? 2 : 1), H = io.dim("x", 2),
+              W = io.dim("x", 3), C = io.dim("x", 4), Cout = io.dim("out", 4);
+    const size_t n = (size_t)io.dim("x", 1) * H * W * C, n_out = (size_t)io.dim("x", 1) * H * W * Cout;
     const std::vector<SamplerStep>& steps = plan.steps;
     const bool clip = io.integer("clip") != 0;
     const int rank = (int)io.integer("rank");
-    const Denoising denoising{clip || rank >= 0, false, rank, io.memory.poisoned<float>(B), nullptr};
+    const Denoising denoising{clip || rank >= 0, config.guided(), rank, io.memory.poisoned<float>(B), nullptr};
     if ((int)steps.size() != K) die("%zu steps, expected %d", steps.size(), K);
 
     const int64_t zero = 0, sample0 = io.integer("sample0");
@@ -52,7 +53,8 @@ static void check_steps(Arrays& io, const Config& config, const SamplerPlan& pla
         next_step(k);
     }
 
-    if (config.sampler != "ddpm" || config.predict != "eps" || config.sigma_small || Cout != C || rank >= 0) return;
+    const bool v0_can = config.sampler == "ddpm" && config.predict == "eps" && !config.sigma_small && !config.guided();
+    if (!v0_can || Cout != C || rank >= 0) return;
     const std::vector<double> alpha_bar = alpha_bars(config);
     float *x0 = io.updated<float>("next.v0", "x"), *z = io.memory.poisoned<float>(n);
     for (int64_t i = 0; i < K; i++) {

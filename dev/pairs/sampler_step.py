@@ -31,6 +31,10 @@ def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
     K, (B, H, W, C) = len(KEPT[case["steps"]]), case["shape"]
     flags = {"diffusion_steps": case["steps"][0], "timestep_respacing": case["steps"][1], "noise_schedule": "linear", "learn_sigma": False}
     flags |= {name: value for name, value in case.items() if name not in ("steps", "shape", "clip", "rank", "on")}
+    copies = 2 if "guidance_scale" in case else 1
+    out = normal(rng, K, B * copies, H, W, C * (2 if case.get("learn_sigma") else 1))
+    if copies == 2:  # a step that is not guided must not read the second half
+        out[~guided_steps(case), B:] = np.nan
     return {
         "flags": " ".join(f"{name}={value}" for name, value in flags.items()),
         "eta": float(np.float32(case.get("eta", 0))),
@@ -38,8 +42,8 @@ def inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
         "rank": case.get("rank", -1),
         "seed": (5 << 32) + 1,
         "sample0": 3,
-        "x": normal(rng, K, B, H, W, C),
-        "out": normal(rng, K, B, H, W, C * (2 if case.get("learn_sigma") else 1)),
+        "x": normal(rng, K, B * copies, H, W, C),
+        "out": out,
     }
 
 
@@ -55,6 +59,13 @@ def schedule(case: Case) -> tuple[np.ndarray, np.ndarray]:
     return kept, np.append(1.0, kept[:-1])
 
 
+def guided_steps(case: Case) -> np.ndarray:
+    """(K) bool, in the order of the steps: whether sigma lies in the interval of --guidance_min and --guidance_max."""
+    ab, _ = schedule(case)
+    sigma = np.sqrt(1 / ab - 1)[::-1]
+    return (case["guidance_min"] <= sigma) & (sigma <= case["guidance_max"])
+
+
 def reference(case: Case, v: dict[str, Any]) -> Tensors:
     if "known" in case:
         x, shape = v["x"][: case["shape"][0]], case["shape"]
@@ -66,7 +77,10 @@ def reference(case: Case, v: dict[str, Any]) -> Tensors:
     shape, K = case["shape"], len(ab)
     nexts = []
     for k, i in enumerate(range(K - 1, -1, -1)):
-        x, out = v["x"][k], v["out"][k][..., : shape[-1]]
+        x, out = v["x"][k][: shape[0]], v["out"][k][: shape[0], ..., : shape[-1]]
+        if "guidance_scale" in case and guided_steps(case)[k]:  # Ho & Salimans 2022
+            without = v["out"][k][shape[0] :, ..., : shape[-1]]
+            out = without + case["guidance_scale"] * (out - without)
         a, b, beta = ab[i], ab_prev[i], 1 - ab[i] / ab_prev[i]
         z = noise(v, SAMPLE_NOISE, k, shape) if i else 0
         x0 = {"eps": x / a**0.5 - (1 / a - 1) ** 0.5 * out, "x0": out, "v": a**0.5 * x - (1 - a) ** 0.5 * out}[case.get("predict", "eps")]
@@ -80,22 +94,23 @@ def reference(case: Case, v: dict[str, Any]) -> Tensors:
             mean = beta * b**0.5 / (1 - a) * x0 + (1 - b) * (a / b) ** 0.5 / (1 - a) * x
             posterior, fraction = beta * (1 - b) / (1 - a), 0.0 if case.get("sigma_small") else 1.0
             if case.get("learn_sigma"):
-                fraction = (v["out"][k][..., shape[-1] :] + 1) / 2
+                fraction = (v["out"][k][: shape[0], ..., shape[-1] :] + 1) / 2
             nexts.append(mean + (posterior / beta) ** ((1 - fraction) / 2) * beta**0.5 * z if i else mean)
         else:  # ddim_sample
             eps = (x / a**0.5 - x0) / (1 / a - 1) ** 0.5
             sigma = v["eta"] * ((1 - b) / (1 - a)) ** 0.5 * beta**0.5
             nexts.append(x0 * b**0.5 + (1 - b - sigma**2) ** 0.5 * eps + sigma * z)
     t = torch.tensor(KEPT[case["steps"]][::-1], dtype=torch.float64)[:, None].expand(K, shape[0])
-    return {"start": noise(v, SAMPLE_START, 0, shape), "t": t, "next": torch.stack(nexts)}
+    halves = 2 if "guidance_scale" in case else 1  # with guidance both halves get the new x
+    return {"start": noise(v, SAMPLE_START, 0, shape), "t": t, "next": torch.stack(nexts).repeat(1, halves, 1, 1, 1)}
 
 
 def tolerance(case: Case, name: str) -> float:
-    """x0 is a difference of terms 1 / sqrt(a) as large as x; the next x takes sqrt(b) of it."""
+    """x0 is a difference of terms 1 / sqrt(a) as large as x; the next x takes sqrt(b) of it. Guidance mixes two answers, with factors w and 1 - w."""
     if "known" in case:
         return rounding(steps=8)
     ab, ab_prev = schedule(case)
-    amplification = np.sqrt(ab_prev / ab).max()
+    amplification = np.sqrt(ab_prev / ab).max() * (2 * case.get("guidance_scale", 1) - 1)
     return {"t": 0.0, "start": rounding(steps=6)}.get(name, rounding(steps=6 + 3 * amplification))
 
 
@@ -132,6 +147,8 @@ CASES = [
     dict(sampler="ddpm", steps=(20, ""), shape=(2, 6, 5, 3), noise_schedule="cosine", predict="v", sigma_small=True, on="A100 fp32, H200 bf16"),
     dict(sampler="ddpm", steps=(1000, "5"), shape=(2, 6, 5, 3), learn_sigma=True, predict="x0", rank=80),
     dict(sampler="ddim", steps=(100, "ddim10"), shape=(3, 40, 33, 3), eta=0.5, rank=3919, noise_schedule="cosine"),
+    dict(sampler="ddpm", steps=(1000, "5"), shape=(3, 6, 5, 3), guidance_scale=2.5, guidance_min=0.1, guidance_max=10, learn_sigma=True),
+    dict(sampler="ddim", steps=(100, "ddim10"), shape=(2, 7, 9, 1), guidance_scale=3, guidance_min=0.5, guidance_max=2, rank=55),
 ]
 PAIR = Pair("sampler_step", CASES, inputs, reference, tolerance, bench=bench)
 
