@@ -163,6 +163,11 @@ struct LateProduct {
     bool has(u32 reg) const { return std::find(registers.begin(), registers.end(), reg) != registers.end(); }
 };
 
+// Registers of A that a wgmma reads, and what they held: nobody may write to them until somebody waits for its group.
+struct ReadRegisters {
+    u32 group, registers[4], values[4][32];
+};
+
 struct Warp {
     const Kernel* kernel = nullptr;
     Block* block = nullptr;
@@ -179,6 +184,7 @@ struct Warp {
     Clock clock;
     u32 products = 0; // groups of wgmma so far
     std::vector<LateProduct> late;
+    std::vector<ReadRegisters> read;
     const Ins *now = nullptr, *at_product = nullptr;
     bool multiplied = false; // by another warp of the warpgroup
 
@@ -622,6 +628,8 @@ template <bool BF16> bool mma(Warp& w, const Ins& i, u32) { // list: d0..3, a0..
 }
 
 // A matrix of bf16 (or FP8, which is never turned) in shared memory that wgmma reads: element (row, k) of A (or of B, whose rows are columns).
+// Eight rows lie together, each with row_bytes along k, and the next eight lie `stride` further on. Without a swizzle a
+// row has 16 bytes, and the next 16 along k lie `leading` further on. With a swizzle a row has all that is read of it.
 struct Descriptor {
     u32 start, leading, stride, row_bytes;
     bool turned;     // rows lie side by side, not k
@@ -629,15 +637,16 @@ struct Descriptor {
 
     u32 at(int row, int k) const {
         const int width = (int)row_bytes / 2;
+        const u32 byte = k * element, along = row_bytes == 16 ? byte / 16 * leading + byte % 16 : byte;
         const u32 offset = turned ? row / width * leading + k / 8 * stride + k % 8 * row_bytes + row % width * 2
-                                  : row / 8 * stride + row % 8 * row_bytes + k * element;
+                                  : row / 8 * stride + row % 8 * row_bytes + along;
         const u32 address = start + offset;
-        return address ^ (address >> 7 & (row_bytes / 16 - 1)) << 4;
+        return address ^ (address >> 7 & (row_bytes / 16 - 1)) << 4; // 16 bytes: as it is
     }
 };
 Descriptor descriptor(Warp& w, u64 d, bool turned) {
-    const u32 swizzle = (u32)(d >> 62), row_bytes = swizzle == 1 ? 128 : swizzle == 2 ? 64 : 32;
-    if (!swizzle) fail(w, "a matrix without a swizzle");
+    const u32 swizzle = (u32)(d >> 62), row_bytes = swizzle ? 256 >> swizzle : 16;
+    if (!swizzle && turned) fail(w, "a turned matrix without a swizzle");
     if (d >> 49 & 7) fail(w, "a matrix with a base offset");
     return {(u32)(d & 0x3fff) << 4, (u32)(d >> 16 & 0x3fff) << 4, (u32)(d >> 32 & 0x3fff) << 4, row_bytes, turned};
 }
@@ -683,21 +692,33 @@ template <int K> void add_product(Warp& w, const Ins& i, const f32 (&a)[16][K], 
         }
     if (!reversed()) hold_back(w, i, values);
 }
+// A of FP8 in registers. A register of all lanes, four numbers each, is a matrix of 8 x 16 whose rows lie one after the
+// other.
+template <int MANTISSA> void read_a_fp8(Warp& w, const u32* registers, f32 (&a)[16][32]) {
+    for (int k = 0; k < 4; k++)
+        for (int n = 0; n < 128; n++)
+            a[n / 16 + k % 2 * 8][n % 16 + k / 2 * 16] = fp8_value<MANTISSA>(w.reg<uint8_t>(registers[k])[n]);
+}
 // A warp's 16 of wgmma's 64 rows in FP8; imm: bits 3 and 4 say that A, or B, is e5m2. The tensor cores keep fewer bits of the sums than this.
 void quarter_fp8(Warp& w, const Ins& i) {
-    const int columns = (int)i.imm[0];
+    const int columns = (int)i.imm[0], values = columns / 2;
     arrive_late(w, [&](const LateProduct& p) { return p.has(i.list[0]); });
-    Descriptor from = descriptor(w, w.reg<u64>(i.op[1])[0], false), to = descriptor(w, w.reg<u64>(i.op[2])[0], false);
-    from.element = to.element = 1;
     static f32 a[16][32], b[32][256];
     auto value = [&](const Descriptor& of, int row, int k, bool e5m2) {
         const uint8_t byte = *(uint8_t*)shared(w, of.at(row, k), 1);
         return e5m2 ? fp8_value<2>(byte) : fp8_value<3>(byte);
     };
-    for (int m = 0; m < 16; m++) {
-        for (int k = 0; k < 32; k += 16) reads(w, from.at(w.rank % 4 * 16 + m, k));
-        for (int k = 0; k < 32; k++) a[m][k] = value(from, w.rank % 4 * 16 + m, k, i.imm[1] & 8);
+    if (i.op[1] == NONE) (i.imm[1] & 8 ? read_a_fp8<2> : read_a_fp8<3>)(w, &i.list[values], a);
+    else {
+        Descriptor from = descriptor(w, w.reg<u64>(i.op[1])[0], false);
+        from.element = 1;
+        for (int m = 0; m < 16; m++) {
+            for (int k = 0; k < 32; k += 16) reads(w, from.at(w.rank % 4 * 16 + m, k));
+            for (int k = 0; k < 32; k++) a[m][k] = value(from, w.rank % 4 * 16 + m, k, i.imm[1] & 8);
+        }
     }
+    Descriptor to = descriptor(w, w.reg<u64>(i.op[2])[0], false);
+    to.element = 1;
     for (int n = 0; n < columns; n++) {
         for (int k = 0; k < 32; k += 16) reads(w, to.at(n, k));
         for (int k = 0; k < 32; k++) b[k][n] = value(to, n, k, i.imm[1] & 16);
@@ -727,6 +748,11 @@ void quarter(Warp& w, const Ins& i) {
         for (int k = 0; k < 16; k++) b[k][n] = bf16_value(*(u16*)shared(w, from.at(n, k), 2));
     add_product(w, i, a, b);
 }
+void keep_a(Warp& w, const u32* registers) {
+    ReadRegisters& r = w.read.emplace_back();
+    r.group = w.products + 1;
+    for (int k = 0; k < 4; k++) memcpy(r.values[k], w.reg<u32>(r.registers[k] = registers[k]), sizeof r.values[k]);
+}
 // The four warps of a warpgroup multiply as one: none goes on, and frees what was read, before the others are here.
 bool wgmma(Warp& w, const Ins& i, u32) {
     const int first = w.rank / 4 * 4;
@@ -736,6 +762,7 @@ bool wgmma(Warp& w, const Ins& i, u32) {
         if (w.block->warps[r]->at_product != &i) return false;
     for (int r = first; r < first + 4; r++) {
         Warp& other = *w.block->warps[r];
+        if (i.op[1] == NONE) keep_a(other, &i.list[i.imm[0] / 2]);
         quarter(other, i);
         other.at_product = nullptr, other.multiplied = &other != &w;
     }
@@ -747,6 +774,12 @@ bool wgmma_wait(Warp& w, const Ins& i, u32) { // all groups but the last imm[0]
     const s32 ended = std::max((s32)w.products - (s32)i.imm[0], 0);
     if (races()) w.clock[w.block->products(w.rank / 4)] = ended;
     arrive_late(w, [&](const LateProduct& p) { return (s32)p.group <= ended; });
+    std::erase_if(w.read, [&](const ReadRegisters& r) {
+        for (int k = 0; k < 4; k++)
+            if (memcmp(w.reg<u32>(r.registers[k]), r.values[k], sizeof r.values[k]))
+                fail(w, "register %d of A was written before a wait for the product that reads it", k);
+        return (s32)r.group <= ended;
+    });
     return true;
 }
 
@@ -1410,7 +1443,7 @@ void Decoder::decode_operands(Ins& i, Text m, const std::vector<Text>& o, Text s
         i.op[2] = operand(o[2], 8, statement), i.op[0] = operand(o[3], 0, statement);
         if (o[4] != "1" || o[5] != "1") complain("a scale that is not 1", statement);
         const bool e5m2_a = contains(".e5m2.e4m3"), e5m2_b = contains(".e4m3.e5m2");
-        if (e5m2_a || e5m2_b || contains(".e4m3.e4m3")) // FP8: never turned, both in shared memory
+        if (e5m2_a || e5m2_b || contains(".e4m3.e4m3")) // FP8: never turned
             return (void)(i.imm[1] = 4 | e5m2_a << 3 | e5m2_b << 4);
         i.imm[1] = registers ? (o[6] == "1") * 2 : (o[6] == "1") + (o[7] == "1") * 2;
         return;
@@ -1648,7 +1681,7 @@ void begin_block(const Kernel& k, Block& b, dim3 grid, dim3 threads, size_t dyna
         std::fill_n(w.pc, 32, 0);
         std::fill_n(w.groups, 32, 0);
         for (auto& c : w.copies) c.clear();
-        w.stores.clear(), w.late.clear(), w.products = 0;
+        w.stores.clear(), w.late.clear(), w.read.clear(), w.products = 0;
         if (fresh) {
             w.registers.assign(k.register_bytes, (char)0xff);
             w.local.assign(32 * k.local_bytes + 16, (char)0xff);
