@@ -4,144 +4,145 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    245  Part I. The program
-//    248     1. Types at the interface: what operations are called with
-//    766     2. The interface: all that the program asks of a device
-//   1139     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1240     4. Configuration: flags, presets, help, what can work and what cannot
-//   2026     5. The network: a list of layers, made of guided-diffusion's flags
-//   3025     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3035         FP8: its buffers, its factors, and weights in FP8
-//   3180         gradients, and buffers
-//   3445     7. Forward and backward: two walks over the list
-//   3581     8. Diffusion: noise schedules, objectives, samplers
-//   3884         the level of a training sample, drawn, and its share of the loss
-//   4361         samplers
-//   4937     9. Data: .bin files that may be larger than memory, the order of their images
-//   5502    10. Model files: weights and checkpoints, initial weights
-//   5866    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5885         the learning rate, the verdict on a step, averages of the weights
-//   5980         what a trainer holds
-//   6159         a step
-//   6523    12. A run: log, guard, checkpoints, resume, samples
-//   6549         the log in memory, as the page shows it
-//   6662         what a run holds
-//   6741         the log and the status line
-//   6932         checkpoints, snapshots and grids
-//   7200         the start of a run: new, from a file's weights, or resumed
-//   7441         how a run begins and ends
-//   7590         the loop over the steps
-//   7690         train: a whole run, from the first check to the exit code
-//   7740         samples, without a run
-//   7905    13. main: the command line, then a run or samples
-//   8240         what ranks must have in common
-//   8314         main
-//   8500  Part II. The device
-//   8503    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8587    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8657    16. The GPU: what all kernels share
-//   8726         Launches, which may overlap
-//   8772         Decisions: what kernels are chosen with
-//   8826         Single instructions: shared memory, mbarriers, clusters
-//   8915         Activations: pieces of 16 bytes
-//   9254         each_kernel: a thread for an element
-//   9268         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9436         Swizzle: how rows lie in shared memory
-//   9455         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9714         building blocks of Hopper's kernels (sm_90a)
-//  10023    17. Small operations: resampling, embeddings, diffusion
-//  10026         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10232         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10595         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11148    18. Group norm
-//  11151         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11725         groupnorm_backward_whole: an image's slab in shared memory
-//  12129    19. Attention
-//  12236         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12795         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12943         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13643    20. Convolution
-//  13689         ConvOut: results, 4 channels of a pixel at a time
-//  13936         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14004         conv_halo: 3x3, stride 1, any GPU
-//  14426         conv_gather: any kernel size and stride, any GPU
-//  14696         conv_few: the first and the last layer
-//  14878         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15479         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15605         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16094         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16552         conv_weight_tma: weight gradients (sm_90a)
-//  16856         FP8 in training: weights and gradients are rounded
-//  16971    21. The optimiser
-//  16974         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17235         muon: directions for matrices of weights
-//  17665    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17668         groupnorm_backward
-//  17836         attention: forward and, where a has dout, backward
-//  17900         convolution: forward and input gradient
-//  18413         convolution: weight gradients
-//  18770    23. The GPU: memory, copies, repeated work
-//  19000    24. Between ranks: from device to device
+//    246  Part I. The program
+//    249     1. Types at the interface: what operations are called with
+//    770     2. The interface: all that the program asks of a device
+//   1144     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1245     4. Configuration: flags, presets, help, what can work and what cannot
+//   2031     5. The network: a list of layers, made of guided-diffusion's flags
+//   3042     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3052         FP8: its buffers, its factors, and weights in FP8
+//   3193         gradients, and buffers
+//   3456     7. Forward and backward: two walks over the list
+//   3593     8. Diffusion: noise schedules, objectives, samplers
+//   3896         the level of a training sample, drawn, and its share of the loss
+//   4373         samplers
+//   4949     9. Data: .bin files that may be larger than memory, the order of their images
+//   5514    10. Model files: weights and checkpoints, initial weights
+//   5878    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5897         the learning rate, the verdict on a step, averages of the weights
+//   5992         what a trainer holds
+//   6171         a step
+//   6535    12. A run: log, guard, checkpoints, resume, samples
+//   6561         the log in memory, as the page shows it
+//   6674         what a run holds
+//   6753         the log and the status line
+//   6944         checkpoints, snapshots and grids
+//   7212         the start of a run: new, from a file's weights, or resumed
+//   7453         how a run begins and ends
+//   7602         the loop over the steps
+//   7702         train: a whole run, from the first check to the exit code
+//   7752         samples, without a run
+//   7917    13. main: the command line, then a run or samples
+//   8252         what ranks must have in common
+//   8326         main
+//   8512  Part II. The device
+//   8515    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8599    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8669    16. The GPU: what all kernels share
+//   8738         Launches, which may overlap
+//   8784         Decisions: what kernels are chosen with
+//   8838         Single instructions: shared memory, mbarriers, clusters
+//   8932         Activations: pieces of 16 bytes
+//   9271         each_kernel: a thread for an element
+//   9285         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9453         Swizzle: how rows lie in shared memory
+//   9472         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9751         building blocks of Hopper's kernels (sm_90a)
+//  10060    17. Small operations: resampling, embeddings, diffusion
+//  10063         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10269         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10632         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11185    18. Group norm
+//  11188         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11745         groupnorm_backward_whole: an image's slab in shared memory
+//  12144    19. Attention
+//  12251         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12810         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12958         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13658    20. Convolution
+//  13704         ConvOut: results, 4 channels of a pixel at a time
+//  13951         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14019         conv_halo: 3x3, stride 1, any GPU
+//  14441         conv_gather: any kernel size and stride, any GPU
+//  14711         conv_few: the first and the last layer
+//  14893         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15497         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15623         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16112         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16570         conv_weight_tma: weight gradients (sm_90a)
+//  16880         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17173         FP8 in training: weights and gradients are rounded
+//  17288    21. The optimiser
+//  17291         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17552         muon: directions for matrices of weights
+//  17982    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17985         groupnorm_backward
+//  18153         attention: forward and, where a has dout, backward
+//  18217         convolution: forward and input gradient
+//  18730         convolution: weight gradients
+//  19107    23. The GPU: memory, copies, repeated work
+//  19337    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8496, run_program 8432, train 7696, run_step 7641, train_step 6450, load_batch 5455 (read_image 5026),
-//     send 18971 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 18902):
-//     step_gradients 6302: draw_levels 10613 (the formulas: draw_level 3954), forward_and_loss 6222, q_sample_forward
-//     10827, unet_forward 3475, forward_layer 3460 (a function of the layer's kind, such as forward_conv 2487),
-//     loss_forward_backward 10945, unet_backward 3549, which calls such a function as backward_conv 2498 of each layer
-//     (input gradients: conv_backward_input 18378) and, by launch_waiting 3511 on the side stream,
-//     conv_backward_weights 18763; finish_gradients 12074 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17026;
-//     judge_step 17074 (the verdict: judge_batch 5953), update_slice 6413, adamw_update 17206 (adamw_kernel 17151),
-//     next_step 17080, record_step 17086; later collect_steps 7594
-//   --optimizer muon: muon_updates 6065 says which weights; update_slice 6413, update_by_muon 6404 (with the formulas),
-//     muon_momentum 17277, orthogonalise 17642 (with muon_kernel above it), adamw_kernel 17151 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11019): sample_batch 4849, plan_route 4599,
-//     device_step 4647, euler_step 4392 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18261 draws all of its roads):
-//     forward_conv 2487; conv_forward 18301, with conv_product above it, which asks conv_is_wgmma 17908;
-//     on Hopper, large images: pick_conv_tiles_3x3 18208; conv_tiles 16079, with conv_tiles_kernel above it;
-//     Accumulators 9939 (its function multiply); Wgmma 9522;
-//     on Hopper, small images: pick_conv_small 18061; conv_small 16538, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9522;
-//     on any other GPU pick_conv_halo_bf16 17975; conv_halo 14413, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9321
-//   why several GPUs compute the bits of one: step_gradients 6302
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 422, Silu 8550, with_nonlinearity 8560 (a case);
-//     BEHIND_NORMS, above add_norm 2715, chooses it. The embedding has SiLU as a layer: silu_forward 10513
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3811
-//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 541, and beside each other edm_question
-//     3647, ask 3682, frame_of 3695, sigma_draws 3702, has_steps_of_t 3709; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2379; an example is forward_linear 2407
-//     with what follows it; a function such as add_resblock 2767 puts the layer into the network; its operation
+//     main 8508, run_program 8444, train 7708, run_step 7653, train_step 6462, load_batch 5467 (read_image 5038),
+//     send 19308 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19239):
+//     step_gradients 6314: draw_levels 10650 (the formulas: draw_level 3966), forward_and_loss 6234, q_sample_forward
+//     10864, unet_forward 3486, forward_layer 3471 (a function of the layer's kind, such as forward_conv 2501),
+//     loss_forward_backward 10982, unet_backward 3560, which calls such a function as backward_conv 2508 of each layer
+//     (input gradients: conv_backward_input 18695) and, by launch_waiting 3522 on the side stream,
+//     conv_backward_weights 19100; finish_gradients 12094 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17343;
+//     judge_step 17391 (the verdict: judge_batch 5965), update_slice 6425, adamw_update 17523 (adamw_kernel 17468),
+//     next_step 17397, record_step 17403; later collect_steps 7606
+//   --optimizer muon: muon_updates 6077 says which weights; update_slice 6425, update_by_muon 6416 (with the formulas),
+//     muon_momentum 17594, orthogonalise 17959 (with muon_kernel above it), adamw_kernel 17468 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11056): sample_batch 4861, plan_route 4611,
+//     device_step 4659, euler_step 4404 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 18578 draws all of its roads):
+//     forward_conv 2501; conv_forward 18618, with conv_product above it, which asks conv_is_wgmma 18225;
+//     on Hopper, large images: pick_conv_tiles_3x3 18525; conv_tiles 16097, with conv_tiles_kernel above it;
+//     Accumulators 9976 (its function multiply); Wgmma 9539;
+//     on Hopper, small images: pick_conv_small 18378; conv_small 16556, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9539;
+//     on any other GPU pick_conv_halo_bf16 18292; conv_halo 14428, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9338
+//   why several GPUs compute the bits of one: step_gradients 6314
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 423, Silu 8562, with_nonlinearity 8572 (a case);
+//     BEHIND_NORMS, above add_norm 2731, chooses it. The embedding has SiLU as a layer: silu_forward 10550
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3823
+//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 545, and beside each other edm_question
+//     3659, ask 3694, frame_of 3707, sigma_draws 3714, has_steps_of_t 3721; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2393; an example is forward_linear 2421
+//     with what follows it; a function such as add_resblock 2783 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
-//   to add an element type beside bf16: Element 316, with a list of all places above it: element_named 1395,
-//     forward_and_loss 6222, ElementOf 8521, with_act 8790 (act_has_wgmma below it), unpack_bf16 8929 and all below it
-//     to load_two 8993, mma 9321, tma_type 9668, adamw_kernel 17151 (adamw_update below it), conv_product 18261
-//   the settings, to their values: parse_command_line 1588, take_aliases 1616, complete_config 8412
-//     (apply_preset 1505, take_model_file 8068, take_ect_defaults 8098), take_data_shape 8145 (take_labels 8126),
-//     check_model 1865, check_run 2010
-//   FP8 (--precision fp8): choose_fp8 2964 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3039 and plan_fp8_gradients 3058 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3103 for samples, make_fp8_training 3146 for training; add_fp8_args 2250
-//     hands them to the layers. forward_conv 2487 and backward_conv 2498 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18363 makes an input gradient a forward convolution; conv_product_fp8 18294 picks the
-//     kernel, multiply_fp8 9973 and WgmmaFp8 9558 multiply; print_fp8 7386 says whether it pays
+//   to add an element type beside bf16: Element 317, with a list of all places above it: element_named 1400,
+//     forward_and_loss 6234, ElementOf 8533, with_act 8802 (act_has_wgmma below it), unpack_bf16 8946 and all below it
+//     to load_two 9010, mma 9338, tma_type 9705, adamw_kernel 17468 (adamw_update below it), conv_product 18578
+//   the settings, to their values: parse_command_line 1593, take_aliases 1621, complete_config 8424
+//     (apply_preset 1510, take_model_file 8080, take_ect_defaults 8110), take_data_shape 8157 (take_labels 8138),
+//     check_model 1870, check_run 2015
+//   FP8 (--precision fp8): choose_fp8 2981 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3056 and plan_fp8_gradients 3071 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3116 for samples, make_fp8_training 3159 for training; add_fp8_args 2265
+//     hands them to the layers. forward_conv 2501 and backward_conv 2508 choose between bf16 and FP8;
+//     conv_backward_input_fp8 18680 makes an input gradient a forward convolution; conv_product_fp8 18611 picks the
+//     kernel, multiply_fp8 10010 and WgmmaFp8 9581 multiply; print_fp8 7398 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
-//     die, refuse or must (host/files.h), of wrong 1471 (a flag's value), or of a function beside it whose name ends in
+//     die, refuse or must (host/files.h), of wrong 1476 (a flag's value), or of a function beside it whose name ends in
 //     _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 6950. Its
-//     reasons are found in judge_batch 5953, by healthy and suspicious above it. For a damaged header they stand in
-//     check_field 5675 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
-//     5074, for a checkpoint's counters in check_resume 8202. unknown_word 1381 prints the message for a word of a flag
-//     that some place does not know. Such a place calls it itself or through meaning 1387.
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 6962. Its
+//     reasons are found in judge_batch 5965, by healthy and suspicious above it. For a damaged header they stand in
+//     check_field 5687 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
+//     5086, for a checkpoint's counters in check_resume 8214. unknown_word 1386 prints the message for a word of a flag
+//     that some place does not know. Such a place calls it itself or through meaning 1392.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7188 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 6976 that a file could not be written yet.
-//     stop_run 6950 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7200 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 6988 that a file could not be written yet.
+//     stop_run 6962 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -437,6 +438,9 @@ struct WeightWork {
     int emb_stride;
     const act *dout, *x1, *x2;
     ConvShape shape;
+    // A weight gradient is in FP8 if shape.in is FP8 and shape.out is FP8_GRADIENT. Then x1 and dout are arrays of
+    // bytes. Before they were rounded, x1 was multiplied by FP8_X_FACTOR, and dout by *dout_factor.
+    const float* dout_factor = nullptr;
 };
 
 // Where the gradient of an input is written, and what is added to it: dx = gradient + add1 + add2. The addends are
@@ -809,8 +813,9 @@ static double conv_weight_load(const ConvShape& s);
 // Group norm [and nonlinearity f] [and dropout] of [x1 | x2] over C = C1 + C2 channels: out = f(xhat weight + bias),
 // with xhat = (x - mean) rstd and rstd = 1 / sqrt(variance + eps). The mean and the variance are those of a group's
 // channels in one image. With scale_shift, out = f((xhat weight + bias) (1 + scale) + shift). The columns [0, C)
-// of scale_shift are scale, and the columns [C, 2C) are shift. The result is written to out, to fp8, or to both.
-// groupnorm_backward also writes dx1 and dx2, with their addends, in FP8 (e5m2), if dx1_fp8 and dx2_fp8 are given.
+// of scale_shift are scale, and the columns [C, 2C) are shift. The result is written to fp8 if that is given, and else
+// to out. groupnorm_backward also writes dx1 and dx2, with their addends, in FP8 (e5m2), if dx1_fp8 and dx2_fp8 are
+// given.
 static void groupnorm_forward(act* out,                    // [(B, HW, C)]
                               float* mean, float* rstd,    // (B, groups): kept for the backward pass
                               const act* x1, Stats stats1, // (B, HW, C1), and its sums
@@ -2074,7 +2079,7 @@ struct Tensor {
     Element element = Element::FP32; // act_element; FP32 for input, output, embeddings and patches; FP8: see plan_fp8
     int buffer = -1;                 // the buffer of its values
     int stats = -1;                  // if a group norm reads this tensor: the buffer of Stats::sums
-    int fp8 = -1;                    // if a convolution reads this tensor in FP8: the buffer of its FP8 numbers
+    bool fp8 = false;                // a convolution reads this tensor in FP8, so the buffer holds FP8 numbers
     int parts = 1;                   // Stats::parts, as the forward pass has last set it
     bool needs_grad = false;         // whether the layer that writes this tensor has a backward pass, which reads its
                                      // gradient
@@ -2216,11 +2221,11 @@ struct LayerArgs {
     float *dweight, *dbias, *demb;
 
     // For FP8. These pointers are null if the walk or the layer does not use FP8.
-    const act *x_fp8, *weight_fp8, *turned_fp8; // CONV: its input, and its weights in `weights` and in `turned`
-    const float *factors_fp8, *dx_factors_fp8;  // CONV: factors of the sums of products (see conv_forward)
-    Fp8Copy out_fp8;                            // GROUPNORM: its result in FP8
-    Fp8Copy dout_fp8;                           // CONV: dout in FP8
-    Fp8Copy d1_fp8, d2_fp8;                     // GROUPNORM: the gradients of x1 and x2 in FP8
+    const act *weight_fp8, *turned_fp8;        // CONV: its weights in `weights` (then x1 is FP8, too) and in `turned`
+    const float *factors_fp8, *dx_factors_fp8; // CONV: factors of the sums of products (see conv_forward)
+    Fp8Copy out_fp8;                           // GROUPNORM: its result, in FP8 alone
+    Fp8Copy dout_fp8;                          // CONV: dout in FP8
+    Fp8Copy d1_fp8, d2_fp8;                    // GROUPNORM: the gradients of x1 and x2 in FP8
 
     int tokens() const { return H * W; } // attention's T
     Stats* stats() { return out_stats.sums ? &out_stats : nullptr; }
@@ -2228,6 +2233,16 @@ struct LayerArgs {
     ConvShape conv() const {
         const Element in = net->tensor(layer->x1).element, to = net->tensor(layer->out).element;
         return {B, H, W, Cin, C2, Cout, layer->kernel, layer->stride, layer->upsample, in, to};
+    }
+    // CONV: the weight gradient to compute. It is in FP8 if the layer's forward product was (choose_fp8).
+    WeightWork weight_work() const {
+        WeightWork w{dweight, dbias, demb, emb_stride, dout, x1, x2, conv()};
+        if (!weight_fp8) return w;
+        w.dout = (const act*)dout_fp8.bytes;
+        w.dout_factor = dout_fp8.factor;
+        w.shape.in = Element::FP8;
+        w.shape.out = Element::FP8_GRADIENT;
+        return w;
     }
     NormShape norm() const { return {B, H * W, Cin, C2, 32, layer->nonlinearity, 1e-5f}; }
 
@@ -2253,7 +2268,6 @@ static void add_fp8_args(LayerArgs* a, const Walk& walk, const Layer& layer) {
     const Tensor out = net->tensor(layer.out);
     if (layer.fp8) {
         const size_t bias = net->params[layer.weight + 1].offset;
-        a->x_fp8 = memory_of(walk, net->tensor(layer.x1).fp8);
         a->weight_fp8 = (const act*)(fp8.weights + net->params[layer.weight].offset);
         a->factors_fp8 = fp8.factors + bias;
     }
@@ -2261,9 +2275,9 @@ static void add_fp8_args(LayerArgs* a, const Walk& walk, const Layer& layer) {
         a->turned_fp8 = (const act*)(fp8.turned + net->params[layer.weight].offset);
         a->dx_factors_fp8 = fp8.dx_factors;
     }
-    if (out.fp8 >= 0) { // the layer is a norm; its factor lies in fp8.factors, at the place of its weight
+    if (out.fp8) { // the layer is a norm; its factor lies in fp8.factors, at the place of its weight
         const float* const factor = fp8.factors + net->params[layer.weight].offset;
-        a->out_fp8 = {(uint8_t*)memory_of(walk, out.fp8), factor};
+        a->out_fp8 = {(uint8_t*)a->out, factor};
     }
     auto gradient = [&](int buffer) { return Fp8Copy{buffer_data<uint8_t>(net, buffer), fp8.gradient_factor}; };
     a->dout_fp8 = gradient(layer.dout_fp8);
@@ -2486,19 +2500,14 @@ constexpr LayerKind VALUES{
 // together (see unet_backward).
 static void forward_conv(LayerArgs& a) {
     ConvShape s = a.conv();
-    const act *x1 = a.x1, *weight = a.copy;
-    if (a.weight_fp8) {
-        x1 = a.x_fp8;
-        weight = a.weight_fp8;
-        s.in = Element::FP8;
-    }
+    if (a.weight_fp8) s.in = Element::FP8;
     conv_forward(a.out, a.stats(), // what it writes
-                 x1, a.x2, weight, a.bias, a.emb, a.emb_stride, a.residual, s, a.skip, a.factors_fp8);
+                 a.x1, a.x2, a.weight_fp8 ? a.weight_fp8 : a.copy, a.bias, a.emb, a.emb_stride, a.residual, s, a.skip,
+                 a.factors_fp8);
 }
 static void backward_conv(LayerArgs& a) {
     ConvShape s = a.conv();
     if (!a.turned_fp8) return conv_backward_input(a.d1, a.d2, a.dout, a.copy, s);
-    if (a.layer->rounds_dout) round_gradient(a.dout_fp8, a.dout, (size_t)a.B * a.Hout * a.Wout * a.Cout);
     s.out = Element::FP8_GRADIENT;
     conv_backward_input(a.d1, a.d2, (const act*)a.dout_fp8.bytes, a.turned_fp8, s, a.dx_factors_fp8);
 }
@@ -2507,7 +2516,15 @@ static double conv_flops(const LayerArgs& a) {
     return 2.0 * a.B * a.Hout * a.Wout * weights; // every weight is used once for every pixel of the output
 }
 static Workspace conv_layer_workspace(const LayerArgs& a) {
-    return {.main = conv_detour_bytes(a.conv()), .side = conv_workspace(a.conv())};
+    ConvShape s = a.conv();
+    size_t side = conv_workspace(s);
+    // In training, the weight gradient may be in FP8 (LayerArgs::weight_work). Then it is divided in another way.
+    if (a.layer->fp8) {
+        s.in = Element::FP8;
+        s.out = Element::FP8_GRADIENT;
+        side = std::max(side, conv_workspace(s));
+    }
+    return {.main = conv_detour_bytes(a.conv()), .side = side};
 }
 constexpr LayerKind CONV{
     .name = "conv",
@@ -2522,10 +2539,9 @@ constexpr LayerKind CONV{
 // A group norm, with the nonlinearity and the dropout that follow it.
 static void forward_norm(LayerArgs& a) {
     float* const mean = a.saved;
-    // When sampling, some norms write their result only in FP8 (plan_fp8).
-    const bool fp8_alone = a.net->tensor(a.layer->out).element == Element::FP8;
-    groupnorm_forward(fp8_alone ? nullptr : a.out, mean, a.rstd(), // what it writes
-                      a.x1, a.stats1, a.x2, a.stats2,              // its inputs and the sums of their channels
+    // If a convolution reads the result in FP8, the norm writes it in FP8 alone (plan_fp8).
+    groupnorm_forward(a.out_fp8.bytes ? nullptr : a.out, mean, a.rstd(), // what it writes
+                      a.x1, a.stats1, a.x2, a.stats2,                    // its inputs and the sums of their channels
                       a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm(), a.out_fp8);
 }
 static void backward_norm(LayerArgs& a) {
@@ -2943,10 +2959,10 @@ static void place_params(UNet* net) {
 constexpr int FP8_SPARED = 4;
 
 // --precision fp8: chooses the 3x3 convolutions that multiply in FP8. All of them have stride 1 and do not enlarge
-// their input (conv_product_fp8 needs both). Weight gradients are never in FP8. The function sets two members of Layer:
-//   fp8            The forward product is in FP8. The convolution reads the result of a group norm. Such a result is a
-//                  tensor of values of about 1, so one factor is right for all of them. The norm itself can write FP8.
-//                  (make_fp8_weights and make_fp8_training look for that norm.)
+// their input (conv_product_fp8 needs both). The function sets two members of Layer:
+//   fp8            The forward product is in FP8, and so is the weight gradient. The convolution reads the result of a
+//                  group norm. Such a result is a tensor of values of about 1, so one factor is right for all of them.
+//                  The norm itself can write FP8. (make_fp8_weights and make_fp8_training look for that norm.)
 //   fp8_gradient   In training, the input gradient is in FP8. It reads the gradient of the output, and one factor is
 //                  right for the gradients of all layers (choose_gradient_factor). Input gradients in FP8 did no
 //                  damage, even at the ends of the network (docs/LEARNT.md). Only the first and the last convolution
@@ -2961,6 +2977,7 @@ constexpr int FP8_SPARED = 4;
 //                                                           kernels; else round_gradient
 //
 // The sums of the products are multiplied by factors (in the forward pass) or by dx_factors (make_fp8_training).
+// conv_weight_fp8 divides a weight gradient by the factors of x and dout.
 static void choose_fp8(UNet* net) {
     std::vector<Layer*> convs; // all 3x3 convolutions, from the first to the last
     for (Layer& l : net->layers)
@@ -3033,28 +3050,24 @@ static UNet build_unet(const Config& c) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- FP8: its buffers, its factors, and weights in FP8
-// --precision fp8: plans a buffer for each input that a convolution reads in FP8. The group norm that writes this input
-// fills the buffer. When sampling, the norm writes its result in FP8 alone. In training it also writes the same input
-// as an ordinary activation (act_element), because the convolution's weight gradient is computed from that activation.
+// --precision fp8: plans where the inputs lie that convolutions read in FP8. The group norm that writes such an input
+// writes it in FP8 alone. When sampling, its buffer is half as large as without FP8. In training it stays as large,
+// because validation and grids compute in bf16, with the same buffers.
 static void plan_fp8(UNet* net, bool training) {
     for (const Layer& conv : net->layers) {
         if (!conv.fp8) continue;
         Tensor& x = net->tensors[conv.x1];
-        const size_t bytes = (size_t)x.H * x.W * x.C * bytes_of(Element::FP8);
-        if (training) {
-            x.fp8 = add_buffer(net, bytes);
-        } else {
-            x.element = Element::FP8;
-            x.fp8 = x.buffer;
-            net->buffers[x.buffer].bytes = bytes;
-        }
+        x.fp8 = true;
+        if (training) continue;
+        x.element = Element::FP8;
+        net->buffers[x.buffer].bytes = (size_t)x.H * x.W * x.C * bytes_of(Element::FP8);
     }
 }
 
 // --precision fp8, in training: some convolutions compute their input gradient from an FP8 copy of the gradient of
 // their output. This function plans a buffer for each such FP8 copy. If the backward function of a group norm writes
-// the gradient of the convolution's output, it also writes the FP8 copy. Otherwise the convolution's backward function
-// makes the copy (round_gradient).
+// the gradient of the convolution's output, it also writes the FP8 copy. Otherwise unet_backward makes the copy
+// (round_gradient), before the convolution's weight gradient, which may read it, too.
 static void plan_fp8_gradients(UNet* net) {
     for (Layer& conv : net->layers) {
         if (!conv.fp8_gradient || conv.dout < 0) continue;
@@ -3219,7 +3232,7 @@ static void plan_gradients(UNet* net) {
     for (const Layer& l : net->layers) {
         if (l.block_end < 0) continue;
         const Tensor& out = net->tensors[l.out];
-        for (int b : {out.buffer, out.stats, out.fp8}) {
+        for (int b : {out.buffer, out.stats}) {
             if (b < 0) continue;
             // Two statements, because add_buffer may move net->buffers to other memory.
             const int again = add_buffer(net, net->buffers[b].bytes);
@@ -3307,14 +3320,12 @@ static void plan_lifetimes(UNet* net) {
     };
     auto data = [&](int tensor) { return net->tensor(tensor).buffer; };
     auto stats = [&](int tensor) { return net->tensor(tensor).stats; };
-    auto fp8 = [&](int tensor) { return net->tensor(tensor).fp8; };
     // Notes that all buffers which the forward pass of a layer reads or writes are in use at `time`. A fused layer
     // writes no result to memory.
     auto use_forward = [&](const Layer& l, int time) {
         use(time, {data(l.x1), data(l.x2), data(l.residual), data(l.emb), l.saved});
         if (l.kind == &GROUPNORM) use(time, {stats(l.x1), stats(l.x2)});
-        if (!l.fused) use(time, {data(l.out), stats(l.out), fp8(l.out)});
-        if (l.fp8) use(time, {fp8(l.x1)});
+        if (!l.fused) use(time, {data(l.out), stats(l.out)});
     };
     // The sampler and the loss also use the network's input and output, before the first layer and after the last one.
     use(0, {data(net->input)});
@@ -3332,16 +3343,16 @@ static void plan_lifetimes(UNet* net) {
         if (l.dout < 0) continue; // not in training, or it has no backward pass
         const int back = 2 * L + 1 - i;
         const int done = l.kind == &CONV ? back + weights_lag(net, l) : back;
+        use(back, {l.dout, l.dout_fp8});
         for (int time : {back, done}) {
             if (kind.backward_reads & LayerKind::INPUT) use(time, {data(l.x1), data(l.x2)});
-            use(time, {l.dout});
+            use(time, {l.fp8 ? l.dout_fp8 : l.dout});
         }
         if (kind.backward_reads & LayerKind::EMB) use(back, {data(l.emb)});
         if (kind.backward_reads & LayerKind::OUTPUT) use(back, {data(l.out)});
         use(back, {l.saved, l.demb});
         use(back, {l.d1.d, l.d1.add1, l.d1.add2, l.d1.fp8});
         use(back, {l.d2.d, l.d2.add1, l.d2.add2, l.d2.fp8});
-        use(back, {l.dout_fp8});
         if (l.out == net->output) use(L + 1, {l.dout}); // the loss writes it
         const bool again = l.block_end >= 0;
         if (again) use_forward(l, 2 * L + 1 - l.block_end); // just before the backward pass of its block
@@ -3530,9 +3541,9 @@ struct WeightGradients {
     }
     // Adds a layer's weight gradient to those that wait.
     void add(int layer, const LayerArgs& a) {
-        waiting.push_back(WeightWork{a.dweight, a.dbias, a.demb, a.emb_stride, a.dout, a.x1, a.x2, a.conv()});
+        waiting.push_back(a.weight_work());
         last = layer;
-        load += conv_weight_load(a.conv());
+        load += conv_weight_load(waiting.back().shape);
         if (load >= 1 || !allowed.batches) launch_waiting();
     }
     // Makes the operations that follow on the main stream wait for this layer's weight gradient.
@@ -3566,6 +3577,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
             // gradients collected so far are launched now, without that of the first convolution.
             if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.launch_waiting();
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
+            if (l.rounds_dout) round_gradient(a.dout_fp8, a.dout, (size_t)B * a.Hout * a.Wout * a.Cout);
             weight_gradients.add(i, a);
             if (!a.d1.dx && !a.d2.dx) continue; // the layer reads the images, which need no gradient
         }
@@ -8853,6 +8865,11 @@ INLINE float2 load_shared_2(uint32_t address) {
     asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
     return v;
 }
+INLINE uint32_t load_shared_word(uint32_t address) {
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+    return v;
+}
 INLINE uint4 load_shared(uint32_t address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
@@ -9549,28 +9566,42 @@ WGMMA(128, D64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SUMS_64)
 WGMMA(192, D96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_96)
 WGMMA(256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_96, SIXTEEN(96), SIXTEEN(112))
 
-// WgmmaFp8 does the same in FP8: D (64, N) += A (64, 32) * B (32, N). A and B are in shared memory and K_MAJOR; in FP8,
-// wgmma does not accept MN_MAJOR operands. For an input gradient, one operand holds weights (e4m3) and the other one
-// gradients (e5m2). The gradients are B in conv_tiles (e4m3.e5m2), and A in conv_small (e5m2.e4m3). In all FP8 products
-// the tensor cores keep only 14 bits of a sum, which is enough here (docs/LEARNT.md).
+// WgmmaFp8 does the same in FP8: D (64, N) += A (64, 32) * B (32, N). A and B are K_MAJOR; in FP8, wgmma does not
+// accept MN_MAJOR operands. B is in shared memory. A is there, too, or in registers. If it is in registers, each warp
+// holds 16 rows of A, and lane 4 g + t of the warp holds parts of rows g and g + 8, four values of k in a register:
+//
+//   a[0]   row g,      k = 4 t .. 4 t + 3            a[2]   row g,      k = 16 + 4 t .. 16 + 4 t + 3
+//   a[1]   row g + 8,  k = 4 t .. 4 t + 3            a[3]   row g + 8,  k = 16 + 4 t .. 16 + 4 t + 3
+//
+// For an input gradient, one operand holds weights (e4m3) and the other one gradients (e5m2). The gradients are B in
+// conv_tiles (e4m3.e5m2), and A in conv_small (e5m2.e4m3). For a weight gradient, A holds gradients and B activations.
+// In all FP8 products the tensor cores keep only 14 bits of a sum, which is enough here (docs/LEARNT.md).
 template <int N, Element A, Element B> struct WgmmaFp8;
-#define WGMMA_FP8_OF(N, A_ELEMENT, B_ELEMENT, TYPES, D, A, B, ...)                                                  \
-    template <> struct WgmmaFp8<N, Element::A_ELEMENT, Element::B_ELEMENT> {                                        \
-        INLINE static void add(float (&d)[N / 2], uint64_t a, uint64_t b) {                                         \
-            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPES " {" D "}, " A ", " B ", 1, 1, 1;" \
-                         : __VA_ARGS__                                                                              \
-                         : "l"(a), "l"(b));                                                                         \
-        }                                                                                                           \
+#define WGMMA_FP8_OF(N, A_ELEMENT, B_ELEMENT, TYPES, D, OP1, OP2, OP3, OP4, OP5, ...)                              \
+    template <> struct WgmmaFp8<N, Element::A_ELEMENT, Element::B_ELEMENT> {                                       \
+        INLINE static void add(float (&d)[N / 2], uint64_t a, uint64_t b) {                                        \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPES " {" D "}, " OP1 ", " OP2         \
+                         ", 1, 1, 1;"                                                                              \
+                         : __VA_ARGS__                                                                             \
+                         : "l"(a), "l"(b));                                                                        \
+        }                                                                                                          \
+        INLINE static void add(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) {                            \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPES " {" D "}, {" OP1 "," OP2 "," OP3 \
+                         "," OP4 "}, " OP5 ", 1, 1, 1;"                                                            \
+                         : __VA_ARGS__                                                                             \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                    \
+        }                                                                                                          \
     };
-#define WGMMA_FP8(N, D, A, B, ...)                                        \
-    WGMMA_FP8_OF(N, FP8, FP8, "e4m3.e4m3", D, A, B, __VA_ARGS__)          \
-    WGMMA_FP8_OF(N, FP8, FP8_GRADIENT, "e4m3.e5m2", D, A, B, __VA_ARGS__) \
-    WGMMA_FP8_OF(N, FP8_GRADIENT, FP8, "e5m2.e4m3", D, A, B, __VA_ARGS__)
-WGMMA_FP8(32, D16, "%16", "%17", SIXTEEN(0))
-WGMMA_FP8(64, D32, "%32", "%33", SIXTEEN(0), SIXTEEN(16))
-WGMMA_FP8(128, D64, "%64", "%65", SUMS_64)
-WGMMA_FP8(192, D96, "%96", "%97", SUMS_96)
-WGMMA_FP8(256, D128, "%128", "%129", SUMS_96, SIXTEEN(96), SIXTEEN(112))
+#define WGMMA_FP8(N, D, OP1, OP2, OP3, OP4, OP5, ...)                                        \
+    WGMMA_FP8_OF(N, FP8, FP8, "e4m3.e4m3", D, OP1, OP2, OP3, OP4, OP5, __VA_ARGS__)          \
+    WGMMA_FP8_OF(N, FP8, FP8_GRADIENT, "e4m3.e5m2", D, OP1, OP2, OP3, OP4, OP5, __VA_ARGS__) \
+    WGMMA_FP8_OF(N, FP8_GRADIENT, FP8, "e5m2.e4m3", D, OP1, OP2, OP3, OP4, OP5, __VA_ARGS__)
+WGMMA_FP8(8, "%0,%1,%2,%3", "%4", "%5", "%6", "%7", "%8", FOUR(0))
+WGMMA_FP8(32, D16, "%16", "%17", "%18", "%19", "%20", SIXTEEN(0))
+WGMMA_FP8(64, D32, "%32", "%33", "%34", "%35", "%36", SIXTEEN(0), SIXTEEN(16))
+WGMMA_FP8(128, D64, "%64", "%65", "%66", "%67", "%68", SUMS_64)
+WGMMA_FP8(192, D96, "%96", "%97", "%98", "%99", "%100", SUMS_96)
+WGMMA_FP8(256, D128, "%128", "%129", "%130", "%131", "%132", SUMS_96, SIXTEEN(96), SIXTEEN(112))
 
 // Must be called before the first product of a group. It makes the products wait until earlier instructions have
 // written the registers of D and of A.
@@ -9621,6 +9652,12 @@ struct Operand {
     // & 0x3FFFF: in a cluster the higher bits of an address are the block's rank. The descriptor has no room for them.
     static INLINE Operand rows(uint32_t address, int pitch, int leading = 0) {
         return {(address & 0x3FFFF) >> 4 | leading * 8 << 16, pitch * 8 | 1u << 30};
+    }
+    // An operand that is not swizzled, and K_MAJOR. It consists of small matrices of 8 rows x 16 bytes, each of which
+    // is 128 bytes of shared memory. `along_k` is the distance from a matrix to the next one along k, and `along_rows`
+    // the distance to the matrix of the next 8 rows, both in bytes.
+    static INLINE Operand matrices(uint32_t address, int along_k, int along_rows) {
+        return {(address & 0x3FFFF) >> 4 | along_k / 16 << 16, (uint32_t)along_rows / 16};
     }
     INLINE uint64_t at(int offset) const { return (uint64_t)high << 32 | (low + offset); } // offset: 16-byte units
 };
@@ -11390,34 +11427,17 @@ struct LaneShare {
     int columns = 8 % n;
 };
 
-// groupnorm_forward_kernel is called with one of three types, which say where and in which form it writes its output:
-// T* (elements of type T), Fp8Copy (FP8), or BothOut<T> (both).
-template <class T> struct BothOut {
-    T* p;
-    Fp8Copy fp8;
-};
+// groupnorm_forward_kernel is called with one of two types, which say where and in which form it writes its output: T*
+// (elements of type T) or Fp8Copy (FP8).
 // Returns where element i is written.
 template <class T> INLINE T* place_of(T* out, size_t i) { return out + i; }
 INLINE uint8_t* place_of(const Fp8Copy& out, size_t i) { return out.bytes + i; }
-template <class T> INLINE BothOut<T> place_of(const BothOut<T>& out, size_t i) {
-    return {out.p + i, {out.fp8.bytes + i, out.fp8.factor}};
-}
-template <class T> INLINE void operator+=(BothOut<T>& out, int n) {
-    out.p += n;
-    out.fp8.bytes += n;
-}
-INLINE float factor_of(const Fp8Copy& out) { return *out.factor; }
-template <class T> INLINE float factor_of(const BothOut<T>& out) { return *out.fp8.factor; }
 // Stores the VEC<T> elements of a piece.
 template <class T> INLINE void store_out(T* to, const float (&v)[VEC<T>], float) { store_whole(to, pack<T>(v)); }
 INLINE void store_out(uint8_t* to, const float (&v)[8], float factor) { store_whole(to, scaled_to_fp8(v, factor)); }
-template <class T> INLINE void store_out(const BothOut<T>& to, const float (&v)[VEC<T>], float factor) {
-    store_out(to.p, v, factor);
-    store_out(to.fp8.bytes, v, factor);
-}
 
 // grid (chunks of pixels, slabs of channels, images). Each thread works on the channels and pixels of its NormColumn.
-// OUT: T*, Fp8Copy, or BothOut<T>.
+// OUT: T* or Fp8Copy.
 // Shared memory: each thread's next PIXELS pieces of x; mean and rstd of the slab's groups.
 //   1. Every thread starts the loads of its first pixels.
 //   2. For each group of the slab, eight threads add up the sums of the group's channels, over all parts of Stats. Mean
@@ -11447,7 +11467,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     };
     const NormParameters<V> parameters(a, t.b, t.c);
     float factor = 1; // an FP8 output is multiplied by this before it is rounded
-    if constexpr (!std::is_same_v<OUT, T*>) factor = factor_of(out);
+    if constexpr (!std::is_same_v<OUT, T*>) factor = *out.factor;
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
     const int g = a.group_of(t.slab0) + threadIdx.x / 8; // the group whose sums this thread and its neighbours add up
     const int c0 = g * a.Cg;                             // the group's first channel
@@ -12112,13 +12132,8 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
     auto run = [&](auto kernel, auto to) { launch(kernel, grid, NORM_THREADS, 0, to, mean, rstd, stats1, stats2, a); };
     if (fp8.bytes) {
         if (!act_has_wgmma()) die("internal error: FP8 is for Hopper");
-        if (drop && !out) die("internal error: a norm with dropout writes its usual output, too, and not FP8 alone");
-        using Both = BothOut<bf16>;
-        const Both both{(bf16*)out, fp8};
-        if (!out) run(groupnorm_forward_kernel<bf16, false, Fp8Copy>, fp8);
-        else if (drop) run(groupnorm_forward_kernel<bf16, true, Both>, both);
-        else run(groupnorm_forward_kernel<bf16, false, Both>, both);
-        return;
+        if (drop) return run(groupnorm_forward_kernel<bf16, true, Fp8Copy>, fp8);
+        return run(groupnorm_forward_kernel<bf16, false, Fp8Copy>, fp8);
     }
     with_act([&]<class T>(T) {
         run(drop ? groupnorm_forward_kernel<T, true, T*> : groupnorm_forward_kernel<T, false, T*>, (T*)out);
@@ -13668,9 +13683,9 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //   mma.sync (sm_80 and later)   conv_halo, conv_gather; for weight gradients conv_weight_halo, conv_weight_gather.
 //                                Elements are bf16 or floats. A float is split into two fp16 numbers. Then a product
 //                                of two floats takes three products of fp16 numbers (take_apart_places).
-//   wgmma and TMA (Hopper)       conv_tiles, conv_small; for weight gradients conv_weight_tma. Elements are bf16, or
-//                                FP8 in a 3x3 convolution or its input gradient. The stride is 1, and the input is not
-//                                upsampled.
+//   wgmma and TMA (Hopper)       conv_tiles, conv_small; for weight gradients conv_weight_tma and, in FP8,
+//                                conv_weight_fp8. Elements are bf16 or, in a 3x3 convolution, FP8. The stride is 1, and
+//                                the input is not upsampled.
 //   conv_few                     serves the network's first and last layers, whose images have few channels. It writes
 //                                each pixel's patch to global memory. So the product becomes a 1x1 convolution, and
 //                                one of the kernels above can compute it.
@@ -14820,7 +14835,7 @@ static __global__ void conv_few_gradient(const ConvFew p) {
 }
 
 static bool conv_is_first(const ConvShape& s) { return (s.in != act_element && !is_fp8(s.in)) || s.C1 % 32; }
-static bool conv_is_last(const ConvShape& s) { return s.out != act_element || s.Cout % 32; }
+static bool conv_is_last(const ConvShape& s) { return (s.out != act_element && !is_fp8(s.out)) || s.Cout % 32; }
 static bool conv_is_few(const ConvShape& s) { return conv_is_first(s) || conv_is_last(s); }
 
 // Sets all members of a ConvFew except x, weight, dweight and dbias. The rows lie at the beginning of `memory`. After
@@ -14955,14 +14970,14 @@ template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
 INLINE int first_pixel_tile(const ConvWeight& p, int split) { return (int)((int64_t)p.pixel_tiles * split / p.splits); }
 
 // The addresses in dweight that a thread's four values of a fragment are written to. The values are a float4 v: v.x and
-// v.y are the gradients of weights (co, ci) and (co, ci + 1), and v.z and v.w are those of weights (co + 8, ci) and
-// (co + 8, ci + 1). `row` is the address for v.x, and `row8` is that for v.z. A pointer is null if its weights lie
-// beyond the last channel.
+// v.y are the gradients of weights (co, ci) and (co, ci + 1), and v.z and v.w are those of weights (co2, ci) and
+// (co2, ci + 1), where co2 is co + 8 (in FP8 co + 1). `row` is the address for v.x, and `row2` is that for v.z. A
+// pointer is null if its weights lie beyond the last channel.
 struct WeightPlace {
-    float2 *row, *row8;
+    float2 *row, *row2;
     INLINE void set(float4 v) const {
         if (row) *row = make_float2(v.x, v.y);
-        if (row8) *row8 = make_float2(v.z, v.w);
+        if (row2) *row2 = make_float2(v.z, v.w);
     }
 };
 // Returns the WeightPlace of the i-th float4 of a tile of 64 x 64 weights. 4 warps have 2 x 4 fragments each, and each
@@ -14975,14 +14990,17 @@ INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
     const int t = tile % p.channel_tiles;
     const bool second = t >= p.tiles1; // a tile of the second input's channels
     const int ci_tile = second ? t - p.tiles1 : t;
-    const int co = warp % 2 * 32 + fragment / 4 * 16 + lane / 4 + co_tile * 64;
+    // In FP8 a thread's two rows are neighbours (WeightTileFp8::row_channel).
+    const bool pairs = is_fp8(p.shape.in);
+    const int co = warp % 2 * 32 + fragment / 4 * 16 + lane / 4 * (pairs ? 2 : 1) + co_tile * 64;
+    const int co2 = co + (pairs ? 1 : 8);
     const int ci = warp / 2 * 32 + fragment % 4 * 8 + lane % 4 * 2 + ci_tile * 64;
     const int Cin = p.shape.C1 + p.shape.C2;
     const bool inside = ci < (second ? p.shape.C2 : p.shape.C1);
     float* const row = p.dweight + ((size_t)co * p.taps + tap) * Cin + (second ? p.shape.C1 : 0) + ci;
-    float* const row8 = row + (size_t)8 * p.taps * Cin;
+    float* const row2 = row + (size_t)(co2 - co) * p.taps * Cin;
     return WeightPlace{inside && co < p.shape.Cout ? (float2*)row : nullptr,
-                       inside && co + 8 < p.shape.Cout ? (float2*)row8 : nullptr};
+                       inside && co2 < p.shape.Cout ? (float2*)row2 : nullptr};
 }
 
 // The end of a portable kernel for weight gradients: stores a thread's fragments in dweight or, if there are several
@@ -16589,6 +16607,7 @@ template <int KERNEL_, int WARPGROUPS_, int TILE_W_, int STAGES_> struct WeightT
     static constexpr int PIXELS = TILE_H * TILE_W;
     static constexpr bool IS_3X3 = KERNEL == 3;              // true: a warpgroup's D holds the taps of a filter row
     static constexpr int ROWS = IS_3X3 ? 3 / WARPGROUPS : 1; // among how many blocks the filter rows are divided
+    static constexpr int NEXT_TAP = 1; // 3x3: from the tap of a third of D to that of the next one
     // The order of the warps: first the warps that multiply, then the warp that loads (LOADER), then the warps that sum
     // dout for the bias gradient.
     static constexpr int LOADER = 4 * WARPGROUPS;
@@ -16610,11 +16629,13 @@ template <int KERNEL_, int WARPGROUPS_, int TILE_W_, int STAGES_> struct WeightT
     static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + shared_beside(BARRIERS);
     static_assert(SHARED_BYTES <= hopper_shared(1), "a multiprocessor has room for one block");
     static_assert(2 * STAGES <= BARRIERS, "a stage has two barriers");
+    // The output channel of a thread's row i (0 or 1) of D, among the 16 channels of its warp.
+    static INLINE int row_channel(int lane, int i) { return lane / 4 + 8 * i; }
 };
 struct ConvWeightTma {
     TmaParts x;
     CUtensorMap dout;
-    CUtensorMap dweight; // fp32, in boxes of 32 Cin x the taps of a filter row x 64 Cout
+    CUtensorMap dweight; // fp32, in boxes of 32 Cin x the taps of a filter row (in FP8: column) x 64 Cout
     ConvWeight p;
 };
 typedef WeightBatch<ConvWeightTma> TmaBatch;
@@ -16765,36 +16786,37 @@ template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work,
 }
 
 // Writes d, this thread's sums over the block's range, to p.partial (splits, tiles, taps, 1024 float4). The 1024 float4
-// of a tile and tap lie in the order that weight_place explains.
-template <class T> INLINE void put_partial(const WeightBlock<T>& work, int row, int co_tile, const float* d) {
+// of a tile and tap lie in the order that weight_place explains. tap: that of D's first third.
+template <class T> INLINE void put_partial(const WeightBlock<T>& work, int tap, int co_tile, const float* d) {
     const ConvWeight& p = work.p;
     const int warp = threadIdx.x / 32 % 4;
     const int tile = co_tile * p.channel_tiles + work.ci_tile;
-    float4* const tiles = p.partial + (((size_t)work.split * p.tiles + tile) * p.taps + row * 3) * 1024;
+    float4* const tiles = p.partial + (((size_t)work.split * p.tiles + tile) * p.taps + tap) * 1024;
     float4* const to = tiles + (warp / 2 * 8 + warp % 2 * 4) * 32 + threadIdx.x % 32;
     UNROLL_FOR (int f = 0; f < 24; f++)
         if (T::IS_3X3 || f / 8 < work.parts) // third f / 8 of D is a tap or a tile of Cin, which has 1024 float4
-            store_whole(to + f / 8 * 1024 + f % 8 / 4 * 512 + f % 4 * 32, (const float4&)d[4 * f]);
+            store_whole(to + f / 8 * T::NEXT_TAP * 1024 + f % 8 / 4 * 512 + f % 4 * 32, (const float4&)d[4 * f]);
 }
 
-// Stores a warpgroup's sums, D, in dweight by TMA. For a 3x3, D holds the three taps of the filter's row `row`, each
-// with 64 input channels. For a 1x1, D holds up to three tiles of 64 input channels, and row is 0.
+// Stores a warpgroup's sums, D, in dweight by TMA. For a 3x3, D holds three taps, each with 64 input channels: those of
+// the filter's row (in FP8: column) that begins with `tap`. For a 1x1, D holds up to three tiles of 64 input channels,
+// and tap is 0.
 // First D is written to shared memory. It overwrites the pixel tiles, which nobody reads any more. There it forms boxes
 // of 32 input channels, with rows of 128 bytes. A box of a 3x3 has three rows for each of the 64 output channels, one
 // for each of these taps. A box of a 1x1 has one row for each output channel.
 // A thread holds 24 fragments. Fragment f belongs to the tap (3x3) or the tile (1x1) of number f / 8. It holds the sums
-// of output channels co and co + 8, for two of the 64 input channels: f % 8 * 8 + lane % 4 * 2 and the next one.
-template <class T> INLINE void put_dweight(const auto& work, int row, int co_tile, float* d, uint32_t boxes) {
+// of two output channels (row_channel), for two of the 64 input channels: f % 8 * 8 + lane % 4 * 2 and the next one.
+template <class T> INLINE void put_dweight(const auto& work, int tap, int co_tile, float* d, uint32_t boxes) {
     constexpr int BOX_BYTES = (T::IS_3X3 ? 3 : 1) * BYTES_OF_64_ROWS;
     const ConvWeight& p = work.p;
     const TmaParts& x = work.maps.x;
     const int lane = threadIdx.x % 32;
-    const int co = threadIdx.x / 32 % 4 * 16 + lane / 4;
     UNROLL_FOR (int f = 0; f < 24; f++)
         UNROLL_FOR (int i = 0; i < 2; i++) {
+            const int co = threadIdx.x / 32 % 4 * 16 + T::row_channel(lane, i);
             const int third = f / 8;
             const int box = f % 8 / 4 + (T::IS_3X3 ? 0 : third * 2);
-            const int r = T::IS_3X3 ? (co + 8 * i) * 3 + third : co + 8 * i;
+            const int r = T::IS_3X3 ? co * 3 + third : co;
             const uint32_t in_box = box_place<SLICE_CHANNELS>(r, f % 4 * 2 + (lane >> 1 & 1)) + lane % 2 * 8;
             const uint32_t to = boxes + box * BOX_BYTES + in_box;
             PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(d[4 * f + 2 * i]), "f"(d[4 * f + 2 * i + 1]));
@@ -16807,7 +16829,9 @@ template <class T> INLINE void put_dweight(const auto& work, int row, int co_til
         const int box_channel = box % 2 * SLICE_CHANNELS / 2; // the box's first channel in its slice
         const int ci = x.row(slice) + box_channel;
         if (x.channel(slice) + box_channel >= (x.is_second(slice) ? p.shape.C2 : p.shape.C1)) continue;
-        tma_store(&work.maps.dweight, boxes + box * BOX_BYTES, ci, row * 3, co_tile * SLICE_CHANNELS);
+        // The coordinates of the box: tap % 3 and tap / 3 are the column and the row of the filter.
+        const int co = co_tile * SLICE_CHANNELS;
+        tma_store(&work.maps.dweight, boxes + box * BOX_BYTES, ci, tap % 3, tap / 3, co);
     }
     tma_stores_read();
 }
@@ -16843,12 +16867,305 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
     if (T::IS_3X3 || work.parts == 3) multiply_tiles<T>(work, stages, wg, acc);
     else if (work.parts == 2) multiply_tiles<T>(work, stages, wg, (float(&)[64])acc);
     else multiply_tiles<T>(work, stages, wg, (float(&)[32])acc);
-    const int row = work.row0 + (T::IS_3X3 ? wg : 0);
+    const int tap = 3 * (work.row0 + (T::IS_3X3 ? wg : 0));
     const int co_tile = work.co_tile + (T::IS_3X3 ? 0 : wg);
-    if (!work.final) return put_partial<T>(work, row, co_tile, acc);
+    if (!work.final) return put_partial<T>(work, tap, co_tile, acc);
     // After this barrier no warp reads the pixel tiles any more, so put_dweight may overwrite them.
     warps_sync(2, 128 * work.busy_warpgroups + (work.sums_bias ? 32 * work.bias_warps : 0));
-    put_dweight<T>(work, row, co_tile, acc, stages.stage(0).address + wg * 2 * 3 * BYTES_OF_64_ROWS);
+    put_dweight<T>(work, tap, co_tile, acc, stages.stage(0).address + wg * 2 * 3 * BYTES_OF_64_ROWS);
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- conv_weight_fp8: weight gradients in FP8 (sm_90a)
+// dweight[co, kh, kw, ci] = sum over pixels q of x: x[q, ci] * dout[q - (kh - 1, kw - 1), co]
+//
+// Used when: training with --precision fp8, 3x3, the forward pass and the input gradient in FP8. x is e4m3, dout e5m2.
+// How: In FP8, wgmma accepts operands only if k runs along their rows (K_MAJOR), and here k counts pixels. In memory a
+//   pixel's channels are neighbours. So both operands are transposed on their way to the tensor cores:
+//     B = x      some warps read x from shared memory, transpose it in registers (4 pixels x 4 channels at a time), and
+//                write it to another ring of shared memory
+//     A = dout   the warps that multiply read dout by ldmatrix_trans, which transposes pairs of channels, and part the
+//                pairs (part_channels). wgmma takes A from registers
+//   A block has three warpgroups that multiply. Warpgroup kw computes the taps (0, kw), (1, kw), (2, kw), for 64 output
+//   and 64 input channels:
+//
+//     D of warpgroup kw:    | kh = 0: 64 Cin | kh = 1: 64 Cin | kh = 2: 64 Cin |     x 64 Cout rows
+//
+//   A chunk is 16 neighbouring pixels of x, of 64 channels. The chunks of neighbouring rows of x follow each other, so
+//   the three thirds of B are three chunks, and B begins at chunk r for row r of dout. The shift by kw is a shift of
+//   the pixels of dout, whose tile therefore has a border to the left and to the right; the tile of x has one above and
+//   below. If a tile is only 8 pixels wide, a chunk is made of two rows of x, and row r of x is in chunks r and r - 1.
+//
+//     pixel tile     dout, rows r and r + 1, shifted by kw     chunks of x: r, r + 1, r + 2, r + 3
+//     16 wide        k = 0 .. 15: row r                        B, k = 0 .. 15:  | r     | r + 1 | r + 2 |
+//                    k = 16 .. 31: row r + 1                      k = 16 .. 31: | r + 1 | r + 2 | r + 3 |
+//
+//   What else there is (ranges of pixel tiles, partials, sums of dout for the bias) is as in conv_weight_tma. The sums
+//   of products are divided by both factors before they are written.
+//
+//   Shared memory: | barriers | a ring of tiles of x | a ring of tiles of dout | a ring of transposed tiles of x |
+// Costs: the time of the products. Transposing takes about as much of the shared memory's bandwidth as TMA's writing.
+template <int TILE_W_, int STAGES_X, int STAGES_DOUT, int STAGES_CHUNKS> struct WeightTileFp8 {
+    static constexpr bool IS_3X3 = true;
+    static constexpr int WARPGROUPS = 3;
+    static constexpr int ROWS = 1;
+    static constexpr int DOUT_PARTS = 1;
+    static constexpr int NEXT_TAP = 3; // the taps of the thirds of D: kw, kw + 3, kw + 6
+    // A pixel tile. A product sums over 32 pixels, which are STEP_ROWS rows of the tile.
+    static constexpr int TILE_H = 8;
+    static constexpr int TILE_W = TILE_W_;
+    static constexpr int PIXELS = TILE_H * TILE_W;
+    static constexpr int STEPS = PIXELS / 32;
+    static constexpr int STEP_ROWS = 32 / TILE_W;
+    // The order of the warps: those that multiply, the one that loads, those that transpose.
+    static constexpr int LOADER = 12;
+    static constexpr int TRANSPOSERS = 3;
+    static constexpr int THREADS = (LOADER + 1 + TRANSPOSERS) * 32;
+    static constexpr int BIAS_WARPS = 0; // WeightBlock: warps that only sum dout
+    // A pixel of a tile has 64 channels, which are 64 bytes.
+    static constexpr int PIXEL_BYTES = SLICE_CHANNELS * (int)bytes_of(Element::FP8);
+    static constexpr int X_ROWS = TILE_H + 2;
+    static constexpr int X_BYTES = X_ROWS * TILE_W * PIXEL_BYTES;
+    static constexpr int PITCH = TILE_W + 2; // pixels of a row of dout
+    static constexpr int DOUT_BYTES = TILE_H * PITCH * PIXEL_BYTES;
+    // Transposed, 8 channels x 16 pixels are a matrix of 128 bytes, as wgmma reads it without a swizzle. The gap of 16
+    // bytes behind it lets the eight lanes that write to shared memory at a time write to different banks.
+    static constexpr int CHANNELS_8 = 128 + 16;
+    static constexpr int CHUNK = SLICE_CHANNELS / 8 * CHANNELS_8;
+    static constexpr int CHUNK_ROWS = 16 / TILE_W; // rows of x in a chunk
+    static constexpr int CHUNKS = X_ROWS - (CHUNK_ROWS - 1);
+    // Behind the chunks of stage 0 lies a matrix of ones (32 values of k, 8 columns), for the sums of dout.
+    static constexpr int ONES_AT = CHUNKS * CHUNK;
+    static constexpr int ONES_BYTES = 32 * 8;
+    // The stages of the three rings.
+    static constexpr int X_STAGE = whole_swizzles(X_BYTES);
+    static constexpr int DOUT_STAGE = whole_swizzles(DOUT_BYTES);
+    static constexpr int CHUNKS_STAGE = whole_swizzles(ONES_AT + ONES_BYTES);
+    static constexpr int RING_X = STAGES_X;
+    static constexpr int RING_DOUT = STAGES_DOUT;
+    static constexpr int RING_CHUNKS = STAGES_CHUNKS;
+    static constexpr int BARRIERS = 2 * (RING_X + RING_DOUT + RING_CHUNKS);
+    static constexpr int TILES_BYTES = RING_X * X_STAGE + RING_DOUT * DOUT_STAGE + RING_CHUNKS * CHUNKS_STAGE;
+    static constexpr int SHARED_BYTES = TILES_BYTES + shared_beside(BARRIERS);
+    static_assert(SHARED_BYTES <= hopper_shared(1), "a multiprocessor has room for one block");
+    static_assert(TILES_BYTES >= 3 * 2 * 3 * BYTES_OF_64_ROWS, "put_dweight writes a block's sums over the tiles");
+    // The output channel of a thread's row i (0 or 1) of D, among the 16 channels of its warp: pairs of neighbours.
+    static INLINE int row_channel(int lane, int i) { return lane / 4 * 2 + i; }
+};
+
+// Role: load.
+template <class T> INLINE void load_tiles_fp8(const WeightBlock<T>& work, auto& xs, auto& douts) {
+    const ConvWeightTma& maps = work.maps;
+    TileWalk tile(work.p.tiles_h, work.p.tiles_w, work.first, 1, work.end);
+    await_previous_kernel();
+    for (; tile; tile.next()) {
+        const int h = tile.h * T::TILE_H;
+        const int w = tile.w * T::TILE_W;
+        const Stage x = xs.acquire();
+        mbarrier_expect(x.full, T::X_BYTES);
+        tma_load(x.address, &maps.x.map1, x.full, work.ci_tile * SLICE_CHANNELS, w, h - 1, tile.n);
+        const Stage dout = douts.acquire();
+        mbarrier_expect(dout.full, T::DOUT_BYTES);
+        tma_load(dout.address, &maps.dout, dout.full, work.co_tile * SLICE_CHANNELS, w - 1, h, tile.n);
+    }
+}
+
+// Transposes 16 pixels x 4 channels. Byte c of w[i] is channel c of a pixel: of pixel i or, if swapped is 1, of pixel
+// i ^ 1. Afterwards word t of v[c] holds channel c of the pixels 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t. (By ldmatrix_trans,
+// a lane gets the same pixels of dout.)
+INLINE void transpose_16x4(uint32_t (&v)[4][4], const uint32_t (&w)[16], int swapped) {
+    // What __byte_perm selects: two channels of two words, those of the lower pixel first.
+    const uint32_t channels_01 = swapped ? 0x1504 : 0x5140;
+    const uint32_t channels_23 = swapped ? 0x3726 : 0x7362;
+    UNROLL_FOR (int t = 0; t < 4; t++) {
+        const uint32_t a01 = __byte_perm(w[2 * t], w[2 * t + 1], channels_01);
+        const uint32_t a23 = __byte_perm(w[2 * t], w[2 * t + 1], channels_23);
+        const uint32_t b01 = __byte_perm(w[8 + 2 * t], w[9 + 2 * t], channels_01);
+        const uint32_t b23 = __byte_perm(w[8 + 2 * t], w[9 + 2 * t], channels_23);
+        v[0][t] = __byte_perm(a01, b01, 0x5410);
+        v[1][t] = __byte_perm(a01, b01, 0x7632);
+        v[2][t] = __byte_perm(a23, b23, 0x5410);
+        v[3][t] = __byte_perm(a23, b23, 0x7632);
+    }
+}
+// Role: transpose x. Lanes 0-15 of a warp make one chunk, lanes 16-31 the next one; a lane transposes 4 channels. The
+// two halves of a warp read pixels in different orders, so that they read from different banks. The warps take pairs of
+// chunks in turns.
+template <class T> INLINE void transpose_tiles(const WeightBlock<T>& work, auto& xs, auto& chunks, int warp) {
+    const int lane = threadIdx.x & 31;
+    const int half = lane >> 4;
+    const int quad = lane & 15; // the lane's channels are 4 quad .. 4 quad + 3
+    // Where the lane's channels of its first pixel lie, and where they go to, in chunk 0. A pixel's 16-byte pieces are
+    // swizzled by TMA.
+    const int from = quad * 4 + half * T::PIXEL_BYTES;
+    const int to = quad / 2 * T::CHANNELS_8 + quad % 2 * 64;
+    for (int t = work.first; t < work.end; t++) {
+        const uint32_t x = xs.arrived() + from;
+        const Stage stage = chunks.acquire();
+        for (int chunk = 2 * warp + half; chunk < T::CHUNKS; chunk += 2 * T::TRANSPOSERS) {
+            uint32_t w[16];
+            UNROLL_FOR (int i = 0; i < 16; i++) {
+                const uint32_t pixel = x ^ (i % 2 * T::PIXEL_BYTES | i / 2 % 4 * 16);
+                w[i] = load_shared_word(pixel + (chunk * T::TILE_W + i / 2 * 2) * T::PIXEL_BYTES);
+            }
+            uint32_t v[4][4];
+            transpose_16x4(v, w, half);
+            UNROLL_FOR (int j = 0; j < 4; j++) {
+                const uint32_t channel = stage.address + chunk * T::CHUNK + to + j * 16;
+                store_shared(channel, make_uint4(v[j][0], v[j][1], v[j][2], v[j][3]));
+            }
+        }
+        warp_stored(stage.full);
+        xs.release(lane == 0);
+    }
+}
+
+// In each register of `pixels`, from ldmatrix_trans, lie two channels of a pixel, and behind them the same two channels
+// of the next pixel: channels 2 g and 2 g + 1 in lane 4 g + t. Registers 0 and 1 belong to one chunk of 16 pixels,
+// registers 2 and 3 to the next one. a becomes wgmma's operand A: a[0] and a[2] hold channel 2 g, a[1] and a[3] channel
+// 2 g + 1.
+INLINE void part_channels(uint32_t (&a)[4], const uint32_t (&pixels)[4]) {
+    UNROLL_FOR (int i = 0; i < 2; i++) {
+        a[2 * i] = __byte_perm(pixels[2 * i], pixels[2 * i + 1], 0x6420);
+        a[2 * i + 1] = __byte_perm(pixels[2 * i], pixels[2 * i + 1], 0x7531);
+    }
+}
+
+// The sums of 64 channels of dout over the pixels, for the bias gradient. wgmma computes them, too: D[64 Cout][8] +=
+// dout * ones. All columns of D are the same. A thread holds the sums of two channels, c and c + 1 (row_channel), and
+// four neighbouring lanes hold the same two; the first of them writes them.
+template <class T> struct SumsOfDout {
+    const WeightBlock<T>& work;
+    const float unscale; // undoes the factor of dout
+    const int c = work.co_tile * SLICE_CHANNELS + threadIdx.x / 32 % 4 * 16 + T::row_channel(threadIdx.x % 32, 0);
+    const int image_tiles = work.p.pixel_tiles / work.p.bias_images;
+    int n = work.first / image_tiles;
+    int left = (n + 1) * image_tiles - work.first; // how many pixel tiles of image n remain
+    float d[4] = {};
+    float total[2] = {};
+
+    // After the products of a tile: at the end of an image, or of the block's range, takes the image's sums.
+    INLINE void end_tile(bool last) {
+        left--;
+        if (left > 0 && !last) return;
+        multiplied<0>(d);
+        UNROLL_FOR (int i = 0; i < 2; i++) {
+            const float sum = d[2 * i] * unscale;
+            total[i] += sum;
+            if (threadIdx.x % 4 == 0) work.put_image_sum(n, c + i, sum);
+        }
+        UNROLL_FOR (float& v : d) v = 0;
+        n++;
+        left = image_tiles;
+    }
+    INLINE void put_total() const {
+        UNROLL_FOR (int i = 0; i < 2; i++)
+            if (threadIdx.x % 4 == 0 && c + i < work.p.shape.Cout) work.p.dbias[c + i] = total[i];
+    }
+};
+struct NoSums { // of a warpgroup that does not sum dout
+    float d[4];
+    INLINE void end_tile(bool) const {}
+};
+
+// Role: multiply. D[64 Cout][192] = dout (64 Cout, pixels) * x (pixels, 3 x 64 Cin), summed over the pixels of the
+// block's range, for the taps of column kw. A warp's rows of A are 16 output channels: row g is channel 2 g, row g + 8
+// is channel 2 g + 1 (row_channel).
+// A product is a group of its own, and there are two sets of registers for A. Invariant: a set is loaded only after the
+// product that read it is done, while the one that reads the other set runs.
+template <class T, class Sums>
+INLINE void multiply_tiles_fp8(const WeightBlock<T>& work, auto& douts, auto& chunks, int kw, float (&d)[96],
+                               Sums& sums) {
+    constexpr bool SUMS = !std::is_same_v<Sums, NoSums>;
+    const int lane = threadIdx.x & 31;
+    const int piece = threadIdx.x / 32 % 4; // the warp's 16 channels, which are 16 bytes of a pixel
+    // The lane passes the address of row lane % 8 of matrix lane / 8 to ldmatrix_trans. A matrix has eight neighbouring
+    // pixels of dout as rows. Two matrices are a chunk of 16 values of k. at[s] is the place for product s.
+    const int row = T::TILE_W == 16 ? lane / 16 : lane / 8;
+    const int column = (T::TILE_W == 16 ? lane & 8 : 0) + lane % 8 + 2 - kw;
+    int at[T::STEPS];
+    UNROLL_FOR (int s = 0; s < T::STEPS; s++) {
+        at[s] = box_place<SLICE_CHANNELS / 2>((row + s * T::STEP_ROWS) * T::PITCH + column, piece);
+    }
+    const Operand ones = Operand::matrices(chunks.stage(0).address + T::ONES_AT, 128, 128);
+    uint32_t a[2][4];
+    for (int t = work.first; t < work.end; t++) {
+        const uint32_t dout = douts.arrived();
+        const Operand b = Operand::matrices(chunks.arrived(), T::CHUNK_ROWS * T::CHUNK, T::CHANNELS_8);
+        UNROLL_FOR (int s = 0; s < T::STEPS; s++) {
+            wgmma_wait<1>();
+            uint32_t pixels[4];
+            ldmatrix_trans(pixels, pixels + 2, dout + at[s]);
+            part_channels(a[s % 2], pixels);
+            if (s == 1 && t > work.first) chunks.release(); // the products of the tile before are done
+            if (s == T::STEPS - 1) {
+                __syncwarp();
+                douts.release(lane == 0);
+            }
+            wgmma_fence();
+            WgmmaFp8<192, Element::FP8_GRADIENT, Element::FP8>::add(d, a[s % 2],
+                                                                    b.at(s * T::STEP_ROWS * T::CHUNK / 16));
+            if constexpr (SUMS) WgmmaFp8<8, Element::FP8_GRADIENT, Element::FP8>::add(sums.d, a[s % 2], ones.at(0));
+            wgmma_commit();
+        }
+        sums.end_tile(t + 1 == work.end);
+    }
+    multiplied<0>(d);
+}
+
+// Roles: warps 0 .. 11 multiply, warp 12 loads, warps 13 .. 15 transpose x. The warpgroup of the middle column (kw = 1)
+// also sums dout, since it reads dout without a shift.
+template <class T> // T: a WeightTileFp8
+static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_fp8_kernel(const __grid_constant__ TmaBatch b) {
+#if __CUDA_ARCH__ == 900
+    const WeightBlock<T> work(b.work_of_this_block());
+    SharedMemory shared(T::BARRIERS);
+    Pipeline<T::X_STAGE> xs(shared, T::RING_X, T::TRANSPOSERS);
+    Pipeline<T::DOUT_STAGE> douts(shared, T::RING_DOUT, 4 * T::WARPGROUPS);
+    Pipeline<T::CHUNKS_STAGE> chunks(shared, T::RING_CHUNKS, T::WARPGROUPS, T::TRANSPOSERS);
+    const int warp = threadIdx.x >> 5;
+    if (threadIdx.x == T::LOADER * 32) {
+        prefetch_tensor_map(&work.maps.x.map1);
+        prefetch_tensor_map(&work.maps.dout);
+    }
+    if (threadIdx.x < T::ONES_BYTES / 16) {
+        constexpr uint32_t FOUR_ONES = 0x38383838; // in e4m3
+        store_shared(chunks.stage(0).address + T::ONES_AT + threadIdx.x * 16,
+                     make_uint4(FOUR_ONES, FOUR_ONES, FOUR_ONES, FOUR_ONES));
+        fence_async();
+    }
+    ready(xs, douts, chunks);
+
+    // The warpgroup that loads and transposes gives registers to those that multiply.
+    if (warp >= T::LOADER) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        if (warp > T::LOADER) {
+            await_previous_kernel();
+            transpose_tiles<T>(work, xs, chunks, warp - T::LOADER - 1);
+        } else if ((threadIdx.x & 31) == 0) {
+            load_tiles_fp8<T>(work, xs, douts);
+        }
+        return;
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
+    await_previous_kernel();
+    const int kw = uniform(warp / 4);
+    const float unscale = 1 / *work.p.dout_factor;
+    float acc[96] = {};
+    if (kw == 1 && work.sums_bias) {
+        SumsOfDout<T> sums{work, unscale};
+        multiply_tiles_fp8<T>(work, douts, chunks, kw, acc, sums);
+        if (work.final) sums.put_total();
+    } else {
+        NoSums sums;
+        multiply_tiles_fp8<T>(work, douts, chunks, kw, acc, sums);
+    }
+    UNROLL_FOR (float& v : acc) v *= unscale / FP8_X_FACTOR;
+    if (!work.final) return put_partial<T>(work, kw, work.co_tile, acc);
+    // After this barrier no warp reads the tiles any more, so put_dweight may overwrite them.
+    warps_sync(2, 128 * T::WARPGROUPS);
+    put_dweight<T>(work, kw, work.co_tile, acc, xs.stage(0).address + kw * 2 * 3 * BYTES_OF_64_ROWS);
 #endif
 }
 
@@ -18416,7 +18733,7 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 //   conv_backward_weights
 //     conv_weight_batch       plans each layer (plan_weight), sorts the layers by kind (weight_kind), plans each kind
 //                             as a whole (plan_weights), gives out the workspace (put_partials), and launches:
-//       conv_weight_tma, conv_weight_halo or conv_weight_gather     once for each kind
+//       conv_weight_tma, conv_weight_fp8, conv_weight_halo or conv_weight_gather     once for each kind
 //       conv_weight_sum                                             once, for the partials of all kinds
 //     conv_weight_one         a layer that is first replaced by another one: few channels, stride 2, upsampling
 //
@@ -18441,6 +18758,7 @@ constexpr int PARTIAL_CYCLES = 10;
 static int weight_tile_cycles(const ConvWeight& p) {
     const ConvShape& s = p.shape;
     const bool wide = p.warpgroups == 3;
+    if (is_fp8(s.in)) return s.out_W() <= 8 ? 850 : 1400;
     if (s.kernel == 1) return wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
     if (s.out_W() <= 8) return wide ? 1450 : 600;
     if (wide) return 2400;
@@ -18474,7 +18792,7 @@ static void set_warpgroups(ConvWeight* p, int warpgroups) {
     // Returns how many tiles a block computes if it may compute at most `most`, and all tiles are divided as equally as
     // possible.
     auto share = [](int tiles, int most) { return ceil_div(tiles, ceil_div(tiles, most)); };
-    p->warpgroups = warpgroups;
+    p->warpgroups = is_fp8(p->shape.in) ? 3 : warpgroups; // conv_weight_fp8 always has three
     p->co_tiles = p->tiles / p->channel_tiles;
     p->block_co = p->shape.kernel == 1 ? share(p->co_tiles, warpgroups) : 1;
     p->block_ci = p->shape.kernel == 1 ? share(p->channel_tiles, 3) : 1;
@@ -18612,11 +18930,26 @@ template <class Tile> static void conv_weight_tma(const WeightPlans& works, Stre
         const TmaParts x = tma_parts(p.x1, p.x2, s.C1, s.C2, s, SLICE_CHANNELS, Tile::PITCH, Tile::HALO_H, 1);
         const CUtensorMap dout =
             tensor_map(p.dout, {s.Cout, s.W, s.H, s.B}, {SLICE_CHANNELS, Tile::TILE_W, Tile::TILE_H});
-        const CUtensorMap dweight = tensor_map(p.dweight, {s.C1 + s.C2, p.taps, s.Cout},
-                                               {SLICE_CHANNELS / 2, Tile::KERNEL, SLICE_CHANNELS}, Element::FP32);
+        const int k = Tile::KERNEL;
+        const CUtensorMap dweight = tensor_map(p.dweight, {s.C1 + s.C2, k, k, s.Cout},
+                                               {SLICE_CHANNELS / 2, k, 1, SLICE_CHANNELS}, Element::FP32);
         return ConvWeightTma{x, dout, dweight, p};
     };
     launch_weights(conv_weight_tma_kernel<Tile>, works, stream, Tile::THREADS, Tile::SHARED_BYTES, with_maps,
+                   all_blocks);
+}
+// The same for conv_weight_fp8_kernel.
+template <class Tile> static void conv_weight_fp8(const WeightPlans& works, Stream* stream) {
+    auto with_maps = [](const ConvWeight& p) {
+        const ConvShape& s = p.shape;
+        const TmaParts x = tma_parts(p.x1, nullptr, s.C1, 0, s, SLICE_CHANNELS, Tile::TILE_W, Tile::X_ROWS, 1, s.in);
+        const CUtensorMap dout =
+            tensor_map(p.dout, {s.Cout, s.W, s.H, s.B}, {SLICE_CHANNELS, Tile::PITCH, Tile::TILE_H}, s.out);
+        const CUtensorMap dweight =
+            tensor_map(p.dweight, {s.C1, 3, 3, s.Cout}, {SLICE_CHANNELS / 2, 1, 3, SLICE_CHANNELS}, Element::FP32);
+        return ConvWeightTma{x, dout, dweight, p};
+    };
+    launch_weights(conv_weight_fp8_kernel<Tile>, works, stream, Tile::THREADS, Tile::SHARED_BYTES, with_maps,
                    all_blocks);
 }
 // Launches a portable kernel, which has two versions: `alone` for a single layer, `together` for several. In `alone`
@@ -18639,9 +18972,10 @@ template <class T, int N> static void conv_weight_gather(const WeightPlans& work
 
 // The kinds of weight gradients; works of one kind share a launch. NARROW: images of at most 8 pixels across. WIDE: a
 // block computes 2 x 2 tiles of weights.
-enum WeightKind { TMA_1X1, TMA_3X3, TMA_3X3_NARROW, HALO_3X3, GATHER, GATHER_WIDE };
+enum WeightKind { TMA_1X1, TMA_3X3, TMA_3X3_NARROW, FP8_3X3, FP8_3X3_NARROW, HALO_3X3, GATHER, GATHER_WIDE };
 static WeightKind weight_kind(const ConvWeight& p) {
     const ConvShape& s = p.shape;
+    if (is_fp8(s.in)) return s.out_W() > 8 ? FP8_3X3 : FP8_3X3_NARROW;
     if (conv_is_wgmma(s)) {
         if (s.kernel == 1) return TMA_1X1;
         return s.out_W() > 8 ? TMA_3X3 : TMA_3X3_NARROW;
@@ -18664,6 +18998,9 @@ static void launch_weight_kind(WeightKind kind, const WeightPlans& works, Stream
     case TMA_3X3_NARROW:
         if (three) return conv_weight_tma<WeightTile<3, 3, 8, 9>>(works, stream);
         return conv_weight_tma<WeightTile<3, 1, 8, 10>>(works, stream);
+    // tile's width, stages of x, of dout, of x transposed
+    case FP8_3X3: return conv_weight_fp8<WeightTileFp8<16, 6, 7, 6>>(works, stream);
+    case FP8_3X3_NARROW: return conv_weight_fp8<WeightTileFp8<8, 8, 10, 9>>(works, stream);
     // any GPU
     case HALO_3X3: return with_act([&]<class T>(T) { conv_weight_halo<T>(works, stream); });
     case GATHER: return with_act([&]<class T>(T) { conv_weight_gather<T, 1>(works, stream); });
@@ -18746,7 +19083,7 @@ static double conv_weight_load(const ConvShape& s) {
     ConvWeight p = plan_weight(s);
     WeightCosts cost = weight_costs(p);
     const bool tma = conv_is_wgmma(s);
-    if (tma) {
+    if (tma && !is_fp8(s.in)) {
         set_warpgroups(&p, 1);
         if (s.kernel == 1) cost.tile = 160 + 180 * std::min(3, p.channel_tiles);
         else cost.tile = s.out_W() > 8 ? 830 : 430;

@@ -65,8 +65,15 @@ class ResBlock(nn.Module):
             scale, shift = emb.chunk(2, dim=1)
             h = norm(h) * (1 + scale) + shift
         else:
-            h = norm(h + emb)
+            h = norm(self.add_embedding(h, emb))
         return self.skip_connection(self.resample(x)) + conv(dropout(silu(h), draw))
+
+    def add_embedding(self, h: Tensor, emb: Tensor) -> Tensor:
+        """h (B, out, H, W), what the first convolution has written, plus emb (B, out, 1, 1)."""
+        conv = self.in_layers[-1]
+        if self.training and isinstance(conv, Fp8TrainedConv) and conv.rounds_forward:
+            return Fp8Addition.apply(h, emb, conv.gradient_factor)
+        return h + emb
 
 
 class AttentionBlock(nn.Module):
@@ -189,7 +196,7 @@ class UNetModel(nn.Module):
 # --precision fp8: some convolutions multiply numbers of 8 bits. Here such numbers stand in float32 or bf16, which hold them exactly.
 
 FP8_MAX = 448.0  # of e4m3
-FP8_SPARED = 4  # of how many 3x3 convolutions at each end of the network the forward products' operands stay as they are
+FP8_SPARED = 4  # of how many 3x3 convolutions at each end of the network the operands of forward products and weight gradients stay as they are
 
 # Training multiplies by these factors before it rounds. (Samples have factors of their own: fp8_factor and fp8_weight.)
 FP8_X_FACTOR = 16.0  # what a norm has written: up to 28 fits in e4m3
@@ -203,7 +210,8 @@ def to_fp8(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
 
 
 def fp8_layers(model: UNetModel) -> list[nn.Sequential]:
-    """Layers from a norm to a 3x3 convolution whose forward product is in FP8: those of train_unet.cu's choose_fp8 with `fp8`, in its order."""
+    """Layers from a norm to a 3x3 convolution whose forward product is in FP8, and in training its weight gradient: those of train_unet.cu's
+    choose_fp8 with `fp8`, in its order."""
     convs = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
     chosen, found = set(convs[FP8_SPARED : len(convs) - FP8_SPARED]), []
     for block in [m for m in model.modules() if isinstance(m, ResBlock)]:
@@ -265,9 +273,13 @@ def fp8_gradient_factor(config: Config) -> float:
     return 2.0 ** (8 + n.bit_length() - 1)
 
 
+def round_gradient(dout: Tensor, gradient_factor: float) -> Tensor:
+    return to_fp8(dout * gradient_factor, torch.float8_e5m2) / gradient_factor
+
+
 class Fp8Products(torch.autograd.Function):
-    """A 3x3 convolution whose gradient of x has operands in FP8, and with rounds_forward its forward product, too. The gradients of weight and bias
-    have the operands that they have without FP8."""
+    """A 3x3 convolution whose gradient of x has operands in FP8. With rounds_forward its forward product and its weight gradient have such operands,
+    too, and the gradient of its bias is a sum of the rounded dout. Without it the gradients of weight and bias are those without FP8."""
 
     @staticmethod
     def rounded_weight(weight: Tensor) -> Tensor:
@@ -275,27 +287,40 @@ class Fp8Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, gradient_factor: float, rounds_forward: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.gradient_factor = gradient_factor
-        if not rounds_forward:
-            return F.conv2d(x, weight, bias, padding=1)
-        rounded_x = to_fp8(x * FP8_X_FACTOR) / FP8_X_FACTOR
-        return F.conv2d(rounded_x, Fp8Products.rounded_weight(weight), bias, padding=1)
+        read_x = to_fp8(x * FP8_X_FACTOR) / FP8_X_FACTOR if rounds_forward else x
+        ctx.save_for_backward(read_x, weight)
+        ctx.gradient_factor, ctx.rounds_forward = gradient_factor, rounds_forward
+        return F.conv2d(read_x, Fp8Products.rounded_weight(weight) if rounds_forward else weight, bias, padding=1)
 
     @staticmethod
     def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        rounded_dout = to_fp8(dout * ctx.gradient_factor, torch.float8_e5m2) / ctx.gradient_factor
+        read_x, weight = ctx.saved_tensors  # read_x: x as the forward product read it
+        rounded_dout = round_gradient(dout, ctx.gradient_factor)
         # With autocast, dout is bf16, and x and weight may be fp32. Then the products are bf16's, as in the forward pass.
         rounded_weight = Fp8Products.rounded_weight(weight).to(dout.dtype)
-        dx = torch.nn.grad.conv2d_input(x.shape, rounded_weight, rounded_dout, padding=1)
-        dweight = torch.nn.grad.conv2d_weight(x.to(dout.dtype), weight.shape, dout, padding=1)
-        return dx, dweight, dout.sum((0, 2, 3)), None, None
+        dx = torch.nn.grad.conv2d_input(read_x.shape, rounded_weight, rounded_dout, padding=1)
+        read_dout = rounded_dout if ctx.rounds_forward else dout
+        dweight = torch.nn.grad.conv2d_weight(read_x.to(dout.dtype), weight.shape, read_dout, padding=1)
+        return dx, dweight, read_dout.sum((0, 2, 3)), None, None
+
+
+class Fp8Addition(torch.autograd.Function):
+    """h + emb, where h (B, C, H, W) is the output of Fp8Products with rounds_forward, and emb (B, C, 1, 1). The gradient of emb is a sum over the
+    pixels of the rounded dout, like that of the bias. The gradient of h is dout itself: Fp8Products rounds it."""
+
+    @staticmethod
+    def forward(ctx, h: Tensor, emb: Tensor, gradient_factor: float) -> Tensor:
+        ctx.gradient_factor = gradient_factor
+        return h + emb
+
+    @staticmethod
+    def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
+        return dout, round_gradient(dout, ctx.gradient_factor).sum((2, 3), keepdim=True), None
 
 
 class Fp8TrainedConv(nn.Module):
-    """A 3x3 convolution with the parameters of `conv`. While it is trained, its input gradient is in FP8, and with rounds_forward its forward product,
-    too. In eval mode it is as it was."""
+    """A 3x3 convolution with the parameters of `conv`. While it is trained, its input gradient is in FP8, and with rounds_forward its forward product
+    and its weight gradient, too. In eval mode it is as it was."""
 
     def __init__(self, conv: nn.Conv2d, gradient_factor: float, rounds_forward: bool = True):
         super().__init__()

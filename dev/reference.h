@@ -709,12 +709,28 @@ static inline void conv_backward_weight(float* dweight,                   // (Co
     bias_backward(dbias, demb, emb_stride, dout, s.B, s.out_H() * s.out_W(), s.Cout);
 }
 
+// The same of one input in FP8: x and dout are bytes, what they stand for is multiplied in fp32.
+static inline void conv_backward_weight_fp8(const WeightWork& w) {
+    ConvShape s = w.shape;
+    const uint8_t* x_bytes = (const uint8_t*)w.x1;
+    const uint8_t* dout_bytes = (const uint8_t*)w.dout;
+    std::vector<float> x((size_t)s.B * s.H * s.W * s.C1);
+    for (size_t i = 0; i < x.size(); i++) x[i] = fp8_value(x_bytes[i]) / FP8_X_FACTOR;
+    std::vector<float> dout((size_t)s.B * s.H * s.W * s.Cout);
+    for (size_t i = 0; i < dout.size(); i++) dout[i] = fp8_value(dout_bytes[i], E5M2) / *w.dout_factor;
+    s.in = Element::FP32;
+    s.out = Element::FP32;
+    conv_backward_weight(w.dweight, w.dbias, w.demb, w.emb_stride, dout.data(), x.data(), nullptr, s);
+}
+
 // A GPU computes several layers' weight gradients in one launch. Here they don't wait for each other: each fills all
 // threads by itself (a load of 1).
 static inline double conv_weight_load(const ConvShape&) { return 1; }
 static inline void conv_backward_weights(const std::vector<WeightWork>& works, Stream* = MAIN_STREAM) {
-    for (const WeightWork& w : works)
-        conv_backward_weight(w.dweight, w.dbias, w.demb, w.emb_stride, w.dout, w.x1, w.x2, w.shape);
+    for (const WeightWork& w : works) {
+        if (w.shape.in == Element::FP8) conv_backward_weight_fp8(w);
+        else conv_backward_weight(w.dweight, w.dbias, w.demb, w.emb_stride, w.dout, w.x1, w.x2, w.shape);
+    }
 }
 // Nor does anything else wait for the end of the backward pass.
 static inline void finish_gradients() {}
@@ -882,7 +898,7 @@ static inline void groupnorm_forward(float* out, float* mean, float* rstd,    //
                                      const float* weight, const float* bias,  // (C)
                                      const float* scale_shift, int ss_stride, // (B, ss_stride), or null
                                      Dropout dropout, NormShape s,
-                                     Fp8Copy fp8) { // beside out or, if out is null, in place of it
+                                     Fp8Copy fp8) { // if it is given, in place of out
     norm_statistics(mean, rstd, stats1, stats2, s);
     const NormInputs in{x1, x2, mean, rstd, weight, bias, scale_shift, ss_stride, dropout, s};
     const int C = in.C();
@@ -896,7 +912,7 @@ static inline void groupnorm_forward(float* out, float* mean, float* rstd,    //
                 const float* x = row_of(block.first, p, block.pitch);
                 float unrounded[NORM_CHANNELS];
                 const size_t first = ((size_t)b * s.HW + p) * C + c0;
-                float* z = out ? out + first : unrounded;
+                float* z = fp8.bytes ? unrounded : out + first;
 #pragma omp simd
                 for (int i = 0; i < NORM_CHANNELS; i++) {
                     z[i] = x[i] * map.slope[i] + map.offset[i];

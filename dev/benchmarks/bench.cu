@@ -209,11 +209,17 @@ static OpCost layer_cost(const UNet& net, const Operation& op) {
     auto addends = [&](const GradPlan& g) {
         return buffer_bytes(g.d) + buffer_bytes(g.add1) + buffer_bytes(g.add2) + buffer_bytes(g.fp8);
     };
-    const double in = tensor_bytes(l.x1) + tensor_bytes(l.x2), grads = addends(l.d1) + addends(l.d2);
+    const bool fp8 = net.config.precision == "fp8";
+    // A tensor that is written in FP8 takes a byte for each number, also if its buffer has room for bf16 (plan_fp8).
+    auto read_bytes = [&](int tensor) {
+        if (tensor < 0 || !fp8 || !net.tensors[tensor].fp8) return tensor_bytes(tensor);
+        const Tensor& t = net.tensors[tensor];
+        return (double)B * t.H * t.W * t.C;
+    };
+    const double in = read_bytes(l.x1) + read_bytes(l.x2), grads = addends(l.d1) + addends(l.d2);
     const double weights = l.weight < 0 ? 0 : (double)net.params[l.weight].size, T = (double)out.H * out.W,
                  pixels = B * T;
-    OpCost cost{kind.name, in + tensor_bytes(l.out), 0};
-    if (l.kind == &GROUPNORM) cost.bytes += buffer_bytes(out.fp8);
+    OpCost cost{kind.name, in + read_bytes(l.out), 0};
     if (pass != FORWARD) cost.bytes = (kind.backward_reads & LayerKind::INPUT ? in : 0) + buffer_bytes(l.dout) + grads;
     if (pass != FORWARD && kind.backward_reads & LayerKind::OUTPUT) cost.bytes += tensor_bytes(l.out);
     if (l.kind == &LINEAR) {
@@ -226,10 +232,11 @@ static OpCost layer_cost(const UNet& net, const Operation& op) {
         cost.bytes = pass == FORWARD ? cost.bytes + tensor_bytes(l.residual)
                                      : buffer_bytes(l.dout) + (pass == BACKWARD ? grads : in);
         cost.bytes += w;
-        cost.fp8 = (pass == FORWARD && l.fp8) || (pass == BACKWARD && l.fp8_gradient);
-        if (cost.fp8 && pass == FORWARD) cost.bytes += buffer_bytes(x1.fp8) - in - w / 2;
-        if (cost.fp8 && pass == BACKWARD) cost.bytes += l.rounds_dout ? buffer_bytes(l.dout_fp8) * 2 : 0;
-        if (cost.fp8 && pass == BACKWARD && !l.rounds_dout) cost.bytes -= buffer_bytes(l.dout) / 2;
+        cost.fp8 = pass == BACKWARD ? l.fp8_gradient : l.fp8;
+        if (cost.fp8 && pass == FORWARD) cost.bytes -= w / 2;
+        // The gradient dout is read in FP8. Where no norm has written it so, round_gradient does, before the weight gradient.
+        if (cost.fp8 && pass != FORWARD) cost.bytes -= buffer_bytes(l.dout) / 2;
+        if (pass == BACKWARD_WEIGHT && l.rounds_dout) cost.bytes += buffer_bytes(l.dout_fp8) * 3;
         cost.name +=
             text("%dx%d", l.kernel, l.kernel) + (l.stride > 1 ? " stride 2" : "") + (l.upsample ? " upsampled" : "");
     } else if (l.kind == &ATTENTION) {

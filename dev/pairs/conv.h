@@ -299,7 +299,38 @@ static void conv_check_fp8(Arrays& io) {
                  io.dim("fp8_emb", 1), residual, s, skip, io.input<float>("fp8_factors"));
 }
 
+// The weight gradient of a convolution in FP8: fp8_x is e4m3, fp8_dout is e5m2.
+static void conv_check_fp8_weights(Arrays& io) {
+    const ConvShape s{.B = io.dim("fp8_x", 0),
+                      .H = io.dim("fp8_x", 1),
+                      .W = io.dim("fp8_x", 2),
+                      .C1 = io.dim("fp8_x", 3),
+                      .C2 = 0,
+                      .Cout = io.dim("fp8_dout", 3),
+                      .kernel = 3,
+                      .stride = 1,
+                      .upsample = 0,
+                      .in = Element::FP8,
+                      .out = Element::FP8_GRADIENT};
+    WeightWork w = {};
+    w.shape = s;
+    w.dout_factor = io.input<float>("dout_factor");
+    w.x1 = fp8_input(io, "fp8_x");
+    w.dout = fp8_input(io, "fp8_dout", E5M2);
+    w.dweight = io.output<float>("dweight", {s.Cout, 3, 3, s.C1});
+    w.dbias = io.output<float>("dbias", {s.Cout});
+    if (io.has("demb_start")) {
+        w.demb = io.updated<float>("demb", "demb_start") + io.integer("emb_offset");
+        w.emb_stride = io.dim("demb_start", 1);
+    }
+#ifdef __CUDACC__
+    io.takes(plan_weight(s).splits > 1 ? "partials" : "one range");
+#endif
+    conv_backward_weights({w}, MAIN_STREAM);
+}
+
 static void conv_check(Arrays& io) {
+    if (io.has("fp8_x") && io.has("fp8_dout")) return conv_check_fp8_weights(io);
     if (io.has("fp8_x")) return conv_check_fp8(io);
     if (io.has("fp8_dout")) return conv_check_fp8_gradient(io);
     ConvShape s{io.dim("x1", 0),     io.dim("x1", 1),           io.dim("x1", 2),

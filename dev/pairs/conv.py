@@ -30,6 +30,8 @@ def inputs(kernel: int, case: Case, rng: np.random.Generator) -> dict[str, Any]:
 
     if case.get("fp8") == "gradient":
         return inputs_fp8_gradient(s, rng)
+    if case.get("fp8") == "weights":
+        return inputs_fp8_weights(s, rng)
     if case.get("fp8"):
         return inputs_fp8(s, rng)
 
@@ -100,7 +102,33 @@ def inputs_fp8_gradient(s: Case, rng: np.random.Generator) -> dict[str, Any]:
     return {"fp8_dout": dout.numpy(), "fp8_turned": to_fp8(turned).numpy(), "fp8_factors": factors}
 
 
+def inputs_fp8_weights(s: Case, rng: np.random.Generator) -> dict[str, Any]:
+    """Of a 3x3 convolution: what a norm writes, its factor being 16 (train_unet.cu's FP8_X_FACTOR), and the output's gradient in e5m2, its factor being 2^10."""
+    B, H, W, C1, Cout = (s[n] for n in ("B", "H", "W", "C1", "Cout"))
+    x = F.silu(torch.from_numpy(harness.normal(rng, B, H, W, C1))) * 16
+    dout = torch.from_numpy(harness.normal(rng, B, H, W, Cout)) * 2.0 ** torch.from_numpy(rng.integers(-8, 3, (B, H, W, Cout)))
+    if s.get("exact"):
+        x, dout = (torch.from_numpy(whole(rng, *t.shape)) for t in (x, dout))
+    a = {"fp8_x": to_fp8(x).numpy(), "fp8_dout": dout.float().to(torch.float8_e5m2).float().numpy(), "dout_factor": np.full(1, 2.0**10, np.float32)}
+    if s["emb"]:
+        a["demb_start"], a["emb_offset"] = poisoned_columns(B, Cout + 160, 64, Cout), 64
+    return a
+
+
+def reference_fp8_weights(v: dict[str, Any]) -> Tensors:
+    x, dout = nchw(v["fp8_x"]) / 16, nchw(v["fp8_dout"]) / v["dout_factor"]
+    shape = (dout.shape[1], x.shape[1], 3, 3)
+    dweight = torch.nn.grad.conv2d_weight(x, shape, dout, padding=1).permute(0, 2, 3, 1)
+    result = {"dweight": dweight, "dbias": dout.sum((0, 2, 3))}
+    if "demb_start" in v:
+        result["demb"] = v["demb_start"].clone()
+        result["demb"][:, v["emb_offset"] :][:, : dout.shape[1]] = dout.sum((2, 3))
+    return result
+
+
 def reference_fp8(v: dict[str, Any]) -> Tensors:
+    if "fp8_x" in v and "fp8_dout" in v:
+        return reference_fp8_weights(v)
     if "fp8_dout" in v:  # the weights are turned already, so it is the forward convolution
         return {"dx": nhwc(F.conv2d(nchw(v["fp8_dout"]), oihw(v["fp8_turned"]), padding=1)) * v["fp8_factors"]}
     out = nhwc(F.conv2d(nchw(v["fp8_x"]), oihw(v["fp8_weight"]), padding=1)) * v["fp8_factors"] + v["fp8_bias"]
@@ -115,7 +143,13 @@ def reference_fp8(v: dict[str, Any]) -> Tensors:
 
 def inside(case: Case, name: str) -> float:
     """What roundings between input and output make, as a relative error. FP8: the tensor cores sum 32 products at a time, and keep 14 bits of a sum; see
-    rounding() in harness.py, with EPS 2^-13."""
+    rounding() in harness.py, with EPS 2^-13. Weight gradients have tiles of 8 x 16 or 8 x 8 pixels, also where an image is smaller. A product and the sum so
+    far are cut off at 2^-13 of the largest of these 33 numbers: few steps therefore count as three more, and since cutting makes every sum smaller, errors of
+    many steps add up where signs stay as they are, to 2^-14 a step, of sums that grow as the root of their number: to n / 3 of it at most."""
+    if case.get("fp8") == "weights":
+        across = 16 if case["W"] > 8 else 8
+        steps = case["B"] * -(-case["H"] // 8) * -(-case["W"] // across) * across // 4
+        return 2.0**-13 * (steps + 3) ** 0.5 + 2.0**-14 * steps / 3
     if case.get("fp8"):
         summed = case["Cout"] if case["fp8"] == "gradient" else case["C1"]
         return 2.0**-13 * (9 * summed / 32) ** 0.5

@@ -99,6 +99,21 @@ FP8_GRADIENTS = [
     dict(B=1, H=32, W=32, C1=64, Cout=448, sms=1),
 ]
 
+# Weight gradients: tiles of 16 and of 8 pixels across, parts of tiles, one range and partials, more tiles than the rings have stages, images of several tiles
+FP8_WEIGHTS = [
+    dict(B=1, H=8, W=16, C1=64, Cout=64, sms=1, takes="one range"),
+    dict(B=1, H=8, W=8, C1=64, Cout=64, sms=1, takes="one range"),
+    dict(B=2, H=12, W=20, C1=96, Cout=160, emb=True, sms=1, takes="one range"),
+    dict(B=7, H=9, W=17, C1=64, Cout=64, emb=True, sms=2, takes="partials"),
+    dict(B=3, H=8, W=8, C1=192, Cout=128, emb=True, sms=1, takes="one range"),
+    dict(B=20, H=7, W=8, C1=64, Cout=64, sms=2, takes="partials"),
+    dict(B=10, H=8, W=8, C1=32, Cout=32, emb=True, sms=1, takes="one range"),
+    dict(B=6, H=8, W=16, C1=32, Cout=32, emb=True, sms=1, takes="one range"),
+    dict(B=3, H=4, W=5, C1=64, Cout=96, emb=True, sms=2),
+    dict(B=1, H=32, W=34, C1=160, Cout=64, emb=True, sms=6, takes="partials"),
+    dict(B=2, H=40, W=18, C1=64, Cout=96, sms=1, takes="one range"),
+]
+
 PAIR = conv_pair(
     "conv3x3",
     3,
@@ -122,6 +137,7 @@ PAIR = conv_pair(
         *(LARGE + RINGS if "bf16" in precisions() else []),
         *(case | ON_HOPPER for case in FP8),
         *(case | ON_HOPPER | {"fp8": "gradient"} for case in FP8_GRADIENTS),
+        *(case | ON_HOPPER | {"fp8": "weights"} for case in FP8_WEIGHTS),
         dict(B=1, H=8, W=8, C1=64, Cout=128, upsample=1, addends=1),
         dict(B=20, H=8, W=8, C1=256, Cout=32, spikes=True, on="A100 fp32"),
         dict(B=1, H=8, W=8, C1=256, Cout=192, spikes=True, on="A100 fp32"),

@@ -38,7 +38,7 @@ WAYS = {  # after the GPU and the precision; fp32 is the same on both GPUs but f
     "A100, main late": ("A100", "bf16", {"FAKE_LATE": "main"}),
 }
 # The launches of clusters, and of kernels that Hopper alone has.
-CLUSTER, HOPPER = r"cluster (?!1$)", r"^(conv_tiles|conv_small|conv_weight_tma|attention_\w+_wgmma)"
+CLUSTER, HOPPER = r"cluster (?!1$)", r"^(conv_tiles|conv_small|conv_weight_tma|conv_weight_fp8|attention_\w+_wgmma)"
 
 
 def describe(folder: Path, gpu: str) -> None:

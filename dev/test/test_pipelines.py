@@ -237,6 +237,41 @@ def conv_weight_tma(stages: int, busy: int, bias_warps: int, tiles: int, seed: i
     return block.ends(loader(), *(reader(in_flight) for _ in range(busy)), *(reader(0) for _ in range(bias_warps)))
 
 
+def conv_weight_fp8(stages: tuple[int, int, int], tiles: int, seed: int, steps: int = 4, released_at: int = 1) -> bool:
+    """The loader fills two rings, of x and of dout; some warps write x, transposed, into a third one; the products read that, and dout goes into registers."""
+    block, transposers = Block(seed), 3
+    xs, douts = Stages(block, stages[0], transposers), Stages(block, stages[1], 12)
+    chunks = Stages(block, stages[2], 3, writers=transposers)
+
+    def loader() -> Role:
+        x, dout = Pipeline(xs), Pipeline(douts)
+        for tile in range(tiles):
+            yield from x.acquire(tile)
+            yield from dout.acquire(tile)
+
+    def transposer() -> Role:
+        x, to = Pipeline(xs), Pipeline(chunks)
+        for tile in range(tiles):
+            yield from x.arrived(tile)
+            yield from to.fill(tile)
+            x.release()
+
+    def multiplier() -> Role:  # the four warps of a warpgroup; products end in order, one of them still runs when the next one begins
+        dout, chunk = [Pipeline(douts) for _ in range(4)], Pipeline(chunks)
+        for tile in range(tiles):
+            for warp in dout:
+                yield from warp.arrived(tile)
+            yield from chunk.arrived(tile)
+            for step in range(steps):
+                if step == released_at and tile:
+                    chunk.release()
+                if step == steps - 1:
+                    for warp in dout:
+                        warp.release()
+
+    return block.ends(loader(), *(transposer() for _ in range(transposers)), *(multiplier() for _ in range(3)))
+
+
 def conv_small(slices: int, group: int, split: int, slots: int, halos: int, warpgroups: int, seed: int, ahead: int = 6) -> bool:
     block, groups, in_flight = Block(seed), 9 // group, 2 if group == 1 else 1
     pixels, weights = Stages(block, halos, warpgroups), Stages(block, slots, warpgroups)
@@ -406,6 +441,12 @@ def test_conv_weight_tma() -> None:
     for seed, (stages, busy, bias_warps, tiles) in enumerate(product((4, 5, 10), (1, 2, 3), (0, 2, 4), (1, 7, 23))):
         assert conv_weight_tma(stages, busy, bias_warps, tiles, seed)
     assert not conv_weight_tma(2, 1, 0, 7, seed=0)  # two stages cannot have two products in flight and one more on its way
+
+
+def test_conv_weight_fp8() -> None:
+    for seed, (stages, tiles, steps) in enumerate(product(((6, 7, 6), (8, 10, 9), (1, 1, 2)), (1, 7, 23), (2, 4))):
+        assert conv_weight_fp8(stages, tiles, seed, steps)
+    assert not conv_weight_fp8((6, 7, 1), 7, seed=0)  # a tile's chunks are released when the next tile's have arrived
 
 
 def test_conv_small() -> None:
