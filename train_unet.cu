@@ -4,145 +4,146 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    246  Part I. The program
-//    249     1. Types at the interface: what operations are called with
-//    770     2. The interface: all that the program asks of a device
-//   1144     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1245     4. Configuration: flags, presets, help, what can work and what cannot
-//   2031     5. The network: a list of layers, made of guided-diffusion's flags
-//   3042     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3052         FP8: its buffers, its factors, and weights in FP8
-//   3193         gradients, and buffers
-//   3456     7. Forward and backward: two walks over the list
-//   3593     8. Diffusion: noise schedules, objectives, samplers
-//   3896         the level of a training sample, drawn, and its share of the loss
-//   4373         samplers
-//   4949     9. Data: .bin files that may be larger than memory, the order of their images
-//   5514    10. Model files: weights and checkpoints, initial weights
-//   5878    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5897         the learning rate, the verdict on a step, averages of the weights
-//   5992         what a trainer holds
-//   6171         a step
-//   6535    12. A run: log, guard, checkpoints, resume, samples
-//   6561         the log in memory, as the page shows it
-//   6674         what a run holds
-//   6753         the log and the status line
-//   6944         checkpoints, snapshots and grids
-//   7212         the start of a run: new, from a file's weights, or resumed
-//   7453         how a run begins and ends
-//   7602         the loop over the steps
-//   7702         train: a whole run, from the first check to the exit code
-//   7752         samples, without a run
-//   7917    13. main: the command line, then a run or samples
-//   8252         what ranks must have in common
-//   8326         main
-//   8512  Part II. The device
-//   8515    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8599    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8669    16. The GPU: what all kernels share
-//   8738         Launches, which may overlap
-//   8784         Decisions: what kernels are chosen with
-//   8838         Single instructions: shared memory, mbarriers, clusters
-//   8932         Activations: pieces of 16 bytes
-//   9271         each_kernel: a thread for an element
-//   9285         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9453         Swizzle: how rows lie in shared memory
-//   9472         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9751         building blocks of Hopper's kernels (sm_90a)
-//  10060    17. Small operations: resampling, embeddings, diffusion
-//  10063         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10269         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10632         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11185    18. Group norm
-//  11188         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11745         groupnorm_backward_whole: an image's slab in shared memory
-//  12144    19. Attention
-//  12251         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12810         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12958         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13658    20. Convolution
-//  13704         ConvOut: results, 4 channels of a pixel at a time
-//  13951         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14019         conv_halo: 3x3, stride 1, any GPU
-//  14441         conv_gather: any kernel size and stride, any GPU
-//  14711         conv_few: the first and the last layer
-//  14893         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15497         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15623         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16112         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16570         conv_weight_tma: weight gradients (sm_90a)
-//  16880         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17173         FP8 in training: weights and gradients are rounded
-//  17288    21. The optimiser
-//  17291         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17552         muon: directions for matrices of weights
-//  17982    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17985         groupnorm_backward
-//  18153         attention: forward and, where a has dout, backward
-//  18217         convolution: forward and input gradient
-//  18730         convolution: weight gradients
-//  19107    23. The GPU: memory, copies, repeated work
-//  19337    24. Between ranks: from device to device
+//    247  Part I. The program
+//    250     1. Types at the interface: what operations are called with
+//    771     2. The interface: all that the program asks of a device
+//   1145     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1246     4. Configuration: flags, presets, help, what can work and what cannot
+//   2032     5. The network: a list of layers, made of guided-diffusion's flags
+//   3043     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3053         FP8: its buffers, its factors, and weights in FP8
+//   3194         gradients, and buffers
+//   3457     7. Forward and backward: two walks over the list
+//   3594     8. Diffusion: noise schedules, objectives, samplers
+//   3897         the level of a training sample, drawn, and its share of the loss
+//   4374         samplers
+//   4950     9. Data: .bin files that may be larger than memory, the order of their images
+//   5515    10. Model files: weights and checkpoints, initial weights
+//   5879    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5898         the learning rate, the verdict on a step, averages of the weights
+//   5993         what a trainer holds
+//   6172         a step
+//   6536    12. A run: log, guard, checkpoints, resume, samples
+//   6562         the log in memory, as the page shows it
+//   6675         what a run holds
+//   6754         the log and the status line
+//   6945         checkpoints, snapshots and grids
+//   7213         the start of a run: new, from a file's weights, or resumed
+//   7454         how a run begins and ends
+//   7603         the loop over the steps
+//   7703         train: a whole run, from the first check to the exit code
+//   7753         samples, without a run
+//   7918    13. main: the command line, then a run or samples
+//   8253         what ranks must have in common
+//   8327         main
+//   8513  Part II. The device
+//   8516    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8600    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8670    16. The GPU: what all kernels share
+//   8739         Launches, which may overlap
+//   8785         Decisions: what kernels are chosen with
+//   8839         Single instructions: shared memory, mbarriers, clusters
+//   8933         Activations: pieces of 16 bytes
+//   9272         each_kernel: a thread for an element
+//   9286         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9454         Swizzle: how rows lie in shared memory
+//   9473         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9752         building blocks of Hopper's kernels (sm_90a)
+//  10061    17. Small operations: resampling, embeddings, diffusion
+//  10064         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10270         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10633         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11186    18. Group norm
+//  11189         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11746         groupnorm_backward_whole: an image's slab in shared memory
+//  12145    19. Attention
+//  12252         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12811         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12959         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13659    20. Convolution
+//  13705         ConvOut: results, 4 channels of a pixel at a time
+//  13952         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14020         conv_halo: 3x3, stride 1, any GPU
+//  14442         conv_gather: any kernel size and stride, any GPU
+//  14712         conv_few: the first and the last layer
+//  14894         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15498         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15624         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16113         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16571         conv_weight_tma: weight gradients (sm_90a)
+//  16881         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17174         FP8 in training: weights and gradients are rounded
+//  17289    21. The optimiser
+//  17292         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17553         muon: directions for matrices of weights
+//  17983    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  17986         groupnorm_backward
+//  18154         attention: forward and, where a has dout, backward
+//  18218         convolution: forward and input gradient
+//  18731         convolution: weight gradients
+//  19108    23. The GPU: memory, copies, repeated work
+//  19338    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8508, run_program 8444, train 7708, run_step 7653, train_step 6462, load_batch 5467 (read_image 5038),
-//     send 19308 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19239):
-//     step_gradients 6314: draw_levels 10650 (the formulas: draw_level 3966), forward_and_loss 6234, q_sample_forward
-//     10864, unet_forward 3486, forward_layer 3471 (a function of the layer's kind, such as forward_conv 2501),
-//     loss_forward_backward 10982, unet_backward 3560, which calls such a function as backward_conv 2508 of each layer
-//     (input gradients: conv_backward_input 18695) and, by launch_waiting 3522 on the side stream,
-//     conv_backward_weights 19100; finish_gradients 12094 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17343;
-//     judge_step 17391 (the verdict: judge_batch 5965), update_slice 6425, adamw_update 17523 (adamw_kernel 17468),
-//     next_step 17397, record_step 17403; later collect_steps 7606
-//   --optimizer muon: muon_updates 6077 says which weights; update_slice 6425, update_by_muon 6416 (with the formulas),
-//     muon_momentum 17594, orthogonalise 17959 (with muon_kernel above it), adamw_kernel 17468 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11056): sample_batch 4861, plan_route 4611,
-//     device_step 4659, euler_step 4404 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18578 draws all of its roads):
-//     forward_conv 2501; conv_forward 18618, with conv_product above it, which asks conv_is_wgmma 18225;
-//     on Hopper, large images: pick_conv_tiles_3x3 18525; conv_tiles 16097, with conv_tiles_kernel above it;
-//     Accumulators 9976 (its function multiply); Wgmma 9539;
-//     on Hopper, small images: pick_conv_small 18378; conv_small 16556, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9539;
-//     on any other GPU pick_conv_halo_bf16 18292; conv_halo 14428, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9338
-//   why several GPUs compute the bits of one: step_gradients 6314
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 423, Silu 8562, with_nonlinearity 8572 (a case);
-//     BEHIND_NORMS, above add_norm 2731, chooses it. The embedding has SiLU as a layer: silu_forward 10550
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3823
-//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 545, and beside each other edm_question
-//     3659, ask 3694, frame_of 3707, sigma_draws 3714, has_steps_of_t 3721; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2393; an example is forward_linear 2421
-//     with what follows it; a function such as add_resblock 2783 puts the layer into the network; its operation
+//     main 8509, run_program 8445, train 7709, run_step 7654, train_step 6463, load_batch 5468 (read_image 5039),
+//     send 19309 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19240):
+//     step_gradients 6315: draw_levels 10651 (the formulas: draw_level 3967), forward_and_loss 6235, q_sample_forward
+//     10865, unet_forward 3487, forward_layer 3472 (a function of the layer's kind, such as forward_conv 2502),
+//     loss_forward_backward 10983, unet_backward 3561, which calls such a function as backward_conv 2509 of each layer
+//     (input gradients: conv_backward_input 18696) and, by launch_waiting 3523 on the side stream,
+//     conv_backward_weights 19101; finish_gradients 12095 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17344;
+//     judge_step 17392 (the verdict: judge_batch 5966), update_slice 6426, adamw_update 17524 (adamw_kernel 17469),
+//     next_step 17398, record_step 17404; later collect_steps 7607
+//   --optimizer muon: muon_updates 6078 says which weights; update_slice 6426, update_by_muon 6417 (with the formulas),
+//     muon_momentum 17595, orthogonalise 17960 (with muon_kernel above it), adamw_kernel 17469 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11057): sample_batch 4862, plan_route 4612,
+//     device_step 4660, euler_step 4405 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 18579 draws all of its roads):
+//     forward_conv 2502; conv_forward 18619, with conv_product above it, which asks conv_is_wgmma 18226;
+//     on Hopper, large images: pick_conv_tiles_3x3 18526; conv_tiles 16098, with conv_tiles_kernel above it;
+//     Accumulators 9977 (its function multiply); Wgmma 9540;
+//     on Hopper, small images: pick_conv_small 18379; conv_small 16557, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9540;
+//     on any other GPU pick_conv_halo_bf16 18293; conv_halo 14429, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9339
+//   why several GPUs compute the bits of one: step_gradients 6315
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 424, Silu 8563, with_nonlinearity 8573 (a case);
+//     BEHIND_NORMS, above add_norm 2732, chooses it. The embedding has SiLU as a layer: silu_forward 10551
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3824
+//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 546, and beside each other edm_question
+//     3660, ask 3695, frame_of 3708, sigma_draws 3715, has_steps_of_t 3722; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2394; an example is forward_linear 2422
+//     with what follows it; a function such as add_resblock 2784 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
-//   to add an element type beside bf16: Element 317, with a list of all places above it: element_named 1400,
-//     forward_and_loss 6234, ElementOf 8533, with_act 8802 (act_has_wgmma below it), unpack_bf16 8946 and all below it
-//     to load_two 9010, mma 9338, tma_type 9705, adamw_kernel 17468 (adamw_update below it), conv_product 18578
-//   the settings, to their values: parse_command_line 1593, take_aliases 1621, complete_config 8424
-//     (apply_preset 1510, take_model_file 8080, take_ect_defaults 8110), take_data_shape 8157 (take_labels 8138),
-//     check_model 1870, check_run 2015
-//   FP8 (--precision fp8): choose_fp8 2981 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3056 and plan_fp8_gradients 3071 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3116 for samples, make_fp8_training 3159 for training; add_fp8_args 2265
-//     hands them to the layers. forward_conv 2501 and backward_conv 2508 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18680 makes an input gradient a forward convolution; conv_product_fp8 18611 picks the
-//     kernel, multiply_fp8 10010 and WgmmaFp8 9581 multiply; print_fp8 7398 says whether it pays
+//   to add an element type beside bf16: Element 318, with a list of all places above it: element_named 1401,
+//     forward_and_loss 6235, ElementOf 8534, with_act 8803 (act_has_wgmma below it), unpack_bf16 8947 and all below it
+//     to load_two 9011, mma 9339, tma_type 9706, adamw_kernel 17469 (adamw_update below it), conv_product 18579
+//   the settings, to their values: parse_command_line 1594, take_aliases 1622, complete_config 8425
+//     (apply_preset 1511, take_model_file 8081, take_ect_defaults 8111), take_data_shape 8158 (take_labels 8139),
+//     check_model 1871, check_run 2016
+//   FP8 (--precision fp8): choose_fp8 2982 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3057 and plan_fp8_gradients 3072 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3117 for samples, make_fp8_training 3160 for training; add_fp8_args 2266
+//     hands them to the layers. forward_conv 2502, backward_conv 2509 and weight_work 2239 choose between bf16 and FP8;
+//     conv_backward_input_fp8 18681 makes an input gradient a forward convolution; conv_product_fp8 18612 picks the
+//     kernel, multiply_fp8 10011 and WgmmaFp8 9582 multiply; weight gradients: conv_weight_fp8_kernel 17121;
+//     print_fp8 7399 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
-//     die, refuse or must (host/files.h), of wrong 1476 (a flag's value), or of a function beside it whose name ends in
+//     die, refuse or must (host/files.h), of wrong 1477 (a flag's value), or of a function beside it whose name ends in
 //     _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 6962. Its
-//     reasons are found in judge_batch 5965, by healthy and suspicious above it. For a damaged header they stand in
-//     check_field 5687 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
-//     5086, for a checkpoint's counters in check_resume 8214. unknown_word 1386 prints the message for a word of a flag
-//     that some place does not know. Such a place calls it itself or through meaning 1392.
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 6963. Its
+//     reasons are found in judge_batch 5966, by healthy and suspicious above it. For a damaged header they stand in
+//     check_field 5688 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
+//     5087, for a checkpoint's counters in check_resume 8215. unknown_word 1387 prints the message for a word of a flag
+//     that some place does not know. Such a place calls it itself or through meaning 1393.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7200 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 6988 that a file could not be written yet.
-//     stop_run 6962 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7201 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 6989 that a file could not be written yet.
+//     stop_run 6963 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
