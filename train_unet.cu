@@ -10,140 +10,140 @@
 //   1145     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //   1246     4. Configuration: flags, presets, help, what can work and what cannot
 //   2032     5. The network: a list of layers, made of guided-diffusion's flags
-//   3043     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3053         FP8: its buffers, its factors, and weights in FP8
-//   3194         gradients, and buffers
-//   3457     7. Forward and backward: two walks over the list
-//   3594     8. Diffusion: noise schedules, objectives, samplers
-//   3897         the level of a training sample, drawn, and its share of the loss
-//   4374         samplers
-//   4950     9. Data: .bin files that may be larger than memory, the order of their images
-//   5515    10. Model files: weights and checkpoints, initial weights
-//   5879    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5898         the learning rate, the verdict on a step, averages of the weights
-//   5993         what a trainer holds
-//   6172         a step
-//   6536    12. A run: log, guard, checkpoints, resume, samples
-//   6562         the log in memory, as the page shows it
-//   6675         what a run holds
-//   6754         the log and the status line
-//   6945         checkpoints, snapshots and grids
-//   7213         the start of a run: new, from a file's weights, or resumed
-//   7454         how a run begins and ends
-//   7603         the loop over the steps
-//   7703         train: a whole run, from the first check to the exit code
-//   7753         samples, without a run
-//   7918    13. main: the command line, then a run or samples
-//   8253         what ranks must have in common
-//   8327         main
-//   8513  Part II. The device
-//   8516    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8600    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8670    16. The GPU: what all kernels share
-//   8739         Launches, which may overlap
-//   8785         Decisions: what kernels are chosen with
-//   8839         Single instructions: shared memory, mbarriers, clusters
-//   8933         Activations: pieces of 16 bytes
-//   9272         each_kernel: a thread for an element
-//   9286         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9454         Swizzle: how rows lie in shared memory
-//   9473         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9752         building blocks of Hopper's kernels (sm_90a)
-//  10061    17. Small operations: resampling, embeddings, diffusion
-//  10064         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10270         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10633         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11186    18. Group norm
-//  11189         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11746         groupnorm_backward_whole: an image's slab in shared memory
-//  12145    19. Attention
-//  12252         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12811         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12959         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13659    20. Convolution
-//  13705         ConvOut: results, 4 channels of a pixel at a time
-//  13952         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14020         conv_halo: 3x3, stride 1, any GPU
-//  14442         conv_gather: any kernel size and stride, any GPU
-//  14712         conv_few: the first and the last layer
-//  14894         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15498         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15624         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16113         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16571         conv_weight_tma: weight gradients (sm_90a)
-//  16881         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17174         FP8 in training: weights and gradients are rounded
-//  17289    21. The optimiser
-//  17292         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17553         muon: directions for matrices of weights
-//  17983    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  17986         groupnorm_backward
-//  18154         attention: forward and, where a has dout, backward
-//  18218         convolution: forward and input gradient
-//  18731         convolution: weight gradients
-//  19108    23. The GPU: memory, copies, repeated work
-//  19338    24. Between ranks: from device to device
+//   3044     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3054         FP8: its buffers, its factors, and weights in FP8
+//   3195         gradients, and buffers
+//   3458     7. Forward and backward: two walks over the list
+//   3595     8. Diffusion: noise schedules, objectives, samplers
+//   3898         the level of a training sample, drawn, and its share of the loss
+//   4375         samplers
+//   4951     9. Data: .bin files that may be larger than memory, the order of their images
+//   5516    10. Model files: weights and checkpoints, initial weights
+//   5880    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5899         the learning rate, the verdict on a step, averages of the weights
+//   5994         what a trainer holds
+//   6173         a step
+//   6537    12. A run: log, guard, checkpoints, resume, samples
+//   6563         the log in memory, as the page shows it
+//   6676         what a run holds
+//   6755         the log and the status line
+//   6946         checkpoints, snapshots and grids
+//   7214         the start of a run: new, from a file's weights, or resumed
+//   7455         how a run begins and ends
+//   7604         the loop over the steps
+//   7704         train: a whole run, from the first check to the exit code
+//   7754         samples, without a run
+//   7919    13. main: the command line, then a run or samples
+//   8254         what ranks must have in common
+//   8328         main
+//   8514  Part II. The device
+//   8517    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8601    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8671    16. The GPU: what all kernels share
+//   8740         Launches, which may overlap
+//   8786         Decisions: what kernels are chosen with
+//   8840         Single instructions: shared memory, mbarriers, clusters
+//   8934         Activations: pieces of 16 bytes
+//   9273         each_kernel: a thread for an element
+//   9287         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9455         Swizzle: how rows lie in shared memory
+//   9474         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9754         building blocks of Hopper's kernels (sm_90a)
+//  10063    17. Small operations: resampling, embeddings, diffusion
+//  10066         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10272         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10635         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11188    18. Group norm
+//  11191         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11748         groupnorm_backward_whole: an image's slab in shared memory
+//  12147    19. Attention
+//  12254         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12813         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12961         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13661    20. Convolution
+//  13707         ConvOut: results, 4 channels of a pixel at a time
+//  13954         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14022         conv_halo: 3x3, stride 1, any GPU
+//  14444         conv_gather: any kernel size and stride, any GPU
+//  14714         conv_few: the first and the last layer
+//  14896         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15504         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15630         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16119         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16577         conv_weight_tma: weight gradients (sm_90a)
+//  16887         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17199         FP8 in training: weights and gradients are rounded
+//  17314    21. The optimiser
+//  17317         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17578         muon: directions for matrices of weights
+//  18008    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18011         groupnorm_backward
+//  18179         attention: forward and, where a has dout, backward
+//  18243         convolution: forward and input gradient
+//  18756         convolution: weight gradients
+//  19136    23. The GPU: memory, copies, repeated work
+//  19366    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8509, run_program 8445, train 7709, run_step 7654, train_step 6463, load_batch 5468 (read_image 5039),
-//     send 19309 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19240):
-//     step_gradients 6315: draw_levels 10651 (the formulas: draw_level 3967), forward_and_loss 6235, q_sample_forward
-//     10865, unet_forward 3487, forward_layer 3472 (a function of the layer's kind, such as forward_conv 2502),
-//     loss_forward_backward 10983, unet_backward 3561, which calls such a function as backward_conv 2509 of each layer
-//     (input gradients: conv_backward_input 18696) and, by launch_waiting 3523 on the side stream,
-//     conv_backward_weights 19101; finish_gradients 12095 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17344;
-//     judge_step 17392 (the verdict: judge_batch 5966), update_slice 6426, adamw_update 17524 (adamw_kernel 17469),
-//     next_step 17398, record_step 17404; later collect_steps 7607
-//   --optimizer muon: muon_updates 6078 says which weights; update_slice 6426, update_by_muon 6417 (with the formulas),
-//     muon_momentum 17595, orthogonalise 17960 (with muon_kernel above it), adamw_kernel 17469 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11057): sample_batch 4862, plan_route 4612,
-//     device_step 4660, euler_step 4405 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18579 draws all of its roads):
-//     forward_conv 2502; conv_forward 18619, with conv_product above it, which asks conv_is_wgmma 18226;
-//     on Hopper, large images: pick_conv_tiles_3x3 18526; conv_tiles 16098, with conv_tiles_kernel above it;
-//     Accumulators 9977 (its function multiply); Wgmma 9540;
-//     on Hopper, small images: pick_conv_small 18379; conv_small 16557, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9540;
-//     on any other GPU pick_conv_halo_bf16 18293; conv_halo 14429, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9339
-//   why several GPUs compute the bits of one: step_gradients 6315
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 424, Silu 8563, with_nonlinearity 8573 (a case);
-//     BEHIND_NORMS, above add_norm 2732, chooses it. The embedding has SiLU as a layer: silu_forward 10551
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3824
+//     main 8510, run_program 8446, train 7710, run_step 7655, train_step 6464, load_batch 5469 (read_image 5040),
+//     send 19337 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19268):
+//     step_gradients 6316: draw_levels 10653 (the formulas: draw_level 3968), forward_and_loss 6236, q_sample_forward
+//     10867, unet_forward 3488, forward_layer 3473 (a function of the layer's kind, such as forward_conv 2502),
+//     loss_forward_backward 10985, unet_backward 3562, which calls such a function as backward_conv 2509 of each layer
+//     (input gradients: conv_backward_input 18721) and, by launch_waiting 3524 on the side stream,
+//     conv_backward_weights 19129; finish_gradients 12097 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17369;
+//     judge_step 17417 (the verdict: judge_batch 5967), update_slice 6427, adamw_update 17549 (adamw_kernel 17494),
+//     next_step 17423, record_step 17429; later collect_steps 7608
+//   --optimizer muon: muon_updates 6079 says which weights; update_slice 6427, update_by_muon 6418 (with the formulas),
+//     muon_momentum 17620, orthogonalise 17985 (with muon_kernel above it), adamw_kernel 17494 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11059): sample_batch 4863, plan_route 4613,
+//     device_step 4661, euler_step 4406 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 18604 draws all of its roads):
+//     forward_conv 2502; conv_forward 18644, with conv_product above it, which asks conv_is_wgmma 18251;
+//     on Hopper, large images: pick_conv_tiles_3x3 18551; conv_tiles 16104, with conv_tiles_kernel above it;
+//     Accumulators 9979 (its function multiply); Wgmma 9541;
+//     on Hopper, small images: pick_conv_small 18404; conv_small 16563, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9541;
+//     on any other GPU pick_conv_halo_bf16 18318; conv_halo 14431, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9340
+//   why several GPUs compute the bits of one: step_gradients 6316
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 424, Silu 8564, with_nonlinearity 8574 (a case);
+//     BEHIND_NORMS, above add_norm 2732, chooses it. The embedding has SiLU as a layer: silu_forward 10553
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3825
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 546, and beside each other edm_question
-//     3660, ask 3695, frame_of 3708, sigma_draws 3715, has_steps_of_t 3722; the head of their section lists the changes
+//     3661, ask 3696, frame_of 3709, sigma_draws 3716, has_steps_of_t 3723; the head of their section lists the changes
 //   to add a kind of layer: a list of all places stands above LayerKind 2394; an example is forward_linear 2422
 //     with what follows it; a function such as add_resblock 2784 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 318, with a list of all places above it: element_named 1401,
-//     forward_and_loss 6235, ElementOf 8534, with_act 8803 (act_has_wgmma below it), unpack_bf16 8947 and all below it
-//     to load_two 9011, mma 9339, tma_type 9706, adamw_kernel 17469 (adamw_update below it), conv_product 18579
-//   the settings, to their values: parse_command_line 1594, take_aliases 1622, complete_config 8425
-//     (apply_preset 1511, take_model_file 8081, take_ect_defaults 8111), take_data_shape 8158 (take_labels 8139),
+//     forward_and_loss 6236, ElementOf 8535, with_act 8804 (act_has_wgmma below it), unpack_bf16 8948 and all below it
+//     to load_two 9012, mma 9340, tma_type 9708, adamw_kernel 17494 (adamw_update below it), conv_product 18604
+//   the settings, to their values: parse_command_line 1594, take_aliases 1622, complete_config 8426
+//     (apply_preset 1511, take_model_file 8082, take_ect_defaults 8112), take_data_shape 8159 (take_labels 8140),
 //     check_model 1871, check_run 2016
-//   FP8 (--precision fp8): choose_fp8 2982 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3057 and plan_fp8_gradients 3072 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3117 for samples, make_fp8_training 3160 for training; add_fp8_args 2266
+//   FP8 (--precision fp8): choose_fp8 2983 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3058 and plan_fp8_gradients 3073 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3118 for samples, make_fp8_training 3161 for training; add_fp8_args 2266
 //     hands them to the layers. forward_conv 2502, backward_conv 2509 and weight_work 2239 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18681 makes an input gradient a forward convolution; conv_product_fp8 18612 picks the
-//     kernel, multiply_fp8 10011 and WgmmaFp8 9582 multiply; weight gradients: conv_weight_fp8_kernel 17121;
-//     print_fp8 7399 says whether it pays
+//     conv_backward_input_fp8 18706 makes an input gradient a forward convolution; conv_product_fp8 18637 picks the
+//     kernel, multiply_fp8 10013 and WgmmaFp8 9584 multiply; weight gradients: conv_weight_fp8_kernel 17146;
+//     print_fp8 7400 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
 //     die, refuse or must (host/files.h), of wrong 1477 (a flag's value), or of a function beside it whose name ends in
 //     _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 6963. Its
-//     reasons are found in judge_batch 5966, by healthy and suspicious above it. For a damaged header they stand in
-//     check_field 5688 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
-//     5087, for a checkpoint's counters in check_resume 8215. unknown_word 1387 prints the message for a word of a flag
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 6964. Its
+//     reasons are found in judge_batch 5967, by healthy and suspicious above it. For a damaged header they stand in
+//     check_field 5689 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
+//     5088, for a checkpoint's counters in check_resume 8216. unknown_word 1387 prints the message for a word of a flag
 //     that some place does not know. Such a place calls it itself or through meaning 1393.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7201 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 6989 that a file could not be written yet.
-//     stop_run 6963 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7202 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 6990 that a file could not be written yet.
+//     stop_run 6964 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -2080,7 +2080,7 @@ struct Tensor {
     Element element = Element::FP32; // act_element; FP32 for input, output, embeddings and patches; FP8: see plan_fp8
     int buffer = -1;                 // the buffer of its values
     int stats = -1;                  // if a group norm reads this tensor: the buffer of Stats::sums
-    bool fp8 = false;                // a convolution reads this tensor in FP8, so the buffer holds FP8 numbers
+    bool fp8 = false;                // a convolution reads this tensor in FP8 (in walks that use FP8)
     int parts = 1;                   // Stats::parts, as the forward pass has last set it
     bool needs_grad = false;         // whether the layer that writes this tensor has a backward pass, which reads its
                                      // gradient
@@ -2103,7 +2103,7 @@ struct Layer {
     int residual = -1;                        // CONV: a tensor that is added to the result, unless there is a skip
     int emb = -1, emb_offset = 0;             // the tensor UNet::emb or -1, and this layer's first column in it
     int kernel = 1, stride = 1, upsample = 0; // CONV
-    bool fp8 = false;                         // CONV: multiplies in FP8 in the forward pass (choose_fp8)
+    bool fp8 = false;                         // CONV: forward product and weight gradient are in FP8 (choose_fp8)
     bool fp8_gradient = false;                // CONV: the input gradient is computed in FP8 (choose_fp8)
     Nonlinearity nonlinearity = Nonlinearity::NONE; // GROUPNORM
     int dropout_block = -1;                         // GROUPNORM: index of the residual block whose dropout follows
@@ -2955,8 +2955,9 @@ static void place_params(UNet* net) {
     net->flat_size = end;
 }
 
-// --precision fp8: how many 3x3 convolutions at each end of the network do not multiply in FP8 in the forward pass. The
-// results of training suffer most if the operands of these convolutions are rounded to FP8 (docs/LEARNT.md).
+// --precision fp8: how many 3x3 convolutions at each end of the network do not multiply in FP8 in the forward pass (and
+// so neither for their weight gradients). The results of training suffer most if the operands of these convolutions are
+// rounded to FP8 (docs/LEARNT.md).
 constexpr int FP8_SPARED = 4;
 
 // --precision fp8: chooses the 3x3 convolutions that multiply in FP8. All of them have stride 1 and do not enlarge
@@ -3347,7 +3348,7 @@ static void plan_lifetimes(UNet* net) {
         use(back, {l.dout, l.dout_fp8});
         for (int time : {back, done}) {
             if (kind.backward_reads & LayerKind::INPUT) use(time, {data(l.x1), data(l.x2)});
-            use(time, {l.fp8 ? l.dout_fp8 : l.dout});
+            use(time, {l.fp8 ? l.dout_fp8 : l.dout}); // the weight gradient reads dout in FP8 if l.fp8
         }
         if (kind.backward_reads & LayerKind::EMB) use(back, {data(l.emb)});
         if (kind.backward_reads & LayerKind::OUTPUT) use(back, {data(l.out)});
@@ -9576,7 +9577,8 @@ WGMMA(256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_96
 //
 // For an input gradient, one operand holds weights (e4m3) and the other one gradients (e5m2). The gradients are B in
 // conv_tiles (e4m3.e5m2), and A in conv_small (e5m2.e4m3). For a weight gradient, A holds gradients and B activations.
-// In all FP8 products the tensor cores keep only 14 bits of a sum, which is enough here (docs/LEARNT.md).
+// In all FP8 products the tensor cores keep only 14 bits of a sum, which is enough for the few hundred products of a
+// sum here (docs/LEARNT.md, MAX_FP8_PRODUCTS).
 template <int N, Element A, Element B> struct WgmmaFp8;
 #define WGMMA_FP8_OF(N, A_ELEMENT, B_ELEMENT, TYPES, D, OP1, OP2, OP3, OP4, OP5, ...)                              \
     template <> struct WgmmaFp8<N, Element::A_ELEMENT, Element::B_ELEMENT> {                                       \
@@ -14948,6 +14950,10 @@ constexpr double WEIGHT_LAUNCH_CYCLES = 44000;
 // A launch of conv_weight_tma may write at most this many partials of 16 KB (64 x 64 weights). This is enough for one
 // block on each of an H200's 132 multiprocessors, if each block writes nine partials.
 constexpr int MAX_WEIGHT_PARTIALS = 1200;
+// In FP8 the tensor cores keep only 14 bits of a sum and cut off the rest. What they cut off grows with the sum. So one
+// sum takes at most this many products (of 32 pixels each). Then its partial is written, and conv_weight_sum adds up
+// the partials in fp32.
+constexpr int MAX_FP8_PRODUCTS = 512;
 
 constexpr int WEIGHT_BATCH = 8;          // how many layers' weight gradients one launch computes at most
 template <class Work> struct WorkBlock { // what a thread block works on, and its number among that work's blocks
@@ -16884,30 +16890,38 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 // Used when: training with --precision fp8, 3x3, the forward pass and the input gradient in FP8. x is e4m3, dout e5m2.
 // How: In FP8, wgmma accepts operands only if k runs along their rows (K_MAJOR), and here k counts pixels. In memory a
 //   pixel's channels are neighbours. So both operands are transposed on their way to the tensor cores:
-//     B = x      some warps read x from shared memory, transpose it in registers (4 pixels x 4 channels at a time), and
-//                write it to another ring of shared memory
-//     A = dout   the warps that multiply read dout by ldmatrix_trans, which transposes pairs of channels, and part the
-//                pairs (part_channels). wgmma takes A from registers
+//     B = x      Some warps read x from shared memory, transpose it in registers (transpose_16x4), and write it to
+//                another ring of shared memory.
+//     A = dout   The warps that multiply load dout with ldmatrix_trans. It moves units of 16 bits, which are pairs of
+//                channels. So part_channels separates the two channels of each pair. wgmma takes A from registers.
 //   A block has three warpgroups that multiply. Warpgroup kw computes the taps (0, kw), (1, kw), (2, kw), for 64 output
 //   and 64 input channels:
 //
 //     D of warpgroup kw:    | kh = 0: 64 Cin | kh = 1: 64 Cin | kh = 2: 64 Cin |     x 64 Cout rows
 //
-//   A chunk is 16 neighbouring pixels of x, of 64 channels. The chunks of neighbouring rows of x follow each other, so
-//   the three thirds of B are three chunks, and B begins at chunk r for row r of dout. The shift by kw is a shift of
-//   the pixels of dout, whose tile therefore has a border to the left and to the right; the tile of x has one above and
-//   below. If a tile is only 8 pixels wide, a chunk is made of two rows of x, and row r of x is in chunks r and r - 1.
+//   A strip is 16 neighbouring pixels of x, transposed, with 64 channels. If the pixel tile is 16 wide, strip r holds
+//   row r of the tile of x. The first row of this tile lies above row 0 of dout. So for row r of dout, the taps kh = 0,
+//   1, 2 read strips r, r + 1, r + 2. These strips are neighbours in memory, so they are the three thirds of one
+//   operand B. If the pixel tile is 8 wide, strip r holds rows r and r + 1 of x, so a row lies in two strips. The shift
+//   by kw is a shift of the pixels of dout. Therefore the tile of dout has a border to the left and to the right, and
+//   the tile of x has one above and below. A product sums over 32 pixels:
 //
-//     pixel tile     dout, rows r and r + 1, shifted by kw     chunks of x: r, r + 1, r + 2, r + 3
-//     16 wide        k = 0 .. 15: row r                        B, k = 0 .. 15:  | r     | r + 1 | r + 2 |
-//                    k = 16 .. 31: row r + 1                      k = 16 .. 31: | r + 1 | r + 2 | r + 3 |
+//     pixel tile               A: rows of dout, shifted by kw      B: strips of x, for kh = 0, 1, 2
+//     16 wide   k = 0 .. 15    r                                   r        r + 1    r + 2
+//               k = 16 .. 31   r + 1                               r + 1    r + 2    r + 3
+//     8 wide    k = 0 .. 15    r, r + 1                            r        r + 1    r + 2
+//               k = 16 .. 31   r + 2, r + 3                        r + 2    r + 3    r + 4
 //
-//   What else there is (ranges of pixel tiles, partials, sums of dout for the bias) is as in conv_weight_tma. The sums
-//   of products are divided by both factors before they are written.
+//   Within 16 values of k the pixels have another order than in memory (transpose_16x4). This is allowed because A and
+//   B have the same order. Ranges of pixel tiles and partials are as in conv_weight_tma. The sums of dout for the bias
+//   are another product, dout times ones (SumsOfDout). The sums are divided by the factors that x and dout were
+//   multiplied by (those of dout by dout's factor alone) before they are written.
 //
-//   Shared memory: | barriers | a ring of tiles of x | a ring of tiles of dout | a ring of transposed tiles of x |
-// Costs: the time of the products. Transposing takes about as much of the shared memory's bandwidth as TMA's writing.
-template <int TILE_W_, int STAGES_X, int STAGES_DOUT, int STAGES_CHUNKS> struct WeightTileFp8 {
+//   Shared memory: | barriers | a ring of tiles of x | a ring of tiles of dout | a ring of tiles of strips |
+// Costs: the time of the products. Shared memory is busy nearly as long: for a tile 16 wide and 8 high, TMA writes 19
+//   KB, transposing moves 20 KB, ldmatrix loads 24 KB, and wgmma reads 72 KB of B, which take about 1,080 cycles. The
+//   products take 1,152.
+template <int TILE_W_, int STAGES_X, int STAGES_DOUT, int STAGES_STRIPS> struct WeightTileFp8 {
     static constexpr bool IS_3X3 = true;
     static constexpr int WARPGROUPS = 3;
     static constexpr int ROWS = 1;
@@ -16919,6 +16933,9 @@ template <int TILE_W_, int STAGES_X, int STAGES_DOUT, int STAGES_CHUNKS> struct 
     static constexpr int PIXELS = TILE_H * TILE_W;
     static constexpr int STEPS = PIXELS / 32;
     static constexpr int STEP_ROWS = 32 / TILE_W;
+    static_assert(TILE_W == 16 || TILE_W == 8, "a strip is one row of 16 pixels or two of 8");
+    static_assert(STEPS % 2 == 0,
+                  "multiply_tiles_fp8 has two sets of registers, which take turns also from tile to tile");
     // The order of the warps: those that multiply, the one that loads, those that transpose.
     static constexpr int LOADER = 12;
     static constexpr int TRANSPOSERS = 3;
@@ -16930,28 +16947,31 @@ template <int TILE_W_, int STAGES_X, int STAGES_DOUT, int STAGES_CHUNKS> struct 
     static constexpr int X_BYTES = X_ROWS * TILE_W * PIXEL_BYTES;
     static constexpr int PITCH = TILE_W + 2; // pixels of a row of dout
     static constexpr int DOUT_BYTES = TILE_H * PITCH * PIXEL_BYTES;
-    // Transposed, 8 channels x 16 pixels are a matrix of 128 bytes, as wgmma reads it without a swizzle. The gap of 16
-    // bytes behind it lets the eight lanes that write to shared memory at a time write to different banks.
+    // After the transposition, 8 channels x 16 pixels form a matrix of 128 bytes, which wgmma reads without a swizzle.
+    // The gap of 16 bytes behind it lets the eight lanes that write to shared memory at a time write to different
+    // banks.
     static constexpr int CHANNELS_8 = 128 + 16;
-    static constexpr int CHUNK = SLICE_CHANNELS / 8 * CHANNELS_8;
-    static constexpr int CHUNK_ROWS = 16 / TILE_W; // rows of x in a chunk
-    static constexpr int CHUNKS = X_ROWS - (CHUNK_ROWS - 1);
-    // Behind the chunks of stage 0 lies a matrix of ones (32 values of k, 8 columns), for the sums of dout.
-    static constexpr int ONES_AT = CHUNKS * CHUNK;
+    static constexpr int STRIP = SLICE_CHANNELS / 8 * CHANNELS_8;
+    static constexpr int STRIP_ROWS = 16 / TILE_W; // rows of x in a strip
+    static constexpr int STRIPS = X_ROWS - (STRIP_ROWS - 1);
+    // Stage 0 has a matrix of ones behind its strips (32 values of k, 8 columns), for the sums of dout.
+    static constexpr int ONES_AT = STRIPS * STRIP;
     static constexpr int ONES_BYTES = 32 * 8;
     // The stages of the three rings.
     static constexpr int X_STAGE = whole_swizzles(X_BYTES);
     static constexpr int DOUT_STAGE = whole_swizzles(DOUT_BYTES);
-    static constexpr int CHUNKS_STAGE = whole_swizzles(ONES_AT + ONES_BYTES);
+    static constexpr int STRIPS_STAGE = whole_swizzles(ONES_AT + ONES_BYTES);
     static constexpr int RING_X = STAGES_X;
     static constexpr int RING_DOUT = STAGES_DOUT;
-    static constexpr int RING_CHUNKS = STAGES_CHUNKS;
-    static constexpr int BARRIERS = 2 * (RING_X + RING_DOUT + RING_CHUNKS);
-    static constexpr int TILES_BYTES = RING_X * X_STAGE + RING_DOUT * DOUT_STAGE + RING_CHUNKS * CHUNKS_STAGE;
+    static constexpr int RING_STRIPS = STAGES_STRIPS;
+    static_assert(RING_STRIPS >= 2, "a tile's strips are released when the next tile's have arrived");
+    static constexpr int BARRIERS = 2 * (RING_X + RING_DOUT + RING_STRIPS);
+    static constexpr int TILES_BYTES = RING_X * X_STAGE + RING_DOUT * DOUT_STAGE + RING_STRIPS * STRIPS_STAGE;
     static constexpr int SHARED_BYTES = TILES_BYTES + shared_beside(BARRIERS);
     static_assert(SHARED_BYTES <= hopper_shared(1), "a multiprocessor has room for one block");
     static_assert(TILES_BYTES >= 3 * 2 * 3 * BYTES_OF_64_ROWS, "put_dweight writes a block's sums over the tiles");
-    // The output channel of a thread's row i (0 or 1) of D, among the 16 channels of its warp: pairs of neighbours.
+    // Returns the output channel that row i (0 or 1) of a thread's D belongs to, among the 16 channels of its warp. The
+    // two are neighbours.
     static INLINE int row_channel(int lane, int i) { return lane / 4 * 2 + i; }
 };
 
@@ -16973,8 +16993,8 @@ template <class T> INLINE void load_tiles_fp8(const WeightBlock<T>& work, auto& 
 }
 
 // Transposes 16 pixels x 4 channels. Byte c of w[i] is channel c of a pixel: of pixel i or, if swapped is 1, of pixel
-// i ^ 1. Afterwards word t of v[c] holds channel c of the pixels 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t. (By ldmatrix_trans,
-// a lane gets the same pixels of dout.)
+// i ^ 1. Afterwards word t of v[c] holds channel c of the pixels 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t. (ldmatrix_trans
+// gives lane 4 g + t the same four pixels of dout, in the same order.)
 INLINE void transpose_16x4(uint32_t (&v)[4][4], const uint32_t (&w)[16], int swapped) {
     // What __byte_perm selects: two channels of two words, those of the lower pixel first.
     const uint32_t channels_01 = swapped ? 0x1504 : 0x5140;
@@ -16990,30 +17010,32 @@ INLINE void transpose_16x4(uint32_t (&v)[4][4], const uint32_t (&w)[16], int swa
         v[3][t] = __byte_perm(a23, b23, 0x7632);
     }
 }
-// Role: transpose x. Lanes 0-15 of a warp make one chunk, lanes 16-31 the next one; a lane transposes 4 channels. The
+// Role: transpose x. Lanes 0-15 of a warp make one strip, lanes 16-31 the next one; a lane transposes 4 channels. The
 // two halves of a warp read pixels in different orders, so that they read from different banks. The warps take pairs of
-// chunks in turns.
-template <class T> INLINE void transpose_tiles(const WeightBlock<T>& work, auto& xs, auto& chunks, int warp) {
+// strips in turns.
+template <class T> INLINE void transpose_tiles(const WeightBlock<T>& work, auto& xs, auto& strips, int warp) {
     const int lane = threadIdx.x & 31;
     const int half = lane >> 4;
     const int quad = lane & 15; // the lane's channels are 4 quad .. 4 quad + 3
-    // Where the lane's channels of its first pixel lie, and where they go to, in chunk 0. A pixel's 16-byte pieces are
-    // swizzled by TMA.
+    // `from` is the place of the lane's channels in strip 0, before the swizzle, and `to` is where they are written.
+    // The lane reads pixel i, or i ^ 1 if half is 1. A stage begins at a multiple of 1 KB, and a strip at a multiple of
+    // 8 pixels. So the XOR with i / 2 % 4 * 16 below is TMA's swizzle of rows of 64 bytes. The 16 pixels of a strip
+    // follow each other in memory, also if they are two rows, because x has no border to the left and to the right.
     const int from = quad * 4 + half * T::PIXEL_BYTES;
     const int to = quad / 2 * T::CHANNELS_8 + quad % 2 * 64;
     for (int t = work.first; t < work.end; t++) {
         const uint32_t x = xs.arrived() + from;
-        const Stage stage = chunks.acquire();
-        for (int chunk = 2 * warp + half; chunk < T::CHUNKS; chunk += 2 * T::TRANSPOSERS) {
+        const Stage stage = strips.acquire();
+        for (int strip = 2 * warp + half; strip < T::STRIPS; strip += 2 * T::TRANSPOSERS) {
             uint32_t w[16];
             UNROLL_FOR (int i = 0; i < 16; i++) {
                 const uint32_t pixel = x ^ (i % 2 * T::PIXEL_BYTES | i / 2 % 4 * 16);
-                w[i] = load_shared_word(pixel + (chunk * T::TILE_W + i / 2 * 2) * T::PIXEL_BYTES);
+                w[i] = load_shared_word(pixel + (strip * T::TILE_W + i / 2 * 2) * T::PIXEL_BYTES);
             }
             uint32_t v[4][4];
             transpose_16x4(v, w, half);
             UNROLL_FOR (int j = 0; j < 4; j++) {
-                const uint32_t channel = stage.address + chunk * T::CHUNK + to + j * 16;
+                const uint32_t channel = stage.address + strip * T::STRIP + to + j * 16;
                 store_shared(channel, make_uint4(v[j][0], v[j][1], v[j][2], v[j][3]));
             }
         }
@@ -17022,10 +17044,9 @@ template <class T> INLINE void transpose_tiles(const WeightBlock<T>& work, auto&
     }
 }
 
-// In each register of `pixels`, from ldmatrix_trans, lie two channels of a pixel, and behind them the same two channels
-// of the next pixel: channels 2 g and 2 g + 1 in lane 4 g + t. Registers 0 and 1 belong to one chunk of 16 pixels,
-// registers 2 and 3 to the next one. a becomes wgmma's operand A: a[0] and a[2] hold channel 2 g, a[1] and a[3] channel
-// 2 g + 1.
+// ldmatrix_trans has loaded `pixels`. In lane 4 g + t each register holds channels 2 g and 2 g + 1 of one pixel (in its
+// lower half) and of the next pixel. Registers 0 and 1 belong to k = 0 .. 15, and registers 2 and 3 to k = 16 .. 31.
+// The function makes wgmma's operand A of them: a[0] and a[2] hold channel 2 g, and a[1] and a[3] hold channel 2 g + 1.
 INLINE void part_channels(uint32_t (&a)[4], const uint32_t (&pixels)[4]) {
     UNROLL_FOR (int i = 0; i < 2; i++) {
         a[2 * i] = __byte_perm(pixels[2 * i], pixels[2 * i + 1], 0x6420);
@@ -17046,7 +17067,8 @@ template <class T> struct SumsOfDout {
     float d[4] = {};
     float total[2] = {};
 
-    // After the products of a tile: at the end of an image, or of the block's range, takes the image's sums.
+    // Is called after the products of a tile have been started. At the end of an image, or of the block's range, it
+    // waits for them and stores the image's sums.
     INLINE void end_tile(bool last) {
         left--;
         if (left > 0 && !last) return;
@@ -17065,48 +17087,51 @@ template <class T> struct SumsOfDout {
             if (threadIdx.x % 4 == 0 && c + i < work.p.shape.Cout) work.p.dbias[c + i] = total[i];
     }
 };
-struct NoSums { // of a warpgroup that does not sum dout
-    float d[4];
+struct NoSums { // is for warpgroups that do not sum dout
     INLINE void end_tile(bool) const {}
 };
 
 // Role: multiply. D[64 Cout][192] = dout (64 Cout, pixels) * x (pixels, 3 x 64 Cin), summed over the pixels of the
 // block's range, for the taps of column kw. A warp's rows of A are 16 output channels: row g is channel 2 g, row g + 8
 // is channel 2 g + 1 (row_channel).
-// A product is a group of its own, and there are two sets of registers for A. Invariant: a set is loaded only after the
-// product that read it is done, while the one that reads the other set runs.
+// The products of a step (D's, and perhaps that of SumsOfDout) are one group, and there are two sets of registers for
+// A. Invariant: a set is loaded only after the group that read it is done, while the group that reads the other set
+// runs.
 template <class T, class Sums>
-INLINE void multiply_tiles_fp8(const WeightBlock<T>& work, auto& douts, auto& chunks, int kw, float (&d)[96],
+INLINE void multiply_tiles_fp8(const WeightBlock<T>& work, auto& douts, auto& strips, int kw, float (&d)[96],
                                Sums& sums) {
     constexpr bool SUMS = !std::is_same_v<Sums, NoSums>;
     const int lane = threadIdx.x & 31;
     const int piece = threadIdx.x / 32 % 4; // the warp's 16 channels, which are 16 bytes of a pixel
-    // The lane passes the address of row lane % 8 of matrix lane / 8 to ldmatrix_trans. A matrix has eight neighbouring
-    // pixels of dout as rows. Two matrices are a chunk of 16 values of k. at[s] is the place for product s.
+    // The lane passes the address of row lane % 8 of matrix lane / 8 to ldmatrix_trans. Each matrix is eight
+    // neighbouring pixels x 16 channels of dout. Matrices 0 and 1 are k = 0 .. 15, and matrices 2 and 3 are k = 16 ..
+    // 31. at[s] is the place that this lane passes for product s.
     const int row = T::TILE_W == 16 ? lane / 16 : lane / 8;
     const int column = (T::TILE_W == 16 ? lane & 8 : 0) + lane % 8 + 2 - kw;
     int at[T::STEPS];
     UNROLL_FOR (int s = 0; s < T::STEPS; s++) {
         at[s] = box_place<SLICE_CHANNELS / 2>((row + s * T::STEP_ROWS) * T::PITCH + column, piece);
     }
-    const Operand ones = Operand::matrices(chunks.stage(0).address + T::ONES_AT, 128, 128);
+    const Operand ones = Operand::matrices(strips.stage(0).address + T::ONES_AT, 128, 128);
     uint32_t a[2][4];
     for (int t = work.first; t < work.end; t++) {
         const uint32_t dout = douts.arrived();
-        const Operand b = Operand::matrices(chunks.arrived(), T::CHUNK_ROWS * T::CHUNK, T::CHANNELS_8);
+        const Operand b = Operand::matrices(strips.arrived(), T::STRIP_ROWS * T::STRIP, T::CHANNELS_8);
         UNROLL_FOR (int s = 0; s < T::STEPS; s++) {
             wgmma_wait<1>();
             uint32_t pixels[4];
             ldmatrix_trans(pixels, pixels + 2, dout + at[s]);
             part_channels(a[s % 2], pixels);
-            if (s == 1 && t > work.first) chunks.release(); // the products of the tile before are done
+            // At step 1 only step 0 of this tile may still run, so all products of the tile before are done.
+            if (s == 1 && t > work.first) strips.release();
+            // All of dout's tile is in registers now, so its stage is free before the products end.
             if (s == T::STEPS - 1) {
                 __syncwarp();
                 douts.release(lane == 0);
             }
             wgmma_fence();
             WgmmaFp8<192, Element::FP8_GRADIENT, Element::FP8>::add(d, a[s % 2],
-                                                                    b.at(s * T::STEP_ROWS * T::CHUNK / 16));
+                                                                    b.at(s * T::STEP_ROWS * T::STRIP / 16));
             if constexpr (SUMS) WgmmaFp8<8, Element::FP8_GRADIENT, Element::FP8>::add(sums.d, a[s % 2], ones.at(0));
             wgmma_commit();
         }
@@ -17124,7 +17149,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_fp8_kernel(c
     SharedMemory shared(T::BARRIERS);
     Pipeline<T::X_STAGE> xs(shared, T::RING_X, T::TRANSPOSERS);
     Pipeline<T::DOUT_STAGE> douts(shared, T::RING_DOUT, 4 * T::WARPGROUPS);
-    Pipeline<T::CHUNKS_STAGE> chunks(shared, T::RING_CHUNKS, T::WARPGROUPS, T::TRANSPOSERS);
+    Pipeline<T::STRIPS_STAGE> strips(shared, T::RING_STRIPS, T::WARPGROUPS, T::TRANSPOSERS);
     const int warp = threadIdx.x >> 5;
     if (threadIdx.x == T::LOADER * 32) {
         prefetch_tensor_map(&work.maps.x.map1);
@@ -17132,18 +17157,18 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_fp8_kernel(c
     }
     if (threadIdx.x < T::ONES_BYTES / 16) {
         constexpr uint32_t FOUR_ONES = 0x38383838; // in e4m3
-        store_shared(chunks.stage(0).address + T::ONES_AT + threadIdx.x * 16,
+        store_shared(strips.stage(0).address + T::ONES_AT + threadIdx.x * 16,
                      make_uint4(FOUR_ONES, FOUR_ONES, FOUR_ONES, FOUR_ONES));
         fence_async();
     }
-    ready(xs, douts, chunks);
+    ready(xs, douts, strips);
 
     // The warpgroup that loads and transposes gives registers to those that multiply.
     if (warp >= T::LOADER) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
         if (warp > T::LOADER) {
-            await_previous_kernel();
-            transpose_tiles<T>(work, xs, chunks, warp - T::LOADER - 1);
+            await_previous_kernel(); // all threads call it, so that the next kernel may start early
+            transpose_tiles<T>(work, xs, strips, warp - T::LOADER - 1);
         } else if ((threadIdx.x & 31) == 0) {
             load_tiles_fp8<T>(work, xs, douts);
         }
@@ -17156,11 +17181,11 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_fp8_kernel(c
     float acc[96] = {};
     if (kw == 1 && work.sums_bias) {
         SumsOfDout<T> sums{work, unscale};
-        multiply_tiles_fp8<T>(work, douts, chunks, kw, acc, sums);
+        multiply_tiles_fp8<T>(work, douts, strips, kw, acc, sums);
         if (work.final) sums.put_total();
     } else {
         NoSums sums;
-        multiply_tiles_fp8<T>(work, douts, chunks, kw, acc, sums);
+        multiply_tiles_fp8<T>(work, douts, strips, kw, acc, sums);
     }
     UNROLL_FOR (float& v : acc) v *= unscale / FP8_X_FACTOR;
     if (!work.final) return put_partial<T>(work, kw, work.co_tile, acc);
@@ -18221,8 +18246,8 @@ static void attention_backward(act* dqkv,              // (B, T, 3C)
 // Functions whose names begin with pick_ choose a kernel's tile, by measured costs or by a table.
 static bool conv_is_halo(const ConvShape& s) { return s.kernel == 3 && s.stride == 1; }
 
-// Can Hopper's kernels compute this convolution? If so, conv_weight_tma always computes its weight gradient. On other
-// GPUs act_has_wgmma is false (start_device finds it out).
+// Can Hopper's kernels compute this convolution? If so, conv_weight_tma or, in FP8, conv_weight_fp8 always computes its
+// weight gradient. On other GPUs act_has_wgmma is false (start_device finds it out).
 static bool conv_is_wgmma(const ConvShape& s) {
     return act_has_wgmma() && s.stride == 1 && !s.upsample && !conv_is_few(s);
 }
@@ -18754,12 +18779,12 @@ struct WeightCosts {
 };
 constexpr int PARTIAL_CYCLES = 10;
 
-// Returns how many cycles a block of conv_weight_tma takes for a pixel tile, with one warpgroup or with three (wide).
-// This was measured while other blocks read the same pixels for other filter rows or other channels.
+// Returns how many cycles a block of conv_weight_tma or conv_weight_fp8 takes for a pixel tile, with one warpgroup or
+// with three (wide). This was measured while other blocks read the same pixels for other filter rows or other channels.
 static int weight_tile_cycles(const ConvWeight& p) {
     const ConvShape& s = p.shape;
     const bool wide = p.warpgroups == 3;
-    if (is_fp8(s.in)) return s.out_W() <= 8 ? 850 : 1400;
+    if (is_fp8(s.in)) return s.out_W() <= 8 ? 850 : 1400; // an estimate; as measured alone, on an H100: 1,200 and 1,750
     if (s.kernel == 1) return wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
     if (s.out_W() <= 8) return wide ? 1450 : 600;
     if (wide) return 2400;
@@ -18774,6 +18799,7 @@ static WeightCosts weight_costs(const ConvWeight& p) {
     if (conv_is_wgmma(s)) {
         const int filter = ceil_div(s.kernel, p.warpgroups);
         const int tile = weight_tile_cycles(p);
+        if (is_fp8(s.in)) return {gpu.sms, tile, 1, 9000, 12000, 4000, 4 * MAX_WEIGHT_PARTIALS};
         if (p.warpgroups == 3) return {gpu.sms, tile, filter, 9000, 12000, 4000};
         return {gpu.sms, tile, filter, 5000, 5000, 4000};
     }
@@ -18806,8 +18832,8 @@ static int64_t range_blocks(const ConvWeight& p) {
 }
 
 // Finds the fastest plan for layers of one kind, which share a launch. It tries all sizes of a range (numbers of pixel
-// tiles), from the largest down, until there would be too many partials (most_partials). For conv_weight_tma it tries
-// each size with one warpgroup and with three.
+// tiles), from the largest down, until there would be too many partials (most_partials). In FP8 the largest size may
+// already need more than that. For conv_weight_tma it tries each size with one warpgroup and with three.
 static void plan_weights(std::span<ConvWeight> works) {
     Cheapest<std::pair<int, int>> cut; // the best plan: warpgroups, pixel tiles of a range
     for (int warpgroups : {1, 3}) {
@@ -18819,7 +18845,9 @@ static void plan_weights(std::span<ConvWeight> works) {
             tile_cycles = std::max(tile_cycles, weight_costs(p).tile);
         }
         const WeightCosts cost = weight_costs(works[0]);
-        for (int range = most_tiles; range >= 1; range--) {
+        const ConvShape& first = works[0].shape;
+        const int most_range = is_fp8(first.in) ? MAX_FP8_PRODUCTS / (first.out_W() > 8 ? 4 : 2) : most_tiles;
+        for (int range = std::min(most_tiles, most_range); range >= 1; range--) {
             int64_t blocks = 0;
             int64_t partials = 0; // how many partials there are, each of a tile of 64 x 64 weights (16 KB)
             for (const ConvWeight& p : works) {
@@ -18827,7 +18855,7 @@ static void plan_weights(std::span<ConvWeight> works) {
                 blocks += range_blocks(p) * splits;
                 if (splits > 1) partials += (int64_t)splits * p.tiles * p.taps;
             }
-            if (partials > cost.most_partials) break;
+            if (partials > cost.most_partials && cut.cost < INFINITY) break;
             // Time = rounds of blocks * (a block's time for its tiles + for other work) + the second kernel's time.
             const int64_t rounds = (blocks + cost.slots - 1) / cost.slots; // rounds of blocks
             const int64_t block_cycles = (int64_t)range * tile_cycles + (partials ? cost.beside : cost.beside_dweight);

@@ -112,6 +112,9 @@ FP8_WEIGHTS = [
     dict(B=3, H=4, W=5, C1=64, Cout=96, emb=True, sms=2),
     dict(B=1, H=32, W=34, C1=160, Cout=64, emb=True, sms=6, takes="partials"),
     dict(B=2, H=40, W=18, C1=64, Cout=96, sms=1, takes="one range"),
+    dict(B=2, H=20, W=7, C1=32, Cout=96, emb=True, sms=1, takes="one range"),
+    dict(B=3, H=1, W=1, C1=32, Cout=32, emb=True, sms=1, takes="one range"),
+    dict(B=1, H=136, W=128, C1=32, Cout=32, sms=1, takes="partials"),  # of more products than one sum may take
 ]
 
 PAIR = conv_pair(

@@ -241,7 +241,7 @@ def conv_weight_fp8(stages: tuple[int, int, int], tiles: int, seed: int, steps: 
     """The loader fills two rings, of x and of dout; some warps write x, transposed, into a third one; the products read that, and dout goes into registers."""
     block, transposers = Block(seed), 3
     xs, douts = Stages(block, stages[0], transposers), Stages(block, stages[1], 12)
-    chunks = Stages(block, stages[2], 3, writers=transposers)
+    strips = Stages(block, stages[2], 3, writers=transposers)
 
     def loader() -> Role:
         x, dout = Pipeline(xs), Pipeline(douts)
@@ -250,21 +250,21 @@ def conv_weight_fp8(stages: tuple[int, int, int], tiles: int, seed: int, steps: 
             yield from dout.acquire(tile)
 
     def transposer() -> Role:
-        x, to = Pipeline(xs), Pipeline(chunks)
+        x, to = Pipeline(xs), Pipeline(strips)
         for tile in range(tiles):
             yield from x.arrived(tile)
             yield from to.fill(tile)
             x.release()
 
     def multiplier() -> Role:  # the four warps of a warpgroup; products end in order, one of them still runs when the next one begins
-        dout, chunk = [Pipeline(douts) for _ in range(4)], Pipeline(chunks)
+        dout, strip = [Pipeline(douts) for _ in range(4)], Pipeline(strips)
         for tile in range(tiles):
             for warp in dout:
                 yield from warp.arrived(tile)
-            yield from chunk.arrived(tile)
+            yield from strip.arrived(tile)
             for step in range(steps):
                 if step == released_at and tile:
-                    chunk.release()
+                    strip.release()
                 if step == steps - 1:
                     for warp in dout:
                         warp.release()
@@ -446,7 +446,7 @@ def test_conv_weight_tma() -> None:
 def test_conv_weight_fp8() -> None:
     for seed, (stages, tiles, steps) in enumerate(product(((6, 7, 6), (8, 10, 9), (1, 1, 2)), (1, 7, 23), (2, 4))):
         assert conv_weight_fp8(stages, tiles, seed, steps)
-    assert not conv_weight_fp8((6, 7, 1), 7, seed=0)  # a tile's chunks are released when the next tile's have arrived
+    assert not conv_weight_fp8((6, 7, 1), 7, seed=0)  # a tile's strips are released when the next tile's have arrived
 
 
 def test_conv_small() -> None:
