@@ -67,47 +67,47 @@
 //  14444         conv_gather: any kernel size and stride, any GPU
 //  14714         conv_few: the first and the last layer
 //  14896         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15504         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15630         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16119         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16577         conv_weight_tma: weight gradients (sm_90a)
-//  16887         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17199         FP8 in training: weights and gradients are rounded
-//  17314    21. The optimiser
-//  17317         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17578         muon: directions for matrices of weights
-//  18008    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18011         groupnorm_backward
-//  18179         attention: forward and, where a has dout, backward
-//  18243         convolution: forward and input gradient
-//  18756         convolution: weight gradients
-//  19136    23. The GPU: memory, copies, repeated work
-//  19366    24. Between ranks: from device to device
+//  15505         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15631         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16120         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16578         conv_weight_tma: weight gradients (sm_90a)
+//  16888         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17200         FP8 in training: weights and gradients are rounded
+//  17315    21. The optimiser
+//  17318         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17579         muon: directions for matrices of weights
+//  18009    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18012         groupnorm_backward
+//  18180         attention: forward and, where a has dout, backward
+//  18244         convolution: forward and input gradient
+//  18757         convolution: weight gradients
+//  19137    23. The GPU: memory, copies, repeated work
+//  19367    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 8510, run_program 8446, train 7710, run_step 7655, train_step 6464, load_batch 5469 (read_image 5040),
-//     send 19337 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19268):
+//     send 19338 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19269):
 //     step_gradients 6316: draw_levels 10653 (the formulas: draw_level 3968), forward_and_loss 6236, q_sample_forward
 //     10867, unet_forward 3488, forward_layer 3473 (a function of the layer's kind, such as forward_conv 2502),
 //     loss_forward_backward 10985, unet_backward 3562, which calls such a function as backward_conv 2509 of each layer
-//     (input gradients: conv_backward_input 18721) and, by launch_waiting 3524 on the side stream,
-//     conv_backward_weights 19129; finish_gradients 12097 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17369;
-//     judge_step 17417 (the verdict: judge_batch 5967), update_slice 6427, adamw_update 17549 (adamw_kernel 17494),
-//     next_step 17423, record_step 17429; later collect_steps 7608
+//     (input gradients: conv_backward_input 18722) and, by launch_waiting 3524 on the side stream,
+//     conv_backward_weights 19130; finish_gradients 12097 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17370;
+//     judge_step 17418 (the verdict: judge_batch 5967), update_slice 6427, adamw_update 17550 (adamw_kernel 17495),
+//     next_step 17424, record_step 17430; later collect_steps 7608
 //   --optimizer muon: muon_updates 6079 says which weights; update_slice 6427, update_by_muon 6418 (with the formulas),
-//     muon_momentum 17620, orthogonalise 17985 (with muon_kernel above it), adamw_kernel 17494 (its `move`)
+//     muon_momentum 17621, orthogonalise 17986 (with muon_kernel above it), adamw_kernel 17495 (its `move`)
 //   pictures, from noise (guidance on the way: device_step, predicted_x0 11059): sample_batch 4863, plan_route 4613,
 //     device_step 4661, euler_step 4406 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18604 draws all of its roads):
-//     forward_conv 2502; conv_forward 18644, with conv_product above it, which asks conv_is_wgmma 18251;
-//     on Hopper, large images: pick_conv_tiles_3x3 18551; conv_tiles 16104, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 18605 draws all of its roads):
+//     forward_conv 2502; conv_forward 18645, with conv_product above it, which asks conv_is_wgmma 18252;
+//     on Hopper, large images: pick_conv_tiles_3x3 18552; conv_tiles 16105, with conv_tiles_kernel above it;
 //     Accumulators 9979 (its function multiply); Wgmma 9541;
-//     on Hopper, small images: pick_conv_small 18404; conv_small 16563, with conv_small_kernel and multiply_small above
+//     on Hopper, small images: pick_conv_small 18405; conv_small 16564, with conv_small_kernel and multiply_small above
 //     it; Wgmma 9541;
-//     on any other GPU pick_conv_halo_bf16 18318; conv_halo 14431, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 18319; conv_halo 14431, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 9340
 //   why several GPUs compute the bits of one: step_gradients 6316
 //   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 424, Silu 8564, with_nonlinearity 8574 (a case);
@@ -120,7 +120,7 @@
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 318, with a list of all places above it: element_named 1401,
 //     forward_and_loss 6236, ElementOf 8535, with_act 8804 (act_has_wgmma below it), unpack_bf16 8948 and all below it
-//     to load_two 9012, mma 9340, tma_type 9708, adamw_kernel 17494 (adamw_update below it), conv_product 18604
+//     to load_two 9012, mma 9340, tma_type 9708, adamw_kernel 17495 (adamw_update below it), conv_product 18605
 //   the settings, to their values: parse_command_line 1594, take_aliases 1622, complete_config 8426
 //     (apply_preset 1511, take_model_file 8082, take_ect_defaults 8112), take_data_shape 8159 (take_labels 8140),
 //     check_model 1871, check_run 2016
@@ -128,8 +128,8 @@
 //     by which factor, and where. plan_fp8 3058 and plan_fp8_gradients 3073 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3118 for samples, make_fp8_training 3161 for training; add_fp8_args 2266
 //     hands them to the layers. forward_conv 2502, backward_conv 2509 and weight_work 2239 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18706 makes an input gradient a forward convolution; conv_product_fp8 18637 picks the
-//     kernel, multiply_fp8 10013 and WgmmaFp8 9584 multiply; weight gradients: conv_weight_fp8_kernel 17146;
+//     conv_backward_input_fp8 18707 makes an input gradient a forward convolution; conv_product_fp8 18638 picks the
+//     kernel, multiply_fp8 10013 and WgmmaFp8 9584 multiply; weight gradients: conv_weight_fp8_kernel 17147;
 //     print_fp8 7400 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
@@ -387,8 +387,8 @@ static inline uint8_t fp8_bits(float v, const Fp8Format& f = E4M3) {
     return bits & 0x80 ? -size : size;
 }
 
-// Where an operation writes a copy of its result in FP8. Each value is multiplied by *factor and then rounded. If bytes
-// is null, the operation writes no such copy.
+// Where an operation writes its result, or a copy of it, in FP8. Each value is multiplied by *factor and then rounded.
+// If bytes is null, the operation writes nothing in FP8.
 struct Fp8Copy {
     uint8_t* bytes = nullptr;
     const float* factor = nullptr;
@@ -9639,9 +9639,9 @@ constexpr int BYTES_OF_64_ROWS =
     SLICE_CHANNELS * SLICE_BYTES; // for example one tap's bf16 weights for 64 input and 64 output channels
 constexpr int whole_swizzles(int bytes) { return (bytes + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES; }
 
-// An operand in shared memory, in the form of wgmma's descriptors (PTX ISA, "Matrix descriptor"). The operand
-// consists of rows of 128 bytes, which are 64 bf16. The rows are swizzled in groups of 8. Such a group is 1 KB, and
-// begins at a multiple of 1 KB. The descriptor holds addresses and distances in units of 16 bytes:
+// An operand in shared memory, in the form of wgmma's descriptors (PTX ISA, "Matrix descriptor"). An operand made by
+// rows() consists of rows of 128 bytes, which are 64 bf16. The rows are swizzled in groups of 8. Such a group is 1 KB,
+// and begins at a multiple of 1 KB. The descriptor holds addresses and distances in units of 16 bytes:
 //   low     start address | "leading" distance << 16
 //   high    "stride" distance | 1 << 30 (swizzle of 128 bytes)
 //   K_MAJOR    a row holds 64 values of k, for one m or n. The "stride" distance leads from a group of 8 rows to the
@@ -9657,8 +9657,8 @@ struct Operand {
         return {(address & 0x3FFFF) >> 4 | leading * 8 << 16, pitch * 8 | 1u << 30};
     }
     // An operand that is not swizzled, and K_MAJOR. It consists of small matrices of 8 rows x 16 bytes, each of which
-    // is 128 bytes of shared memory. `along_k` is the distance from a matrix to the next one along k, and `along_rows`
-    // the distance to the matrix of the next 8 rows, both in bytes.
+    // is 128 bytes of shared memory. `along_k` is the distance from a matrix to the next one along k (the descriptor's
+    // "leading" distance), and `along_rows` the distance to the matrix of the next 8 rows ("stride"), both in bytes.
     static INLINE Operand matrices(uint32_t address, int along_k, int along_rows) {
         return {(address & 0x3FFFF) >> 4 | along_k / 16 << 16, (uint32_t)along_rows / 16};
     }
@@ -9951,9 +9951,9 @@ struct TileWalk : Origin {
 };
 
 // A box is what one TMA instruction copies. box_place returns where chunk `chunk` (16 bytes) of row `row` lies in a box
-// in shared memory, in bytes from the beginning of the box. A row of the box has CHANNELS bf16. TMA swizzles the rows:
-// it XORs some bits of an element's address with higher bits of the same address. If rows have 128 bytes, it XORs bits
-// 4-6 with bits 7-9. If rows have 64 bytes, it XORs bits 4-5 with bits 7-8.
+// in shared memory, in bytes from the beginning of the box. A row of the box has 2 CHANNELS bytes (CHANNELS bf16). TMA
+// swizzles the rows: it XORs some bits of an element's address with higher bits of the same address. If rows have 128
+// bytes, it XORs bits 4-6 with bits 7-9. If rows have 64 bytes, it XORs bits 4-5 with bits 7-8.
 template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
     if (CHANNELS == SLICE_CHANNELS) return row * SLICE_BYTES + ((chunk ^ (row & 7)) << 4);
     return row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
@@ -14929,7 +14929,7 @@ struct ConvWeight : WeightWork {
     // pair (s, n) that contains pixels has a row of its own: in the order of the pixels, s and n never decrease, and
     // from each pair to the next pair at least one of them grows. So s + n grows, too.
     float* bias_partial;
-    int bias_images;        // B; or 1 if all images are treated as one (conv_weight_tma, if demb is not needed)
+    int bias_images;        // B; or 1 if all images are treated as one (on Hopper, if demb is not needed)
     int taps;               // taps of the filter
     int tiles1;             // tiles of 64 channels of x1
     int channel_tiles;      // tiles of 64 channels of x1 and of x2 together
@@ -14940,15 +14940,16 @@ struct ConvWeight : WeightWork {
     int warpgroups;         // warpgroups of a block of conv_weight_tma
     int block_co, block_ci; // how many tiles of output channels and of input channels a block computes
     int co_tiles;           // tiles of 64 channels of Cout
-    int input_groups;       // conv_weight_tma: the channel_tiles are this many groups, of block_ci tiles each
+    int input_groups;       // on Hopper: the channel_tiles are this many groups, of block_ci tiles each
 };
 
 // Layers are collected until their weight gradients together take this many cycles (25 us). Then conv_weight_batch
 // computes these gradients together. (For the portable kernels, six times as many cycles are collected, see
 // conv_weight_load.)
 constexpr double WEIGHT_LAUNCH_CYCLES = 44000;
-// A launch of conv_weight_tma may write at most this many partials of 16 KB (64 x 64 weights). This is enough for one
-// block on each of an H200's 132 multiprocessors, if each block writes nine partials.
+// A launch for weight gradients on Hopper may write at most this many partials of 16 KB (64 x 64 weights). This is
+// enough for one block on each of an H200's 132 multiprocessors, if each block writes nine partials. (For FP8 it is
+// four times as many, because MAX_FP8_PRODUCTS may need them.)
 constexpr int MAX_WEIGHT_PARTIALS = 1200;
 // In FP8 the tensor cores keep only 14 bits of a sum and cut off the rest. What they cut off grows with the sum. So one
 // sum takes at most this many products (of 32 pixels each). Then its partial is written, and conv_weight_sum adds up
@@ -16666,7 +16667,7 @@ template <class T> struct WeightBlock {
     int parts = min(p.block_ci, p.channel_tiles - ci_tile);                          // how many tiles of Cin
     int dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile); // how many tiles of Cout
     int busy_warpgroups = T::IS_3X3 ? T::WARPGROUPS : dout_parts;                    // how many warpgroups have work
-    int bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS; // how many warps sum dout, if sums_bias
+    int bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS; // how many warps only sum dout, if sums_bias
     bool sums_bias = row0 == 0 && ci_tile == 0;
     bool final = p.splits == 1; // the block's sums are the whole gradients, not partials
     INLINE explicit WeightBlock(const WorkBlock<ConvWeightTma>& own) : maps(own.work), block(own.block) {}
@@ -18764,8 +18765,8 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 //     conv_weight_one         a layer that is first replaced by another one: few channels, stride 2, upsampling
 //
 // A plan is the number of ranges (splits) into which the pixels are divided and, for conv_weight_tma, the number of
-// warpgroups of a block. More ranges keep more multiprocessors busy, but each range writes partial sums, which a second
-// kernel has to add up.
+// warpgroups of a block (conv_weight_fp8's always have three). More ranges keep more multiprocessors busy, but each
+// range writes partial sums, which a second kernel has to add up.
 
 // What a launch for weight gradients costs, in cycles as measured on an H200 while all blocks were at work.
 struct WeightCosts {
@@ -18916,7 +18917,7 @@ static ConvWeight plan_weight(const ConvShape& s) {
 
 // Sets where the partials of a layer lie, and returns how many bytes they take. If there is only one range, the weights
 // have no partials. But the bias has one for each image, because conv_weight_sum adds up the images. (conv_weight_tma
-// does this itself if there is only one range, without partials.)
+// and conv_weight_fp8 do this themselves if there is only one range, without partials.)
 static size_t put_partials(ConvWeight* p, char* memory) {
     const size_t partials = (size_t)p->splits * p->tiles * p->taps;
     const size_t bytes = p->splits > 1 ? partials * 1024 * sizeof(float4) : 0;
