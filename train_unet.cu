@@ -17168,7 +17168,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_fp8_kernel(c
     if (warp >= T::LOADER) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
         if (warp > T::LOADER) {
-            await_previous_kernel(); // all threads call it, so that the next kernel may start early
+            await_previous_kernel(); // the next kernel may start when all threads have called it, or have ended
             transpose_tiles<T>(work, xs, strips, warp - T::LOADER - 1);
         } else if ((threadIdx.x & 31) == 0) {
             load_tiles_fp8<T>(work, xs, douts);
