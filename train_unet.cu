@@ -81,19 +81,19 @@
 //  18180         attention: forward and, where a has dout, backward
 //  18244         convolution: forward and input gradient
 //  18757         convolution: weight gradients
-//  19137    23. The GPU: memory, copies, repeated work
-//  19367    24. Between ranks: from device to device
+//  19139    23. The GPU: memory, copies, repeated work
+//  19369    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 8510, run_program 8446, train 7710, run_step 7655, train_step 6464, load_batch 5469 (read_image 5040),
-//     send 19338 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19269):
+//     send 19340 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19271):
 //     step_gradients 6316: draw_levels 10653 (the formulas: draw_level 3968), forward_and_loss 6236, q_sample_forward
 //     10867, unet_forward 3488, forward_layer 3473 (a function of the layer's kind, such as forward_conv 2502),
 //     loss_forward_backward 10985, unet_backward 3562, which calls such a function as backward_conv 2509 of each layer
 //     (input gradients: conv_backward_input 18722) and, by launch_waiting 3524 on the side stream,
-//     conv_backward_weights 19130; finish_gradients 12097 (those of norms); with several ranks send_gradients (in
+//     conv_backward_weights 19132; finish_gradients 12097 (those of norms); with several ranks send_gradients (in
 //     step_gradients) and all_to_all (in the last section); sum_gradients 17370;
 //     judge_step 17418 (the verdict: judge_batch 5967), update_slice 6427, adamw_update 17550 (adamw_kernel 17495),
 //     next_step 17424, record_step 17430; later collect_steps 7608
@@ -18847,8 +18847,10 @@ static void plan_weights(std::span<ConvWeight> works) {
         }
         const WeightCosts cost = weight_costs(works[0]);
         const ConvShape& first = works[0].shape;
-        const int most_range = is_fp8(first.in) ? MAX_FP8_PRODUCTS / (first.out_W() > 8 ? 4 : 2) : most_tiles;
-        for (int range = std::min(most_tiles, most_range); range >= 1; range--) {
+        const int tile_products = first.out_W() > 8 ? 4 : 2; // of conv_weight_fp8
+        const int most_fp8 = MAX_FP8_PRODUCTS / tile_products;
+        const int most_range = is_fp8(first.in) ? std::min(most_tiles, most_fp8) : most_tiles;
+        for (int range = most_range; range >= 1; range--) {
             int64_t blocks = 0;
             int64_t partials = 0; // how many partials there are, each of a tile of 64 x 64 weights (16 KB)
             for (const ConvWeight& p : works) {
