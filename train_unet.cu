@@ -7409,8 +7409,7 @@ static void print_fp8(const Config& c, const UNet& net) {
         flops += 2.0 * out.H * out.W * (double)net.params[l.weight].size; // as in conv_flops
     }
     const double gflops = flops * c.micro() / convs * 1e-9; // the mean work of these convolutions, for a microbatch
-    // With fewer GFLOP than this, FP8 hardly saves time. It made steps 5 % shorter where gflops was 8, and 7 % shorter
-    // where gflops was 15 (docs/GUIDE.md).
+    // With fewer GFLOP than this, FP8 hardly saves time. It made steps 6 % shorter where gflops was 8 (docs/GUIDE.md).
     constexpr double LITTLE = 10;
     const char* const advice =
         gflops < LITTLE
@@ -8812,7 +8811,7 @@ template <class F> static auto with_act(F f) {
 }
 
 // Returns whether Hopper's kernels, which multiply by wgmma, can be used for the activations. These kernels are written
-// for bf16. (conv_tiles and conv_small are also written for FP8.)
+// for bf16. (conv_tiles and conv_small are also written for FP8, and conv_weight_fp8 for FP8 alone.)
 static bool act_has_wgmma() { return gpu.wgmma && act_element == Element::BF16; }
 
 // `best` is the candidate with the lowest cost c of all that were given to consider. If several candidates have the
@@ -15071,7 +15070,7 @@ INLINE void sum_biases(const ConvWeight& p, int block) {
     const int Cout = p.shape.Cout;
     const int image_tiles = p.pixel_tiles / p.bias_images;
     auto split_of = [&](int tile) { // returns the range that contains this pixel tile
-        return (int)(((unsigned)tile * p.splits + p.splits - 1) / (unsigned)p.pixel_tiles);
+        return (int)(((size_t)tile * p.splits + p.splits - 1) / p.pixel_tiles); // the product may exceed 32 bits
     };
     await_previous_kernel();
     double total = 0;
