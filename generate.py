@@ -533,6 +533,7 @@ def show_denoising(file: ModelFile, config: Config, options: Options) -> np.ndar
         raise UserError("--sampler dpmpp_2m: goes by the step before, so it can't start in the middle, as --show denoising does; the others can")
     model, rows, noise, steps = torch_model(file, config), {}, start_noise(config), step_noises(config)
     images, starts = two_images(file, config, options.data_file), [round(len(steps) * (1 - share)) for share in (0.25, 0.5, 0.75, 1)]
+    starts = list(dict.fromkeys(min(first, len(steps) - 1) for first in starts))  # of one or two steps, some are the same
     with progress(model, len(images) * sum(network_calls(config, first) for first in starts)):
         for name, (x0, label) in images.items():
             for first in starts:
@@ -729,9 +730,9 @@ def separate_names(options: Options) -> list[str]:
     return [f"{Path(options.output).with_suffix('')}_{i:04d}.png" for i in range(options.num_samples)] if options.separate else []
 
 
-def check_outputs(options: Options) -> None:
+def check_outputs(options: Options, cond_file: str = "") -> None:
     """Before work that may take long: UserError if what is to be written can't be, or would replace what somebody may miss."""
-    read = [options.model_filename, options.data_file, options.image, options.mask]
+    read = [options.model_filename, options.data_file, options.image, options.mask, options.cond, cond_file]
     if options.export_coreml:
         model_files.check_folder("--export_coreml", options.export_coreml, options.model_filename)
     elif options.export_onnx:
@@ -746,11 +747,17 @@ def write_images(images: Tensor, told: str, options: Options, captions: Sequence
     """The grid, with these captions, or the data file, and the images one by one."""
     save_samples(images, options.output, captions)
     print(f"{options.output}: {len(images)} images {told}")
-    if options.separate:
-        names = separate_names(options)[: len(images)]
-        for name, image in zip(names, images):
-            save_png(to_pixels(image), name)
-        print(f"{names[0]} to {names[-1]}: one by one")
+    write_separate(images, options)
+
+
+def write_separate(images: Tensor, options: Options) -> None:
+    """With --separate: the images one by one."""
+    if not options.separate:
+        return
+    names = separate_names(options)[: len(images)]
+    for name, image in zip(names, images):
+        save_png(to_pixels(image), name)
+    print(f"{names[0]} to {names[-1]}: one by one")
 
 
 def run(argv: list[str]) -> None:
@@ -784,7 +791,8 @@ def run(argv: list[str]) -> None:
         raise UserError("--precision fp16: is for --backend coreml and --export_coreml; fp32 and bf16 are for the others")
     if options.precision == "fp8" and (options.backend not in ("torch", "native") or options.export_onnx or options.export_coreml):
         raise UserError("--precision fp8: is for --backend torch and native; leave it out")
-    check_outputs(options)
+    check_outputs(options, flags.get("cond_file", ""))
+    cond_file = flags.pop("cond_file", "")  # the model's flags are checked without it, as a run's would be
     flags |= {"batch_size": options.batch_size} | ({"timestep_respacing": options.steps} if "steps" in given else {})
     flags |= {} if options.show else {"output": options.output}
     flags = ({"clip_denoised": False} if options.decode else {}) | flags  # latents lie outside of [-1, 1], too
@@ -797,6 +805,9 @@ def run(argv: list[str]) -> None:
     except UserError as e:
         raise UserError(str(e) if "timestep_respacing" in given else str(e).replace("--timestep_respacing", "--steps")) from None
     config.precision, config.device = options.precision, device or config.device
+    if cond_file:
+        config = dataclasses.replace(config, cond_file=cond_file, sample=options.num_samples)
+        validate(config)
 
     if vae:
         vae.check(config.in_channels, *config.image_size)
@@ -819,7 +830,8 @@ def run(argv: list[str]) -> None:
             check_finite(images, options.output)
             save_png(before_and_after(config, images) if options.image else beside_condition(config, images), options.output)
             told = f"{options.image} before and after" if options.image else f"{len(images)} images of {options.cond}"
-            return print(f"{options.output}: {told}, with {config.sampler} from {options.model_filename}")
+            print(f"{options.output}: {told}, with {config.sampler} from {options.model_filename}")
+            return write_separate(images, options)
     captions = value_captions(value_rows(config) if config.cond_dim else [], len(images))
     write_images(vae.decode(images) if vae else images, f"with {config.sampler} from {options.model_filename}", options, captions)
 

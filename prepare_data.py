@@ -78,7 +78,7 @@ import zipfile
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, features
@@ -389,13 +389,21 @@ def encoded(images: Iterable[np.ndarray], vae_dir: str, batch_size: int = 8) -> 
 # --values: numbers of each image
 
 
+def csv_lines(file: TextIO, path: str) -> Iterator[list[str]]:
+    """The cells of each line of a .csv."""
+    try:
+        yield from csv.reader(file)
+    except csv.Error as error:
+        raise DataError(f"{path}: is no table of cells with commas ({error})") from None
+
+
 def read_table(path: str) -> tuple[list[str], dict[str, list[float]]]:
     """A .csv of a file's name and numbers in each line: the numbers' names, from the first line ([] if that has numbers, too), and the rows by file."""
     names: list[str] = []
     rows: dict[str, list[float]] = {}
     width = 0
     with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", errors="replace", newline="") as file:
-        for cells in csv.reader(file):
+        for cells in csv_lines(file, path):
             if not cells:
                 continue
             first, width = width == 0, width or len(cells)

@@ -1805,22 +1805,40 @@ static std::string parse_model(Config* c) {
     return "";
 }
 
+// Returns whether one of a line's cells, which are parted by commas, looks like a number: it begins with a digit, a sign
+// or a point, or it is inf or nan. The first line of a table holds names if none of its cells does.
+static bool holds_number(const std::string& line) {
+    std::istringstream cells(line);
+    for (std::string cell; std::getline(cells, cell, ',');) {
+        cell.erase(0, cell.find_first_not_of(' '));
+        if (!cell.empty() && strchr("0123456789+-.", cell[0])) return true;
+        for (char& letter : cell) letter = (char)tolower(letter);
+        if (cell == "inf" || cell == "infinity" || cell == "nan") return true;
+    }
+    return false;
+}
+
 // Reads the rows of --values F.csv into c->value_rows. The file may be one that was made for prepare_data.py --values:
 // its first line may hold the columns' names, and its first column the images' names. This function skips both.
 // Returns "", or the reason why the file can't be used.
 static std::string read_value_table(Config* c) {
     const size_t K = c->cond_dim;
+    std::error_code ignored;
+    if (std::filesystem::is_fifo(c->values, ignored))
+        return "is a pipe; it must be a file"; // to open it could take forever
     std::ifstream file(c->values);
     if (!file) return text("can't be opened (%s)", strerror(errno));
     std::string line;
     for (int number = 1; std::getline(file, line); number++) {
+        if (number == 1 && line.starts_with("\xEF\xBB\xBF")) line.erase(0, 3); // the mark that says UTF-8
         if (line.ends_with('\r')) line.pop_back();
         if (line.empty()) continue;
         const bool has_names = (size_t)std::ranges::count(line, ',') == K;
         if (has_names) line.erase(0, line.find(',') + 1);
         std::vector<float> row;
         const bool fits = parse_list(line, &row) && row.size() == K;
-        if (!fits && number > 1) return text("line %d must hold %zu numbers with commas", number, K);
+        if (!fits && (number > 1 || holds_number(line)))
+            return text("line %d must hold %zu numbers with commas", number, K);
         if (fits) c->value_rows.insert(c->value_rows.end(), row.begin(), row.end());
     }
     return c->value_rows.empty() ? text("has no row of %zu numbers with commas", K) : "";
@@ -4523,6 +4541,7 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
 
 // Returns sigma number i of the N sigmas of Karras's schedule (Karras et al. 2022, eq. 5), which fall from high to low.
 static double karras_sigma(const Config& c, double high, double low, int i, int N) {
+    if (N > 1 && i == N - 1) return low; // if rho is small, rounding could make it 0
     const double start = std::pow(high, 1.0 / c.rho);
     const double end = std::pow(low, 1.0 / c.rho);
     const double fraction = N > 1 ? (double)i / (N - 1) : 0;

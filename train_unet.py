@@ -349,7 +349,10 @@ def noise_route(config: Config, diffusion: Diffusion) -> list[Noise]:
     if config.objective == "ddpm":  # as far as the model knows them
         low, high = max(low, float(diffusion.sigmas[0])), min(high, float(diffusion.sigmas[-1]))
     start, end = high ** (1 / config.rho), low ** (1 / config.rho)  # Karras et al. 2022, eq. 5
-    return [Noise(1.0, (start + i / max(n - 1, 1) * (end - start)) ** config.rho) for i in range(n)] + [Noise(1.0, 0.0)]
+    sigmas = [(start + i / max(n - 1, 1) * (end - start)) ** config.rho for i in range(n)]
+    if n > 1:
+        sigmas[-1] = low  # a small rho's rounding could make it 0
+    return [Noise(1.0, sigma) for sigma in [*sigmas, 0.0]]
 
 
 def step_order(config: Config, n: int, first: int = 0) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # noqa: I001 (names side by side)
 
+import io
 import math
 import re
 from typing import Any
@@ -12,6 +13,7 @@ from common.flags import (
     DEFAULT_CHANNEL_MULT, FLAGS, LARGEST_GAP_DIVISOR, MANY_IMAGES, MOST_EMAS, OBJECTIVES_OWN, POWER_EMAS, SHARED, Config, check_value, finite_numbers, float32,
     format_value, parse_flags, preset_flags, without_aliases,
 )  # fmt: skip
+from common.files import open_file
 from common.program import UserError
 
 
@@ -188,17 +190,19 @@ def read_value_table(config: Config) -> list[list[float]]:
     """The rows of --values F.csv. A first line that holds no numbers names the columns, and a column more than there are numbers names the images, as
     in a table for prepare_data.py: both are left out."""
     try:
-        with open(config.values, encoding="utf-8", errors="replace") as file:
-            lines = file.read().splitlines()
+        with io.TextIOWrapper(open_file(config.values), encoding="utf-8-sig", errors="replace", newline="\n") as file:
+            lines = [line.removesuffix("\r") for line in file.read().split("\n")]
     except OSError as e:
         raise UserError(f"--values {config.values}: can't be opened ({e.strerror})") from None
     rows: list[list[float]] = []
     for number, line in enumerate(lines, 1):
         cells = line.split(",")
-        row = finite_numbers(cells[1:] if len(cells) == config.cond_dim + 1 else cells)
+        cells = cells[1:] if len(cells) == config.cond_dim + 1 else cells
+        row = [] if any(cell != cell.strip() for cell in cells) else finite_numbers(cells)
+        holds_number = any(re.match(r" *([-+.\d]|(inf|infinity|nan)$)", cell, re.IGNORECASE) for cell in cells)
         if len(row) == config.cond_dim:
             rows.append(row)
-        elif line and number > 1:
+        elif line and (number > 1 or holds_number):
             raise UserError(f"--values {config.values}: line {number} must hold {config.cond_dim} numbers with commas")
     check(config, len(rows) > 0, "values", f"has no row of {config.cond_dim} numbers with commas")
     return rows

@@ -156,6 +156,7 @@ def test_prepare_takes_a_table(pictures: Path, tmp_path: Path) -> None:
         ("file,v\na/0.png,1\na/0.png,2\n", "two lines of a/0.png"),
         ("file\na/0.png\n", "2 columns"),
         ("", "has no line"),
+        ('file,v\n"a/0.png,1\n' + "a/2.png,2\n" * 20000, "no table of cells"),
         ("a/0.png,1e39\na/2.png,2\n", "a/0.png holds something else than finite numbers: 1e39"),
     ],
 )
@@ -386,7 +387,7 @@ SAMPLE = "--preset fashion32 --sample 5 --batch_size 4 --timestep_respacing 4 --
 @pytest.mark.parametrize("more", ["--values 0.3,-1,2", "--values rows.csv --guidance_scale 2", "--values table.csv --guidance_scale 0 --classes 2"])
 def test_samples_are_the_twins(run: Callable, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.csv").write_text("a,b,c\n1,2,3\n\n-1,0,0.5\r\n")
+    (tmp_path / "rows.csv").write_text("\ufeff1,2,3\n\n-1,0,0.5\r\n")  # no heading, but the mark that Excel writes before UTF-8
     (tmp_path / "table.csv").write_text("file,a,b,c\nx.png,1,2,3\ny.png,-1,0,0.5\n")
     given = flags(SAMPLE, more, "--init", model)
     run(given)
@@ -427,6 +428,9 @@ REFUSED = [
     ("--cond_dim 3 --values 1,2,x", ["--values 1,2,x", "3 numbers"]),
     ("--cond_dim 3 --values none.csv", ["--values none.csv", "No such file"]),
     ("--cond_dim 3 --values bad.csv", ["--values bad.csv", "line 3 must hold 3 numbers"]),
+    ("--cond_dim 3 --values inf.csv", ["--values inf.csv", "line 1 must hold 3 numbers"]),
+    ("--cond_dim 3 --values spaced.csv", ["--values spaced.csv", "line 1 must hold 3 numbers"]),
+    ("--cond_dim 3 --values pipe.csv", ["--values pipe.csv"]),
     ("--cond_dim 3 --values empty.csv", ["--values empty.csv", "has no row of 3 numbers"]),
     ("--cond_dim 3 --guidance_scale 2", ["--guidance_scale 2", "--class_dropout"]),
     ("--cond_dim 5000", ["--cond_dim 5000", "from 0 to 4096"]),
@@ -440,7 +444,10 @@ REFUSED = [
 def test_refused(refused: Callable, numbered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str, words: list[str]) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.csv").write_text("a,b,c\n1,2,3\n1,2\n")
-    (tmp_path / "empty.csv").write_text("a,b,c\n")
+    (tmp_path / "empty.csv").write_text("a,infrared,c\n")
+    (tmp_path / "inf.csv").write_text("0,inf,0\n1,2,3\n")
+    (tmp_path / "spaced.csv").write_text("0 ,0,0\n1,2,3\n")
+    os.mkfifo(tmp_path / "pipe.csv")
     given = flags(TINY, "--data_file", numbered, more)
     refused(given, *words)
     with pytest.raises(UserError) as error:

@@ -252,6 +252,7 @@ SAMPLING = [
     ("learned", "--sampler dpmpp_2m --timestep_respacing 5"),
     ("edm", "--sampler heun --timestep_respacing 6 --S_churn 2 --sigma_max 40"),
     ("edm", "--sampler dpmpp_2m --timestep_respacing 7 --sigma_min 0.01"),
+    ("edm", "--sampler euler --timestep_respacing 5 --rho 0.1"),
     ("edm", "--sampler ddim --timestep_respacing 6 --eta 1 --noise_seed 12345678901"),
     ("classes", "--sampler ddpm --timestep_respacing 5 --classes 2,0 --guidance_scale 2.5"),
     ("edm, classes", "--sampler heun --timestep_respacing 5 --guidance_scale 1.5 --dynamic_threshold 0.95"),

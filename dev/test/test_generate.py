@@ -556,6 +556,12 @@ def test_denoising(picture: Callable, tmp_path: Path, name: str, sampler: str) -
     assert np.array_equal(found[4, 0], found[7, 0]) and not np.array_equal(found[4, 1], found[7, 1])
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_denoising_in_few_steps(picture: Callable, steps: int) -> None:
+    """Fewer steps than rows: each step is there once."""
+    picture("--show", "denoising", "--steps", steps, "--sampler", "euler", **MODELS["edm"])
+
+
 def test_starting_in_the_middle_is_going_on(tmp_path: Path) -> None:
     """From the x of any step, with what is drawn there, the sampler ends in the same image."""
     file = make_model(tmp_path / "m.bin", **MODELS["strided"])
