@@ -792,7 +792,7 @@ def run(argv: list[str]) -> None:
     if options.precision == "fp8" and (options.backend not in ("torch", "native") or options.export_onnx or options.export_coreml):
         raise UserError("--precision fp8: is for --backend torch and native; leave it out")
     check_outputs(options, flags.get("cond_file", ""))
-    cond_file = flags.pop("cond_file", "")  # the model's flags are checked without it, as a run's would be
+    cond_file = flags.pop("cond_file", "")  # make_config checks flags as those of a training run, where models of --cond have no cond_file
     flags |= {"batch_size": options.batch_size} | ({"timestep_respacing": options.steps} if "steps" in given else {})
     flags |= {} if options.show else {"output": options.output}
     flags = ({"clip_denoised": False} if options.decode else {}) | flags  # latents lie outside of [-1, 1], too

@@ -9,141 +9,141 @@
 //    771     2. The interface: all that the program asks of a device
 //   1145     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //   1246     4. Configuration: flags, presets, help, what can work and what cannot
-//   2032     5. The network: a list of layers, made of guided-diffusion's flags
-//   3044     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3054         FP8: its buffers, its factors, and weights in FP8
-//   3195         gradients, and buffers
-//   3458     7. Forward and backward: two walks over the list
-//   3595     8. Diffusion: noise schedules, objectives, samplers
-//   3898         the level of a training sample, drawn, and its share of the loss
-//   4375         samplers
-//   4951     9. Data: .bin files that may be larger than memory, the order of their images
-//   5516    10. Model files: weights and checkpoints, initial weights
-//   5880    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5899         the learning rate, the verdict on a step, averages of the weights
-//   5994         what a trainer holds
-//   6173         a step
-//   6537    12. A run: log, guard, checkpoints, resume, samples
-//   6563         the log in memory, as the page shows it
-//   6676         what a run holds
-//   6755         the log and the status line
-//   6946         checkpoints, snapshots and grids
-//   7214         the start of a run: new, from a file's weights, or resumed
-//   7455         how a run begins and ends
-//   7604         the loop over the steps
-//   7704         train: a whole run, from the first check to the exit code
-//   7754         samples, without a run
-//   7919    13. main: the command line, then a run or samples
-//   8254         what ranks must have in common
-//   8328         main
-//   8514  Part II. The device
-//   8517    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8601    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8671    16. The GPU: what all kernels share
-//   8740         Launches, which may overlap
-//   8786         Decisions: what kernels are chosen with
-//   8840         Single instructions: shared memory, mbarriers, clusters
-//   8934         Activations: pieces of 16 bytes
-//   9273         each_kernel: a thread for an element
-//   9287         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9455         Swizzle: how rows lie in shared memory
-//   9474         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9754         building blocks of Hopper's kernels (sm_90a)
-//  10063    17. Small operations: resampling, embeddings, diffusion
-//  10066         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10272         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10635         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11188    18. Group norm
-//  11191         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11748         groupnorm_backward_whole: an image's slab in shared memory
-//  12147    19. Attention
-//  12254         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12813         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12961         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13661    20. Convolution
-//  13707         ConvOut: results, 4 channels of a pixel at a time
-//  13954         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14022         conv_halo: 3x3, stride 1, any GPU
-//  14444         conv_gather: any kernel size and stride, any GPU
-//  14714         conv_few: the first and the last layer
-//  14896         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15505         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15631         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16120         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16578         conv_weight_tma: weight gradients (sm_90a)
-//  16888         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17200         FP8 in training: weights and gradients are rounded
-//  17315    21. The optimiser
-//  17318         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17579         muon: directions for matrices of weights
-//  18009    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18012         groupnorm_backward
-//  18180         attention: forward and, where a has dout, backward
-//  18244         convolution: forward and input gradient
-//  18757         convolution: weight gradients
-//  19139    23. The GPU: memory, copies, repeated work
-//  19369    24. Between ranks: from device to device
+//   2051     5. The network: a list of layers, made of guided-diffusion's flags
+//   3063     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3073         FP8: its buffers, its factors, and weights in FP8
+//   3214         gradients, and buffers
+//   3477     7. Forward and backward: two walks over the list
+//   3614     8. Diffusion: noise schedules, objectives, samplers
+//   3917         the level of a training sample, drawn, and its share of the loss
+//   4394         samplers
+//   4971     9. Data: .bin files that may be larger than memory, the order of their images
+//   5536    10. Model files: weights and checkpoints, initial weights
+//   5900    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5919         the learning rate, the verdict on a step, averages of the weights
+//   6014         what a trainer holds
+//   6193         a step
+//   6557    12. A run: log, guard, checkpoints, resume, samples
+//   6583         the log in memory, as the page shows it
+//   6696         what a run holds
+//   6775         the log and the status line
+//   6966         checkpoints, snapshots and grids
+//   7234         the start of a run: new, from a file's weights, or resumed
+//   7474         how a run begins and ends
+//   7623         the loop over the steps
+//   7723         train: a whole run, from the first check to the exit code
+//   7773         samples, without a run
+//   7938    13. main: the command line, then a run or samples
+//   8273         what ranks must have in common
+//   8347         main
+//   8533  Part II. The device
+//   8536    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8620    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8690    16. The GPU: what all kernels share
+//   8759         Launches, which may overlap
+//   8805         Decisions: what kernels are chosen with
+//   8859         Single instructions: shared memory, mbarriers, clusters
+//   8953         Activations: pieces of 16 bytes
+//   9292         each_kernel: a thread for an element
+//   9306         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9474         Swizzle: how rows lie in shared memory
+//   9493         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9773         building blocks of Hopper's kernels (sm_90a)
+//  10082    17. Small operations: resampling, embeddings, diffusion
+//  10085         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10291         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10654         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11207    18. Group norm
+//  11210         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11767         groupnorm_backward_whole: an image's slab in shared memory
+//  12166    19. Attention
+//  12273         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12832         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  12980         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13680    20. Convolution
+//  13726         ConvOut: results, 4 channels of a pixel at a time
+//  13973         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14041         conv_halo: 3x3, stride 1, any GPU
+//  14463         conv_gather: any kernel size and stride, any GPU
+//  14733         conv_few: the first and the last layer
+//  14915         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15524         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15650         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16139         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16597         conv_weight_tma: weight gradients (sm_90a)
+//  16907         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17219         FP8 in training: weights and gradients are rounded
+//  17334    21. The optimiser
+//  17337         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17598         muon: directions for matrices of weights
+//  18028    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18031         groupnorm_backward
+//  18199         attention: forward and, where a has dout, backward
+//  18263         convolution: forward and input gradient
+//  18776         convolution: weight gradients
+//  19158    23. The GPU: memory, copies, repeated work
+//  19388    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8510, run_program 8446, train 7710, run_step 7655, train_step 6464, load_batch 5469 (read_image 5040),
-//     send 19340 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19271):
-//     step_gradients 6316: draw_levels 10653 (the formulas: draw_level 3968), forward_and_loss 6236, q_sample_forward
-//     10867, unet_forward 3488, forward_layer 3473 (a function of the layer's kind, such as forward_conv 2502),
-//     loss_forward_backward 10985, unet_backward 3562, which calls such a function as backward_conv 2509 of each layer
-//     (input gradients: conv_backward_input 18722) and, by launch_waiting 3524 on the side stream,
-//     conv_backward_weights 19132; finish_gradients 12097 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17370;
-//     judge_step 17418 (the verdict: judge_batch 5967), update_slice 6427, adamw_update 17550 (adamw_kernel 17495),
-//     next_step 17424, record_step 17430; later collect_steps 7608
-//   --optimizer muon: muon_updates 6079 says which weights; update_slice 6427, update_by_muon 6418 (with the formulas),
-//     muon_momentum 17621, orthogonalise 17986 (with muon_kernel above it), adamw_kernel 17495 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11059): sample_batch 4863, plan_route 4613,
-//     device_step 4661, euler_step 4406 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18605 draws all of its roads):
-//     forward_conv 2502; conv_forward 18645, with conv_product above it, which asks conv_is_wgmma 18252;
-//     on Hopper, large images: pick_conv_tiles_3x3 18552; conv_tiles 16105, with conv_tiles_kernel above it;
-//     Accumulators 9979 (its function multiply); Wgmma 9541;
-//     on Hopper, small images: pick_conv_small 18405; conv_small 16564, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9541;
-//     on any other GPU pick_conv_halo_bf16 18319; conv_halo 14431, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9340
-//   why several GPUs compute the bits of one: step_gradients 6316
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 424, Silu 8564, with_nonlinearity 8574 (a case);
-//     BEHIND_NORMS, above add_norm 2732, chooses it. The embedding has SiLU as a layer: silu_forward 10553
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3825
+//     main 8529, run_program 8465, train 7729, run_step 7674, train_step 6484, load_batch 5489 (read_image 5060),
+//     send 19359 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19290):
+//     step_gradients 6336: draw_levels 10672 (the formulas: draw_level 3987), forward_and_loss 6256, q_sample_forward
+//     10886, unet_forward 3507, forward_layer 3492 (a function of the layer's kind, such as forward_conv 2521),
+//     loss_forward_backward 11004, unet_backward 3581, which calls such a function as backward_conv 2528 of each layer
+//     (input gradients: conv_backward_input 18741) and, by launch_waiting 3543 on the side stream,
+//     conv_backward_weights 19151; finish_gradients 12116 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17389;
+//     judge_step 17437 (the verdict: judge_batch 5987), update_slice 6447, adamw_update 17569 (adamw_kernel 17514),
+//     next_step 17443, record_step 17449; later collect_steps 7627
+//   --optimizer muon: muon_updates 6099 says which weights; update_slice 6447, update_by_muon 6438 (with the formulas),
+//     muon_momentum 17640, orthogonalise 18005 (with muon_kernel above it), adamw_kernel 17514 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11078): sample_batch 4883, plan_route 4633,
+//     device_step 4681, euler_step 4425 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 18624 draws all of its roads):
+//     forward_conv 2521; conv_forward 18664, with conv_product above it, which asks conv_is_wgmma 18271;
+//     on Hopper, large images: pick_conv_tiles_3x3 18571; conv_tiles 16124, with conv_tiles_kernel above it;
+//     Accumulators 9998 (its function multiply); Wgmma 9560;
+//     on Hopper, small images: pick_conv_small 18424; conv_small 16583, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9560;
+//     on any other GPU pick_conv_halo_bf16 18338; conv_halo 14450, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9359
+//   why several GPUs compute the bits of one: step_gradients 6336
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 424, Silu 8583, with_nonlinearity 8593 (a case);
+//     BEHIND_NORMS, above add_norm 2751, chooses it. The embedding has SiLU as a layer: silu_forward 10572
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3844
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 546, and beside each other edm_question
-//     3661, ask 3696, frame_of 3709, sigma_draws 3716, has_steps_of_t 3723; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2394; an example is forward_linear 2422
-//     with what follows it; a function such as add_resblock 2784 puts the layer into the network; its operation
+//     3680, ask 3715, frame_of 3728, sigma_draws 3735, has_steps_of_t 3742; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2413; an example is forward_linear 2441
+//     with what follows it; a function such as add_resblock 2803 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 318, with a list of all places above it: element_named 1401,
-//     forward_and_loss 6236, ElementOf 8535, with_act 8804 (act_has_wgmma below it), unpack_bf16 8948 and all below it
-//     to load_two 9012, mma 9340, tma_type 9708, adamw_kernel 17495 (adamw_update below it), conv_product 18605
-//   the settings, to their values: parse_command_line 1594, take_aliases 1622, complete_config 8426
-//     (apply_preset 1511, take_model_file 8082, take_ect_defaults 8112), take_data_shape 8159 (take_labels 8140),
-//     check_model 1871, check_run 2016
-//   FP8 (--precision fp8): choose_fp8 2983 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3058 and plan_fp8_gradients 3073 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3118 for samples, make_fp8_training 3161 for training; add_fp8_args 2266
-//     hands them to the layers. forward_conv 2502, backward_conv 2509 and weight_work 2239 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18707 makes an input gradient a forward convolution; conv_product_fp8 18638 picks the
-//     kernel, multiply_fp8 10013 and WgmmaFp8 9584 multiply; weight gradients: conv_weight_fp8_kernel 17147;
-//     print_fp8 7400 says whether it pays
+//     forward_and_loss 6256, ElementOf 8554, with_act 8823 (act_has_wgmma below it), unpack_bf16 8967 and all below it
+//     to load_two 9031, mma 9359, tma_type 9727, adamw_kernel 17514 (adamw_update below it), conv_product 18624
+//   the settings, to their values: parse_command_line 1594, take_aliases 1622, complete_config 8445
+//     (apply_preset 1511, take_model_file 8101, take_ect_defaults 8131), take_data_shape 8178 (take_labels 8159),
+//     check_model 1890, check_run 2035
+//   FP8 (--precision fp8): choose_fp8 3002 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3077 and plan_fp8_gradients 3092 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3137 for samples, make_fp8_training 3180 for training; add_fp8_args 2285
+//     hands them to the layers. forward_conv 2521, backward_conv 2528 and weight_work 2258 choose between bf16 and FP8;
+//     conv_backward_input_fp8 18726 makes an input gradient a forward convolution; conv_product_fp8 18657 picks the
+//     kernel, multiply_fp8 10032 and WgmmaFp8 9603 multiply; weight gradients: conv_weight_fp8_kernel 17166;
+//     print_fp8 7420 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
 //     die, refuse or must (host/files.h), of wrong 1477 (a flag's value), or of a function beside it whose name ends in
 //     _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 6964. Its
-//     reasons are found in judge_batch 5967, by healthy and suspicious above it. For a damaged header they stand in
-//     check_field 5689 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
-//     5088, for a checkpoint's counters in check_resume 8216. unknown_word 1387 prints the message for a word of a flag
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 6984. Its
+//     reasons are found in judge_batch 5987, by healthy and suspicious above it. For a damaged header they stand in
+//     check_field 5709 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
+//     5108, for a checkpoint's counters in check_resume 8235. unknown_word 1387 prints the message for a word of a flag
 //     that some place does not know. Such a place calls it itself or through meaning 1393.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7202 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 6990 that a file could not be written yet.
-//     stop_run 6964 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7222 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 7010 that a file could not be written yet.
+//     stop_run 6984 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -1805,8 +1805,9 @@ static std::string parse_model(Config* c) {
     return "";
 }
 
-// Returns whether one of a line's cells, which are parted by commas, looks like a number: it begins with a digit, a sign
-// or a point, or it is inf or nan. The first line of a table holds names if none of its cells does.
+// Returns whether one of the cells of a line looks like a number. (There are commas between the cells.) Such a cell
+// begins with a digit, a sign or a point, or it is inf or nan. If no cell of a table's first line looks like a number,
+// the line holds the columns' names.
 static bool holds_number(const std::string& line) {
     std::istringstream cells(line);
     for (std::string cell; std::getline(cells, cell, ',');) {
@@ -1830,7 +1831,7 @@ static std::string read_value_table(Config* c) {
     if (!file) return text("can't be opened (%s)", strerror(errno));
     std::string line;
     for (int number = 1; std::getline(file, line); number++) {
-        if (number == 1 && line.starts_with("\xEF\xBB\xBF")) line.erase(0, 3); // the mark that says UTF-8
+        if (number == 1 && line.starts_with("\xEF\xBB\xBF")) line.erase(0, 3); // the mark of UTF-8, as Excel writes it
         if (line.ends_with('\r')) line.pop_back();
         if (line.empty()) continue;
         const bool has_names = (size_t)std::ranges::count(line, ',') == K;
@@ -4541,7 +4542,7 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
 
 // Returns sigma number i of the N sigmas of Karras's schedule (Karras et al. 2022, eq. 5), which fall from high to low.
 static double karras_sigma(const Config& c, double high, double low, int i, int N) {
-    if (N > 1 && i == N - 1) return low; // if rho is small, rounding could make it 0
+    if (N > 1 && i == N - 1) return low; // with a small rho, the formula's rounding errors could make this sigma 0
     const double start = std::pow(high, 1.0 / c.rho);
     const double end = std::pow(low, 1.0 / c.rho);
     const double fraction = N > 1 ? (double)i / (N - 1) : 0;
@@ -15089,7 +15090,7 @@ INLINE void sum_biases(const ConvWeight& p, int block) {
     const int Cout = p.shape.Cout;
     const int image_tiles = p.pixel_tiles / p.bias_images;
     auto split_of = [&](int tile) { // returns the range that contains this pixel tile
-        return (int)(((size_t)tile * p.splits + p.splits - 1) / p.pixel_tiles); // the product may exceed 32 bits
+        return (int)(((size_t)tile * p.splits + p.splits - 1) / p.pixel_tiles); // the product may need 64 bits
     };
     await_previous_kernel();
     double total = 0;

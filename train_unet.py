@@ -351,7 +351,7 @@ def noise_route(config: Config, diffusion: Diffusion) -> list[Noise]:
     start, end = high ** (1 / config.rho), low ** (1 / config.rho)  # Karras et al. 2022, eq. 5
     sigmas = [(start + i / max(n - 1, 1) * (end - start)) ** config.rho for i in range(n)]
     if n > 1:
-        sigmas[-1] = low  # a small rho's rounding could make it 0
+        sigmas[-1] = low  # with a small rho, the formula's rounding errors could make this sigma 0
     return [Noise(1.0, sigma) for sigma in [*sigmas, 0.0]]
 
 

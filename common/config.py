@@ -198,7 +198,7 @@ def read_value_table(config: Config) -> list[list[float]]:
     for number, line in enumerate(lines, 1):
         cells = line.split(",")
         cells = cells[1:] if len(cells) == config.cond_dim + 1 else cells
-        row = [] if any(cell != cell.strip() for cell in cells) else finite_numbers(cells)
+        row = [] if any(cell != cell.rstrip() for cell in cells) else finite_numbers(cells)  # train_unet.cu takes no space behind a number
         holds_number = any(re.match(r" *([-+.\d]|(inf|infinity|nan)$)", cell, re.IGNORECASE) for cell in cells)
         if len(row) == config.cond_dim:
             rows.append(row)

@@ -388,7 +388,7 @@ SAMPLE = "--preset fashion32 --sample 5 --batch_size 4 --timestep_respacing 4 --
 def test_samples_are_the_twins(run: Callable, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.csv").write_text("\ufeff1,2,3\n\n-1,0,0.5\r\n")  # no heading, but the mark that Excel writes before UTF-8
-    (tmp_path / "table.csv").write_text("file,a,b,c\nx.png,1,2,3\ny.png,-1,0,0.5\n")
+    (tmp_path / "table.csv").write_text("file,a,b,c\nx.png,1, 2,3\ny.png,-1,0,0.5\n")
     given = flags(SAMPLE, more, "--init", model)
     run(given)
     assert twin.run(flags(given, "--output t.bin --device cpu")) == 0

@@ -585,8 +585,24 @@ def test_generate_takes_a_picture(run: Callable, tmp_path: Path, monkeypatch: py
         generate.run(flags(given, "--output n.bin --backend native --precision fp32"))
         assert abs(drawn - read_samples(tmp_path / "n.bin")).max() < 2e-3
     assert widths["lowres", "large"] == widths["gray", "large"] == widths["lowres", "small"] + 68 == widths["file", "large"] + 68
+    generate.run(flags("--num_samples 2 --steps 3 --device cpu --model_filename gray.bin --cond large.png --output one.png --separate True"))
+    assert Image.open("one_0000.png").size == Image.open("one_0001.png").size and not Path("one_0002.png").exists()
+    write_data("d.bin", make_images(2, 3))
+    for name in ("torch", "native"):
+        generate.run(
+            flags(
+                "--num_samples 2 --steps 3 --S_churn 0 --device cpu --model_filename lowres.bin --cond_file d.bin --backend",
+                name,
+                "--output",
+                f"{name}.bin",
+            )
+        )
+    assert abs(read_samples(tmp_path / "torch.bin") - read_samples(tmp_path / "native.bin")).max() < 2e-3
+    generate.run(flags("--show corruption --device cpu --model_filename lowres.bin --cond_file d.bin --output c.png"))
     model = [*flags("--num_samples 1 --device cpu"), "--model_filename"]
     for arguments, words in (
+        ([*model, "gray.bin", "--cond", "large.png", "--output", "large.png"], "would replace large.png"),
+        ([*model, "lowres.bin", "--cond_file", "torch.bin", "--output", "torch.bin"], "would replace torch.bin"),
         ([*model, "file.bin"], "--cond_file: must name the pictures of 1 channels"),
         ([*model, "file.bin", "--cond", "mask.bin"], "--cond mask.bin: can't be opened|--cond mask.bin"),
         ([*model, "file.bin", "--cond", "large.png", "--image", "large.png"], "one thing at a time"),
