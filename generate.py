@@ -462,7 +462,8 @@ COLUMNS = 9
 
 
 def start_noise(config: Config, count: int = 1) -> Tensor:
-    """(count, C, H, W): the normals that sampling starts from."""
+    """(count, C, H, W): the normals that sampling starts from. No condition changes them, so none has to be given."""
+    config = dataclasses.replace(config, class_cond=False, cond_dim=0, cond="", cond_channels=0)
     return train_unet.Denoiser(nn.Identity(), config, torch.arange(count)).normals(train_unet.SAMPLE_START, 0)
 
 

@@ -598,7 +598,7 @@ def test_generate_takes_a_picture(run: Callable, tmp_path: Path, monkeypatch: py
             )
         )
     assert abs(read_samples(tmp_path / "torch.bin") - read_samples(tmp_path / "native.bin")).max() < 2e-3
-    generate.run(flags("--show corruption --device cpu --model_filename lowres.bin --cond_file d.bin --output c.png"))
+    generate.run(flags("--show corruption --device cpu --model_filename lowres.bin --data_file d.bin --output c.png"))
     model = [*flags("--num_samples 1 --device cpu"), "--model_filename"]
     for arguments, words in (
         ([*model, "gray.bin", "--cond", "large.png", "--output", "large.png"], "would replace large.png"),
