@@ -17,101 +17,101 @@
 //   3614     8. Diffusion: noise schedules, objectives, samplers
 //   3917         the level of a training sample, drawn, and its share of the loss
 //   4394         samplers
-//   4971     9. Data: .bin files that may be larger than memory, the order of their images
-//   5536    10. Model files: weights and checkpoints, initial weights
-//   5900    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5919         the learning rate, the verdict on a step, averages of the weights
-//   6014         what a trainer holds
-//   6193         a step
-//   6557    12. A run: log, guard, checkpoints, resume, samples
-//   6583         the log in memory, as the page shows it
-//   6696         what a run holds
-//   6775         the log and the status line
-//   6966         checkpoints, snapshots and grids
-//   7234         the start of a run: new, from a file's weights, or resumed
-//   7474         how a run begins and ends
-//   7623         the loop over the steps
-//   7723         train: a whole run, from the first check to the exit code
-//   7773         samples, without a run
-//   7938    13. main: the command line, then a run or samples
-//   8273         what ranks must have in common
-//   8347         main
-//   8533  Part II. The device
-//   8536    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8620    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8690    16. The GPU: what all kernels share
-//   8759         Launches, which may overlap
-//   8805         Decisions: what kernels are chosen with
-//   8859         Single instructions: shared memory, mbarriers, clusters
-//   8953         Activations: pieces of 16 bytes
-//   9292         each_kernel: a thread for an element
-//   9306         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9474         Swizzle: how rows lie in shared memory
-//   9493         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9773         building blocks of Hopper's kernels (sm_90a)
-//  10082    17. Small operations: resampling, embeddings, diffusion
-//  10085         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10291         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10654         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11207    18. Group norm
-//  11210         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11767         groupnorm_backward_whole: an image's slab in shared memory
-//  12166    19. Attention
-//  12273         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12832         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  12980         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13680    20. Convolution
-//  13726         ConvOut: results, 4 channels of a pixel at a time
-//  13973         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14041         conv_halo: 3x3, stride 1, any GPU
-//  14463         conv_gather: any kernel size and stride, any GPU
-//  14733         conv_few: the first and the last layer
-//  14915         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15524         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15650         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16139         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16597         conv_weight_tma: weight gradients (sm_90a)
-//  16907         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17219         FP8 in training: weights and gradients are rounded
-//  17334    21. The optimiser
-//  17337         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17598         muon: directions for matrices of weights
-//  18028    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18031         groupnorm_backward
-//  18199         attention: forward and, where a has dout, backward
-//  18263         convolution: forward and input gradient
-//  18776         convolution: weight gradients
-//  19158    23. The GPU: memory, copies, repeated work
-//  19388    24. Between ranks: from device to device
+//   4975     9. Data: .bin files that may be larger than memory, the order of their images
+//   5540    10. Model files: weights and checkpoints, initial weights
+//   5914    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5933         the learning rate, the verdict on a step, averages of the weights
+//   6028         what a trainer holds
+//   6207         a step
+//   6571    12. A run: log, guard, checkpoints, resume, samples
+//   6597         the log in memory, as the page shows it
+//   6715         what a run holds
+//   6801         the log and the status line
+//   6993         checkpoints, snapshots and grids
+//   7272         the start of a run: new, from a file's weights, or resumed
+//   7541         how a run begins and ends
+//   7706         the loop over the steps
+//   7808         train: a whole run, from the first check to the exit code
+//   7865         samples, without a run
+//   8030    13. main: the command line, then a run or samples
+//   8358         what ranks must have in common
+//   8432         main
+//   8618  Part II. The device
+//   8621    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8705    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8775    16. The GPU: what all kernels share
+//   8844         Launches, which may overlap
+//   8890         Decisions: what kernels are chosen with
+//   8944         Single instructions: shared memory, mbarriers, clusters
+//   9038         Activations: pieces of 16 bytes
+//   9377         each_kernel: a thread for an element
+//   9391         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9559         Swizzle: how rows lie in shared memory
+//   9578         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9858         building blocks of Hopper's kernels (sm_90a)
+//  10167    17. Small operations: resampling, embeddings, diffusion
+//  10170         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10376         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10739         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11292    18. Group norm
+//  11295         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11852         groupnorm_backward_whole: an image's slab in shared memory
+//  12251    19. Attention
+//  12358         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12917         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13065         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13765    20. Convolution
+//  13811         ConvOut: results, 4 channels of a pixel at a time
+//  14058         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14126         conv_halo: 3x3, stride 1, any GPU
+//  14548         conv_gather: any kernel size and stride, any GPU
+//  14818         conv_few: the first and the last layer
+//  15000         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15609         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15735         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16224         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16682         conv_weight_tma: weight gradients (sm_90a)
+//  16992         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17304         FP8 in training: weights and gradients are rounded
+//  17419    21. The optimiser
+//  17422         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17683         muon: directions for matrices of weights
+//  18113    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18116         groupnorm_backward
+//  18284         attention: forward and, where a has dout, backward
+//  18348         convolution: forward and input gradient
+//  18861         convolution: weight gradients
+//  19243    23. The GPU: memory, copies, repeated work
+//  19473    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8529, run_program 8465, train 7729, run_step 7674, train_step 6484, load_batch 5489 (read_image 5060),
-//     send 19359 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19290):
-//     step_gradients 6336: draw_levels 10672 (the formulas: draw_level 3987), forward_and_loss 6256, q_sample_forward
-//     10886, unet_forward 3507, forward_layer 3492 (a function of the layer's kind, such as forward_conv 2521),
-//     loss_forward_backward 11004, unet_backward 3581, which calls such a function as backward_conv 2528 of each layer
-//     (input gradients: conv_backward_input 18741) and, by launch_waiting 3543 on the side stream,
-//     conv_backward_weights 19151; finish_gradients 12116 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17389;
-//     judge_step 17437 (the verdict: judge_batch 5987), update_slice 6447, adamw_update 17569 (adamw_kernel 17514),
-//     next_step 17443, record_step 17449; later collect_steps 7627
-//   --optimizer muon: muon_updates 6099 says which weights; update_slice 6447, update_by_muon 6438 (with the formulas),
-//     muon_momentum 17640, orthogonalise 18005 (with muon_kernel above it), adamw_kernel 17514 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11078): sample_batch 4883, plan_route 4633,
+//     main 8614, run_program 8550, train 7814, run_step 7757, train_step 6498, load_batch 5493 (read_image 5064),
+//     send 19444 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19375):
+//     step_gradients 6350: draw_levels 10757 (the formulas: draw_level 3987), forward_and_loss 6270, q_sample_forward
+//     10971, unet_forward 3507, forward_layer 3492 (a function of the layer's kind, such as forward_conv 2521),
+//     loss_forward_backward 11089, unet_backward 3581, which calls such a function as backward_conv 2528 of each layer
+//     (input gradients: conv_backward_input 18826) and, by launch_waiting 3543 on the side stream,
+//     conv_backward_weights 19236; finish_gradients 12201 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17474;
+//     judge_step 17522 (the verdict: judge_batch 6001), update_slice 6461, adamw_update 17654 (adamw_kernel 17599),
+//     next_step 17528, record_step 17534; later collect_steps 7710
+//   --optimizer muon: muon_updates 6113 says which weights; update_slice 6461, update_by_muon 6452 (with the formulas),
+//     muon_momentum 17725, orthogonalise 18090 (with muon_kernel above it), adamw_kernel 17599 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11163): sample_batch 4884, plan_route 4633,
 //     device_step 4681, euler_step 4425 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18624 draws all of its roads):
-//     forward_conv 2521; conv_forward 18664, with conv_product above it, which asks conv_is_wgmma 18271;
-//     on Hopper, large images: pick_conv_tiles_3x3 18571; conv_tiles 16124, with conv_tiles_kernel above it;
-//     Accumulators 9998 (its function multiply); Wgmma 9560;
-//     on Hopper, small images: pick_conv_small 18424; conv_small 16583, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9560;
-//     on any other GPU pick_conv_halo_bf16 18338; conv_halo 14450, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9359
-//   why several GPUs compute the bits of one: step_gradients 6336
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 424, Silu 8583, with_nonlinearity 8593 (a case);
-//     BEHIND_NORMS, above add_norm 2751, chooses it. The embedding has SiLU as a layer: silu_forward 10572
+//   a convolution, to the tensor cores (a table above conv_product 18709 draws all of its roads):
+//     forward_conv 2521; conv_forward 18749, with conv_product above it, which asks conv_is_wgmma 18356;
+//     on Hopper, large images: pick_conv_tiles_3x3 18656; conv_tiles 16209, with conv_tiles_kernel above it;
+//     Accumulators 10083 (its function multiply); Wgmma 9645;
+//     on Hopper, small images: pick_conv_small 18509; conv_small 16668, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9645;
+//     on any other GPU pick_conv_halo_bf16 18423; conv_halo 14535, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9444
+//   why several GPUs compute the bits of one: step_gradients 6350
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 424, Silu 8668, with_nonlinearity 8678 (a case);
+//     BEHIND_NORMS, above add_norm 2751, chooses it. The embedding has SiLU as a layer: silu_forward 10657
 //   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3844
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 546, and beside each other edm_question
 //     3680, ask 3715, frame_of 3728, sigma_draws 3735, has_steps_of_t 3742; the head of their section lists the changes
@@ -119,31 +119,31 @@
 //     with what follows it; a function such as add_resblock 2803 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 318, with a list of all places above it: element_named 1401,
-//     forward_and_loss 6256, ElementOf 8554, with_act 8823 (act_has_wgmma below it), unpack_bf16 8967 and all below it
-//     to load_two 9031, mma 9359, tma_type 9727, adamw_kernel 17514 (adamw_update below it), conv_product 18624
-//   the settings, to their values: parse_command_line 1594, take_aliases 1622, complete_config 8445
-//     (apply_preset 1511, take_model_file 8101, take_ect_defaults 8131), take_data_shape 8178 (take_labels 8159),
+//     forward_and_loss 6270, ElementOf 8639, with_act 8908 (act_has_wgmma below it), unpack_bf16 9052 and all below it
+//     to load_two 9116, mma 9444, tma_type 9812, adamw_kernel 17599 (adamw_update below it), conv_product 18709
+//   the settings, to their values: parse_command_line 1594, take_aliases 1622, complete_config 8530
+//     (apply_preset 1511, take_model_file 8184, take_ect_defaults 8214), take_data_shape 8261 (take_labels 8242),
 //     check_model 1890, check_run 2035
 //   FP8 (--precision fp8): choose_fp8 3002 chooses the convolutions, and above it stands a table of what is rounded,
 //     by which factor, and where. plan_fp8 3077 and plan_fp8_gradients 3092 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3137 for samples, make_fp8_training 3180 for training; add_fp8_args 2285
 //     hands them to the layers. forward_conv 2521, backward_conv 2528 and weight_work 2258 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18726 makes an input gradient a forward convolution; conv_product_fp8 18657 picks the
-//     kernel, multiply_fp8 10032 and WgmmaFp8 9603 multiply; weight gradients: conv_weight_fp8_kernel 17166;
-//     print_fp8 7420 says whether it pays
+//     conv_backward_input_fp8 18811 makes an input gradient a forward convolution; conv_product_fp8 18742 picks the
+//     kernel, multiply_fp8 10117 and WgmmaFp8 9688 multiply; weight gradients: conv_weight_fp8_kernel 17251;
+//     print_fp8 7487 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
 //     die, refuse or must (host/files.h), of wrong 1477 (a flag's value), or of a function beside it whose name ends in
 //     _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 6984. Its
-//     reasons are found in judge_batch 5987, by healthy and suspicious above it. For a damaged header they stand in
-//     check_field 5709 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
-//     5108, for a checkpoint's counters in check_resume 8235. unknown_word 1387 prints the message for a word of a flag
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7011. Its
+//     reasons are found in judge_batch 6001, by healthy and suspicious above it. For a damaged header they stand in
+//     check_field 5723 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
+//     5112, for a checkpoint's counters in check_resume 8318. unknown_word 1387 prints the message for a word of a flag
 //     that some place does not know. Such a place calls it itself or through meaning 1393.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7222 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 7010 that a file could not be written yet.
-//     stop_run 6984 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7260 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 7037 that a file could not be written yet.
+//     stop_run 7011 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -4879,7 +4879,8 @@ static void put_given_images(float* x, Sampler* s, int64_t first, int B, int cop
 // Samples images first .. first + B - 1 of a seed. An image does not depend on B. The images are left in net's input
 // tensor. With guidance, this tensor first holds all images with their conditions, and after them the same images
 // without conditions. tell is called after each step, to show the progress. Its argument is B times the share of the
-// steps that are done: the work so far, counted in images.
+// steps that are done: the work so far, counted in images. If a signal asks the program to stop (stop_signal), the
+// function returns early, with unfinished images.
 static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, auto tell) {
     const Config& c = net->config;
     const int HW = c.H * c.W;
@@ -4911,7 +4912,7 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     copy_to_device(s->k, &s->plan.begin, sizeof(int64_t));
     Graph graphs[2];
     const int64_t steps = (int64_t)s->plan.steps.size() - s->plan.begin;
-    for (int64_t k = 0; k < steps; k++) {
+    for (int64_t k = 0; k < steps && !stop_signal; k++) {
         const bool is_guided = s->plan.steps[s->plan.begin + k].guidance != 1;
         replay(&graphs[is_guided], [&] {
             const int answers = is_guided ? 2 * B : B;
@@ -4934,7 +4935,8 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
 }
 
 // Samples n images. Rank 0 returns them (n, H, W, C); most of their values lie between -1 and 1. Ranks take batches in
-// turns. A batch is up to net->B images, with guidance up to half of that.
+// turns. A batch is up to net->B images, with guidance up to half of that. After a signal (stop_signal) the function
+// returns early, and the caller must not use the images.
 static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, int n) {
     const Config& c = net->config;
     const size_t size = (size_t)c.H * c.W * c.in_channels; // the number of values of an image
@@ -4954,7 +4956,7 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
         show_status(text("sampling: %.0f %%, %s left", 100 * done / n, left.c_str()));
     };
     for (int i = 0; i < n; i += most * N) {
-        come_to("a batch of samples");
+        if (any_rank("a batch of samples", stop_signal)) break; // all ranks leave the loop together
         const int first = i + most * world.rank;
         const int B = std::min(most, n - first); // below 1 if no image is left for this rank
         if (B > 0) sample_batch(net, weights, s, first, B, [&](double done) { tell(i + done * N); });
@@ -4963,7 +4965,9 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
         const int count = std::min(most * N, n - i);
         if (!world.rank) copy_to_host(&images[i * size], made, count * size * sizeof(float));
     }
-    if (told > start) show_status(terminal_columns() ? "" : "sampling: 100 %, took " + duration(now() - start));
+    const bool terminal = terminal_columns() > 0;
+    if (told > start && (terminal || !stop_signal)) // on a terminal the line is wiped
+        show_status(terminal ? "" : "sampling: 100 %, took " + duration(now() - start));
     return images;
 }
 
@@ -5569,6 +5573,7 @@ constexpr int SLOT_MAX_PERIOD = 40;
 constexpr int SLOT_DIFFUSION = 41; // diffusion_steps; slots from here to SLOT_PATCH_SIZE - 1 are about the diffusion
 constexpr int SLOT_OBJECTIVE = 43;
 constexpr int SLOT_VLB_WEIGHT = 47;
+constexpr int SLOT_SIGMA_SMALL = 49;
 constexpr int SLOT_CLASS_DROPOUT = 50;
 constexpr int SLOT_P_MEAN = 52;
 constexpr int SLOT_P_STD = 53;
@@ -5647,6 +5652,15 @@ static Header model_header(const Config& config, int contents, int64_t step) {
     h.slot[SLOT_COND] = (int)config.picture_kind;
     h.slot[SLOT_COND + 1] = config.picture_factor;
     return h;
+}
+
+// Returns the value that a header holds for a flag with a slot, as a user would type it. If a flag's value is a word,
+// its slot holds the word's number in the flag's list (model_header).
+static std::string header_value(const Config& c, const Header& h, const Flag& f) {
+    if (f.at<float>(c)) return text("%.9g", h.get<float>(f.slot));
+    const std::vector<std::string> words = choices(f);
+    const size_t number = h.slot[f.slot];
+    return number < words.size() ? words[number] : std::to_string(h.slot[f.slot]);
 }
 
 // Returns whether two values of a flag mean the same. Examples: --image_size 64 and 64x64, --channel_mult 1,2 and
@@ -6635,6 +6649,7 @@ struct LogSummary {
     std::vector<LogPart> parts;
     int64_t rows = 1;   // how many rows a part summarises; this number is doubled when parts are joined
     Guard guard{};      // judges the rows again, because a row does not say whether its step was skipped
+    int skipped = 0;    // how many rows in a row the guard has found bad
     double mean = 0;    // the mean loss over about the latest tenth of the steps, at most about 50 steps
     double seconds = 0; // the length of the run when the last row's step was done
     void add(const std::string& row);
@@ -6670,9 +6685,13 @@ void LogSummary::add(const std::string& row) {
     if (logged >= seconds && logged < BIG) seconds = logged;
     else if (ms > 0 && ms < BIG) seconds += ms / 1000;
 
-    // The run's guard judged the step by the same rule. So `skipped` is true if the run skipped the step.
-    const bool skipped = !healthy(&guard, loss, values[COLUMN_GRAD_NORM]);
-    const LogPart part = part_of_row(values, seconds, skipped);
+    // The run's guard judged the step by the same rule. So is_skipped is true if the run skipped the step. But a resumed
+    // run may have started its guard anew (start_guard_anew), which a row does not say, either. This is assumed after
+    // so many bad rows that the run would have ended (--max_bad_steps is 10, if the user does not set it).
+    if (skipped == 10) guard = Guard{};
+    const bool is_skipped = !healthy(&guard, loss, values[COLUMN_GRAD_NORM]);
+    skipped = is_skipped ? skipped + 1 : 0;
+    const LogPart part = part_of_row(values, seconds, is_skipped);
     // The mean is updated with one loss at a time. The newest loss, number n, gets the share 10 / (n + 9) of the mean.
     // Then the share of the k-th of the n losses is about proportional to k^9, so the latest losses matter most. From
     // n = 491 on the newest loss always gets the share 0.02. Then the mean depends on about the last fifty losses.
@@ -6701,6 +6720,13 @@ struct Page {
     int64_t started = 0; // when this process began to train, in seconds since 1970
     double interval = 0; // the seconds from one writing of the page to the next
     double due = 0;      // when the page is to be written again
+};
+
+// What a kind of model file (checkpoints, or snapshots) waits for while the disk has no room for its files. Each kind
+// has a state of its own: a snapshot that could be written says nothing about checkpoints, which are larger.
+struct Retries {
+    double failing_since = 0; // when a file of this kind first could not be written; 0: the latest one was written
+    int64_t next_step = 0;    // the first step after which the program tries again
 };
 
 // Times are in seconds, as now() returns them. Steps are counted from 1: after step 7, state.step is 7.
@@ -6742,8 +6768,8 @@ struct Run {
     std::map<std::string, std::string> waiting_pictures{}; // the content of pictures to be written, by file name
     bool said_pictures_wait = false;                       // the user knows that pictures wait
     double pictures_tried = -INFINITY;                     // when write_waiting last tried to write pictures
-    double no_room_since = 0; // when a model file first could not be written; 0: the latest model file was written
-    int64_t retry_at = 0;     // the first step after which the program tries again to write a model file
+    Retries checkpoint_retries{};
+    Retries snapshot_retries{};
     bool said_moved = false;  // the user was told that the folder has moved
     bool said_length = false; // print_step has estimated the length of the run, which it does only once
 
@@ -6795,7 +6821,7 @@ static int64_t best_step(const Run& run) {
 
 // Opens log.csv at rank 0. A resumed run does the steps after its checkpoint again, so the rows of these steps are
 // removed. The rows that stay are added to the page's summary. The best validation loss so far (best_loss) is read from
-// the row of the step whose checkpoint is in best.bin.
+// the row of the step whose checkpoint is in best.bin, and val_loss from the row of the step that the run goes on from.
 static void open_log(Run* run) {
     if (world.rank) return;
     const int64_t best = best_step(*run);
@@ -6811,6 +6837,7 @@ static void open_log(Run* run) {
         run->summary.add(row);
         const double val_loss = values[COLUMN_VAL_LOSS];
         if ((int64_t)step == best && std::isfinite(val_loss)) run->best_loss = val_loss;
+        if ((int64_t)step == run->first_step) run->val_loss = val_loss;
         const bool lacks_seconds = std::ranges::count(row, ',') == commas - 1; // written by an older program
         kept += lacks_seconds ? row + ",\n" : row + "\n";
     }
@@ -7005,42 +7032,42 @@ static std::string saved_so_far(const Run& run) {
 }
 
 // All ranks call this after rank 0 has tried to write a model file. If the file could not be written, the ranks agree
-// on the step after which rank 0 tries again. Rank 0 passes the members `failure` and `error` of its AtomicFile. The
-// other ranks pass "" and 0. Returns whether the file was written.
-static bool is_written(Run* run, const std::string& name, const std::string& failure, int error) {
+// on the step after which rank 0 tries again. retries: those of this kind of file. Rank 0 passes the members `failure`
+// and `error` of its AtomicFile. The other ranks pass "" and 0. Returns whether the file was written.
+static bool is_written(Run* run, Retries* retries, const std::string& name, const std::string& failure, int error) {
     if (!world.rank) check_folder(run);
     // Print a message at the first failure, and at the first success after failures. End the run if the failures have
     // lasted for PATIENCE seconds.
-    if (error && !run->no_room_since) {
-        run->no_room_since = now();
+    if (error && !retries->failing_since) {
+        retries->failing_since = now();
         tell(run, "%s: %s; it is tried again for %.0f minutes\n", name.c_str(), failure.c_str(), PATIENCE / 60);
     }
     const bool hopeless = error == EFBIG; // a limit on the size of files (ulimit -f) does not go away
-    if (error && (hopeless || now() - run->no_room_since > PATIENCE))
+    if (error && (hopeless || now() - retries->failing_since > PATIENCE))
         die("%s: %s; stopped after step %ld; %s", name.c_str(), failure.c_str(), run->state.step,
             saved_so_far(*run).c_str());
-    if (!error && run->no_room_since) {
+    if (!error && retries->failing_since) {
         tell(run, "%s: is written again\n", name.c_str());
-        run->no_room_since = 0;
+        retries->failing_since = 0;
     }
     // Ranks measure the pause in steps, because their clocks differ. A step is assumed to last at least a millisecond:
     // per_step is 0 as long as it is not known, and must not be a divisor then.
     const int steps_of_pause = (int)(RETRY_AFTER / std::max(run->per_step, 1e-3));
     const int pause = error ? std::max(1, steps_of_pause) : 0;
     const int agreed = any_rank("the moment to try again", pause);
-    run->retry_at = run->issued + agreed;
+    retries->next_step = run->issued + agreed;
     return !agreed;
 }
 
 // Writes a model file: the header, the arrays in the order of the format, and `history`, which is a copy of
 // Trainer::history or empty. Each rank holds a slice of each array. All ranks call this function, because they gather
-// the slices together. Only rank 0 writes. Returns whether the file was written.
-static bool save_arrays(Run* run, const std::string& name, Header header, const std::vector<float*>& slices,
-                        const std::vector<float>& history = {}) {
+// the slices together. Only rank 0 writes. retries: those of this kind of file. Returns whether the file was written.
+static bool save_arrays(Run* run, Retries* retries, const std::string& name, Header header,
+                        const std::vector<float*>& slices, const std::vector<float>& history = {}) {
     const UNet& net = run->trainer.net;
     if (world.rank) { // this rank sends its slices, and learns whether rank 0 could write them
         for (float* slice : slices) whole_array(run->trainer, slice);
-        return is_written(run, name, "", 0);
+        return is_written(run, retries, name, "", 0);
     }
     AtomicFile file(run->folder, name); // the file appears under this name when it is complete (commit)
     uint32_t crc = 0;                   // the checksum of all bytes that were written so far
@@ -7072,7 +7099,7 @@ static bool save_arrays(Run* run, const std::string& name, Header header, const 
     if (!history.empty()) write(history.data(), history.size() * sizeof(float));
     file.write_at(SLOT_CRC * 4, &crc, 4); // a slot has 4 bytes
     file.commit();
-    return is_written(run, run->folder.name(name), file.failure, file.error);
+    return is_written(run, retries, run->folder.name(name), file.failure, file.error);
 }
 
 // With --keep_best: if the checkpoint that was just written has the lowest validation loss so far, makes best.bin a
@@ -7089,6 +7116,14 @@ static void keep_best(Run* run, const std::string& checkpoint) {
     }
     tell(run, "%s: %s; the run goes on, and %s is the best checkpoint until now\n", run->folder.name(BEST).c_str(),
          failure.c_str(), checkpoint.c_str());
+}
+
+// A run may be killed after it wrote its best checkpoint, and before it made best.bin a link to it. When it is resumed
+// from this checkpoint, the link is made. If the loss of best.bin is unknown, best.bin stays.
+static void keep_best_of_resumed(Run* run) {
+    if (world.rank || (run->folder.has(BEST) && std::isinf(run->best_loss))) return;
+    const std::string checkpoint = text("model_%07ld.bin", run->first_step);
+    if (run->folder.has(checkpoint)) keep_best(run, checkpoint);
 }
 
 // Writes a checkpoint (docs/FORMATS.md). A run that is resumed from it computes the same bits as if it had not paused.
@@ -7119,7 +7154,7 @@ static void save_checkpoint(Run* run) {
     arrays.insert(arrays.end(), tr.emas.begin() + 1, tr.emas.end());
     // The step has seven digits, so that a list of files that is sorted by name is also sorted by step.
     const std::string name = text("model_%07ld.bin", s.step);
-    if (!save_arrays(run, name, h, arrays, history)) return;
+    if (!save_arrays(run, &run->checkpoint_retries, name, h, arrays, history)) return;
     // The checkpoint is written. The next step shows whether its weights are good (prove_checkpoint).
     run->saved_step = s.step;
     run->saved_updates = s.updates;
@@ -7139,7 +7174,8 @@ static void save_snapshot(Run* run) {
         const size_t k = std::ranges::find(c.emas, power) - c.emas.begin();
         slices.push_back(run->trainer.emas[k]);
     }
-    if (!save_arrays(run, text("ema_%07ld.bin", run->state.step), h, slices)) return;
+    const std::string name = text("ema_%07ld.bin", run->state.step);
+    if (!save_arrays(run, &run->snapshot_retries, name, h, slices)) return;
     run->snapshot_step = run->state.step;
     run->snapshot_updates = run->state.updates;
 }
@@ -7173,7 +7209,8 @@ static std::vector<float> beside_pictures(const Config& c, const Sampler& s, con
 }
 
 // Draws samples with the first average of the weights, and writes them as a grid. Every grid of a run starts from the
-// same noise, so that the user sees how the samples get better.
+// same noise, so that the user sees how the samples get better. If a signal comes meanwhile, the grid is given up, so
+// that the run can end at once; a resumed run draws it (lacks_file).
 static void save_grid(Run* run) {
     const Config& c = run->config;
     Trainer& tr = run->trainer;
@@ -7182,7 +7219,8 @@ static void save_grid(Run* run) {
     const float* ema = whole_array(tr, tr.emas[0]);
     cast_params(tr.ema_copy, ema, tr.net.flat_size);
     const auto images = sample_images(&tr.net, Weights{ema, tr.ema_copy}, &run->sampler, c.num_samples);
-    if (world.rank) return;
+    run->stop = any_rank("the end of a grid", stop_signal);
+    if (run->stop || world.rank) return;
     const auto captions = value_captions(c, run->sampler, c.num_samples);
     const int parts = c.cond_channels ? 3 : 1;
     const std::vector<float> shown = c.cond_channels ? beside_pictures(c, run->sampler, images) : images;
@@ -7279,6 +7317,34 @@ static void restore_history(const Trainer& tr, const ModelFile& m) {
     if (bytes) copy_to_device(tr.history, history.data(), bytes);
 }
 
+// Returns what makes the losses or the gradients of a resumed run other than those before its checkpoint m: the first
+// flag for which this is so, or the data; "": nothing does.
+static std::string changed_loss(const Config& c, const ModelFile& m, const Dataset& d) {
+    for (const Flag& f : FLAGS) {
+        const bool is_of_ect = f.slot >= SLOT_ECT && f.slot < SLOT_ECT_END;
+        const bool is_of_loss = f.free && f.slot != SLOT_SIGMA_SMALL; // which is for samples alone
+        const bool matters = is_of_loss || is_of_ect || f.slot == SLOT_SAMPLER || f.slot == SLOT_BATCH_SIZE;
+        if (!matters || !slot_is_used(m.header, f)) continue;
+        Config then; // the checkpoint's value, and defaults
+        set_flag(&then, f, header_value(c, m.header, f));
+        const std::string before = flag_value(then, f);
+        if (!same_value(f.name, flag_value(c, f), before))
+            return text("--%s %s: was %s before", f.name, flag_value(c, f).c_str(), before.c_str());
+    }
+    const bool same_data = m.header.get<uint32_t>(SLOT_DATA_CRC) == d.header_crc;
+    return same_data ? "" : "--data_file " + d.path + ": was another one before";
+}
+
+// The guard compares a step's loss and its gradient's norm with those of earlier steps. If these can't be compared any
+// more, the guard is started anew, as in a new run. Otherwise it could skip every step of the resumed run.
+static void start_guard_anew(Run* run, const ModelFile& m) {
+    const std::string why = changed_loss(run->config, m, run->trainer.data);
+    if (why.empty()) return;
+    printf("%s, so the first 100 steps show anew which losses and gradient norms are usual\n", why.c_str());
+    run->state.guard = Guard{};
+    copy_to_device(run->trainer.state, &run->state, sizeof run->state);
+}
+
 // Gives a resumed run the state that is in its checkpoint: weights, AdamW's moments, averages, the counters and the
 // guard of StepState, and the history of losses.
 static void restore(Run* run, const ModelFile& m) {
@@ -7316,6 +7382,7 @@ static void restore(Run* run, const ModelFile& m) {
         printf("--batch_size %d: was %d before; the order of the data goes by batches, "
                "so that image %ld of it comes next, not %ld\n",
                B, before, s.step * B, s.step * before);
+    start_guard_anew(run, m);
 }
 
 // Ends the program if this run must not write into the output folder. A folder may hold one run only. So a new run
@@ -7481,8 +7548,8 @@ static void save_at_the_end(Run* run) {
     const double began = now();
     stop_signal = 0; // from now on, the next signal counts as the second one
     while (true) {
+        if (takes_snapshots && run->snapshot_updates < updates) save_snapshot(run); // first, as in run_step
         if (run->saved_updates < updates) save_checkpoint(run);
-        if (takes_snapshots && run->snapshot_updates < updates) save_snapshot(run);
         const bool snapshot_done = !takes_snapshots || run->snapshot_updates == updates;
         if (run->saved_updates == updates && snapshot_done) return;
         const bool give_up = stop_signal || now() - began > PATIENCE_AT_THE_END;
@@ -7558,6 +7625,20 @@ static void take_folder(Run* run, const std::string& resume) {
     leave_later_snapshots(folder, run->first_step);
 }
 
+// Returns whether the folder lacks a file of the step that a resumed run goes on from. prefix and suffix: the beginning
+// and the end of the file's name. interval: the flag that says after how many steps such a file is written. This
+// happens if the run was killed after it had written its checkpoint. All ranks call this function together, since only
+// rank 0 knows the folder.
+static bool lacks_file(const Run& run, const char* prefix, const char* suffix, int interval) {
+    const int64_t step = run.first_step;
+    const bool is_due = interval && (step % interval == 0 || step >= run.config.max_steps);
+    auto has = [&](const std::string& name) { return run.folder.descriptor >= 0 && run.folder.has(name); };
+    // A run that goes on in a new folder starts with no files there, and lacks none.
+    const bool own_folder = has(text("model_%07ld.bin", step));
+    const bool lacks = is_due && own_folder && !has(prefix + text("%07ld", step) + suffix);
+    return any_rank("the question whether a file is missing", !world.rank && lacks);
+}
+
 // After this call, a signal of STOP_SIGNALS makes the run save what was trained, and end.
 static void listen_to_signals() {
     for (const auto& [number, name] : STOP_SIGNALS) {
@@ -7587,10 +7668,12 @@ static void finish_complete(Run* run) {
     const Config& c = run->config;
     const StepState& s = run->state;
     if (c.sample_interval) save_grid(run);
+    if (run->stop) return finish_stopped(run); // a signal came while the grid was drawn
     write_page(run, "done");
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
-    const double ms = run->seconds / (double)(s.step - run->first_step) * 1e3;
+    const double steps = (double)std::max<int64_t>(s.step - run->first_step, 1); // 0 if only a grid was missing
+    const double ms = run->seconds / steps * 1e3;
     const double peak_mib = usage.ru_maxrss / 1024.0; // Linux gives it in KiB
     tell(run, "done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step, ms, peak_mib,
          c.output_dir.c_str());
@@ -7687,12 +7770,12 @@ static void run_step(Run* run) {
     // Returns whether a file is due that is written after every `interval` steps, and after the last step. After a
     // skipped step, or on a full disk, the file is not written. Then it stays due until it is written. written: the
     // step of the newest file of this kind.
-    auto file_due = [&](int interval, int64_t written) {
+    auto file_due = [&](int interval, int64_t written, const Retries& retries) {
         const bool is_behind = interval && step / interval > written / interval;
-        return interval && (last || (is_behind && step >= run->retry_at));
+        return interval && (last || (is_behind && step >= retries.next_step));
     };
-    const bool save = file_due(c.save_interval, run->saved_step);
-    const bool snapshot = file_due(c.ema_snapshots, run->snapshot_step);
+    const bool save = file_due(c.save_interval, run->saved_step, run->checkpoint_retries);
+    const bool snapshot = file_due(c.ema_snapshots, run->snapshot_step, run->snapshot_retries);
     const bool show = slow || due(c.log_interval);
     const bool wants_val_loss = due(c.val_interval) || (c.keep_best && save);
     const bool validate = run->val.count && wants_val_loss;
@@ -7702,8 +7785,10 @@ static void run_step(Run* run) {
 
     collect_steps(run, validate, show || validate);
     if (run->state.bad_in_row) return; // the weights may be broken and must not replace a good checkpoint
-    if (save) save_checkpoint(run);
+    // The snapshot comes first. If the process is killed between the two files, the resumed run goes on from an earlier
+    // checkpoint, comes to this step again, and writes the snapshot again.
     if (snapshot) save_snapshot(run);
+    if (save) save_checkpoint(run);
     if (draw) save_grid(run);
     if (save || draw) write_page(run, "running");
     run->steps_began = now(); // so the time that writing took is not part of a step's time
@@ -7741,7 +7826,10 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
     if (resume.empty()) start_weights(&tr, start);
     else restore(&run, start);
     cast_params(tr.copy, tr.params, tr.net.flat_size);
-    if (run.state.step >= c.max_steps) {
+    const bool lacks_snapshot = lacks_file(run, "ema_", ".bin", c.ema_snapshots);
+    const bool lacks_grid = lacks_file(run, "samples_", ".png", c.sample_interval);
+    const bool all_steps_done = run.state.step >= c.max_steps;
+    if (all_steps_done && !lacks_snapshot && !lacks_grid) {
         printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", run.state.step,
                c.max_steps);
         return 0;
@@ -7749,8 +7837,12 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
     // From here on the run writes into its folder.
     if (!world.rank) take_folder(&run, resume);
     open_log(&run);
+    keep_best_of_resumed(&run);
     begin_page(&run);
     listen_to_signals();
+
+    if (lacks_snapshot) save_snapshot(&run);
+    if (lacks_grid && !all_steps_done) save_grid(&run); // finish_complete draws the last grid
 
     // The loop over the steps.
     run.steps_began = now();
@@ -8086,15 +8178,6 @@ static void take_parsed_flags(Config* c, const ModelFile& model) {
     take_from_file(c, model.path, "cond", kind + (factor ? text(":%d", factor) : ""));
 }
 
-// Returns the value that a header holds for a flag with a slot, as a user would type it. If a flag's value is a word,
-// its slot holds the word's number in the flag's list (model_header).
-static std::string header_value(const Config& c, const Header& h, const Flag& f) {
-    if (f.at<float>(c)) return text("%.9g", h.get<float>(f.slot));
-    const std::vector<std::string> words = choices(f);
-    const size_t number = h.slot[f.slot];
-    return number < words.size() ? words[number] : std::to_string(h.slot[f.slot]);
-}
-
 // If the command line does not give a flag, sets the flag to the value in the model file. If the command line gives it,
 // compares the two values (take_from_file). resume: the file is a checkpoint whose run goes on. Then not only the
 // settings of the model are taken from the file, but also the settings of the run.
@@ -8235,12 +8318,14 @@ static std::string resume_path(const Config& c, const Folder& output) {
 static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) {
     const StepState s = m.state();
     const Guard& g = s.guard;
-    // Every step was either an update or skipped. The guard's n is the number of updates.
+    // Every step was either an update or skipped. The guard's n is the number of updates that it has seen: all, or those
+    // since it was started anew (start_guard_anew).
     const int most_steps = std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]);
     const bool steps_add_up = s.step <= most_steps && s.updates >= 0 && s.updates + s.bad_total == s.step;
     const bool skips_fit = s.bad_in_row >= 0 && s.bad_in_row <= s.bad_total;
     const bool is_finite = std::isfinite(g.mean_loss + g.mean_norm + g.var_loss + g.var_norm);
-    const bool guard_works = g.n == (double)s.updates && is_finite && g.var_loss >= 0 && g.var_norm >= 0;
+    const bool counts_updates = g.n >= 0 && g.n <= (double)s.updates && g.n == std::floor(g.n);
+    const bool guard_works = counts_updates && is_finite && g.var_loss >= 0 && g.var_norm >= 0;
     std::string why; // in what way the counters are wrong
     if (!steps_add_up)
         why = text("step %ld of at most %d, where %ld updates and %ld skipped steps must add up to it", s.step,

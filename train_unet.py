@@ -840,6 +840,18 @@ def read_validation_data(config: Config) -> Data | None:
     return Data(data.path, data.read(first), data.labels, values=None if data.values is None else data.values[first], pictures=pictures)
 
 
+def changed_loss(config: Config, data: Data, start: ModelFile) -> str:
+    """What makes the losses or the gradients of a resumed run other than those before its checkpoint: the first flag for which this is so, or the
+    data; "" if nothing does. See train_unet.cu, changed_loss."""
+    for name, field in FLAGS.items():
+        of_loss = field.metadata.get("free") and name != "sigma_small"  # which is for samples alone
+        used = config.objective in (field.metadata.get("objectives") or config.objective).split("|") and (name != "vlb_weight" or config.learn_sigma)
+        before, now = getattr(start.config, name, None), getattr(config, name, None)
+        if (of_loss or name.startswith("ect_") or name in ("schedule_sampler", "batch_size")) and used and before != now:
+            return f"--{name} {format_value(name, now)}: was {format_value(name, before)} before"
+    return "" if start.state.data_crc == data.crc else f"--data_file {data.path}: was another one before"
+
+
 def announce(trainer: Trainer, data: Data, start: ModelFile | None) -> None:
     """Prints what is trained, on what, and where it goes on."""
     config, first_step = trainer.config, trainer.state.step
@@ -860,6 +872,10 @@ def announce(trainer: Trainer, data: Data, start: ModelFile | None) -> None:
         if was != now and first_step < config.max_steps:
             order = f"the order of the data goes by batches, so that image {now * first_step} of it comes next, not {was * first_step}"
             print(f"--batch_size {now}: was {was} before; {order}")
+        why = changed_loss(config, data, start)
+        if why:  # what the guard compares with can't be compared any more: it would skip every step
+            print(f"{why}, so the first 100 steps show anew which losses and gradient norms are usual")
+            trainer.state.guard = (0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def next_batch(trainer: Trainer, data: Data) -> Batch:
@@ -913,10 +929,10 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
 
     def save_rest() -> bool:
         """Saves what no checkpoint and no snapshot holds yet. Returns whether that worked."""
-        if keeper.saved != state.step:
-            keeper.save(trainer.checkpoint())
         if config.ema_snapshots and keeper.snapshot != state.step:
             keeper.save_snapshot(trainer.snapshot(), state.step)
+        if keeper.saved != state.step:
+            keeper.save(trainer.checkpoint())
         return keeper.saved == state.step and (not config.ema_snapshots or keeper.snapshot == state.step)
 
     seconds, mean, last, stopped = 0.0, 0.0, False, ""  # seconds: a recent step's, smoothed
@@ -941,7 +957,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             mean += (result.loss - mean) * max(10 / (step - first_step + 9), 0.02)  # as train_unet.cu prints it
             stopped = stop[0] if stop else ""  # the signal that ends the run
             last = step >= config.max_steps or stopped != ""
-            save = last or (keeper.is_due(step, config.save_interval, keeper.saved) and not result.objection)
+            save = last or (keeper.saves(step, config.save_interval) and not result.objection)
             validate = val_data and (step % config.val_interval == 0 or last or (config.keep_best and save))
             keeper.val_loss = val_loss = trainer.validation_loss(val_data) if validate else None
             screen.tell(folder.check(step))
@@ -958,10 +974,11 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
                 screen.status(progress_line(config, result, state.bad_total, seconds, mean, val_loss))
             if stopped:
                 screen.heeded = len(stop)  # from here on only another signal counts
+            # The snapshot comes first. If the process is killed between the two, the resumed run comes to this step again, and writes it again.
+            if config.ema_snapshots and (last or keeper.takes_snapshot(step, config.ema_snapshots)):
+                keeper.save_snapshot(trainer.snapshot(), step)
             if save:
                 keeper.save(trainer.checkpoint())
-            if config.ema_snapshots and (last or keeper.is_due(step, config.ema_snapshots, keeper.snapshot)):
-                keeper.save_snapshot(trainer.snapshot(), step)
             draw = config.sample_interval and not stopped and (last or step % config.sample_interval == 0)
             if draw:
                 draw_samples(trainer, folder, screen, val_data or data)

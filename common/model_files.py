@@ -227,7 +227,7 @@ def check_state(config: Config, state: TrainingState) -> None:
         raise UserError(f"step {state.step} of at most {config.max_steps}, where {told}")
     if not 0 <= state.bad_in_row <= state.bad_total:
         raise UserError(f"{state.bad_in_row} skipped steps in a row, where {state.bad_total} were skipped in all")
-    if n != state.updates or not math.isfinite(sum(state.guard)) or min(var_l, var_g) < 0:
+    if not (0 <= n <= state.updates and n == int(n)) or not math.isfinite(sum(state.guard)) or min(var_l, var_g) < 0:
         raise UserError(f"running means of loss and gradient norm that {state.updates} updates can't give")
 
 

@@ -264,6 +264,15 @@ def plot_loss(log: Log) -> bytes:
 PATIENCE, PATIENCE_AT_THE_END, RETRY_AFTER = 600.0, 15.0, 5.0  # seconds
 
 
+@dataclass
+class Retries:
+    """What a kind of model file (checkpoints, or snapshots) waits for while the disk has no room for its files. Each kind has a state of its own: a
+    snapshot that could be written says nothing about checkpoints, which are larger."""
+
+    failing_since: float = 0.0  # when a file of this kind first could not be written; 0: the latest one was written
+    next_time: float = 0.0  # when it is tried again
+
+
 class Keeper:
     """The checkpoints of a run: an older one goes only when a step from the newest was good. tell: what shows a sentence. best_loss: with --keep_best
     the validation loss of best.bin, infinite if it is unknown; None without. val_loss: after the latest step, if it was measured there."""
@@ -274,18 +283,22 @@ class Keeper:
         self.val_loss: float | None = None
         self.saved, self.proven = step, -1 if step else 0  # the newest checkpoint, and the newest from which a step was good
         self.snapshot = step  # the newest of the averages
-        self.no_room_since, self.retry_at = 0.0, 0.0  # when a file first could not be written (0: it could), and when it is tried again
+        self.checkpoint_retries, self.snapshot_retries = Retries(), Retries()
 
-    def is_due(self, step: int, interval: int, before: int) -> bool:
-        """Whether a file is to be written after this step; late, if a bad step or a full disk was in the way. before: step of the one before."""
-        return interval > 0 and step // interval > before // interval and time.monotonic() >= self.retry_at
+    def saves(self, step: int, interval: int) -> bool:
+        """Whether a checkpoint is to be written after this step; late, if a bad step or a full disk was in the way."""
+        return interval > 0 and step // interval > self.saved // interval and time.monotonic() >= self.checkpoint_retries.next_time
+
+    def takes_snapshot(self, step: int, interval: int) -> bool:
+        """The same of a snapshot."""
+        return interval > 0 and step // interval > self.snapshot // interval and time.monotonic() >= self.snapshot_retries.next_time
 
     def save(self, file: ModelFile) -> None:
         """A checkpoint."""
         if not file.is_finite():
             self.stop_run(file.state.step, "weights, their average or moments are not finite and were not saved")
         name = f"model_{file.state.step:07d}.bin"
-        if self.write(name, file, file.state.step):
+        if self.write(name, file, file.state.step, self.checkpoint_retries):
             self.saved = file.state.step
             self.keep_best(name)
 
@@ -306,27 +319,28 @@ class Keeper:
 
     def save_snapshot(self, file: ModelFile, step: int) -> None:
         """The averages by power functions."""
-        if self.write(f"ema_{step:07d}.bin", file, step):
+        if self.write(f"ema_{step:07d}.bin", file, step, self.snapshot_retries):
             self.snapshot = step
 
-    def write(self, name: str, file: ModelFile, step: int) -> bool:
-        """Whether a model file could be written; if not, it is tried again later. What never gets better ends the run: a limit on the size of files."""
+    def write(self, name: str, file: ModelFile, step: int, retries: Retries) -> bool:
+        """Whether a model file could be written; if not, it is tried again later. What never gets better ends the run: a limit on the size of files.
+        retries: those of this kind of file."""
         path = self.folder.name(name)
         try:
             self.folder.write(name, bin_chunks(file))
         except OSError as e:
             told, now = f"{path}: writing failed ({e.strerror}); what was there before is untouched", time.monotonic()
             self.folder.check(step)
-            if not self.no_room_since:
-                self.no_room_since = now
+            if not retries.failing_since:
+                retries.failing_since = now
                 self.tell(f"{told}; it is tried again for {PATIENCE / 60:.0f} minutes")
-            if e.errno == errno.EFBIG or now - self.no_room_since > PATIENCE:
+            if e.errno == errno.EFBIG or now - retries.failing_since > PATIENCE:
                 raise UserError(f"{told}; stopped after step {step}; {self.saved_so_far()}") from None
-            self.retry_at = now + RETRY_AFTER
+            retries.next_time = now + RETRY_AFTER
             return False
-        if self.no_room_since:
+        if retries.failing_since:
             self.tell(f"{path}: is written again")
-        self.no_room_since, self.retry_at = 0.0, 0.0
+        retries.failing_since, retries.next_time = 0.0, 0.0
         return True
 
     def saved_so_far(self) -> str:

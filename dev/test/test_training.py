@@ -163,10 +163,90 @@ def test_a_kill_leaves_what_can_be_resumed(run: Callable, data: Path, tmp_path: 
     assert [p.name for p in folder.glob("*tmp*")] == ["notes.tmp123"]
 
 
+@pytest.mark.parametrize("at", [2, 4], ids=["between", "end"])
+def test_a_signal_gives_up_a_grid(run: Callable, data: Path, tmp_path: Path, at: int) -> None:
+    """A grid may take minutes, which somebody who stops a run need not wait for. The resumed run draws it, and goes on as if nothing had been."""
+    slow = flags("--sample_interval 2 --num_samples 8 --sampler ddim --timestep_respacing 1000 --log_interval 1")
+    given = flags(TINY, slow, "--max_steps 4 --data_file", data)
+    run([*given, "--output_dir", "unbroken"])
+    told = stop(start(given, tmp_path), f"step {at}/", signal.SIGTERM, delay=0.1)
+    folder, grid = tmp_path / "out", f"samples_{at:07d}.png"
+    assert told.splitlines()[-1] == f"stopped by SIGTERM after step {at}; saved is step {at}; --resume_checkpoint latest goes on from there"
+    assert checkpoints(folder)[-1] == at and not (folder / grid).exists()
+    run(flags(TINY, slow, "--resume_checkpoint latest"))
+    assert sorted(path.name for path in folder.glob("samples_*")) == ["samples_0000002.png", "samples_0000004.png"]
+    assert (folder / grid).read_bytes() == (tmp_path / "unbroken" / grid).read_bytes()
+    assert (folder / model_name(4)).read_bytes() == (tmp_path / "unbroken" / model_name(4)).read_bytes()
+    assert "nothing to do" in run(["--resume_checkpoint", "latest", *slow]).out
+
+
+@pytest.mark.parametrize("more", [0, 2], ids=["done", "goes on"])
+def test_files_that_a_kill_has_cost_are_written_by_the_resumed_run(run: Callable, data: Path, tmp_path: Path, more: int) -> None:
+    """The process may end between the checkpoint and the other files of the same step: its grid, a snapshot for which the disk had no room."""
+    files = flags("--sample_interval 2 --ema_snapshots 2")
+    run(flags(TINY, files, "--max_steps 4 --data_file", data))
+    folder = tmp_path / "out"
+    left = {name: (folder / name).read_bytes() for name in ("samples_0000004.png", "ema_0000004.bin")}
+    for name in left:
+        (folder / name).unlink()
+    run(flags(TINY, files, "--resume_checkpoint latest --max_steps", 4 + more))
+    assert all((folder / name).read_bytes() == content for name, content in left.items())
+    assert checkpoints(folder)[-1] == 4 + more
+    run(["--resume_checkpoint", f"out/{model_name(4 + more)}", "--max_steps", 5 + more, *files, "--output_dir", "elsewhere"])
+    assert not (tmp_path / "elsewhere" / f"ema_{4 + more:07d}.bin").exists()  # a new folder lacks nothing
+
+
+def test_the_order_of_a_steps_files(run: Callable, data: Path, tmp_path: Path) -> None:
+    """A snapshot is there before its checkpoint: a run that is killed between the two comes to this step again."""
+    run(flags(TINY, "--save_interval 2 --ema_snapshots 2 --max_steps 5 --keep_checkpoints 0 --data_file", data))
+    for step in (2, 4, 5):
+        snapshot, checkpoint = (tmp_path / "out" / name for name in (f"ema_{step:07d}.bin", model_name(step)))
+        assert snapshot.stat().st_mtime_ns < checkpoint.stat().st_mtime_ns
+
+
+def test_a_kill_before_the_best_checkpoint_is_linked(run: Callable, data: Path, tmp_path: Path) -> None:
+    """The log already says that the last checkpoint is the best; best.bin does not."""
+    validated = flags("--val_interval 1 --save_interval 2 --keep_best True --keep_checkpoints 1 --val_data_file", data)
+    run(flags(TINY, validated, "--max_steps 4 --data_file", data))
+    folder = tmp_path / "out"
+    rows = [row.split(",") for row in (folder / "log.csv").read_text().splitlines()]
+    rows[4][9] = "1e-9"
+    (folder / "log.csv").write_text("".join(",".join(row) + "\n" for row in rows))
+    checkpoint = (folder / model_name(4)).read_bytes()
+    (folder / "best.bin").unlink()
+    run(["--resume_checkpoint", "latest", *validated, *QUIET, "--max_steps", 8])
+    assert checkpoints(folder) == [8] and (folder / "best.bin").read_bytes() == checkpoint
+
+
+@pytest.mark.parametrize("program", ["cpp", "twin"])
+def test_another_loss_starts_the_guard_anew(
+    run: Callable, data: Path, tmp_path: Path, program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The bound, weighted a million times as much, makes losses that the guard of the run so far would all skip."""
+    monkeypatch.chdir(tmp_path)
+
+    def train(*words: object) -> str:
+        if program == "cpp":
+            return run(flags(*words)).out
+        assert twin.run([*flags(*words), "--device", "cpu"]) == 0
+        return capsys.readouterr().out
+
+    run(flags(TINY, "--learn_sigma True --max_steps 120 --lr 1e-4 --data_file", data))
+    resume = flags("--resume_checkpoint", f"out/{model_name(120)}", "--max_steps 125", QUIET)
+    told = train(resume, "--vlb_weight 1000 --output_dir weight")
+    assert "--vlb_weight 1000: was 0.001 before, so the first 100 steps show anew" in told and "skipped" not in told
+    resumed = read_checkpoint(tmp_path / "weight" / model_name(125))
+    assert resumed.updates == 125 and resumed.header[88:98].view("<f8")[0] == 5
+    told = train(resume, "--lr 1e-5 --sigma_small True --min_snr_gamma 0 --output_dir same")
+    assert "anew" not in told and read_checkpoint(tmp_path / "same" / model_name(125)).header[88:98].view("<f8")[0] == 125
+    again = flags("--resume_checkpoint", f"weight/{model_name(125)}", "--max_steps 126 --output_dir again", QUIET)
+    assert "anew" not in train(again)  # and a guard that has seen fewer steps than the weights is no damage
+
+
 def test_a_finished_run_goes_on_with_more_steps(run: Callable, data: Path, tmp_path: Path) -> None:
     run([*TINY, "--data_file", data, "--max_steps", 6, "--output_dir", "unbroken"])
     run([*TINY, "--data_file", data, "--max_steps", 3, "--output_dir", "extended"])
-    told = run(["--resume_checkpoint", "latest", "--output_dir", "extended"]).out
+    told = run(["--resume_checkpoint", "latest", "--output_dir", "extended", *QUIET]).out
     assert "nothing to do" in told and checkpoints(tmp_path / "extended") == [3]
     run(["--resume_checkpoint", "latest", "--max_steps", 6, "--output_dir", "extended", *QUIET])
     assert read_log(tmp_path / "extended") == read_log(tmp_path / "unbroken")
