@@ -33,85 +33,85 @@
 //   7706         the loop over the steps
 //   7808         train: a whole run, from the first check to the exit code
 //   7865         samples, without a run
-//   8030    13. main: the command line, then a run or samples
-//   8358         what ranks must have in common
-//   8432         main
-//   8618  Part II. The device
-//   8621    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8705    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8775    16. The GPU: what all kernels share
-//   8844         Launches, which may overlap
-//   8890         Decisions: what kernels are chosen with
-//   8944         Single instructions: shared memory, mbarriers, clusters
-//   9038         Activations: pieces of 16 bytes
-//   9377         each_kernel: a thread for an element
-//   9391         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9559         Swizzle: how rows lie in shared memory
-//   9578         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9858         building blocks of Hopper's kernels (sm_90a)
-//  10167    17. Small operations: resampling, embeddings, diffusion
-//  10170         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10376         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10739         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11292    18. Group norm
-//  11295         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11852         groupnorm_backward_whole: an image's slab in shared memory
-//  12251    19. Attention
-//  12358         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12917         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13065         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13765    20. Convolution
-//  13811         ConvOut: results, 4 channels of a pixel at a time
-//  14058         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14126         conv_halo: 3x3, stride 1, any GPU
-//  14548         conv_gather: any kernel size and stride, any GPU
-//  14818         conv_few: the first and the last layer
-//  15000         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15609         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15735         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16224         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16682         conv_weight_tma: weight gradients (sm_90a)
-//  16992         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17304         FP8 in training: weights and gradients are rounded
-//  17419    21. The optimiser
-//  17422         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17683         muon: directions for matrices of weights
-//  18113    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18116         groupnorm_backward
-//  18284         attention: forward and, where a has dout, backward
-//  18348         convolution: forward and input gradient
-//  18861         convolution: weight gradients
-//  19243    23. The GPU: memory, copies, repeated work
-//  19473    24. Between ranks: from device to device
+//   8036    13. main: the command line, then a run or samples
+//   8364         what ranks must have in common
+//   8438         main
+//   8624  Part II. The device
+//   8627    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8711    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8781    16. The GPU: what all kernels share
+//   8850         Launches, which may overlap
+//   8896         Decisions: what kernels are chosen with
+//   8950         Single instructions: shared memory, mbarriers, clusters
+//   9044         Activations: pieces of 16 bytes
+//   9383         each_kernel: a thread for an element
+//   9397         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9565         Swizzle: how rows lie in shared memory
+//   9584         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9864         building blocks of Hopper's kernels (sm_90a)
+//  10173    17. Small operations: resampling, embeddings, diffusion
+//  10176         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10382         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10745         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11298    18. Group norm
+//  11301         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11858         groupnorm_backward_whole: an image's slab in shared memory
+//  12257    19. Attention
+//  12364         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12923         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13071         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13771    20. Convolution
+//  13817         ConvOut: results, 4 channels of a pixel at a time
+//  14064         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14132         conv_halo: 3x3, stride 1, any GPU
+//  14554         conv_gather: any kernel size and stride, any GPU
+//  14824         conv_few: the first and the last layer
+//  15006         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15615         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15741         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16230         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16688         conv_weight_tma: weight gradients (sm_90a)
+//  16998         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17310         FP8 in training: weights and gradients are rounded
+//  17425    21. The optimiser
+//  17428         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17689         muon: directions for matrices of weights
+//  18119    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18122         groupnorm_backward
+//  18290         attention: forward and, where a has dout, backward
+//  18354         convolution: forward and input gradient
+//  18867         convolution: weight gradients
+//  19249    23. The GPU: memory, copies, repeated work
+//  19479    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8614, run_program 8550, train 7814, run_step 7757, train_step 6498, load_batch 5493 (read_image 5064),
-//     send 19444 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19375):
-//     step_gradients 6350: draw_levels 10757 (the formulas: draw_level 3987), forward_and_loss 6270, q_sample_forward
-//     10971, unet_forward 3507, forward_layer 3492 (a function of the layer's kind, such as forward_conv 2521),
-//     loss_forward_backward 11089, unet_backward 3581, which calls such a function as backward_conv 2528 of each layer
-//     (input gradients: conv_backward_input 18826) and, by launch_waiting 3543 on the side stream,
-//     conv_backward_weights 19236; finish_gradients 12201 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17474;
-//     judge_step 17522 (the verdict: judge_batch 6001), update_slice 6461, adamw_update 17654 (adamw_kernel 17599),
-//     next_step 17528, record_step 17534; later collect_steps 7710
+//     main 8620, run_program 8556, train 7814, run_step 7757, train_step 6498, load_batch 5493 (read_image 5064),
+//     send 19450 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19381):
+//     step_gradients 6350: draw_levels 10763 (the formulas: draw_level 3987), forward_and_loss 6270, q_sample_forward
+//     10977, unet_forward 3507, forward_layer 3492 (a function of the layer's kind, such as forward_conv 2521),
+//     loss_forward_backward 11095, unet_backward 3581, which calls such a function as backward_conv 2528 of each layer
+//     (input gradients: conv_backward_input 18832) and, by launch_waiting 3543 on the side stream,
+//     conv_backward_weights 19242; finish_gradients 12207 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17480;
+//     judge_step 17528 (the verdict: judge_batch 6001), update_slice 6461, adamw_update 17660 (adamw_kernel 17605),
+//     next_step 17534, record_step 17540; later collect_steps 7710
 //   --optimizer muon: muon_updates 6113 says which weights; update_slice 6461, update_by_muon 6452 (with the formulas),
-//     muon_momentum 17725, orthogonalise 18090 (with muon_kernel above it), adamw_kernel 17599 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11163): sample_batch 4884, plan_route 4633,
+//     muon_momentum 17731, orthogonalise 18096 (with muon_kernel above it), adamw_kernel 17605 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11169): sample_batch 4884, plan_route 4633,
 //     device_step 4681, euler_step 4425 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18709 draws all of its roads):
-//     forward_conv 2521; conv_forward 18749, with conv_product above it, which asks conv_is_wgmma 18356;
-//     on Hopper, large images: pick_conv_tiles_3x3 18656; conv_tiles 16209, with conv_tiles_kernel above it;
-//     Accumulators 10083 (its function multiply); Wgmma 9645;
-//     on Hopper, small images: pick_conv_small 18509; conv_small 16668, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9645;
-//     on any other GPU pick_conv_halo_bf16 18423; conv_halo 14535, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9444
+//   a convolution, to the tensor cores (a table above conv_product 18715 draws all of its roads):
+//     forward_conv 2521; conv_forward 18755, with conv_product above it, which asks conv_is_wgmma 18362;
+//     on Hopper, large images: pick_conv_tiles_3x3 18662; conv_tiles 16215, with conv_tiles_kernel above it;
+//     Accumulators 10089 (its function multiply); Wgmma 9651;
+//     on Hopper, small images: pick_conv_small 18515; conv_small 16674, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9651;
+//     on any other GPU pick_conv_halo_bf16 18429; conv_halo 14541, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9450
 //   why several GPUs compute the bits of one: step_gradients 6350
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 424, Silu 8668, with_nonlinearity 8678 (a case);
-//     BEHIND_NORMS, above add_norm 2751, chooses it. The embedding has SiLU as a layer: silu_forward 10657
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 424, Silu 8674, with_nonlinearity 8684 (a case);
+//     BEHIND_NORMS, above add_norm 2751, chooses it. The embedding has SiLU as a layer: silu_forward 10663
 //   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3844
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 546, and beside each other edm_question
 //     3680, ask 3715, frame_of 3728, sigma_draws 3735, has_steps_of_t 3742; the head of their section lists the changes
@@ -119,17 +119,17 @@
 //     with what follows it; a function such as add_resblock 2803 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 318, with a list of all places above it: element_named 1401,
-//     forward_and_loss 6270, ElementOf 8639, with_act 8908 (act_has_wgmma below it), unpack_bf16 9052 and all below it
-//     to load_two 9116, mma 9444, tma_type 9812, adamw_kernel 17599 (adamw_update below it), conv_product 18709
-//   the settings, to their values: parse_command_line 1594, take_aliases 1622, complete_config 8530
-//     (apply_preset 1511, take_model_file 8184, take_ect_defaults 8214), take_data_shape 8261 (take_labels 8242),
+//     forward_and_loss 6270, ElementOf 8645, with_act 8914 (act_has_wgmma below it), unpack_bf16 9058 and all below it
+//     to load_two 9122, mma 9450, tma_type 9818, adamw_kernel 17605 (adamw_update below it), conv_product 18715
+//   the settings, to their values: parse_command_line 1594, take_aliases 1622, complete_config 8536
+//     (apply_preset 1511, take_model_file 8190, take_ect_defaults 8220), take_data_shape 8267 (take_labels 8248),
 //     check_model 1890, check_run 2035
 //   FP8 (--precision fp8): choose_fp8 3002 chooses the convolutions, and above it stands a table of what is rounded,
 //     by which factor, and where. plan_fp8 3077 and plan_fp8_gradients 3092 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3137 for samples, make_fp8_training 3180 for training; add_fp8_args 2285
 //     hands them to the layers. forward_conv 2521, backward_conv 2528 and weight_work 2258 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18811 makes an input gradient a forward convolution; conv_product_fp8 18742 picks the
-//     kernel, multiply_fp8 10117 and WgmmaFp8 9688 multiply; weight gradients: conv_weight_fp8_kernel 17251;
+//     conv_backward_input_fp8 18817 makes an input gradient a forward convolution; conv_product_fp8 18748 picks the
+//     kernel, multiply_fp8 10123 and WgmmaFp8 9694 multiply; weight gradients: conv_weight_fp8_kernel 17257;
 //     print_fp8 7487 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
@@ -138,7 +138,7 @@
 //     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7011. Its
 //     reasons are found in judge_batch 6001, by healthy and suspicious above it. For a damaged header they stand in
 //     check_field 5723 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
-//     5112, for a checkpoint's counters in check_resume 8318. unknown_word 1387 prints the message for a word of a flag
+//     5112, for a checkpoint's counters in check_resume 8324. unknown_word 1387 prints the message for a word of a flag
 //     that some place does not know. Such a place calls it itself or through meaning 1393.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
 //     report_bad_step 7260 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
@@ -6685,9 +6685,9 @@ void LogSummary::add(const std::string& row) {
     if (logged >= seconds && logged < BIG) seconds = logged;
     else if (ms > 0 && ms < BIG) seconds += ms / 1000;
 
-    // The run's guard judged the step by the same rule. So is_skipped is true if the run skipped the step. But a resumed
-    // run may have started its guard anew (start_guard_anew), which a row does not say, either. This is assumed after
-    // so many bad rows that the run would have ended (--max_bad_steps is 10, if the user does not set it).
+    // The run's guard judged the step by the same rule. So is_skipped is true if the run skipped the step. But a
+    // resumed run may have started its guard anew (start_guard_anew), which a row does not say, either. This is assumed
+    // after so many bad rows that the run would have ended (--max_bad_steps is 10, if the user does not set it).
     if (skipped == 10) guard = Guard{};
     const bool is_skipped = !healthy(&guard, loss, values[COLUMN_GRAD_NORM]);
     skipped = is_skipped ? skipped + 1 : 0;
@@ -8022,7 +8022,13 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     // An evaluation is one call of the network for an image. From plan.begin on, plan.steps contains one entry for each
     // evaluation. A step of heun is two entries, except a step to noise 0, which is one entry.
     const int evaluations = (int)(sampler.plan.steps.size() - sampler.plan.begin);
-    printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, c.sampler.c_str(),
+    // The user may not have set churn and guidance, but a preset. And --sampler alone leaves the preset's out.
+    std::string how = c.sampler;
+    if (c.can_churn() && c.S_churn > 0) how += text(", churn %g", c.S_churn);
+    if (c.guided()) how += text(", guidance %g", c.guidance_scale);
+    const bool has_interval = c.guidance_min > 0 || c.guidance_max < BIG;
+    if (c.guided() && has_interval) how += text(" where sigma is %g to %g", c.guidance_min, c.guidance_max);
+    printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, how.c_str(),
            evaluations, seconds, c.sample / seconds, c.output.c_str());
 }
 
@@ -8318,8 +8324,8 @@ static std::string resume_path(const Config& c, const Folder& output) {
 static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) {
     const StepState s = m.state();
     const Guard& g = s.guard;
-    // Every step was either an update or skipped. The guard's n is the number of updates that it has seen: all, or those
-    // since it was started anew (start_guard_anew).
+    // Every step was either an update or skipped. The guard's n is the number of updates that it has seen: all updates,
+    // or those since it was started anew (start_guard_anew).
     const int most_steps = std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]);
     const bool steps_add_up = s.step <= most_steps && s.updates >= 0 && s.updates + s.bad_total == s.step;
     const bool skips_fit = s.bad_in_row >= 0 && s.bad_in_row <= s.bad_total;
