@@ -18,100 +18,100 @@
 //   3917         the level of a training sample, drawn, and its share of the loss
 //   4394         samplers
 //   4975     9. Data: .bin files that may be larger than memory, the order of their images
-//   5540    10. Model files: weights and checkpoints, initial weights
-//   5914    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5933         the learning rate, the verdict on a step, averages of the weights
-//   6028         what a trainer holds
-//   6207         a step
-//   6571    12. A run: log, guard, checkpoints, resume, samples
-//   6597         the log in memory, as the page shows it
-//   6715         what a run holds
-//   6801         the log and the status line
-//   6993         checkpoints, snapshots and grids
-//   7272         the start of a run: new, from a file's weights, or resumed
-//   7541         how a run begins and ends
-//   7706         the loop over the steps
-//   7808         train: a whole run, from the first check to the exit code
-//   7865         samples, without a run
-//   8036    13. main: the command line, then a run or samples
-//   8364         what ranks must have in common
-//   8438         main
-//   8624  Part II. The device
-//   8627    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8711    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8781    16. The GPU: what all kernels share
-//   8850         Launches, which may overlap
-//   8896         Decisions: what kernels are chosen with
-//   8950         Single instructions: shared memory, mbarriers, clusters
-//   9044         Activations: pieces of 16 bytes
-//   9383         each_kernel: a thread for an element
-//   9397         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9565         Swizzle: how rows lie in shared memory
-//   9584         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9864         building blocks of Hopper's kernels (sm_90a)
-//  10173    17. Small operations: resampling, embeddings, diffusion
-//  10176         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10382         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10745         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11298    18. Group norm
-//  11301         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11858         groupnorm_backward_whole: an image's slab in shared memory
-//  12257    19. Attention
-//  12364         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12923         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13071         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13771    20. Convolution
-//  13817         ConvOut: results, 4 channels of a pixel at a time
-//  14064         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14132         conv_halo: 3x3, stride 1, any GPU
-//  14554         conv_gather: any kernel size and stride, any GPU
-//  14824         conv_few: the first and the last layer
-//  15006         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15615         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15741         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16230         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16688         conv_weight_tma: weight gradients (sm_90a)
-//  16998         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17310         FP8 in training: weights and gradients are rounded
-//  17425    21. The optimiser
-//  17428         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17689         muon: directions for matrices of weights
-//  18119    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18122         groupnorm_backward
-//  18290         attention: forward and, where a has dout, backward
-//  18354         convolution: forward and input gradient
-//  18867         convolution: weight gradients
-//  19249    23. The GPU: memory, copies, repeated work
-//  19479    24. Between ranks: from device to device
+//   5548    10. Model files: weights and checkpoints, initial weights
+//   5922    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5941         the learning rate, the verdict on a step, averages of the weights
+//   6036         what a trainer holds
+//   6215         a step
+//   6579    12. A run: log, guard, checkpoints, resume, samples
+//   6605         the log in memory, as the page shows it
+//   6723         what a run holds
+//   6809         the log and the status line
+//   7001         checkpoints, snapshots and grids
+//   7280         the start of a run: new, from a file's weights, or resumed
+//   7549         how a run begins and ends
+//   7714         the loop over the steps
+//   7816         train: a whole run, from the first check to the exit code
+//   7873         samples, without a run
+//   8044    13. main: the command line, then a run or samples
+//   8372         what ranks must have in common
+//   8446         main
+//   8632  Part II. The device
+//   8635    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8719    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8789    16. The GPU: what all kernels share
+//   8858         Launches, which may overlap
+//   8904         Decisions: what kernels are chosen with
+//   8958         Single instructions: shared memory, mbarriers, clusters
+//   9052         Activations: pieces of 16 bytes
+//   9391         each_kernel: a thread for an element
+//   9405         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9573         Swizzle: how rows lie in shared memory
+//   9592         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9872         building blocks of Hopper's kernels (sm_90a)
+//  10181    17. Small operations: resampling, embeddings, diffusion
+//  10184         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10390         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10753         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11306    18. Group norm
+//  11309         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11866         groupnorm_backward_whole: an image's slab in shared memory
+//  12265    19. Attention
+//  12372         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12931         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13079         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13779    20. Convolution
+//  13825         ConvOut: results, 4 channels of a pixel at a time
+//  14072         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14140         conv_halo: 3x3, stride 1, any GPU
+//  14562         conv_gather: any kernel size and stride, any GPU
+//  14832         conv_few: the first and the last layer
+//  15014         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15623         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15749         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16238         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16696         conv_weight_tma: weight gradients (sm_90a)
+//  17006         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17318         FP8 in training: weights and gradients are rounded
+//  17433    21. The optimiser
+//  17436         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17697         muon: directions for matrices of weights
+//  18127    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18130         groupnorm_backward
+//  18298         attention: forward and, where a has dout, backward
+//  18362         convolution: forward and input gradient
+//  18875         convolution: weight gradients
+//  19257    23. The GPU: memory, copies, repeated work
+//  19487    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8620, run_program 8556, train 7814, run_step 7757, train_step 6498, load_batch 5493 (read_image 5064),
-//     send 19450 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19381):
-//     step_gradients 6350: draw_levels 10763 (the formulas: draw_level 3987), forward_and_loss 6270, q_sample_forward
-//     10977, unet_forward 3507, forward_layer 3492 (a function of the layer's kind, such as forward_conv 2521),
-//     loss_forward_backward 11095, unet_backward 3581, which calls such a function as backward_conv 2528 of each layer
-//     (input gradients: conv_backward_input 18832) and, by launch_waiting 3543 on the side stream,
-//     conv_backward_weights 19242; finish_gradients 12207 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17480;
-//     judge_step 17528 (the verdict: judge_batch 6001), update_slice 6461, adamw_update 17660 (adamw_kernel 17605),
-//     next_step 17534, record_step 17540; later collect_steps 7710
-//   --optimizer muon: muon_updates 6113 says which weights; update_slice 6461, update_by_muon 6452 (with the formulas),
-//     muon_momentum 17731, orthogonalise 18096 (with muon_kernel above it), adamw_kernel 17605 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11169): sample_batch 4884, plan_route 4633,
+//     main 8628, run_program 8564, train 7822, run_step 7765, train_step 6506, load_batch 5501 (read_image 5064),
+//     send 19458 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19389):
+//     step_gradients 6358: draw_levels 10771 (the formulas: draw_level 3987), forward_and_loss 6278, q_sample_forward
+//     10985, unet_forward 3507, forward_layer 3492 (a function of the layer's kind, such as forward_conv 2521),
+//     loss_forward_backward 11103, unet_backward 3581, which calls such a function as backward_conv 2528 of each layer
+//     (input gradients: conv_backward_input 18840) and, by launch_waiting 3543 on the side stream,
+//     conv_backward_weights 19250; finish_gradients 12215 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17488;
+//     judge_step 17536 (the verdict: judge_batch 6009), update_slice 6469, adamw_update 17668 (adamw_kernel 17613),
+//     next_step 17542, record_step 17548; later collect_steps 7718
+//   --optimizer muon: muon_updates 6121 says which weights; update_slice 6469, update_by_muon 6460 (with the formulas),
+//     muon_momentum 17739, orthogonalise 18104 (with muon_kernel above it), adamw_kernel 17613 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11177): sample_batch 4884, plan_route 4633,
 //     device_step 4681, euler_step 4425 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18715 draws all of its roads):
-//     forward_conv 2521; conv_forward 18755, with conv_product above it, which asks conv_is_wgmma 18362;
-//     on Hopper, large images: pick_conv_tiles_3x3 18662; conv_tiles 16215, with conv_tiles_kernel above it;
-//     Accumulators 10089 (its function multiply); Wgmma 9651;
-//     on Hopper, small images: pick_conv_small 18515; conv_small 16674, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9651;
-//     on any other GPU pick_conv_halo_bf16 18429; conv_halo 14541, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9450
-//   why several GPUs compute the bits of one: step_gradients 6350
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 424, Silu 8674, with_nonlinearity 8684 (a case);
-//     BEHIND_NORMS, above add_norm 2751, chooses it. The embedding has SiLU as a layer: silu_forward 10663
+//   a convolution, to the tensor cores (a table above conv_product 18723 draws all of its roads):
+//     forward_conv 2521; conv_forward 18763, with conv_product above it, which asks conv_is_wgmma 18370;
+//     on Hopper, large images: pick_conv_tiles_3x3 18670; conv_tiles 16223, with conv_tiles_kernel above it;
+//     Accumulators 10097 (its function multiply); Wgmma 9659;
+//     on Hopper, small images: pick_conv_small 18523; conv_small 16682, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9659;
+//     on any other GPU pick_conv_halo_bf16 18437; conv_halo 14549, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9458
+//   why several GPUs compute the bits of one: step_gradients 6358
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 424, Silu 8682, with_nonlinearity 8692 (a case);
+//     BEHIND_NORMS, above add_norm 2751, chooses it. The embedding has SiLU as a layer: silu_forward 10671
 //   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3844
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 546, and beside each other edm_question
 //     3680, ask 3715, frame_of 3728, sigma_draws 3735, has_steps_of_t 3742; the head of their section lists the changes
@@ -119,31 +119,31 @@
 //     with what follows it; a function such as add_resblock 2803 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 318, with a list of all places above it: element_named 1401,
-//     forward_and_loss 6270, ElementOf 8645, with_act 8914 (act_has_wgmma below it), unpack_bf16 9058 and all below it
-//     to load_two 9122, mma 9450, tma_type 9818, adamw_kernel 17605 (adamw_update below it), conv_product 18715
-//   the settings, to their values: parse_command_line 1594, take_aliases 1622, complete_config 8536
-//     (apply_preset 1511, take_model_file 8190, take_ect_defaults 8220), take_data_shape 8267 (take_labels 8248),
+//     forward_and_loss 6278, ElementOf 8653, with_act 8922 (act_has_wgmma below it), unpack_bf16 9066 and all below it
+//     to load_two 9130, mma 9458, tma_type 9826, adamw_kernel 17613 (adamw_update below it), conv_product 18723
+//   the settings, to their values: parse_command_line 1594, take_aliases 1622, complete_config 8544
+//     (apply_preset 1511, take_model_file 8198, take_ect_defaults 8228), take_data_shape 8275 (take_labels 8256),
 //     check_model 1890, check_run 2035
 //   FP8 (--precision fp8): choose_fp8 3002 chooses the convolutions, and above it stands a table of what is rounded,
 //     by which factor, and where. plan_fp8 3077 and plan_fp8_gradients 3092 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3137 for samples, make_fp8_training 3180 for training; add_fp8_args 2285
 //     hands them to the layers. forward_conv 2521, backward_conv 2528 and weight_work 2258 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18817 makes an input gradient a forward convolution; conv_product_fp8 18748 picks the
-//     kernel, multiply_fp8 10123 and WgmmaFp8 9694 multiply; weight gradients: conv_weight_fp8_kernel 17257;
-//     print_fp8 7487 says whether it pays
+//     conv_backward_input_fp8 18825 makes an input gradient a forward convolution; conv_product_fp8 18756 picks the
+//     kernel, multiply_fp8 10131 and WgmmaFp8 9702 multiply; weight gradients: conv_weight_fp8_kernel 17265;
+//     print_fp8 7495 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
 //     die, refuse or must (host/files.h), of wrong 1477 (a flag's value), or of a function beside it whose name ends in
 //     _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7011. Its
-//     reasons are found in judge_batch 6001, by healthy and suspicious above it. For a damaged header they stand in
-//     check_field 5723 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
-//     5112, for a checkpoint's counters in check_resume 8324. unknown_word 1387 prints the message for a word of a flag
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7019. Its
+//     reasons are found in judge_batch 6009, by healthy and suspicious above it. For a damaged header they stand in
+//     check_field 5731 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
+//     5112, for a checkpoint's counters in check_resume 8332. unknown_word 1387 prints the message for a word of a flag
 //     that some place does not know. Such a place calls it itself or through meaning 1393.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7260 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 7037 that a file could not be written yet.
-//     stop_run 7011 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7268 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 7045 that a file could not be written yet.
+//     stop_run 7019 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -5245,18 +5245,25 @@ static bool is_up_to_date(const std::string& path, const Config& c, int64_t chan
     return fits && changed <= nanoseconds(st.st_mtim);
 }
 
-// Returns the words of the command that makes a data file of the pictures in --data_dir.
-static std::vector<std::string> prepare_command(const Config& c, const std::string& program, const std::string& file) {
+// Returns the words of the command that makes a data file of the pictures in --data_dir. tools: the folder that
+// prepare_data.py lies in, with a slash at its end; "": the current folder. If this folder has a virtual environment
+// (.venv, which `make python` makes), its Python is used, because it has the packages that prepare_data.py needs.
+static std::vector<std::string> prepare_command(const Config& c, const std::string& tools, const std::string& file) {
+    const std::string own_python = tools + ".venv/bin/python";
+    const std::string python = exists(own_python) ? own_python : "python3";
     const std::string size = size_text(c.H, c.W);
     const std::string channels = std::to_string(c.in_channels);
-    return {"python3",      program, "--data_dir", c.data_dir, "--output_name", file, //
-            "--image_size", size,    "--channels", channels};
+    return {python,          tools + "prepare_data.py",
+            "--data_dir",    c.data_dir,
+            "--output_name", file,
+            "--image_size",  size,
+            "--channels",    channels};
 }
 
 // Returns the command of prepare_command as one line that a user can type.
 static std::string prepare_command_line(const Config& c, const std::string& file) {
     std::string line;
-    for (const std::string& word : prepare_command(c, "prepare_data.py", file)) line += " " + word;
+    for (const std::string& word : prepare_command(c, "", file)) line += " " + word;
     return "`" + line.substr(1) + "`";
 }
 
@@ -5277,10 +5284,11 @@ static void prepare_folder(const Config& c, const std::string& file) {
     // prepare_data.py lies beside this program.
     std::error_code none;
     const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", none);
-    const std::string program = (self.parent_path() / "prepare_data.py").string();
+    const std::string tools = self.parent_path().string() + "/";
+    const std::string program = tools + "prepare_data.py";
     const std::string by_hand = prepare_command_line(c, file);
     must(exists(program), flag, program + " is not there, which prepares it; run " + by_hand + " where it is");
-    const int code = run_child(prepare_command(c, program, file));
+    const int code = run_child(prepare_command(c, tools, file));
     must(code != CANT_RUN, flag,
          "there is no python3 in PATH, which prepares it; run " + by_hand + " where there is one");
     must(code == 0, flag, "was not prepared, for the reason above; once that is mended, run this again, or " + by_hand);

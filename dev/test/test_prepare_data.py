@@ -844,6 +844,14 @@ def test_train_unet_asks_for_the_size_of_the_model(trainer: Trainer, tmp_path: P
     assert f"preset {'quick64' if BUILD == 'cuda' else 'emoji64'}: " in told and "model: 64x64x3" in told
 
 
+def test_train_unet_prefers_the_python_beside_it(trainer: Trainer, tmp_path: Path) -> None:
+    """What `make python` has set up, or the command that names a missing package, also helps a program that is started without it."""
+    save_pets(tmp_path)
+    (tmp_path / "tools/.venv/bin").mkdir(parents=True)
+    (tmp_path / "tools/python3").rename(tmp_path / "tools/.venv/bin/python")
+    assert "prepared from" in trainer.train(*PETS).stdout and trainer.prepared() == 1
+
+
 def test_train_unet_passes_on_what_is_wrong_with_pictures(trainer: Trainer, tmp_path: Path) -> None:
     save_pets(tmp_path)
     (tmp_path / "pets/cat/bad.png").write_bytes(b"no picture")
