@@ -17,101 +17,101 @@
 //   3614     8. Diffusion: noise schedules, objectives, samplers
 //   3917         the level of a training sample, drawn, and its share of the loss
 //   4394         samplers
-//   4975     9. Data: .bin files that may be larger than memory, the order of their images
-//   5548    10. Model files: weights and checkpoints, initial weights
-//   5922    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5941         the learning rate, the verdict on a step, averages of the weights
-//   6036         what a trainer holds
-//   6215         a step
-//   6579    12. A run: log, guard, checkpoints, resume, samples
-//   6605         the log in memory, as the page shows it
-//   6723         what a run holds
-//   6809         the log and the status line
-//   7001         checkpoints, snapshots and grids
-//   7280         the start of a run: new, from a file's weights, or resumed
-//   7549         how a run begins and ends
-//   7714         the loop over the steps
-//   7816         train: a whole run, from the first check to the exit code
-//   7873         samples, without a run
-//   8044    13. main: the command line, then a run or samples
-//   8372         what ranks must have in common
-//   8446         main
-//   8632  Part II. The device
-//   8635    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8719    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8789    16. The GPU: what all kernels share
-//   8858         Launches, which may overlap
-//   8904         Decisions: what kernels are chosen with
-//   8958         Single instructions: shared memory, mbarriers, clusters
-//   9052         Activations: pieces of 16 bytes
-//   9391         each_kernel: a thread for an element
-//   9405         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9573         Swizzle: how rows lie in shared memory
-//   9592         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9872         building blocks of Hopper's kernels (sm_90a)
-//  10181    17. Small operations: resampling, embeddings, diffusion
-//  10184         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10390         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10753         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11306    18. Group norm
-//  11309         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11866         groupnorm_backward_whole: an image's slab in shared memory
-//  12265    19. Attention
-//  12372         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12931         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13079         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13779    20. Convolution
-//  13825         ConvOut: results, 4 channels of a pixel at a time
-//  14072         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14140         conv_halo: 3x3, stride 1, any GPU
-//  14562         conv_gather: any kernel size and stride, any GPU
-//  14832         conv_few: the first and the last layer
-//  15014         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15623         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15749         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16238         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16696         conv_weight_tma: weight gradients (sm_90a)
-//  17006         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17318         FP8 in training: weights and gradients are rounded
-//  17433    21. The optimiser
-//  17436         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17697         muon: directions for matrices of weights
-//  18127    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18130         groupnorm_backward
-//  18298         attention: forward and, where a has dout, backward
-//  18362         convolution: forward and input gradient
-//  18875         convolution: weight gradients
-//  19257    23. The GPU: memory, copies, repeated work
-//  19487    24. Between ranks: from device to device
+//   4976     9. Data: .bin files that may be larger than memory, the order of their images
+//   5549    10. Model files: weights and checkpoints, initial weights
+//   5923    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5942         the learning rate, the verdict on a step, averages of the weights
+//   6037         what a trainer holds
+//   6216         a step
+//   6580    12. A run: log, guard, checkpoints, resume, samples
+//   6606         the log in memory, as the page shows it
+//   6724         what a run holds
+//   6810         the log and the status line
+//   7002         checkpoints, snapshots and grids
+//   7281         the start of a run: new, from a file's weights, or resumed
+//   7550         how a run begins and ends
+//   7715         the loop over the steps
+//   7817         train: a whole run, from the first check to the exit code
+//   7874         samples, without a run
+//   8046    13. main: the command line, then a run or samples
+//   8374         what ranks must have in common
+//   8448         main
+//   8634  Part II. The device
+//   8637    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8721    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8791    16. The GPU: what all kernels share
+//   8860         Launches, which may overlap
+//   8906         Decisions: what kernels are chosen with
+//   8960         Single instructions: shared memory, mbarriers, clusters
+//   9054         Activations: pieces of 16 bytes
+//   9393         each_kernel: a thread for an element
+//   9407         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9575         Swizzle: how rows lie in shared memory
+//   9594         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9874         building blocks of Hopper's kernels (sm_90a)
+//  10183    17. Small operations: resampling, embeddings, diffusion
+//  10186         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10392         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10755         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11308    18. Group norm
+//  11311         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11868         groupnorm_backward_whole: an image's slab in shared memory
+//  12268    19. Attention
+//  12375         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12934         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13082         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13782    20. Convolution
+//  13828         ConvOut: results, 4 channels of a pixel at a time
+//  14075         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14143         conv_halo: 3x3, stride 1, any GPU
+//  14565         conv_gather: any kernel size and stride, any GPU
+//  14835         conv_few: the first and the last layer
+//  15017         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15626         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15752         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16241         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16699         conv_weight_tma: weight gradients (sm_90a)
+//  17009         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17321         FP8 in training: weights and gradients are rounded
+//  17436    21. The optimiser
+//  17439         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17700         muon: directions for matrices of weights
+//  18131    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18134         groupnorm_backward
+//  18302         attention: forward and, where a has dout, backward
+//  18366         convolution: forward and input gradient
+//  18879         convolution: weight gradients
+//  19261    23. The GPU: memory, copies, repeated work
+//  19491    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8628, run_program 8564, train 7822, run_step 7765, train_step 6506, load_batch 5501 (read_image 5064),
-//     send 19458 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19389):
-//     step_gradients 6358: draw_levels 10771 (the formulas: draw_level 3987), forward_and_loss 6278, q_sample_forward
-//     10985, unet_forward 3507, forward_layer 3492 (a function of the layer's kind, such as forward_conv 2521),
-//     loss_forward_backward 11103, unet_backward 3581, which calls such a function as backward_conv 2528 of each layer
-//     (input gradients: conv_backward_input 18840) and, by launch_waiting 3543 on the side stream,
-//     conv_backward_weights 19250; finish_gradients 12215 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17488;
-//     judge_step 17536 (the verdict: judge_batch 6009), update_slice 6469, adamw_update 17668 (adamw_kernel 17613),
-//     next_step 17542, record_step 17548; later collect_steps 7718
-//   --optimizer muon: muon_updates 6121 says which weights; update_slice 6469, update_by_muon 6460 (with the formulas),
-//     muon_momentum 17739, orthogonalise 18104 (with muon_kernel above it), adamw_kernel 17613 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11177): sample_batch 4884, plan_route 4633,
+//     main 8630, run_program 8566, train 7823, run_step 7766, train_step 6507, load_batch 5502 (read_image 5065),
+//     send 19462 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19393):
+//     step_gradients 6359: draw_levels 10773 (the formulas: draw_level 3987), forward_and_loss 6279, q_sample_forward
+//     10987, unet_forward 3507, forward_layer 3492 (a function of the layer's kind, such as forward_conv 2521),
+//     loss_forward_backward 11105, unet_backward 3581, which calls such a function as backward_conv 2528 of each layer
+//     (input gradients: conv_backward_input 18844) and, by launch_waiting 3543 on the side stream,
+//     conv_backward_weights 19254; finish_gradients 12218 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17491;
+//     judge_step 17539 (the verdict: judge_batch 6010), update_slice 6470, adamw_update 17671 (adamw_kernel 17616),
+//     next_step 17545, record_step 17551; later collect_steps 7719
+//   --optimizer muon: muon_updates 6122 says which weights; update_slice 6470, update_by_muon 6461 (with the formulas),
+//     muon_momentum 17742, orthogonalise 18108 (with muon_kernel above it), adamw_kernel 17616 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11179): sample_batch 4885, plan_route 4633,
 //     device_step 4681, euler_step 4425 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18723 draws all of its roads):
-//     forward_conv 2521; conv_forward 18763, with conv_product above it, which asks conv_is_wgmma 18370;
-//     on Hopper, large images: pick_conv_tiles_3x3 18670; conv_tiles 16223, with conv_tiles_kernel above it;
-//     Accumulators 10097 (its function multiply); Wgmma 9659;
-//     on Hopper, small images: pick_conv_small 18523; conv_small 16682, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9659;
-//     on any other GPU pick_conv_halo_bf16 18437; conv_halo 14549, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9458
-//   why several GPUs compute the bits of one: step_gradients 6358
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 424, Silu 8682, with_nonlinearity 8692 (a case);
-//     BEHIND_NORMS, above add_norm 2751, chooses it. The embedding has SiLU as a layer: silu_forward 10671
+//   a convolution, to the tensor cores (a table above conv_product 18727 draws all of its roads):
+//     forward_conv 2521; conv_forward 18767, with conv_product above it, which asks conv_is_wgmma 18374;
+//     on Hopper, large images: pick_conv_tiles_3x3 18674; conv_tiles 16226, with conv_tiles_kernel above it;
+//     Accumulators 10099 (its function multiply); Wgmma 9661;
+//     on Hopper, small images: pick_conv_small 18527; conv_small 16685, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9661;
+//     on any other GPU pick_conv_halo_bf16 18441; conv_halo 14552, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9460
+//   why several GPUs compute the bits of one: step_gradients 6359
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 424, Silu 8684, with_nonlinearity 8694 (a case);
+//     BEHIND_NORMS, above add_norm 2751, chooses it. The embedding has SiLU as a layer: silu_forward 10673
 //   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3844
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 546, and beside each other edm_question
 //     3680, ask 3715, frame_of 3728, sigma_draws 3735, has_steps_of_t 3742; the head of their section lists the changes
@@ -119,31 +119,31 @@
 //     with what follows it; a function such as add_resblock 2803 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 318, with a list of all places above it: element_named 1401,
-//     forward_and_loss 6278, ElementOf 8653, with_act 8922 (act_has_wgmma below it), unpack_bf16 9066 and all below it
-//     to load_two 9130, mma 9458, tma_type 9826, adamw_kernel 17613 (adamw_update below it), conv_product 18723
-//   the settings, to their values: parse_command_line 1594, take_aliases 1622, complete_config 8544
-//     (apply_preset 1511, take_model_file 8198, take_ect_defaults 8228), take_data_shape 8275 (take_labels 8256),
+//     forward_and_loss 6279, ElementOf 8655, with_act 8924 (act_has_wgmma below it), unpack_bf16 9068 and all below it
+//     to load_two 9132, mma 9460, tma_type 9828, adamw_kernel 17616 (adamw_update below it), conv_product 18727
+//   the settings, to their values: parse_command_line 1594, take_aliases 1622, complete_config 8546
+//     (apply_preset 1511, take_model_file 8200, take_ect_defaults 8230), take_data_shape 8277 (take_labels 8258),
 //     check_model 1890, check_run 2035
 //   FP8 (--precision fp8): choose_fp8 3002 chooses the convolutions, and above it stands a table of what is rounded,
 //     by which factor, and where. plan_fp8 3077 and plan_fp8_gradients 3092 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3137 for samples, make_fp8_training 3180 for training; add_fp8_args 2285
 //     hands them to the layers. forward_conv 2521, backward_conv 2528 and weight_work 2258 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18825 makes an input gradient a forward convolution; conv_product_fp8 18756 picks the
-//     kernel, multiply_fp8 10131 and WgmmaFp8 9702 multiply; weight gradients: conv_weight_fp8_kernel 17265;
-//     print_fp8 7495 says whether it pays
+//     conv_backward_input_fp8 18829 makes an input gradient a forward convolution; conv_product_fp8 18760 picks the
+//     kernel, multiply_fp8 10133 and WgmmaFp8 9704 multiply; weight gradients: conv_weight_fp8_kernel 17268;
+//     print_fp8 7496 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
 //     die, refuse or must (host/files.h), of wrong 1477 (a flag's value), or of a function beside it whose name ends in
 //     _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7019. Its
-//     reasons are found in judge_batch 6009, by healthy and suspicious above it. For a damaged header they stand in
-//     check_field 5731 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
-//     5112, for a checkpoint's counters in check_resume 8332. unknown_word 1387 prints the message for a word of a flag
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7020. Its
+//     reasons are found in judge_batch 6010, by healthy and suspicious above it. For a damaged header they stand in
+//     check_field 5732 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
+//     5113, for a checkpoint's counters in check_resume 8334. unknown_word 1387 prints the message for a word of a flag
 //     that some place does not know. Such a place calls it itself or through meaning 1393.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7268 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 7045 that a file could not be written yet.
-//     stop_run 7019 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7269 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 7046 that a file could not be written yet.
+//     stop_run 7020 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -1036,7 +1036,7 @@ static void record_step(StepState* records, const StepState* state, int count);
 
 // How many bytes of memory operations need beside their arrays (0 on a CPU).
 static size_t conv_workspace(ConvShape s);           // for the weight gradient
-static size_t conv_detour_bytes(const ConvShape& s); // for what the forward pass or input gradient materialises
+static size_t conv_detour_bytes(const ConvShape& s); // for a copy of its input or output (see conv_without_detour)
 static size_t groupnorm_backward_workspace(const NormShape& s);
 static size_t norm_sums_bytes(const NormShape& s); // for sums that are kept until finish_gradients
 static size_t attention_backward_workspace(int B, int T, int C, int heads);
@@ -1354,8 +1354,8 @@ struct Config {
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
 };
 
-// From how many images on take_number_of_images acts. Runs with 2,026 and with 10,000 images were compared. Where the
-// best limit lies between these two numbers is not known.
+// From this many images on, --min_snr_gamma becomes 5 (take_number_of_images). Runs with 2,026 and with 10,000 images
+// were compared. Where the best limit lies between these two numbers is not known.
 constexpr int64_t MANY_IMAGES = 5000;
 constexpr int MORE_EMAS = 7; // how many averages of the weights there may be at most, besides the first one
 // --objective ect: the largest q^a that is allowed (q and a: see Tuning). The gap between the sigmas of student and
@@ -4791,7 +4791,8 @@ static Sampler make_sampler(const Config& c, int B) {
     if (c.cond_channels > 0) s.cond = device_alloc<float>((size_t)B * c.H * c.W * c.cond_channels);
     if (world.size > 1) s.all = device_alloc<float>(world.size * B * n);
     // --dynamic_threshold q: x0 is limited to the ceil(q n)-th smallest |x0| of an image's n values, or to 1 if 1 is
-    // larger. denoising.rank is the place of that |x0| in ascending order, counted from 0: ceil(q n) - 1.
+    // larger. denoising.rank is the place of that |x0| in ascending order, counted from 0: ceil(q n) - 1. Without the
+    // flag, q is 0 and the rank is -1.
     const int rank = (int)std::ceil(c.dynamic_threshold * (double)n) - 1;
     bool remembers = false; // whether some step writes m
     for (const SamplerStep& step : s.plan.steps) remembers = remembers || step.m_x != 0 || step.m_x0 != 0;
@@ -7994,7 +7995,8 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     const Fp8Weights fp8 = make_fp8_weights(net, flat);
 
     // Makes the sampler. Reads its pictures, if the samples are conditioned on pictures (--cond_channels). Reads its
-    // images: those that sampling starts from (--start_from), or those whose known part stays (--inpaint).
+    // images: those that sampling starts from (--start_from), or those whose known part stays (--inpaint), with the
+    // masks that say which part is known.
     Sampler sampler = make_sampler(c, net.B);
     const int C = c.in_channels;
     if (c.cond_channels) sampler.pictures = sample_pictures(c);
@@ -8445,8 +8447,8 @@ static void compare_ranks(const Config& c, const std::string& weights) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- main
 
-// Applies a preset, and sets --patch_size to patch, if the preset is what sets this flag. --in_channels becomes C, the
-// images' channels, because the preset may be for grey images.
+// Applies a preset, and sets --patch_size to patch, if the preset is what sets this flag. If the command line does not
+// give --in_channels, it becomes C, the images' channels, because the preset may be for grey images.
 static void apply_with_patch(Config* c, const char* preset, int patch, int C) {
     c->preset = preset;
     apply_preset(c, preset);
@@ -8462,7 +8464,7 @@ static std::string preset_refuses(Config c, const char* preset, int patch, int H
     c.image_size = size_text(H, W);
     // How many channels the pictures of --cond_file have is not known yet. They are taken to be like the images.
     if (!c.cond_file.empty() && !c.given("cond_channels")) c.cond_channels = C;
-    // take_data_shape makes the attention's resolutions fit.
+    // The attention's resolutions are no reason to refuse the preset, since take_data_shape makes them fit.
     if (!c.given("attention_resolutions")) c.attention_resolutions = "";
     return parse_model(&c);
 }
@@ -11959,11 +11961,12 @@ template <class T, bool DROPOUT> struct NormSlab {
     int slots = w.slots();
     int slots_in_group = ceil_div(slots, COPY_GROUPS); // how many slots a group of copies fills
 
-    // Shared memory after `kept`:
-    float2* coefficients = (float2*)(kept + 2 * slots * threads); // (slab): scale, shift; after step 4 x_factor, offset
-    float4* channels = (float4*)(coefficients + w.slab);          // (slab): mean, rstd, w in dxhat = w dz
-    float2* warp_sums = (float2*)(channels + w.slab);             // (row_warps, slab): sums of dz, dz x
-    float2* block_sums = warp_sums + row_warps * w.pitch();       // (blocks, slab): the blocks' sums, if blocks > 1
+    // Shared memory after `kept`. coefficients (slab): a channel's scale and shift, as the forward pass used them. In
+    // step 4 they are replaced by the x_factor and offset of dx (store_dx).
+    float2* coefficients = (float2*)(kept + 2 * slots * threads);
+    float4* channels = (float4*)(coefficients + w.slab);    // (slab): mean, rstd, and w in dxhat = w dz
+    float2* warp_sums = (float2*)(channels + w.slab);       // (row_warps, slab): sums of dz, dz x
+    float2* block_sums = warp_sums + row_warps * w.pitch(); // (blocks, slab): the blocks' sums, if blocks > 1
 
     // Pixels and channels. Images are processed from the last to the first. One reason is that dout of the last images
     // may still be in the L2 cache. The other reason is that the next kernel, which reads dx, begins with the first
@@ -18069,7 +18072,8 @@ static MuonTiles muon_tiles(const MuonWork& muon, bool of_squares) {
         list = cut(size);
     }
     // Tiles with the longest sums come first, so that at the end of the launch no block is left alone with a long sum.
-    // The tiles of squares serve two products. They are sorted for X X^T, whose sums are longer than those of A A.
+    // The tiles of squares serve two products. They are sorted for the Gram matrix (X X^T or X^T X), whose sums are
+    // longer than those of A A.
     auto sum_length = [&](const MuonTile& t) {
         const MuonMatrix& m = muon.matrices[t.matrix];
         return of_squares ? m.long_side() : m.short_side();
@@ -18566,7 +18570,7 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
         consider(Wide32(), SmallCosts{1040, 129, 1040, 124});
         consider(Wide192(), SmallCosts{3160, 422, 4500, 470});
     }
-    if (p.H <= 8) return way.best(p); // conv_tiles is for higher images: its tiles have 16 rows or more
+    if (p.H <= 8) return way.best(p); // conv_tiles is for taller images: its tiles have 16 rows or more
 
     // conv_tiles has persistent blocks. Its time, in ns, is once + (tiles of the busiest block / n) * each. `once` is
     // the part of the time that does not depend on the number of tiles, and `each` is the time of n tiles. (Here a tile
@@ -18604,8 +18608,8 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
     const int units = ceil_div(tiles, T::UNIT);
     const int64_t rounds = ceil_div(units, T::runs(p.Cout)); // how many units the busiest block has
 
-    // The cycles of a unit's products. For each slice of input channels and each 64 output channels there are 4
-    // products of k = 16. A product takes PIXELS / 2 cycles, and 6 more to start.
+    // The cycles of a unit's products. For each tile of the unit, each slice of input channels and each 64 output
+    // channels there are 4 products of k = 16. A product takes PIXELS / 2 cycles, and 6 more to start.
     const int64_t products = T::UNIT * T::OUT_SLICES * slices * 4 * (T::PIXELS / 2 + 6);
 
     // The bytes of a unit: slices, streamed weights and addends are read, and results are written.
@@ -18772,8 +18776,8 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         return conv_forward(out, stats, workspace, nullptr, weight, bias, emb, emb_stride, residual, one);
     }
     // Stride 2: one way is to compute all pixels with stride 1, and to keep one of every 2 x 2 pixels. This takes four
-    // times as many products, but they use wgmma, so the activations are bf16. This way is faster if there are so few
-    // pixels that launches cost more time than products.
+    // times as many products, but by the faster kernels, which use wgmma (so the activations are bf16). If there are
+    // few pixels, these products take so little time that this way is faster. It can't add a residual.
     const bool few_pixels = s.B * s.H * s.W <= 1 << 16;
     if (detour && !residual && few_pixels) {
         const ConvShape one = conv_without_detour(s);
