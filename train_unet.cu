@@ -9,141 +9,141 @@
 //    771     2. The interface: all that the program asks of a device
 //   1145     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //   1246     4. Configuration: flags, presets, help, what can work and what cannot
-//   2051     5. The network: a list of layers, made of guided-diffusion's flags
-//   3063     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3073         FP8: its buffers, its factors, and weights in FP8
-//   3214         gradients, and buffers
-//   3477     7. Forward and backward: two walks over the list
-//   3614     8. Diffusion: noise schedules, objectives, samplers
-//   3917         the level of a training sample, drawn, and its share of the loss
-//   4394         samplers
-//   4976     9. Data: .bin files that may be larger than memory, the order of their images
-//   5549    10. Model files: weights and checkpoints, initial weights
-//   5923    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5942         the learning rate, the verdict on a step, averages of the weights
-//   6037         what a trainer holds
-//   6216         a step
-//   6580    12. A run: log, guard, checkpoints, resume, samples
-//   6606         the log in memory, as the page shows it
-//   6724         what a run holds
-//   6810         the log and the status line
-//   7002         checkpoints, snapshots and grids
-//   7281         the start of a run: new, from a file's weights, or resumed
-//   7550         how a run begins and ends
-//   7715         the loop over the steps
-//   7817         train: a whole run, from the first check to the exit code
-//   7874         samples, without a run
-//   8046    13. main: the command line, then a run or samples
-//   8374         what ranks must have in common
-//   8448         main
-//   8634  Part II. The device
-//   8637    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8721    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8791    16. The GPU: what all kernels share
-//   8860         Launches, which may overlap
-//   8906         Decisions: what kernels are chosen with
-//   8960         Single instructions: shared memory, mbarriers, clusters
-//   9054         Activations: pieces of 16 bytes
-//   9393         each_kernel: a thread for an element
-//   9407         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9575         Swizzle: how rows lie in shared memory
-//   9594         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9874         building blocks of Hopper's kernels (sm_90a)
-//  10183    17. Small operations: resampling, embeddings, diffusion
-//  10186         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10392         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10755         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11308    18. Group norm
-//  11311         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11868         groupnorm_backward_whole: an image's slab in shared memory
-//  12268    19. Attention
-//  12375         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12934         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13082         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13782    20. Convolution
-//  13828         ConvOut: results, 4 channels of a pixel at a time
-//  14075         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14143         conv_halo: 3x3, stride 1, any GPU
-//  14565         conv_gather: any kernel size and stride, any GPU
-//  14835         conv_few: the first and the last layer
-//  15017         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15626         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15752         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16241         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16699         conv_weight_tma: weight gradients (sm_90a)
-//  17009         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17321         FP8 in training: weights and gradients are rounded
-//  17436    21. The optimiser
-//  17439         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17700         muon: directions for matrices of weights
-//  18131    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18134         groupnorm_backward
-//  18302         attention: forward and, where a has dout, backward
-//  18366         convolution: forward and input gradient
-//  18879         convolution: weight gradients
-//  19261    23. The GPU: memory, copies, repeated work
-//  19491    24. Between ranks: from device to device
+//   2052     5. The network: a list of layers, made of guided-diffusion's flags
+//   3064     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3074         FP8: its buffers, its factors, and weights in FP8
+//   3215         gradients, and buffers
+//   3478     7. Forward and backward: two walks over the list
+//   3615     8. Diffusion: noise schedules, objectives, samplers
+//   3918         the level of a training sample, drawn, and its share of the loss
+//   4395         samplers
+//   4977     9. Data: .bin files that may be larger than memory, the order of their images
+//   5550    10. Model files: weights and checkpoints, initial weights
+//   5933    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5952         the learning rate, the verdict on a step, averages of the weights
+//   6047         what a trainer holds
+//   6226         a step
+//   6590    12. A run: log, guard, checkpoints, resume, samples
+//   6616         the log in memory, as the page shows it
+//   6734         what a run holds
+//   6820         the log and the status line
+//   7012         checkpoints, snapshots and grids
+//   7292         the start of a run: new, from a file's weights, or resumed
+//   7561         how a run begins and ends
+//   7726         the loop over the steps
+//   7828         train: a whole run, from the first check to the exit code
+//   7885         samples, without a run
+//   8057    13. main: the command line, then a run or samples
+//   8385         what ranks must have in common
+//   8459         main
+//   8662  Part II. The device
+//   8665    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8749    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8819    16. The GPU: what all kernels share
+//   8888         Launches, which may overlap
+//   8934         Decisions: what kernels are chosen with
+//   8988         Single instructions: shared memory, mbarriers, clusters
+//   9082         Activations: pieces of 16 bytes
+//   9421         each_kernel: a thread for an element
+//   9435         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9603         Swizzle: how rows lie in shared memory
+//   9622         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9902         building blocks of Hopper's kernels (sm_90a)
+//  10211    17. Small operations: resampling, embeddings, diffusion
+//  10214         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10420         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10783         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11336    18. Group norm
+//  11339         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11896         groupnorm_backward_whole: an image's slab in shared memory
+//  12296    19. Attention
+//  12403         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12962         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13110         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13810    20. Convolution
+//  13856         ConvOut: results, 4 channels of a pixel at a time
+//  14103         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14171         conv_halo: 3x3, stride 1, any GPU
+//  14593         conv_gather: any kernel size and stride, any GPU
+//  14863         conv_few: the first and the last layer
+//  15045         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15654         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15780         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16269         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16727         conv_weight_tma: weight gradients (sm_90a)
+//  17037         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17349         FP8 in training: weights and gradients are rounded
+//  17464    21. The optimiser
+//  17467         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17728         muon: directions for matrices of weights
+//  18159    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18162         groupnorm_backward
+//  18330         attention: forward and, where a has dout, backward
+//  18394         convolution: forward and input gradient
+//  18907         convolution: weight gradients
+//  19289    23. The GPU: memory, copies, repeated work
+//  19519    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8630, run_program 8566, train 7823, run_step 7766, train_step 6507, load_batch 5502 (read_image 5065),
-//     send 19462 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19393):
-//     step_gradients 6359: draw_levels 10773 (the formulas: draw_level 3987), forward_and_loss 6279, q_sample_forward
-//     10987, unet_forward 3507, forward_layer 3492 (a function of the layer's kind, such as forward_conv 2521),
-//     loss_forward_backward 11105, unet_backward 3581, which calls such a function as backward_conv 2528 of each layer
-//     (input gradients: conv_backward_input 18844) and, by launch_waiting 3543 on the side stream,
-//     conv_backward_weights 19254; finish_gradients 12218 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17491;
-//     judge_step 17539 (the verdict: judge_batch 6010), update_slice 6470, adamw_update 17671 (adamw_kernel 17616),
-//     next_step 17545, record_step 17551; later collect_steps 7719
-//   --optimizer muon: muon_updates 6122 says which weights; update_slice 6470, update_by_muon 6461 (with the formulas),
-//     muon_momentum 17742, orthogonalise 18108 (with muon_kernel above it), adamw_kernel 17616 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11179): sample_batch 4885, plan_route 4633,
-//     device_step 4681, euler_step 4425 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18727 draws all of its roads):
-//     forward_conv 2521; conv_forward 18767, with conv_product above it, which asks conv_is_wgmma 18374;
-//     on Hopper, large images: pick_conv_tiles_3x3 18674; conv_tiles 16226, with conv_tiles_kernel above it;
-//     Accumulators 10099 (its function multiply); Wgmma 9661;
-//     on Hopper, small images: pick_conv_small 18527; conv_small 16685, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9661;
-//     on any other GPU pick_conv_halo_bf16 18441; conv_halo 14552, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9460
-//   why several GPUs compute the bits of one: step_gradients 6359
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 424, Silu 8684, with_nonlinearity 8694 (a case);
-//     BEHIND_NORMS, above add_norm 2751, chooses it. The embedding has SiLU as a layer: silu_forward 10673
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3844
+//     main 8658, run_program 8594, train 7834, run_step 7777, train_step 6517, load_batch 5503 (read_image 5066),
+//     send 19490 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19421):
+//     step_gradients 6369: draw_levels 10801 (the formulas: draw_level 3988), forward_and_loss 6289, q_sample_forward
+//     11015, unet_forward 3508, forward_layer 3493 (a function of the layer's kind, such as forward_conv 2522),
+//     loss_forward_backward 11133, unet_backward 3582, which calls such a function as backward_conv 2529 of each layer
+//     (input gradients: conv_backward_input 18872) and, by launch_waiting 3544 on the side stream,
+//     conv_backward_weights 19282; finish_gradients 12246 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17519;
+//     judge_step 17567 (the verdict: judge_batch 6020), update_slice 6480, adamw_update 17699 (adamw_kernel 17644),
+//     next_step 17573, record_step 17579; later collect_steps 7730
+//   --optimizer muon: muon_updates 6132 says which weights; update_slice 6480, update_by_muon 6471 (with the formulas),
+//     muon_momentum 17770, orthogonalise 18136 (with muon_kernel above it), adamw_kernel 17644 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11207): sample_batch 4886, plan_route 4634,
+//     device_step 4682, euler_step 4426 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 18755 draws all of its roads):
+//     forward_conv 2522; conv_forward 18795, with conv_product above it, which asks conv_is_wgmma 18402;
+//     on Hopper, large images: pick_conv_tiles_3x3 18702; conv_tiles 16254, with conv_tiles_kernel above it;
+//     Accumulators 10127 (its function multiply); Wgmma 9689;
+//     on Hopper, small images: pick_conv_small 18555; conv_small 16713, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9689;
+//     on any other GPU pick_conv_halo_bf16 18469; conv_halo 14580, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9488
+//   why several GPUs compute the bits of one: step_gradients 6369
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 424, Silu 8712, with_nonlinearity 8722 (a case);
+//     BEHIND_NORMS, above add_norm 2752, chooses it. The embedding has SiLU as a layer: silu_forward 10701
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3845
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 546, and beside each other edm_question
-//     3680, ask 3715, frame_of 3728, sigma_draws 3735, has_steps_of_t 3742; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2413; an example is forward_linear 2441
-//     with what follows it; a function such as add_resblock 2803 puts the layer into the network; its operation
+//     3681, ask 3716, frame_of 3729, sigma_draws 3736, has_steps_of_t 3743; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2414; an example is forward_linear 2442
+//     with what follows it; a function such as add_resblock 2804 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
-//   to add an element type beside bf16: Element 318, with a list of all places above it: element_named 1401,
-//     forward_and_loss 6279, ElementOf 8655, with_act 8924 (act_has_wgmma below it), unpack_bf16 9068 and all below it
-//     to load_two 9132, mma 9460, tma_type 9828, adamw_kernel 17616 (adamw_update below it), conv_product 18727
-//   the settings, to their values: parse_command_line 1594, take_aliases 1622, complete_config 8546
-//     (apply_preset 1511, take_model_file 8200, take_ect_defaults 8230), take_data_shape 8277 (take_labels 8258),
-//     check_model 1890, check_run 2035
-//   FP8 (--precision fp8): choose_fp8 3002 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3077 and plan_fp8_gradients 3092 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3137 for samples, make_fp8_training 3180 for training; add_fp8_args 2285
-//     hands them to the layers. forward_conv 2521, backward_conv 2528 and weight_work 2258 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18829 makes an input gradient a forward convolution; conv_product_fp8 18760 picks the
-//     kernel, multiply_fp8 10133 and WgmmaFp8 9704 multiply; weight gradients: conv_weight_fp8_kernel 17268;
-//     print_fp8 7496 says whether it pays
+//   to add an element type beside bf16: Element 318, with a list of all places above it: element_named 1402,
+//     forward_and_loss 6289, ElementOf 8683, with_act 8952 (act_has_wgmma below it), unpack_bf16 9096 and all below it
+//     to load_two 9160, mma 9488, tma_type 9856, adamw_kernel 17644 (adamw_update below it), conv_product 18755
+//   the settings, to their values: parse_command_line 1595, take_aliases 1623, complete_config 8574
+//     (apply_preset 1512, take_model_file 8211, take_ect_defaults 8241), take_data_shape 8288 (take_labels 8269),
+//     check_model 1891, check_run 2036
+//   FP8 (--precision fp8): choose_fp8 3003 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3078 and plan_fp8_gradients 3093 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3138 for samples, make_fp8_training 3181 for training; add_fp8_args 2286
+//     hands them to the layers. forward_conv 2522, backward_conv 2529 and weight_work 2259 choose between bf16 and FP8;
+//     conv_backward_input_fp8 18857 makes an input gradient a forward convolution; conv_product_fp8 18788 picks the
+//     kernel, multiply_fp8 10161 and WgmmaFp8 9732 multiply; weight gradients: conv_weight_fp8_kernel 17296;
+//     print_fp8 7507 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
-//     die, refuse or must (host/files.h), of wrong 1477 (a flag's value), or of a function beside it whose name ends in
+//     die, refuse or must (host/files.h), of wrong 1478 (a flag's value), or of a function beside it whose name ends in
 //     _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7020. Its
-//     reasons are found in judge_batch 6010, by healthy and suspicious above it. For a damaged header they stand in
-//     check_field 5732 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
-//     5113, for a checkpoint's counters in check_resume 8334. unknown_word 1387 prints the message for a word of a flag
-//     that some place does not know. Such a place calls it itself or through meaning 1393.
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7030. Its
+//     reasons are found in judge_batch 6020, by healthy and suspicious above it. For a damaged header they stand in
+//     check_field 5742 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
+//     5114, for a checkpoint's counters in check_resume 8345. unknown_word 1388 prints the message for a word of a flag
+//     that some place does not know. Such a place calls it itself or through meaning 1394.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7269 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 7046 that a file could not be written yet.
-//     stop_run 7020 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7280 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 7056 that a file could not be written yet.
+//     stop_run 7030 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -1324,6 +1324,7 @@ struct Config {
 
     // The names of the flags that the command line or the preset has set.
     std::set<string> on_command_line, by_preset;
+    bool default_preset = false; // the program has chosen the preset, not the user
     bool given(const string& flag) const { return on_command_line.contains(flag); }
     bool chosen(const string& flag) const { return given(flag) || by_preset.contains(flag); }
 
@@ -5610,9 +5611,10 @@ constexpr int SLOT_ECT = 107;       // with --objective ect: the first slot of t
 constexpr int SLOT_ECT_END = 113;   // the first slot after these flags
 constexpr int SLOT_COND_CRC = 113;  // with cond_channels: the header_crc of --cond_file; the next slot holds cond_noise
 constexpr int SLOT_PRECISION = 115; // the run's --precision
-constexpr int SLOT_OPTIMIZER = 116; // the run's --optimizer; the slots after it are unused, up to SLOT_PATH
-constexpr int SLOT_PATH = 128;      // 512 bytes: the path data_file, a byte 0, the path cond_file
-constexpr int MOST_LEVELS = 8;      // how many numbers channel_mult may have, and how many attention_resolutions
+constexpr int SLOT_OPTIMIZER = 116; // the run's --optimizer
+constexpr int SLOT_PRESET = 117; // the run's preset (preset_checksum); the slots after it are unused, up to SLOT_PATH
+constexpr int SLOT_PATH = 128;   // 512 bytes: the path data_file, a byte 0, the path cond_file
+constexpr int MOST_LEVELS = 8;   // how many numbers channel_mult may have, and how many attention_resolutions
 
 // A header stores the objective as a number. Returns the objective's name, as --objective takes it ("ddpm", "edm" and
 // so on), or "" if there is no objective of this number: then the file is damaged.
@@ -5633,6 +5635,14 @@ static bool slot_is_used(const Header& h, const Flag& f) {
     const std::string objectives = f.objectives;
     if (objectives.empty()) return true;
     return ("|" + objectives + "|").find("|" + objective_of(h) + "|") != std::string::npos;
+}
+
+// Returns a checksum of a preset's name, by which a checkpoint tells which preset its run has. (A header has no room for
+// the name, and a preset's number would change when there are more presets.) is_default: the program has chosen the
+// preset, not the user.
+static uint32_t preset_checksum(const std::string& preset, bool is_default) {
+    const std::string told = preset + (is_default ? ", by default" : "");
+    return crc32(0, told.data(), told.size());
 }
 
 // Makes a header that holds the configuration (docs/FORMATS.md lists the slots). If a flag's value is a word, the
@@ -5754,7 +5764,7 @@ static void check_lists(const ModelFile& m) {
     unused(SLOT_EMAS + m.emas(), SLOT_SAMPLER);
     unused(is_ect(m.header) ? SLOT_ECT_END : SLOT_ECT, SLOT_COND_CRC);
     if (!s[SLOT_COND_CHANNELS]) unused(SLOT_COND_CRC, SLOT_PRECISION);
-    unused(SLOT_OPTIMIZER + 1, SLOT_PATH);
+    unused(SLOT_PRESET + 1, SLOT_PATH);
 }
 
 // Opens a model file and checks all that can be checked without its network.
@@ -7145,6 +7155,7 @@ static void save_checkpoint(Run* run) {
     h.slot[SLOT_BAD_TOTAL] = (int)s.bad_total;
     h.slot[SLOT_BAD_IN_ROW] = (int)s.bad_in_row;
     h.set(SLOT_GUARD, s.guard);
+    h.set(SLOT_PRESET, preset_checksum(c.preset, c.default_preset));
     // These slots identify the data that the run trains on.
     h.set(SLOT_IMAGES, tr.data.count);
     h.set(SLOT_DATA_CRC, tr.data.header_crc);
@@ -8478,6 +8489,7 @@ static std::string preset_refuses(Config c, const char* preset, int patch, int H
 // get PRESET_ELSE: smaller ones, and those whose sides can't be halved often enough. When the images have been read,
 // take_labels and take_number_of_images make the flags fit them.
 static std::string apply_default_preset(Config* c, const Dataset& data) {
+    c->default_preset = true;
     apply_flags(c, Config::OF_LABELS); // the preset comes after this, because it may set another --guidance_scale
     if (!data.size && c->data_dir.empty()) {
         c->preset = DEFAULT_PRESET;
@@ -8509,6 +8521,22 @@ static std::string apply_default_preset(Config* c, const Dataset& data) {
     apply_with_patch(c, PRESET_ELSE, 0, C);
     if (!is_told) return "";
     return text("preset %s draws better pictures than %s, but does not fit: %s", preset, PRESET_ELSE, why.c_str());
+}
+
+// Applies the preset of a run that is resumed without --preset, so that the flags that no checkpoint holds stay as they
+// were: the intervals, and how its grids are sampled. Returns false if it is not known, as in a file of an older program.
+static bool apply_preset_of_run(Config* c, const ModelFile& model) {
+    const uint32_t checksum = model.header.get<uint32_t>(SLOT_PRESET);
+    for (const auto& [preset, settings] : PRESETS)
+        for (const bool is_default : {false, true}) {
+            if (preset_checksum(preset, is_default) != checksum) continue;
+            c->preset = preset;
+            c->default_preset = is_default;
+            if (is_default) apply_flags(c, Config::OF_LABELS); // as in apply_default_preset
+            apply_preset(c, preset);
+            return true;
+        }
+    return false;
 }
 
 // --num_gpus: each GPU needs a process. If several GPUs are to be used and no launcher has started these processes,
@@ -8546,12 +8574,12 @@ static void check_contradictions(const Config& c) {
 static void complete_config(Config* c, const ModelFile& model, bool resume, Dataset* data) {
     // A preset sets flags that the command line leaves open. If a model file holds another value for such a flag, the
     // model file's value is used.
-    if (c->preset.empty()) {
+    if (!c->preset.empty()) {
+        apply_preset(c, c->preset);
+    } else if (!resume || !apply_preset_of_run(c, model)) {
         if (c->given("data_file")) *data = open_dataset(c->data_file);
         const std::string line = apply_default_preset(c, *data);
         if (!line.empty() && !model.size && !world.rank) printf("%s\n", line.c_str());
-    } else {
-        apply_preset(c, c->preset);
     }
     if (model.size) take_model_file(c, model, resume);
     take_rescale_learned_sigmas(c, model.size);

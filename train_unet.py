@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from common.augment import augment
 from common.conditions import enlarge, made_pictures
-from common.config import pick_device, pick_precision, space_timesteps, value_rows
+from common.config import pick_device, pick_precision, preset_checksum, preset_of_run, space_timesteps, value_rows
 from common.data_files import Data, open_data, with_pictures
 from common.files import DataError, check_output, is_model
 from common.formats import check_conversion, convert, post_hoc_average, read_model
@@ -913,14 +913,15 @@ def draw_samples(trainer: Trainer, folder: RunFolder, screen: Screen, data: Data
     screen.tell(folder.write_or_wait(f"samples_{step:07d}.png", png_bytes(grid_pixels(images, captions=captions, parts=parts))))
 
 
-def train(config: Config, data: Data, start: ModelFile | None, device: torch.device) -> int:
-    """A training run. Returns the program's exit code, which after a signal is a shell's for it: what comes next must not go on with a model that is
+def train(config: Config, data: Data, start: ModelFile | None, device: torch.device, preset: int) -> int:
+    """A training run. preset: preset_checksum of its preset. Returns the program's exit code, which after a signal is a shell's for it: what comes next must not go on with a model that is
     half trained (python train_unet.py && next)."""
     val_data = read_validation_data(config)
     if start and not config.resume_checkpoint:  # --init takes the weights alone
         start = ModelFile(start.config, start.weights_to_use(config.use_ema))
     trainer = Trainer(config, device, start)
     state, first_step = trainer.state, trainer.state.step
+    state.preset = preset
     state.data_images, state.data_crc, state.cond_crc = len(data.images), data.crc, data.pictures.crc if data.pictures else 0
     announce(trainer, data, start)
     if first_step >= config.max_steps:
@@ -1031,7 +1032,8 @@ def run(argv: list[str]) -> int:
         save_samples(sample(model, config, config.sample, progress=sys.stderr.isatty()), config.output, captions)
         print(f"{config.output}: {config.sample} images with {config.sampler}")
     else:
-        return train(config, data, start, device)
+        chosen = "preset" in flags or (config.resume_checkpoint and preset_of_run(start.state.preset) == (config.preset, False))
+        return train(config, data, start, device, preset_checksum(config.preset, not chosen))
     return 0
 
 

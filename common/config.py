@@ -5,12 +5,13 @@ from __future__ import annotations  # noqa: I001 (names side by side)
 import io
 import math
 import re
+import zlib
 from typing import Any
 
 import torch
 
 from common.flags import (
-    DEFAULT_CHANNEL_MULT, FLAGS, LARGEST_GAP_DIVISOR, MANY_IMAGES, MOST_EMAS, OBJECTIVES_OWN, POWER_EMAS, SHARED, Config, check_value, finite_numbers, float32,
+    DEFAULT_CHANNEL_MULT, FLAGS, LARGEST_GAP_DIVISOR, MANY_IMAGES, MOST_EMAS, OBJECTIVES_OWN, POWER_EMAS, PRESETS, SHARED, Config, check_value, finite_numbers, float32,
     format_value, parse_flags, preset_flags, without_aliases,
 )  # fmt: skip
 from common.files import open_file
@@ -241,6 +242,17 @@ def check_run(config: Config) -> None:
 # from flags to a configuration
 
 
+def preset_checksum(preset: str, is_default: bool) -> int:
+    """By which a checkpoint tells which preset its run has. is_default: the program has chosen it, not the user. See train_unet.cu."""
+    return zlib.crc32((preset + ", by default" * is_default).encode())
+
+
+def preset_of_run(checksum: int) -> tuple[str, bool]:
+    """The preset and is_default of this checksum; "" if it is not known."""
+    known = ((preset, is_default) for preset in PRESETS for is_default in (False, True))
+    return next((found for found in known if preset_checksum(*found) == checksum), ("", True))
+
+
 def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resume: bool = False) -> Config:
     """A valid Config. What flags leave open comes from the model file that it starts from (its model flags; to resume,
     its training flags, too) or else from the data (size, channels, classes), and then from the preset.
@@ -249,7 +261,9 @@ def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resu
     flags = without_aliases(flags)
     preset, patch = flags.get("preset") or (start and start.config.preset), 0
     is_default = not preset
-    if is_default:
+    if not preset and resume:  # the flags that no checkpoint holds stay as they were: the intervals, and how grids are sampled
+        preset, is_default = preset_of_run(start.state.preset)
+    if not preset:
         preset, patch = default_preset(flags, data)
     without = left_out_of_preset(flags)
     chosen = preset_flags(preset)

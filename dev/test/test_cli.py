@@ -45,7 +45,7 @@ from PIL import Image
 
 import train_unet
 from common import model_files
-from common.config import default_preset, make_config
+from common.config import default_preset, make_config, preset_checksum
 from common.data_files import open_data
 from common.flags import MANY_IMAGES, NOT_HERE, PRESETS, TABLE, Own, format_value
 from common.formats import read_model
@@ -391,7 +391,7 @@ def test_recipes_run_as_published(run: Callable, refused: Callable, data: Path, 
     header = read_checkpoint(tmp_path / "out" / model_name(2)).header
     twins = make_config(train_unet.parse_flags(both, train_unet.FLAGS), opened := train_unet.open_data(str(data)))
     weights = np.zeros(train_unet.parameter_count(twins), np.float32)
-    state = train_unet.TrainingState(2, 2, 0, 0, len(opened.images), opened.crc)
+    state = train_unet.TrainingState(2, 2, 0, 0, len(opened.images), opened.crc, preset=preset_checksum(twins.preset, "--preset" not in both))
     more = (weights,) * (len(twins.ema_rate) - 1)
     file = train_unet.ModelFile(dataclasses.replace(twins, data_file=str(data)), weights, weights, weights, weights, state, more_emas=more)
     expected = model_files.pack_header(file).tobytes()

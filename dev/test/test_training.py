@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -278,6 +279,34 @@ def test_flags_on_resume(run: Callable, refused: Callable, data: Path, tmp_path:
     other = make_data("other.bin", make_images(24, seed=5))
     run([*resume, "--data_file", other, "--output_dir", "other"])
     assert read_log(tmp_path / "other") != read_log(tmp_path / "same")
+
+
+@pytest.mark.parametrize("first", ["cpp", "twin"])
+@pytest.mark.parametrize("preset", ["unet64", ""])
+def test_a_resume_keeps_the_preset(
+    run: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, first: str, preset: str
+) -> None:
+    """And so the flags that no checkpoint holds, such as --timestep_respacing of its grids. Without --preset, images of 8x8 get fashion32 or unet64."""
+    monkeypatch.chdir(tmp_path)
+
+    def train(program: str, *words: object) -> str:
+        if program == "cpp":
+            return run(flags(*words)).out
+        assert twin.run([*flags(*words), "--device", "cpu"]) == 0
+        return capsys.readouterr().out
+
+    given = flags(TINY, "--data_file", data, QUIET)
+    at = given.index("--preset")
+    given[at : at + 2] = ["--preset", preset] if preset else []
+    second = "twin" if first == "cpp" else "cpp"
+    chosen = preset or ("unet64" if BUILD == "cuda" and first == "cpp" else "fashion32")
+    assert f"preset {chosen}: " in train(first, given, "--max_steps 1")
+    assert f"preset {chosen}: " in train(second, "--resume_checkpoint latest --max_steps 2", QUIET)
+    assert f"preset {chosen}: " in train(first, "--resume_checkpoint latest --max_steps 3", QUIET)
+    slots = {int(read_checkpoint(Path(f"out/{model_name(step)}")).header.view("<u4")[117]) for step in (1, 2, 3)}
+    assert slots == {zlib.crc32((chosen if preset else f"{chosen}, by default").encode())}
+    assert "preset quick64: " in train(second, "--resume_checkpoint latest --max_steps 4 --preset quick64", QUIET)
+    assert "preset quick64: " in train(first, "--resume_checkpoint latest --max_steps 5", QUIET)
 
 
 def test_a_resume_keeps_the_optimizer(run: Callable, refused: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
