@@ -36,82 +36,82 @@
 //   8057    13. main: the command line, then a run or samples
 //   8385         what ranks must have in common
 //   8459         main
-//   8662  Part II. The device
-//   8665    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8749    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8819    16. The GPU: what all kernels share
-//   8888         Launches, which may overlap
-//   8934         Decisions: what kernels are chosen with
-//   8988         Single instructions: shared memory, mbarriers, clusters
-//   9082         Activations: pieces of 16 bytes
-//   9421         each_kernel: a thread for an element
-//   9435         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9603         Swizzle: how rows lie in shared memory
-//   9622         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9902         building blocks of Hopper's kernels (sm_90a)
-//  10211    17. Small operations: resampling, embeddings, diffusion
-//  10214         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10420         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10783         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11336    18. Group norm
-//  11339         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11896         groupnorm_backward_whole: an image's slab in shared memory
-//  12296    19. Attention
-//  12403         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12962         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13110         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13810    20. Convolution
-//  13856         ConvOut: results, 4 channels of a pixel at a time
-//  14103         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14171         conv_halo: 3x3, stride 1, any GPU
-//  14593         conv_gather: any kernel size and stride, any GPU
-//  14863         conv_few: the first and the last layer
-//  15045         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15654         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15780         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16269         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16727         conv_weight_tma: weight gradients (sm_90a)
-//  17037         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17349         FP8 in training: weights and gradients are rounded
-//  17464    21. The optimiser
-//  17467         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17728         muon: directions for matrices of weights
-//  18159    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18162         groupnorm_backward
-//  18330         attention: forward and, where a has dout, backward
-//  18394         convolution: forward and input gradient
-//  18907         convolution: weight gradients
-//  19289    23. The GPU: memory, copies, repeated work
-//  19519    24. Between ranks: from device to device
+//   8663  Part II. The device
+//   8666    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8750    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8820    16. The GPU: what all kernels share
+//   8889         Launches, which may overlap
+//   8935         Decisions: what kernels are chosen with
+//   8989         Single instructions: shared memory, mbarriers, clusters
+//   9083         Activations: pieces of 16 bytes
+//   9422         each_kernel: a thread for an element
+//   9436         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9604         Swizzle: how rows lie in shared memory
+//   9623         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9903         building blocks of Hopper's kernels (sm_90a)
+//  10212    17. Small operations: resampling, embeddings, diffusion
+//  10215         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10421         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10784         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11337    18. Group norm
+//  11340         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11897         groupnorm_backward_whole: an image's slab in shared memory
+//  12297    19. Attention
+//  12404         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12963         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13111         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13811    20. Convolution
+//  13857         ConvOut: results, 4 channels of a pixel at a time
+//  14104         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14172         conv_halo: 3x3, stride 1, any GPU
+//  14594         conv_gather: any kernel size and stride, any GPU
+//  14864         conv_few: the first and the last layer
+//  15046         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15655         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15781         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16270         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16728         conv_weight_tma: weight gradients (sm_90a)
+//  17038         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17350         FP8 in training: weights and gradients are rounded
+//  17465    21. The optimiser
+//  17468         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17729         muon: directions for matrices of weights
+//  18160    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18163         groupnorm_backward
+//  18331         attention: forward and, where a has dout, backward
+//  18395         convolution: forward and input gradient
+//  18908         convolution: weight gradients
+//  19290    23. The GPU: memory, copies, repeated work
+//  19520    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8658, run_program 8594, train 7834, run_step 7777, train_step 6517, load_batch 5503 (read_image 5066),
-//     send 19490 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19421):
-//     step_gradients 6369: draw_levels 10801 (the formulas: draw_level 3988), forward_and_loss 6289, q_sample_forward
-//     11015, unet_forward 3508, forward_layer 3493 (a function of the layer's kind, such as forward_conv 2522),
-//     loss_forward_backward 11133, unet_backward 3582, which calls such a function as backward_conv 2529 of each layer
-//     (input gradients: conv_backward_input 18872) and, by launch_waiting 3544 on the side stream,
-//     conv_backward_weights 19282; finish_gradients 12246 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17519;
-//     judge_step 17567 (the verdict: judge_batch 6020), update_slice 6480, adamw_update 17699 (adamw_kernel 17644),
-//     next_step 17573, record_step 17579; later collect_steps 7730
+//     main 8659, run_program 8595, train 7834, run_step 7777, train_step 6517, load_batch 5503 (read_image 5066),
+//     send 19491 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19422):
+//     step_gradients 6369: draw_levels 10802 (the formulas: draw_level 3988), forward_and_loss 6289, q_sample_forward
+//     11016, unet_forward 3508, forward_layer 3493 (a function of the layer's kind, such as forward_conv 2522),
+//     loss_forward_backward 11134, unet_backward 3582, which calls such a function as backward_conv 2529 of each layer
+//     (input gradients: conv_backward_input 18873) and, by launch_waiting 3544 on the side stream,
+//     conv_backward_weights 19283; finish_gradients 12247 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17520;
+//     judge_step 17568 (the verdict: judge_batch 6020), update_slice 6480, adamw_update 17700 (adamw_kernel 17645),
+//     next_step 17574, record_step 17580; later collect_steps 7730
 //   --optimizer muon: muon_updates 6132 says which weights; update_slice 6480, update_by_muon 6471 (with the formulas),
-//     muon_momentum 17770, orthogonalise 18136 (with muon_kernel above it), adamw_kernel 17644 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11207): sample_batch 4886, plan_route 4634,
+//     muon_momentum 17771, orthogonalise 18137 (with muon_kernel above it), adamw_kernel 17645 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11208): sample_batch 4886, plan_route 4634,
 //     device_step 4682, euler_step 4426 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18755 draws all of its roads):
-//     forward_conv 2522; conv_forward 18795, with conv_product above it, which asks conv_is_wgmma 18402;
-//     on Hopper, large images: pick_conv_tiles_3x3 18702; conv_tiles 16254, with conv_tiles_kernel above it;
-//     Accumulators 10127 (its function multiply); Wgmma 9689;
-//     on Hopper, small images: pick_conv_small 18555; conv_small 16713, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9689;
-//     on any other GPU pick_conv_halo_bf16 18469; conv_halo 14580, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9488
+//   a convolution, to the tensor cores (a table above conv_product 18756 draws all of its roads):
+//     forward_conv 2522; conv_forward 18796, with conv_product above it, which asks conv_is_wgmma 18403;
+//     on Hopper, large images: pick_conv_tiles_3x3 18703; conv_tiles 16255, with conv_tiles_kernel above it;
+//     Accumulators 10128 (its function multiply); Wgmma 9690;
+//     on Hopper, small images: pick_conv_small 18556; conv_small 16714, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9690;
+//     on any other GPU pick_conv_halo_bf16 18470; conv_halo 14581, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9489
 //   why several GPUs compute the bits of one: step_gradients 6369
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 424, Silu 8712, with_nonlinearity 8722 (a case);
-//     BEHIND_NORMS, above add_norm 2752, chooses it. The embedding has SiLU as a layer: silu_forward 10701
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 424, Silu 8713, with_nonlinearity 8723 (a case);
+//     BEHIND_NORMS, above add_norm 2752, chooses it. The embedding has SiLU as a layer: silu_forward 10702
 //   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3845
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 546, and beside each other edm_question
 //     3681, ask 3716, frame_of 3729, sigma_draws 3736, has_steps_of_t 3743; the head of their section lists the changes
@@ -119,17 +119,17 @@
 //     with what follows it; a function such as add_resblock 2804 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 318, with a list of all places above it: element_named 1402,
-//     forward_and_loss 6289, ElementOf 8683, with_act 8952 (act_has_wgmma below it), unpack_bf16 9096 and all below it
-//     to load_two 9160, mma 9488, tma_type 9856, adamw_kernel 17644 (adamw_update below it), conv_product 18755
-//   the settings, to their values: parse_command_line 1595, take_aliases 1623, complete_config 8574
+//     forward_and_loss 6289, ElementOf 8684, with_act 8953 (act_has_wgmma below it), unpack_bf16 9097 and all below it
+//     to load_two 9161, mma 9489, tma_type 9857, adamw_kernel 17645 (adamw_update below it), conv_product 18756
+//   the settings, to their values: parse_command_line 1595, take_aliases 1623, complete_config 8575
 //     (apply_preset 1512, take_model_file 8211, take_ect_defaults 8241), take_data_shape 8288 (take_labels 8269),
 //     check_model 1891, check_run 2036
 //   FP8 (--precision fp8): choose_fp8 3003 chooses the convolutions, and above it stands a table of what is rounded,
 //     by which factor, and where. plan_fp8 3078 and plan_fp8_gradients 3093 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3138 for samples, make_fp8_training 3181 for training; add_fp8_args 2286
 //     hands them to the layers. forward_conv 2522, backward_conv 2529 and weight_work 2259 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18857 makes an input gradient a forward convolution; conv_product_fp8 18788 picks the
-//     kernel, multiply_fp8 10161 and WgmmaFp8 9732 multiply; weight gradients: conv_weight_fp8_kernel 17296;
+//     conv_backward_input_fp8 18858 makes an input gradient a forward convolution; conv_product_fp8 18789 picks the
+//     kernel, multiply_fp8 10162 and WgmmaFp8 9733 multiply; weight gradients: conv_weight_fp8_kernel 17297;
 //     print_fp8 7507 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
@@ -5637,8 +5637,8 @@ static bool slot_is_used(const Header& h, const Flag& f) {
     return ("|" + objectives + "|").find("|" + objective_of(h) + "|") != std::string::npos;
 }
 
-// Returns a checksum of a preset's name, by which a checkpoint tells which preset its run has. (A header has no room for
-// the name, and a preset's number would change when there are more presets.) is_default: the program has chosen the
+// Returns a checksum of a preset's name, by which a checkpoint tells which preset its run has. (A header has no room
+// for the name, and a preset's number would change when there are more presets.) is_default: the program has chosen the
 // preset, not the user.
 static uint32_t preset_checksum(const std::string& preset, bool is_default) {
     const std::string told = preset + (is_default ? ", by default" : "");
@@ -8524,7 +8524,8 @@ static std::string apply_default_preset(Config* c, const Dataset& data) {
 }
 
 // Applies the preset of a run that is resumed without --preset, so that the flags that no checkpoint holds stay as they
-// were: the intervals, and how its grids are sampled. Returns false if it is not known, as in a file of an older program.
+// were: the intervals, and how its grids are sampled. Returns false if it is not known, as in a file of an older
+// program.
 static bool apply_preset_of_run(Config* c, const ModelFile& model) {
     const uint32_t checksum = model.header.get<uint32_t>(SLOT_PRESET);
     for (const auto& [preset, settings] : PRESETS)
