@@ -242,7 +242,8 @@ def run_native(program: Path, file: ModelFile, config: Config, count: int) -> tu
             command.append(f"--ema_rate={file.config.ema_rate[0]!r}")
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode != 0:
-            raise UserError(done.stderr.strip().removeprefix("train_unet: ") or f"{program} failed")
+            told = done.stderr.strip().removeprefix("train_unet: ").replace(source, file.path)  # which may be a copy in this folder
+            raise UserError(told or f"{program} failed")
         return torch.from_numpy(open_data(target).images.copy()), told_seconds(done.stdout, count)
 
 

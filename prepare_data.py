@@ -444,7 +444,10 @@ def array_values(path: str) -> np.ndarray:
     try:
         with open_regular(path) as file:
             values = np.load(file, allow_pickle=False)
-        values = np.asarray(values, np.float32)
+        if values.dtype.kind not in "biuf":
+            raise ValueError(f"its type is {values.dtype}")
+        with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite, and is refused
+            values = np.asarray(values, np.float32)
     except (ValueError, OSError, EOFError, TypeError) as error:
         raise DataError(f"{path} is no array of numbers as numpy.save writes it: {error}") from error
     return values[:, None] if values.ndim == 1 else values

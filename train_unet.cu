@@ -9,141 +9,141 @@
 //    771     2. The interface: all that the program asks of a device
 //   1145     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //   1246     4. Configuration: flags, presets, help, what can work and what cannot
-//   2052     5. The network: a list of layers, made of guided-diffusion's flags
-//   3064     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3074         FP8: its buffers, its factors, and weights in FP8
-//   3215         gradients, and buffers
-//   3478     7. Forward and backward: two walks over the list
-//   3615     8. Diffusion: noise schedules, objectives, samplers
-//   3918         the level of a training sample, drawn, and its share of the loss
-//   4395         samplers
-//   4977     9. Data: .bin files that may be larger than memory, the order of their images
-//   5550    10. Model files: weights and checkpoints, initial weights
-//   5933    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5952         the learning rate, the verdict on a step, averages of the weights
-//   6047         what a trainer holds
-//   6226         a step
-//   6590    12. A run: log, guard, checkpoints, resume, samples
-//   6616         the log in memory, as the page shows it
-//   6734         what a run holds
-//   6820         the log and the status line
-//   7012         checkpoints, snapshots and grids
-//   7292         the start of a run: new, from a file's weights, or resumed
-//   7561         how a run begins and ends
-//   7726         the loop over the steps
-//   7828         train: a whole run, from the first check to the exit code
-//   7885         samples, without a run
-//   8057    13. main: the command line, then a run or samples
-//   8385         what ranks must have in common
-//   8459         main
-//   8663  Part II. The device
-//   8666    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8750    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8820    16. The GPU: what all kernels share
-//   8889         Launches, which may overlap
-//   8935         Decisions: what kernels are chosen with
-//   8989         Single instructions: shared memory, mbarriers, clusters
-//   9083         Activations: pieces of 16 bytes
-//   9422         each_kernel: a thread for an element
-//   9436         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9604         Swizzle: how rows lie in shared memory
-//   9623         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9903         building blocks of Hopper's kernels (sm_90a)
-//  10212    17. Small operations: resampling, embeddings, diffusion
-//  10215         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10421         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10784         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11337    18. Group norm
-//  11340         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11897         groupnorm_backward_whole: an image's slab in shared memory
-//  12297    19. Attention
-//  12404         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12963         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13111         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13811    20. Convolution
-//  13857         ConvOut: results, 4 channels of a pixel at a time
-//  14104         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14172         conv_halo: 3x3, stride 1, any GPU
-//  14594         conv_gather: any kernel size and stride, any GPU
-//  14864         conv_few: the first and the last layer
-//  15046         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15655         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15781         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16270         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16728         conv_weight_tma: weight gradients (sm_90a)
-//  17038         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17350         FP8 in training: weights and gradients are rounded
-//  17465    21. The optimiser
-//  17468         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17729         muon: directions for matrices of weights
-//  18160    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18163         groupnorm_backward
-//  18331         attention: forward and, where a has dout, backward
-//  18395         convolution: forward and input gradient
-//  18908         convolution: weight gradients
-//  19290    23. The GPU: memory, copies, repeated work
-//  19520    24. Between ranks: from device to device
+//   2055     5. The network: a list of layers, made of guided-diffusion's flags
+//   3067     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3077         FP8: its buffers, its factors, and weights in FP8
+//   3218         gradients, and buffers
+//   3481     7. Forward and backward: two walks over the list
+//   3618     8. Diffusion: noise schedules, objectives, samplers
+//   3921         the level of a training sample, drawn, and its share of the loss
+//   4398         samplers
+//   4980     9. Data: .bin files that may be larger than memory, the order of their images
+//   5553    10. Model files: weights and checkpoints, initial weights
+//   5936    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   5955         the learning rate, the verdict on a step, averages of the weights
+//   6050         what a trainer holds
+//   6229         a step
+//   6593    12. A run: log, guard, checkpoints, resume, samples
+//   6619         the log in memory, as the page shows it
+//   6737         what a run holds
+//   6823         the log and the status line
+//   7015         checkpoints, snapshots and grids
+//   7295         the start of a run: new, from a file's weights, or resumed
+//   7564         how a run begins and ends
+//   7729         the loop over the steps
+//   7831         train: a whole run, from the first check to the exit code
+//   7888         samples, without a run
+//   8060    13. main: the command line, then a run or samples
+//   8390         what ranks must have in common
+//   8464         main
+//   8668  Part II. The device
+//   8671    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8755    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8825    16. The GPU: what all kernels share
+//   8894         Launches, which may overlap
+//   8940         Decisions: what kernels are chosen with
+//   8994         Single instructions: shared memory, mbarriers, clusters
+//   9088         Activations: pieces of 16 bytes
+//   9427         each_kernel: a thread for an element
+//   9441         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9609         Swizzle: how rows lie in shared memory
+//   9628         Hopper (sm_90a): TMA, wgmma and what goes with them
+//   9908         building blocks of Hopper's kernels (sm_90a)
+//  10217    17. Small operations: resampling, embeddings, diffusion
+//  10220         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10426         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10789         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11342    18. Group norm
+//  11345         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  11902         groupnorm_backward_whole: an image's slab in shared memory
+//  12302    19. Attention
+//  12409         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  12968         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13116         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13816    20. Convolution
+//  13862         ConvOut: results, 4 channels of a pixel at a time
+//  14109         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14177         conv_halo: 3x3, stride 1, any GPU
+//  14599         conv_gather: any kernel size and stride, any GPU
+//  14869         conv_few: the first and the last layer
+//  15051         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15660         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15786         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16275         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16733         conv_weight_tma: weight gradients (sm_90a)
+//  17043         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17355         FP8 in training: weights and gradients are rounded
+//  17470    21. The optimiser
+//  17473         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17734         muon: directions for matrices of weights
+//  18165    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18168         groupnorm_backward
+//  18336         attention: forward and, where a has dout, backward
+//  18400         convolution: forward and input gradient
+//  18913         convolution: weight gradients
+//  19295    23. The GPU: memory, copies, repeated work
+//  19525    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8659, run_program 8595, train 7834, run_step 7777, train_step 6517, load_batch 5503 (read_image 5066),
-//     send 19491 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19422):
-//     step_gradients 6369: draw_levels 10802 (the formulas: draw_level 3988), forward_and_loss 6289, q_sample_forward
-//     11016, unet_forward 3508, forward_layer 3493 (a function of the layer's kind, such as forward_conv 2522),
-//     loss_forward_backward 11134, unet_backward 3582, which calls such a function as backward_conv 2529 of each layer
-//     (input gradients: conv_backward_input 18873) and, by launch_waiting 3544 on the side stream,
-//     conv_backward_weights 19283; finish_gradients 12247 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17520;
-//     judge_step 17568 (the verdict: judge_batch 6020), update_slice 6480, adamw_update 17700 (adamw_kernel 17645),
-//     next_step 17574, record_step 17580; later collect_steps 7730
-//   --optimizer muon: muon_updates 6132 says which weights; update_slice 6480, update_by_muon 6471 (with the formulas),
-//     muon_momentum 17771, orthogonalise 18137 (with muon_kernel above it), adamw_kernel 17645 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11208): sample_batch 4886, plan_route 4634,
-//     device_step 4682, euler_step 4426 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18756 draws all of its roads):
-//     forward_conv 2522; conv_forward 18796, with conv_product above it, which asks conv_is_wgmma 18403;
-//     on Hopper, large images: pick_conv_tiles_3x3 18703; conv_tiles 16255, with conv_tiles_kernel above it;
-//     Accumulators 10128 (its function multiply); Wgmma 9690;
-//     on Hopper, small images: pick_conv_small 18556; conv_small 16714, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9690;
-//     on any other GPU pick_conv_halo_bf16 18470; conv_halo 14581, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9489
-//   why several GPUs compute the bits of one: step_gradients 6369
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 424, Silu 8713, with_nonlinearity 8723 (a case);
-//     BEHIND_NORMS, above add_norm 2752, chooses it. The embedding has SiLU as a layer: silu_forward 10702
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3845
+//     main 8664, run_program 8600, train 7837, run_step 7780, train_step 6520, load_batch 5506 (read_image 5069),
+//     send 19496 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19427):
+//     step_gradients 6372: draw_levels 10807 (the formulas: draw_level 3991), forward_and_loss 6292, q_sample_forward
+//     11021, unet_forward 3511, forward_layer 3496 (a function of the layer's kind, such as forward_conv 2525),
+//     loss_forward_backward 11139, unet_backward 3585, which calls such a function as backward_conv 2532 of each layer
+//     (input gradients: conv_backward_input 18878) and, by launch_waiting 3547 on the side stream,
+//     conv_backward_weights 19288; finish_gradients 12252 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17525;
+//     judge_step 17573 (the verdict: judge_batch 6023), update_slice 6483, adamw_update 17705 (adamw_kernel 17650),
+//     next_step 17579, record_step 17585; later collect_steps 7733
+//   --optimizer muon: muon_updates 6135 says which weights; update_slice 6483, update_by_muon 6474 (with the formulas),
+//     muon_momentum 17776, orthogonalise 18142 (with muon_kernel above it), adamw_kernel 17650 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11213): sample_batch 4889, plan_route 4637,
+//     device_step 4685, euler_step 4429 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 18761 draws all of its roads):
+//     forward_conv 2525; conv_forward 18801, with conv_product above it, which asks conv_is_wgmma 18408;
+//     on Hopper, large images: pick_conv_tiles_3x3 18708; conv_tiles 16260, with conv_tiles_kernel above it;
+//     Accumulators 10133 (its function multiply); Wgmma 9695;
+//     on Hopper, small images: pick_conv_small 18561; conv_small 16719, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9695;
+//     on any other GPU pick_conv_halo_bf16 18475; conv_halo 14586, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9494
+//   why several GPUs compute the bits of one: step_gradients 6372
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 424, Silu 8718, with_nonlinearity 8728 (a case);
+//     BEHIND_NORMS, above add_norm 2755, chooses it. The embedding has SiLU as a layer: silu_forward 10707
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3848
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 546, and beside each other edm_question
-//     3681, ask 3716, frame_of 3729, sigma_draws 3736, has_steps_of_t 3743; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2414; an example is forward_linear 2442
-//     with what follows it; a function such as add_resblock 2804 puts the layer into the network; its operation
+//     3684, ask 3719, frame_of 3732, sigma_draws 3739, has_steps_of_t 3746; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2417; an example is forward_linear 2445
+//     with what follows it; a function such as add_resblock 2807 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 318, with a list of all places above it: element_named 1402,
-//     forward_and_loss 6289, ElementOf 8684, with_act 8953 (act_has_wgmma below it), unpack_bf16 9097 and all below it
-//     to load_two 9161, mma 9489, tma_type 9857, adamw_kernel 17645 (adamw_update below it), conv_product 18756
-//   the settings, to their values: parse_command_line 1595, take_aliases 1623, complete_config 8575
-//     (apply_preset 1512, take_model_file 8211, take_ect_defaults 8241), take_data_shape 8288 (take_labels 8269),
-//     check_model 1891, check_run 2036
-//   FP8 (--precision fp8): choose_fp8 3003 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3078 and plan_fp8_gradients 3093 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3138 for samples, make_fp8_training 3181 for training; add_fp8_args 2286
-//     hands them to the layers. forward_conv 2522, backward_conv 2529 and weight_work 2259 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18858 makes an input gradient a forward convolution; conv_product_fp8 18789 picks the
-//     kernel, multiply_fp8 10162 and WgmmaFp8 9733 multiply; weight gradients: conv_weight_fp8_kernel 17297;
-//     print_fp8 7507 says whether it pays
+//     forward_and_loss 6292, ElementOf 8689, with_act 8958 (act_has_wgmma below it), unpack_bf16 9102 and all below it
+//     to load_two 9166, mma 9494, tma_type 9862, adamw_kernel 17650 (adamw_update below it), conv_product 18761
+//   the settings, to their values: parse_command_line 1595, take_aliases 1623, complete_config 8580
+//     (apply_preset 1512, take_model_file 8216, take_ect_defaults 8246), take_data_shape 8293 (take_labels 8274),
+//     check_model 1891, check_run 2039
+//   FP8 (--precision fp8): choose_fp8 3006 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3081 and plan_fp8_gradients 3096 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3141 for samples, make_fp8_training 3184 for training; add_fp8_args 2289
+//     hands them to the layers. forward_conv 2525, backward_conv 2532 and weight_work 2262 choose between bf16 and FP8;
+//     conv_backward_input_fp8 18863 makes an input gradient a forward convolution; conv_product_fp8 18794 picks the
+//     kernel, multiply_fp8 10167 and WgmmaFp8 9738 multiply; weight gradients: conv_weight_fp8_kernel 17302;
+//     print_fp8 7510 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
 //     die, refuse or must (host/files.h), of wrong 1478 (a flag's value), or of a function beside it whose name ends in
 //     _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7030. Its
-//     reasons are found in judge_batch 6020, by healthy and suspicious above it. For a damaged header they stand in
-//     check_field 5742 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
-//     5114, for a checkpoint's counters in check_resume 8345. unknown_word 1388 prints the message for a word of a flag
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7033. Its
+//     reasons are found in judge_batch 6023, by healthy and suspicious above it. For a damaged header they stand in
+//     check_field 5745 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
+//     5117, for a checkpoint's counters in check_resume 8350. unknown_word 1388 prints the message for a word of a flag
 //     that some place does not know. Such a place calls it itself or through meaning 1394.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7280 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 7056 that a file could not be written yet.
-//     stop_run 7030 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7283 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 7059 that a file could not be written yet.
+//     stop_run 7033 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -1978,8 +1978,11 @@ static void parse_ema_rate(Config* c, const std::string& where) {
         const bool is_there = std::ranges::count(c->emas, power);
         if (c->ema_snapshots && !is_there) c->emas.push_back(power);
     }
-    if (!works || c->emas.size() > 1 + MORE_EMAS)
-        refuse(where + wrong(c, "ema_rate", "must be a number from 0 to 1, or up to 8 of them with commas"));
+    if (works && c->emas.size() <= 1 + MORE_EMAS) return;
+    const int most = 1 + MORE_EMAS - (c->ema_snapshots ? 2 : 0);
+    const char* const beside = c->ema_snapshots ? ", beside the two of --ema_snapshots" : "";
+    refuse(where +
+           wrong(c, "ema_rate", text("must be a number from 0 to 1, or up to %d of them with commas%s", most, beside)));
 }
 
 // --objective ect: checks that q^a stays below LARGEST_GAP_DIVISOR until the run ends. a is the number of the stage.
@@ -8112,9 +8115,11 @@ static void take_from_file(Config* c, const std::string& path, const std::string
     if (given && may_change) return;
     const std::string wanted = flag_value(*c, f);
     set_flag(c, f, value, path + ": ");
-    if (given && !same_value(name, flag_value(*c, f), wanted))
-        die("--%s %s: %s was made with %s; leave the flag out, or start without that file", f.name, wanted.c_str(),
-            path.c_str(), flag_value(*c, f).c_str());
+    const std::string there = flag_value(*c, f);
+    const std::string made = there.empty() ? "without it" : "with " + there;
+    if (given && !same_value(name, there, wanted))
+        die("--%s %s: %s was made %s; leave the flag out, or start without that file", f.name, wanted.c_str(),
+            path.c_str(), made.c_str());
 }
 
 // Returns whether a flag's value is a text that parse_model reads. A header does not hold such a value as one number in

@@ -224,7 +224,8 @@ def value_rows(config: Config) -> list[list[float]]:
 def check_run(config: Config) -> None:
     """Training, data and files."""
     ok = 1 <= len(config.ema_rate) <= MOST_EMAS and all(0 <= rate <= 1 or rate in POWER_EMAS[: 2 * (k > 0)] for k, rate in enumerate(config.ema_rate))
-    check(config, ok, "ema_rate", f"must be a number from 0 to 1, or up to {MOST_EMAS} of them with commas")
+    most, beside = (MOST_EMAS - 2, ", beside the two of --ema_snapshots") if config.ema_snapshots else (MOST_EMAS, "")
+    check(config, ok, "ema_rate", f"must be a number from 0 to 1, or up to {most} of them with commas{beside}")
     ok = config.microbatch == 0 or (config.batch_size % config.microbatch == 0)
     check(config, ok, "microbatch", f"must divide --batch_size {config.batch_size}")
     check(config, config.output_dir != "", "output_dir", "must name a folder")
@@ -391,7 +392,7 @@ def pick_device(name: str) -> torch.device:
     try:
         named = f"cuda:{name}" if name.isdecimal() else name
         device = torch.device(named if named != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
-        torch.empty(0, device=device)
+        torch.empty(0, device=device).tolist()  # on PyTorch's "meta" device there is nothing to read
     except (RuntimeError, AssertionError):
         raise UserError(f"--device {name}: is not here; auto and cpu always work") from None
     return device

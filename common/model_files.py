@@ -148,7 +148,8 @@ class ModelFile:
         for name in flags.keys() & {*SAVED_FLAGS, *(["seed", "optimizer"] if resume else [])} - FREE_FLAGS:
             if getattr(as_saved, name) != inherited[name]:
                 given, there = format_value(name, flags[name]), format_value(name, inherited[name])
-                raise UserError(f"--{name} {given}: {self.path} was made with {there}; leave the flag out")
+                made = f"with {there}" if there else "without it"
+                raise UserError(f"--{name} {given}: {self.path} was made {made}; leave the flag out")
         return inherited
 
     def metadata(self) -> dict[str, dict[str, Any]]:

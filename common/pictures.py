@@ -6,6 +6,7 @@ import math
 import os
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, TextIO
@@ -22,6 +23,8 @@ from common.program import printable
 IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg", ".gif", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 MOST_PIXELS = 1 << 27  # of a picture that is enlarged for a random crop: half a GiB
 
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # of a picture of 90 million pixels; one of 180 million is refused
+
 
 def say(text: str, file: TextIO) -> None:
     """Prints a line, beside the progress bar if there is one."""
@@ -36,8 +39,13 @@ def progress(items: Iterable) -> Iterable:
 def flat_image(image: Image.Image, channels: int) -> Image.Image:
     """A picture upright, of 8 bits: on white in grey (1 channel) or RGB (3), or RGBA (4)."""
     image = ImageOps.exif_transpose(image)  # photographs that are stored lying on their side
+    if image.mode == "LAB":  # which convert() knows only how to make RGB
+        image = image.convert("RGB")
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):  # 16-bit and float grey, which convert() would clip at 255 and cut off at 0 and 1
         values, white = np.asarray(image), 1 if image.mode == "F" else 65535
+        clear = image.info.get("transparency")
+        if isinstance(clear, int):  # the grey value that is transparent, as a PNG may have one
+            values = np.where(values == clear, white, values)
         if not (values.min() >= 0 and values.max() <= white):
             raise DataError(f"its grey values are from {values.min():g} to {values.max():g}, not from 0 to {white}")
         image = Image.fromarray(np.rint(values * (255 / white)).astype(np.uint8))

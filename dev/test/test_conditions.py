@@ -172,9 +172,13 @@ def test_bad_arrays(pictures: Path, tmp_path: Path) -> None:
         (np.zeros((5, 2)), "has 5 rows, and there are 6"),
         (np.full(6, np.inf), "finite"),
         (np.array(["a"]), "no array of numbers"),
+        (np.zeros(6, complex), "no array of numbers"),
+        (np.zeros(6, "datetime64[s]"), "no array of numbers"),
+        (np.full(6, 1e39), "finite"),
     ):
         np.save(tmp_path / "v.npy", values)
-        assert words in prepare(*given, tmp_path / "v.npy", code=1).stderr
+        told = prepare(*given, tmp_path / "v.npy", code=1).stderr
+        assert words in told and told.count("\n") == 1
     assert ".csv or .npy" in prepare(*given, pictures / "a/0.png", code=1).stderr
     np.save(tmp_path / "v.npy", np.zeros(7))
     images = bytes([0, 0, 8, 3, 0, 0, 0, 6, 0, 0, 0, 8, 0, 0, 0, 8]) + make_images(6).tobytes()

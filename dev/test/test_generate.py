@@ -196,6 +196,7 @@ def test_back_ends_that_are_not_here(model: Path, tmp_path: Path, monkeypatch: p
     refused([*given, "--backend", "mps"], "no Apple GPU", "native")
     refused([*given, "--backend", "coreml"], "only macOS", "--export_coreml")
     refused([*given, "--backend", "tpu"], "torch, native, mps, coreml, onnx")
+    refused([*given, "--device", "meta"], "--device meta: is not here")
     monkeypatch.setattr(generate, "ROOT", tmp_path)
     refused([*given, "--backend", "native"], "make train_unet")
     assert not (tmp_path / "x.png").exists()

@@ -34,6 +34,8 @@ WAYS = {  # after the GPU and the precision; fp32 is the same on both GPUs but f
     "no graphs": ("H200", "bf16", {"BENCH_WITHOUT": "graphs", "FAKE_LATE": "others"}),
     "fp32, others late": ("H200", "fp32", {"FAKE_LATE": "others"}),
     "fp32, main late": ("H200", "fp32", {"FAKE_LATE": "main"}),
+    "fp8, others late": ("H200", "fp8", {"FAKE_LATE": "others"}),
+    "fp8, main late": ("H200", "fp8", {"FAKE_LATE": "main"}),
     "A100, others late": ("A100", "bf16", {"FAKE_LATE": "others"}),
     "A100, main late": ("A100", "bf16", {"FAKE_LATE": "main"}),
 }

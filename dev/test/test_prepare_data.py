@@ -155,6 +155,8 @@ def test_transparent_pictures_go_on_white(tmp_path):
 def test_sixteen_bit_and_rotated_pictures(tmp_path):
     (tmp_path / "in").mkdir()
     Image.fromarray(np.full((8, 8), 32896, np.uint16)).save(tmp_path / "in/a.png")
+    Image.fromarray(np.full((8, 8), 32896, np.uint16)).save(tmp_path / "in/c_transparent.png", transparency=32896)
+    Image.new("LAB", (8, 8), (128, 128, 128)).save(tmp_path / "in/d_lab.tif")
     picture = np.zeros((8, 16, 3), np.uint8)
     picture[:, 8:] = 255
     exif = Image.Exif()
@@ -163,6 +165,7 @@ def test_sixteen_bit_and_rotated_pictures(tmp_path):
     images, _, _ = load_folder(str(tmp_path / "in"), (16, 8), 1)
     assert np.all(images[0] == 128)
     assert np.all(images[1, 0, :8] == 0) and np.all(images[1, 0, 8:] == 255)
+    assert np.all(images[2] == 255) and np.all(abs(images[3].astype(int) - 119) <= 2)  # a lightness of half of L* is 119 of 255 in sRGB
 
 
 def test_broken_images_are_named_skipped_and_counted(tmp_path, capsys):
