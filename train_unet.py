@@ -31,7 +31,7 @@ import dataclasses
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ from common.random_numbers import (
     BACK_NOISE, CLASS_DROPOUT, COND_DROPOUT, FLIP, KNOWN_NOISE, MASK, NOISE, ORDER, SAMPLE_NOISE, SAMPLE_START, TIMESTEP, VAL_NOISE, VAL_TIMESTEP, normals, philox,
     random_words, to_normals,
 )  # fmt: skip
-from common.run_folder import RunFolder, StepResult, plot_loss, prepare_run, progress_line, run_folder
+from common.run_folder import RunFolder, StepResult, lacks_file, plot_loss, prepare_run, progress_line, run_folder
 from common.samples import beside_pictures, grid_pixels, png_bytes, save_samples, value_captions
 
 # ======================================================================================================================
@@ -581,9 +581,10 @@ def sample(
     progress: bool = False,
     rows: list[list[float]] | None = None,
     pictures: Tensor | None = None,
-) -> Tensor:
+    stop: Sequence[str] = (),
+) -> Tensor | None:
     """n images (n, C, H, W) in [-1, 1], on the CPU, of a model that it leaves in eval mode. Image i depends on (seed, i) alone, not on batch_size.
-    rows, pictures: see Denoiser; None: those of --values and --cond_file."""
+    rows, pictures: see Denoiser; None: those of --values and --cond_file. stop: a list of signals (stop_on_signal); once it holds one, None is returned."""
     from tqdm import tqdm  # which who only trains or times the network does without
 
     device, drawn = next(model.parameters()).device, []
@@ -605,6 +606,8 @@ def sample(
                 signal, sigma = D.route[first]
                 x = signal * images.to(device)[numbers % len(images)] + signal * sigma * D.normals(SAMPLE_START, 0)
             for *_, x_next in sampler_steps(D, x, first):
+                if stop:
+                    return None
                 bar.update()
             drawn.append(x_next.cpu())
     return torch.cat(drawn)
@@ -900,10 +903,12 @@ def grid_pictures(config: Config, data: Data) -> Tensor | None:
 
 
 def draw_samples(trainer: Trainer, folder: RunFolder, screen: Screen, data: Data) -> None:
-    """A grid of pictures by the averaged weights, with the numbers and the pictures of this data."""
+    """A grid of pictures by the averaged weights, with the numbers and the pictures of this data. A signal gives it up; a resumed run draws it."""
     config, step = trainer.config, trainer.state.step
     rows, pictures = grid_rows(config, data), grid_pictures(config, data)
-    images = sample(trainer.averaged, config, config.num_samples, rows=rows, pictures=pictures)
+    images = sample(trainer.averaged, config, config.num_samples, rows=rows, pictures=pictures, stop=screen.stop)
+    if images is None:
+        return
     if not torch.isfinite(images).all():
         screen.tell(f"the samples of step {step} are not finite numbers: the run is broken")
     captions, parts = value_captions(rows, len(images)), 1
@@ -914,8 +919,8 @@ def draw_samples(trainer: Trainer, folder: RunFolder, screen: Screen, data: Data
 
 
 def train(config: Config, data: Data, start: ModelFile | None, device: torch.device, preset: int) -> int:
-    """A training run. preset: preset_checksum of its preset. Returns the program's exit code, which after a signal is a shell's for it: what comes next must not go on with a model that is
-    half trained (python train_unet.py && next)."""
+    """A training run. preset: preset_checksum of its preset. Returns the program's exit code, which after a signal is a shell's for it: what comes next
+    must not go on with a model that is half trained (python train_unet.py && next)."""
     val_data = read_validation_data(config)
     if start and not config.resume_checkpoint:  # --init takes the weights alone
         start = ModelFile(start.config, start.weights_to_use(config.use_ema))
@@ -924,7 +929,10 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
     state.preset = preset
     state.data_images, state.data_crc, state.cond_crc = len(data.images), data.crc, data.pictures.crc if data.pictures else 0
     announce(trainer, data, start)
-    if first_step >= config.max_steps:
+    lacks_snapshot = lacks_file(config, first_step, f"ema_{first_step:07d}.bin", config.ema_snapshots)
+    lacks_grid = lacks_file(config, first_step, f"samples_{first_step:07d}.png", config.sample_interval)
+    last = first_step >= config.max_steps
+    if last and not lacks_snapshot and not lacks_grid:
         print(f"nothing to do: step {first_step} of {config.max_steps} is reached; a larger --max_steps goes on")
         return 0
 
@@ -936,11 +944,16 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             keeper.save(trainer.checkpoint())
         return keeper.saved == state.step and (not config.ema_snapshots or keeper.snapshot == state.step)
 
-    seconds, mean, last, stopped = 0.0, 0.0, False, ""  # seconds: a recent step's, smoothed
+    seconds, mean, stopped = 0.0, 0.0, ""  # seconds: a recent step's, smoothed
     with run_folder(config, start) as (folder, log, keeper), stop_on_signal() as stop:
         screen = Screen(stop)
         keeper.tell = screen.tell
-        while not last:
+        if lacks_snapshot:
+            keeper.save_snapshot(trainer.snapshot(), first_step)
+        if lacks_grid:
+            draw_samples(trainer, folder, screen, val_data or data)
+            stopped = stop[0] if stop else ""
+        while not (last or stopped):
             began = time.perf_counter()
             try:
                 batch = next_batch(trainer, data)
@@ -983,6 +996,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             draw = config.sample_interval and not stopped and (last or step % config.sample_interval == 0)
             if draw:
                 draw_samples(trainer, folder, screen, val_data or data)
+                stopped = stop[0] if stop else ""
             if not log.rows and (last or draw):
                 screen.tell(folder.write_or_wait("loss.png", plot_loss(log)))
         keeper.finish(state.step, save_rest, stop)

@@ -439,6 +439,14 @@ def lock_folder(path: str, folder: int | None = None) -> Iterator[None]:
         os.close(descriptor)
 
 
+def lacks_file(config: Config, step: int, name: str, interval: int) -> bool:
+    """Whether the output folder lacks a file of the step that a resumed run goes on from, because the run was killed after it had written its
+    checkpoint. interval: the steps between two such files. A run that goes on in a new folder lacks none there."""
+    due = interval > 0 and (step % interval == 0 or step >= config.max_steps)
+    own = config.resume_checkpoint != "" and os.path.exists(f"{config.output_dir}/model_{step:07d}.bin")
+    return due and own and not os.path.exists(f"{config.output_dir}/{name}")
+
+
 @contextlib.contextmanager
 def run_folder(config: Config, start: ModelFile | None) -> Iterator[tuple[RunFolder, Log, Keeper]]:
     """The output folder as this process's alone, for a run that starts there or is resumed."""
@@ -456,7 +464,13 @@ def run_folder(config: Config, start: ModelFile | None) -> Iterator[tuple[RunFol
         if best_step is not None and math.isinf(best_loss):
             told = f"log.csv has no validation loss of its step {best_step}, so the next checkpoint becomes the best"
             print(f"{folder.name(BEST)}: {told}", flush=True)
-        yield folder, log, Keeper(folder, config.keep_checkpoints, step, best_loss if config.keep_best else None)
+        keeper = Keeper(folder, config.keep_checkpoints, step, best_loss if config.keep_best else None)
+        # The run may have been killed after it wrote its best checkpoint, and before it made best.bin a link to it.
+        newest = f"model_{step:07d}.bin"
+        if step and config.keep_best and (best_step is None or math.isfinite(best_loss)) and newest in folder.checkpoints().values():
+            keeper.val_loss = log.val_loss(step)
+            keeper.keep_best(newest)
+        yield folder, log, keeper
         log.close()
         folder.close()
 

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import torch
 from conftest import (
     BUILD,
     LOG_COLUMNS,
+    ROOT,
     TINY,
     Model,
     binary_path,
@@ -57,9 +59,10 @@ TINY_TWIN = dict(
 QUIET = ["--sample_interval", 0]  # which no checkpoint holds
 
 
-def start(args: list, cwd: Path) -> subprocess.Popen:
-    """The program in the background, with its output in a pipe."""
-    command = [str(binary_path("cpu")), *map(str, args)]
+def start(args: list, cwd: Path, program: str = "cpp") -> subprocess.Popen:
+    """The program, or its twin, in the background, with its output in a pipe."""
+    words = [str(binary_path("cpu"))] if program == "cpp" else [sys.executable, str(ROOT / "train_unet.py"), "--device", "cpu"]
+    command = [*words, *map(str, args)]
     return subprocess.Popen(command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -165,35 +168,47 @@ def test_a_kill_leaves_what_can_be_resumed(run: Callable, data: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("at", [2, 4], ids=["between", "end"])
-def test_a_signal_gives_up_a_grid(run: Callable, data: Path, tmp_path: Path, at: int) -> None:
+@pytest.mark.parametrize("program", ["cpp", pytest.param("twin", marks=pytest.mark.long)])
+def test_a_signal_gives_up_a_grid(data: Path, tmp_path: Path, at: int, program: str) -> None:
     """A grid may take minutes, which somebody who stops a run need not wait for. The resumed run draws it, and goes on as if nothing had been."""
-    slow = flags("--sample_interval 2 --num_samples 8 --sampler ddim --timestep_respacing 1000 --log_interval 1")
+    slow = flags("--sample_interval 2 --num_samples 8 --sampler ddim --log_interval 1 --timestep_respacing", 1000 if program == "cpp" else 200)
     given = flags(TINY, slow, "--max_steps 4 --data_file", data)
-    run([*given, "--output_dir", "unbroken"])
-    told = stop(start(given, tmp_path), f"step {at}/", signal.SIGTERM, delay=0.1)
+
+    def process(*words: object) -> subprocess.Popen:
+        return start([*flags(*words)], tmp_path, program)
+
+    assert process(given, "--output_dir unbroken").wait(120) == 0
+    told = stop(process(given), f"step {at}/", signal.SIGTERM, delay=0.1)
     folder, grid = tmp_path / "out", f"samples_{at:07d}.png"
-    assert told.splitlines()[-1] == f"stopped by SIGTERM after step {at}; saved is step {at}; --resume_checkpoint latest goes on from there"
+    assert f"stopped by SIGTERM after step {at}" in told.splitlines()[-1]
     assert checkpoints(folder)[-1] == at and not (folder / grid).exists()
-    run(flags(TINY, slow, "--resume_checkpoint latest"))
+    assert process(TINY, slow, "--resume_checkpoint latest").wait(120) == 0
     assert sorted(path.name for path in folder.glob("samples_*")) == ["samples_0000002.png", "samples_0000004.png"]
     assert (folder / grid).read_bytes() == (tmp_path / "unbroken" / grid).read_bytes()
     assert (folder / model_name(4)).read_bytes() == (tmp_path / "unbroken" / model_name(4)).read_bytes()
-    assert "nothing to do" in run(["--resume_checkpoint", "latest", *slow]).out
+    assert "nothing to do" in process(TINY, slow, "--resume_checkpoint latest").communicate(timeout=120)[0]
 
 
 @pytest.mark.parametrize("more", [0, 2], ids=["done", "goes on"])
-def test_files_that_a_kill_has_cost_are_written_by_the_resumed_run(run: Callable, data: Path, tmp_path: Path, more: int) -> None:
+@pytest.mark.parametrize("program", ["cpp", pytest.param("twin", marks=pytest.mark.long)])
+def test_files_that_a_kill_has_cost_are_written_by_the_resumed_run(data: Path, tmp_path: Path, more: int, program: str) -> None:
     """The process may end between the checkpoint and the other files of the same step: its grid, a snapshot for which the disk had no room."""
     files = flags("--sample_interval 2 --ema_snapshots 2")
-    run(flags(TINY, files, "--max_steps 4 --data_file", data))
+
+    def train(*words: object) -> None:
+        process = start([*flags(*words)], tmp_path, program)
+        told, err = process.communicate(timeout=120)
+        assert process.returncode == 0, told + err
+
+    train(TINY, files, "--max_steps 4 --data_file", data)
     folder = tmp_path / "out"
     left = {name: (folder / name).read_bytes() for name in ("samples_0000004.png", "ema_0000004.bin")}
     for name in left:
         (folder / name).unlink()
-    run(flags(TINY, files, "--resume_checkpoint latest --max_steps", 4 + more))
+    train(TINY, files, "--resume_checkpoint latest --max_steps", 4 + more)
     assert all((folder / name).read_bytes() == content for name, content in left.items())
     assert checkpoints(folder)[-1] == 4 + more
-    run(["--resume_checkpoint", f"out/{model_name(4 + more)}", "--max_steps", 5 + more, *files, "--output_dir", "elsewhere"])
+    train("--resume_checkpoint", f"out/{model_name(4 + more)}", "--max_steps", 5 + more, files, "--output_dir elsewhere")
     assert not (tmp_path / "elsewhere" / f"ema_{4 + more:07d}.bin").exists()  # a new folder lacks nothing
 
 
@@ -205,17 +220,18 @@ def test_the_order_of_a_steps_files(run: Callable, data: Path, tmp_path: Path) -
         assert snapshot.stat().st_mtime_ns < checkpoint.stat().st_mtime_ns
 
 
-def test_a_kill_before_the_best_checkpoint_is_linked(run: Callable, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", ["cpp", "twin"])
+def test_a_kill_before_the_best_checkpoint_is_linked(data: Path, tmp_path: Path, program: str) -> None:
     """The log already says that the last checkpoint is the best; best.bin does not."""
     validated = flags("--val_interval 1 --save_interval 2 --keep_best True --keep_checkpoints 1 --val_data_file", data)
-    run(flags(TINY, validated, "--max_steps 4 --data_file", data))
+    assert start(flags(TINY, validated, "--max_steps 4 --data_file", data), tmp_path, program).wait(120) == 0
     folder = tmp_path / "out"
     rows = [row.split(",") for row in (folder / "log.csv").read_text().splitlines()]
     rows[4][9] = "1e-9"
     (folder / "log.csv").write_text("".join(",".join(row) + "\n" for row in rows))
     checkpoint = (folder / model_name(4)).read_bytes()
     (folder / "best.bin").unlink()
-    run(["--resume_checkpoint", "latest", *validated, *QUIET, "--max_steps", 8])
+    assert start(flags("--resume_checkpoint latest --max_steps 8", validated, QUIET), tmp_path, program).wait(120) == 0
     assert checkpoints(folder) == [8] and (folder / "best.bin").read_bytes() == checkpoint
 
 
