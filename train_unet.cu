@@ -312,7 +312,8 @@ static const char* const PRESET_ELSE = "fashion32";
 //                              new type, they would write wrong weights. Make the type a template parameter
 //   act_has_wgmma              It is false for the new type, so a Hopper GPU, too, uses the kernels for any GPU. It may
 //                              become true when Hopper's kernels support the type. The element is a template parameter
-//                              of conv_tiles and conv_small. All other kernels for Hopper are written for bf16
+//                              of conv_tiles and conv_small. All other kernels for Hopper are written for one type:
+//                              conv_weight_fp8 for FP8, and the rest for bf16
 //   forward_and_loss           A type whose smallest numbers are larger than bf16's (fp16) loses small gradients. Then
 //                              `factor` there has to be larger (a loss scale), and sum_gradients has to undo it
 enum class Element : uint8_t { FP32, BF16, FP8, FP8_GRADIENT };
@@ -394,17 +395,17 @@ struct Fp8Copy {
     const float* factor = nullptr;
 };
 
-// --precision fp8, in training: values and weights are multiplied by these factors before they are rounded to FP8
-// (e4m3). The factors are powers of 2, so multiplying by them rounds nothing. A value larger than 28 = 448 / 16, and a
-// weight larger than 3.5 = 448 / 128, becomes 448, the largest number of e4m3. choose_gradient_factor returns the
-// factor of gradients.
+// --precision fp8, in training: a convolution's input x and its weights are multiplied by these factors before they are
+// rounded to FP8 (e4m3). The factors are powers of 2, so multiplying by them rounds nothing. If a value of x is above
+// 28 = 448 / 16, or a weight is above 3.5 = 448 / 128, it becomes 448, the largest number of e4m3.
+// choose_gradient_factor returns the factor of gradients.
 constexpr float FP8_X_FACTOR = 16;
 constexpr float FP8_WEIGHT_FACTOR = 128;
 
-// A convolution whose weights are rounded to FP8 in training. round_weights makes two FP8 copies of them: `weights`,
-// which the forward pass reads, and `turned`, which the input gradient reads. offset: where the weights (Cout, 9, Cin)
-// begin in a flat array. turned_alone: only the convolution's input gradient is computed in FP8, so only `turned` is
-// made.
+// A convolution whose weights are rounded to FP8 in training. round_weights makes two FP8 copies of the weights. The
+// forward pass reads the copy `weights`. The input gradient reads the copy `turned`, in which each 3x3 filter is turned
+// by 180 degrees. offset: where the weights (Cout, 9, Cin) begin in a flat array (see Slice). turned_alone: only the
+// convolution's input gradient is computed in FP8, so only `turned` is made.
 struct WeightRounding {
     size_t offset;
     int Cout, Cin;
@@ -412,7 +413,8 @@ struct WeightRounding {
 };
 
 // A convolution is 1x1 or 3x3 (padding kernel / 2). Its input (B, H, W, C1 + C2) is one array, or two arrays of C1 and
-// C2 channels. With upsample = 1 the convolution is 3x3, its stride is 1, and it reads its input enlarged to 2H x 2W.
+// C2 channels. With upsample = 1 the convolution is 3x3, its stride is 1, and it reads its input enlarged to 2H x 2W:
+// each pixel becomes 2 x 2 equal pixels.
 struct ConvShape {
     int B, H, W, C1, C2, Cout, kernel, stride, upsample;
     // The elements of the input and of the output. What the network itself reads and returns is FP32.
@@ -431,8 +433,8 @@ struct NormShape {
 };
 
 // What the computation of a convolution's weight gradient needs: the arrays that it writes (dweight, dbias, demb), the
-// arrays that it reads (dout, x1, x2), and the shape. This is kept until the weight gradients of several layers are
-// computed together, so that the GPU has more to do at a time.
+// arrays that it reads (dout, x1, x2), and the shape. The backward pass keeps the WeightWorks of several layers and
+// then computes their weight gradients together, so that the GPU has more to do at a time.
 struct WeightWork {
     float *dweight, *dbias;
     float* demb; // (B, emb_stride), or null: the embedding's gradient, which is the sum of dout over an image's pixels
@@ -460,9 +462,10 @@ struct Stats {
     int parts;
 };
 
-// What attention keeps of each row of scores s = q . k, so that the backward pass can compute the softmax again:
+// What attention keeps of each row of scores, so that the backward pass can compute the row's softmax P again. A row
+// holds the scores s = q . k of one query q with all keys k (q and k are vectors of d numbers):
 // P = 2^((s - top) log2(e) / sqrt(d) - log_sum). top is the highest score of the row, or (in Hopper's kernels) the
-// highest one of a part of its scores. log_sum is the log2 of the row's sum of e^((s - top) / sqrt(d)). Most programs
+// highest score of a part of the row. log_sum is the log2 of the row's sum of e^((s - top) / sqrt(d)). Most programs
 // keep only one number, the log of the sum of e^(s / sqrt(d)). But if scores are large, that number is large, too.
 // Rounding it to fp32 could change it by more than 1, and so change P by more than a factor of 2.
 struct SoftmaxRow {
@@ -474,7 +477,7 @@ struct RandomKey {
     uint64_t seed;
     uint32_t purpose;    // what is drawn: RANDOM_NOISE or another RandomPurpose
     const int64_t* step; // in device memory; read at each draw, so a recorded CUDA graph draws anew in each step
-    int64_t sample0;     // the number of the batch's first sample; different batches of a step have different numbers
+    int64_t sample0;     // the number of the first sample; no two microbatches of a step have samples of equal numbers
 };
 
 // Returns the same key with another purpose.
@@ -560,9 +563,10 @@ struct Tuning {
     HD bool on() const { return q > 0; }
 };
 
-// A change to an image (--augment), and what the network is told of it. First the image is mirrored: with flip_x its
-// left and right are exchanged, with flip_y its top and bottom. Pixel (x, y) of the changed image is then pixel
-// (x_x x + x_y y + x_1, y_x x + y_y y + y_1) of the mirrored image. Coordinates are measured from the centre.
+// A change to an image (--augment), and the numbers that the network is told of the change (`told`; a list above
+// Matrix2 explains them). First the image is mirrored: with flip_x its left and right are exchanged, with flip_y its
+// top and bottom. Pixel (x, y) of the changed image is then pixel (x_x x + x_y y + x_1, y_x x + y_y y + y_1) of the
+// mirrored image. Coordinates are measured in pixels, from the centre.
 constexpr int AUGMENT_NUMBERS = 9;
 struct Augmentation {
     float told[AUGMENT_NUMBERS];
@@ -578,9 +582,10 @@ struct SigmaDraws {
 };
 
 // What a model is trained on: how noise levels are drawn, and what the loss is. The loss is
-// mse * squared error + bound * term. `term` is the part of the variational bound, in nats, that belongs to the drawn
-// timestep (bound_term). If mse is above 0, the bound trains only the variance that the network predicts. If mse is 0,
-// the bound also trains the predicted mean. If tuning.on(), the loss is that of tuning_loss instead.
+// mse * weight * squared error + bound * importance * term. `weight` and `importance` are members of the drawn
+// NoiseLevel. `term` is the part of the variational bound, in nats, that belongs to the drawn timestep (bound_term). If
+// mse is above 0, the bound trains only the variance that the network predicts. If mse is 0, the bound also trains the
+// predicted mean. If tuning.on(), the loss is that of tuning_loss instead.
 struct Objective {
     const NoiseLevel* levels; // device: (steps), the level of each t; null: sigma is drawn, see SigmaDraws
     int steps;                // how many timesteps t there are
@@ -613,9 +618,9 @@ struct SamplerStep {
 
 // Settings that are the same in all steps of a sampler.
 // With guidance, the second half of the batch is a copy of the first half. For the copies the network is not told the
-// class, the numbers (--cond_dim) or the picture, if training has also left these out sometimes. Its answers for
-// them are called `unconditional`, and its answers for the first half are called `out`. The sampler uses the answer
-// unconditional + guidance * (out - unconditional), where guidance is the step's (SamplerStep). In a step whose
+// class, the numbers (--cond_dim) or the picture, if training has also left these out sometimes. The network's answers
+// for the copies are called `unconditional`, and its answers for the first half are called `out`. The sampler uses the
+// answer unconditional + guidance * (out - unconditional), where guidance is SamplerStep::guidance. In a step whose
 // guidance is 1, the network computes only the first half.
 // If limit is true, x0 is limited to [-s, s] and divided by s. With rank < 0, s is 1. With rank >= 0, s is the rank-th
 // smallest |x0| of the image (counted from 0), or 1 if that |x0| is smaller than 1.
@@ -638,7 +643,7 @@ struct AdamW {
 
 // Ranks share the work of the optimiser. Weights, gradients, moments and averages are flat arrays of n floats (n is a
 // multiple of 4), with padding after them. An array is cut into segments. Each segment is cut into one part for every
-// rank, and each part has `stretches` stretches. With two ranks and three segments:
+// rank. Each part is cut into `stretches` stretches of STRETCH floats. With two ranks and three segments:
 //
 //   | rank 0 | rank 1 | rank 0 | rank 1 | rank 0 | rank 1 |
 //   |    segment 0    |    segment 1    |    segment 2    |
@@ -695,9 +700,9 @@ struct Update {
     size_t plain;
     float *ema, *m, *v;
     const float* sum; // the sum of the ranks' gradients
-    // For each 64 floats of a flat array: 1 if they belong to a matrix that Muon updates. For the elements of these
-    // matrices, `sum` holds directions when adamw_update reads it (update_by_muon): the update subtracts lr times them.
-    // Without --optimizer muon, is_matrix is null.
+    // For each 64 floats of a flat array: 1 if they belong to a matrix that Muon updates, else 0. For the elements of
+    // these matrices, `sum` no longer holds gradients when adamw_update reads it, but directions (update_by_muon). The
+    // update subtracts lr times the direction. Without --optimizer muon, is_matrix is null.
     const uint8_t* is_matrix;
 };
 
@@ -706,11 +711,12 @@ struct Update {
 struct MuonMatrix {
     size_t offset;        // where its elements begin in a flat array
     int rows, columns;    // multiples of 32
-    size_t square_offset; // where its square matrices (short_side, short_side) begin in an array of such squares
+    size_t square_offset; // where its squares (short_side, short_side) begin in the arrays MuonWork::A and MuonWork::B
     HD int short_side() const { return rows < columns ? rows : columns; }
     HD int long_side() const { return rows < columns ? columns : rows; }
 };
-// The matrices, and what a GPU needs to compute with them (prepare_muon). A GPU computes each product in tiles.
+// MuonWork holds all matrices, and what a GPU needs to compute with them (prepare_muon). A GPU computes a product of
+// matrices in tiles. A MuonTile says which part of which result a tile is.
 struct MuonTile {
     int matrix, row, column; // the tile's matrix, and its first row and column in the result
 };
@@ -727,21 +733,22 @@ struct MuonWork {
     MuonTiles square_tiles;                // of results (short_side, short_side)
     MuonTiles tiles;                       // of results (rows, columns)
     act* X = nullptr;                      // a flat array: a copy of the momentum in the activations' type
-    act *A = nullptr, *B = nullptr;        // squares: for each matrix X X^T, and a polynomial of it
+    act *A = nullptr, *B = nullptr;        // squares of each matrix X: A = X X^T (or X^T X), and B = b A + c A A
 };
 // Muon's constants (Jordan et al. 2024): the decay of the momentum, and the coefficients a, b and c of the polynomial
 // that is applied five times (see the comments above update_by_muon).
 constexpr float MUON_MOMENTUM = 0.95f;
 constexpr int MUON_ITERATIONS = 5;
 constexpr float MUON_A = 3.4445f, MUON_B = -4.7750f, MUON_C = 2.0315f;
-// If |X|^2 is below this number, X is only what rounding has left of a gradient of 0. Then the direction is 0, and only
-// the weight decay changes the matrix.
+// X is a matrix's momentum (update_by_muon), and |X|^2 is the sum of the squares of its elements. If |X|^2 is below
+// this number, X is only what rounding has left of a gradient of 0. Then the direction is 0, and only the weight decay
+// changes the matrix.
 constexpr double MUON_SMALLEST = 1e-28;
 // Returns the factor that makes Muon's updates about as large as AdamW's (Liu et al. 2025, eq. 4).
 HD static inline float muon_scale(const MuonMatrix& m) { return 0.2f * sqrtf((float)m.long_side()); }
 
 // The running mean and variance of the loss, and those of the gradient's norm. The function `healthy` compares each new
-// step with them. Only steps that it finds healthy change them.
+// step with these numbers. Only healthy steps change the numbers.
 struct Guard {
     double n; // how many healthy steps there were
     double mean_loss, var_loss, mean_norm, var_norm;
@@ -805,9 +812,9 @@ static void conv_backward_input(Grad dx1, Grad dx2,       // as x1 and x2
                                 const act* dout,          // as out
                                 const act* weight, ConvShape s,
                                 const float* factors = nullptr); // [(C1)]: only with FP8
-// conv_backward_weights computes the weight gradients of several layers together. conv_weight_load returns what
-// fraction of the device the weight gradient of one layer keeps busy (1 or more: all of it). The caller collects layers
-// until the sum of these fractions reaches 1.
+// conv_backward_weights computes the weight gradients of several layers together. A launch should have enough work to
+// keep the device busy. conv_weight_load returns what fraction of this work the weight gradient of one layer is (1 or
+// more: it is enough alone). The caller collects layers until the sum of these fractions reaches 1.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* stream);
 static double conv_weight_load(const ConvShape& s);
 
@@ -836,7 +843,7 @@ static void groupnorm_backward(Grad dx1, Grad dx2,           // as x1 and x2
 // --precision fp8, in training. round_weights makes two copies of convolutions' weights, in e4m3. In both copies a
 // convolution's weights begin at the same place as in the flat array `copy`. Each weight is multiplied by
 // FP8_WEIGHT_FACTOR before it is rounded. In `turned`, the weights are in the order in which input gradients read them.
-// round_gradient writes a copy of dout, an array of n gradients, in e5m2.
+// round_gradient writes a copy of dout, an array of n gradients (n is a multiple of 16), in e5m2.
 static void round_weights(uint8_t* weights, // flat: (Cout, tap, Cin) of each convolution that has Layer::fp8
                           uint8_t* turned,  // flat: (Cin, 8 - tap, Cout) of each convolution
                           const act* copy,  // flat: the weights in bf16, from which both are made
@@ -846,7 +853,7 @@ static void round_gradient(Fp8Copy fp8, const act* dout, size_t n);
 // Attention of T pixels to each other: out = softmax(q k^T / sqrt(d)) v, with C = heads * d channels.
 static void attention_forward(act* out,         // (B, T, C)
                               SoftmaxRow* rows, // (B, heads, T): kept for the backward pass
-                              const act* qkv,   // (B, T, 3C): q, k, v
+                              const act* qkv,   // (B, T, 3C): C channels of q, then k, then v; each has all heads
                               int B, int T, int C, int heads);
 static void attention_backward(act* dqkv,       // as qkv
                                const act* dout, // as out
@@ -967,8 +974,8 @@ static void tuning_loss_forward_backward(double* loss,             // (B)
                                          const float* target,      // (B, n)
                                          const NoiseLevel* levels, // (B)
                                          float c, float factor, int B, int n);
-// --augment: draws a change for each image, with probability p for each kind of change (draw_augmentation), and applies
-// it.
+// --augment: draws a change for each image (draw_augmentation), and applies the change. p is the probability of most
+// kinds of change: upside down has p / 2, and mirroring has 1 / 2.
 static void augment_images(float* out,          // (B, C, H, W)
                            Augmentation* drawn, // (B)
                            float* canvas,       // (B, C, fine_size(H), fine_size(W)): working memory
@@ -984,9 +991,9 @@ static void update_rms_losses(double* rms_losses,       // (T)
                               const double* loss,       // (B)
                               const StepState* state, int T, int B);
 
-// Sampling. out (B, per_sample) = scale * standard normals [+ out]
+// Sampling. out (B, per_sample) = scale * standard normals. If add is true, this is added to the old out.
 static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale, bool add);
-// t (B) = what the network is told in step *k
+// Sets each element of t (B) to what the network is told in the sampler's step number *k.
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B);
 // Makes step number *key.step of the sampler, and overwrites x by the result. With guidance, x and out hold 2 B
 // samples: B samples with class, numbers and picture, then the same B samples without. (In a step that is not guided,
@@ -1029,6 +1036,7 @@ static void orthogonalise(float* X, const MuonWork& muon, const StepState* state
 static void prepare_muon(MuonWork* muon, size_t flat_size);
 // Updates one of the other averages of the weights (average_share). adamw_update updates the first one.
 static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own);
+// Writes n weights to copy, in the activations' type. If activations are fp32, there is no copy, so nothing is written.
 static void cast_params(act* copy, const float* params, size_t n);
 static void next_step(int64_t* step); // adds 1 to *step, after all draws of the step
 // Copies the state after step i to records[i % count]. From there the host reads it later, for the log.
@@ -1036,7 +1044,7 @@ static void record_step(StepState* records, const StepState* state, int count);
 
 // How many bytes of memory operations need beside their arrays (0 on a CPU).
 static size_t conv_workspace(ConvShape s);           // for the weight gradient
-static size_t conv_detour_bytes(const ConvShape& s); // for a copy of its input or output (see conv_without_detour)
+static size_t conv_detour_bytes(const ConvShape& s); // for a changed input, output or dout (see conv_without_detour)
 static size_t groupnorm_backward_workspace(const NormShape& s);
 static size_t norm_sums_bytes(const NormShape& s); // for sums that are kept until finish_gradients
 static size_t attention_backward_workspace(int B, int T, int C, int heads);
@@ -1047,6 +1055,7 @@ struct Workspace {
     size_t side = 0; // on the side stream, where weight gradients are computed
     size_t sums = 0; // for sums that are kept until finish_gradients, at the end of the backward pass
 };
+// Allocates the workspaces. Without training, only `main` is needed.
 static void reserve(const Workspace& most, bool training);
 
 // These functions send data from device to device between ranks (host/ranks.h). They work on a stream, in multiples of
@@ -1079,8 +1088,8 @@ template <class T> static Everywhere<T> everywhere(T* p) {
 // memory wherever they can (world.direct).
 static void join_devices(bool direct);
 
-// The device: memory, and copies to and from it. New memory is filled with zeros. start_device also sets act_element,
-// as --precision asks.
+// The device: memory, and copies to and from it. New memory is filled with zeros. start_device chooses the device
+// (number: --device), and sets act_element, as --precision asks.
 static void start_device(const std::string& precision, int number);
 static std::string device_name();
 static int count_gpus();        // how many GPUs this process could use; in the CPU build it ends the program
@@ -1100,8 +1109,9 @@ struct Graph {
 template <class F> static void replay(Graph* g, F work);
 static void free_graph(Graph* g);
 
-// run_beside runs work on the side stream, at the same time as work on the main stream. wait_for_side(ticket) makes the
-// main stream wait until two things have ended: the work with this ticket, and all earlier work of the side stream.
+// run_beside runs work on the side stream, at the same time as work on the main stream. ticket: a number that the
+// caller chooses for this work. wait_for_side(ticket) makes the main stream wait until two things have ended: the work
+// with this ticket, and all earlier work of the side stream.
 template <class F> static void run_beside(int ticket, F work); // work(Stream*)
 static void wait_for_side(int ticket);
 // Each of these switches allows something that makes the program faster. dev/bench turns them off, for its profile and
@@ -1112,7 +1122,7 @@ static struct Allowed {
     bool beside = true;  // run_beside has a stream of its own; false: it uses the main stream
     bool batches = true; // one launch computes the weight gradients of several layers
     bool graphs = true;  // repeated work is one launch
-    // start_device reads `beside` and these two:
+    // start_device reads `beside` and the next two switches. So they must be set before start_device is called.
     bool clusters = true; // kernels may use clusters: blocks that access each other's shared memory
     bool hopper = true;   // kernels with instructions that only Hopper has, in place of kernels for any GPU
 } allowed;
@@ -1151,7 +1161,9 @@ static act* make_copy(float* params, size_t n) {
 // The last word of the counter is the purpose: what is drawn. Each purpose has its own number. Dropout must draw
 // different numbers in each residual block. So for dropout this word also contains the residual block's index, from
 // bit 8 on.
-enum RandomPurpose : uint32_t { // files and common/random_numbers.py use these numbers: append new ones at the end
+// All that is drawn depends on these numbers, and common/random_numbers.py has the same numbers. So the number of a
+// purpose must not change: append new purposes at the end.
+enum RandomPurpose : uint32_t {
     RANDOM_INIT = 0,
     RANDOM_TIMESTEP,
     RANDOM_NOISE,
@@ -1256,11 +1268,12 @@ constexpr double BIG = 1e9;
 struct Config;
 
 // One flag: the member of Config that holds its value, its text in --help, and its allowed values (low..high for
-// numbers, "a|b" for words).
+// numbers, "a|b" for words). A few flags without a slot are in model files, too, in another form: see take_parsed_flags
+// and take_run_of_file.
 struct Flag {
     const char* name;
     std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
-    int slot;               // the value's place in the header of a model file (section 10); 0: files do not hold it
+    int slot;               // the value's place in the header of a model file (section 10); 0: no such place
     bool free;              // true: the command line may set another value than a model file holds
     const char* objectives; // the only objectives that use the flag, "a|b"; "": all objectives use it
     const char* heading;    // the heading above the flag in --help
@@ -1355,8 +1368,9 @@ struct Config {
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
 };
 
-// From this many images on, --min_snr_gamma becomes 5 (take_number_of_images). Runs with 2,026 and with 10,000 images
-// were compared. Where the best limit lies between these two numbers is not known.
+// Without --preset, if the data has at least this many images, and the chosen preset sets --min_snr_gamma, the flag
+// becomes 5 instead (take_number_of_images). Runs with 2,026 and with 10,000 images were compared. It is not known
+// where the best limit lies between these two numbers.
 constexpr int64_t MANY_IMAGES = 5000;
 constexpr int MORE_EMAS = 7; // how many averages of the weights there may be at most, besides the first one
 // --objective ect: the largest q^a that is allowed (q and a: see Tuning). The gap between the sigmas of student and
@@ -1444,15 +1458,16 @@ template <class Int> static std::string set_value(Int* flag, const Flag& f, cons
     return is_number && in_range ? "" : text("a whole number from %.0f to %.0f", f.low, f.high);
 }
 
-// Sets a flag to the value that a text contains. If the text is wrong, it ends the program with a message that begins
-// with `where`: "FILE: " if the text comes from a file of that name, "" if it comes from the command line.
+// Sets a flag to the value that a text contains. If the text is wrong, the function ends the program with a message
+// that begins with `where`: "FILE: " if the text comes from a file of that name, "" if it comes from the command line
+// or from a preset.
 static void set_flag(Config* c, const Flag& f, const std::string& value, const std::string& where = "") {
     auto set = [&](auto member) { return set_value(&(c->*member), f, value); };
     const std::string expected = std::visit(set, f.member);
     if (!expected.empty()) die("%s--%s %s: must be %s", where.c_str(), f.name, value.c_str(), expected.c_str());
 }
 
-// Returns a number as text. It has as few digits as possible, but enough that the text is read as the same number.
+// Returns a number as text. The text has no more digits than are needed to get the same number when the text is read.
 static std::string shortest(float number) {
     std::string value;
     for (int digits = 6; digits <= 9; digits++) {
@@ -1496,8 +1511,9 @@ static std::set<std::string> left_out_of_preset(const Config& c) {
     return names;
 }
 
-// Sets the flags of a text: --name value --name value. The text is that of a preset, or OF_LABELS. Flags that the
-// command line has set stay as they are.
+// Sets the flags of a text: --name value --name value. The text is that of a preset, or Config::OF_LABELS, the flags
+// for images with labels (common/flags.h). Flags that the command line has set stay as they are, and so do those that
+// left_out_of_preset returns.
 static void apply_flags(Config* c, const std::string& flags) {
     const std::set<std::string> without = left_out_of_preset(*c);
     std::istringstream words(flags);
@@ -1511,8 +1527,8 @@ static void apply_flags(Config* c, const std::string& flags) {
 
 static void apply_preset(Config* c, const std::string& preset) { apply_flags(c, PRESETS.at(preset)); }
 
-// Makes a flag's line of --help: its name, what it means, and in brackets its default and its value in the default
-// preset.
+// Makes a flag's line of --help: its name, what it means, and in brackets its default and, if the default preset sets
+// the flag, its value in that preset.
 static std::string help_line(const Flag& f, const Config& defaults, const Config& preset) {
     const std::string choices = *f.choices ? text(" (%s)", f.choices) : "";
     std::string value = flag_value(defaults, f);
@@ -1546,8 +1562,9 @@ static void print_help() {
     for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings.c_str());
 }
 
-// Returns how many letters must be inserted, left out or replaced to turn a into b (Levenshtein 1966). row[j] is this
-// number for the beginnings of the two words: the letters of a that the loop has reached, and the first j letters of b.
+// Returns the smallest number of letters that must be inserted, left out or replaced to turn a into b (Levenshtein
+// 1966). row[j] is this number for the beginnings of the two words: for the letters of a that the loop has reached, and
+// the first j letters of b.
 static size_t edit_distance(const std::string& a, const std::string& b) {
     std::vector<size_t> row(b.size() + 1);
     std::iota(row.begin(), row.end(), 0);
@@ -1683,8 +1700,8 @@ static bool parse_list(const std::string& list, std::vector<float>* numbers) {
     return true;
 }
 
-// Each of the functions that follow, up to parse_model, parses a part of a model's flags. It returns "", or one
-// sentence that says why the flags are wrong.
+// Each of the functions that follow, up to parse_model, parses or checks a part of a model's flags. Each returns "", or
+// one sentence that says why the flags are wrong. (made_channels among them is only a helper.)
 
 // --image_size: 64 means 64x64; in HxW the height comes first.
 static std::string parse_image_size(Config* c) {
@@ -1704,7 +1721,8 @@ static int made_channels(const Config& c) {
     return c.in_channels + (c.picture_kind == PictureKind::MASK);
 }
 
-// Parses --cond, which says what pictures are made of images: lowres:K, gray or mask.
+// Parses --cond, which says what pictures are made of images: lowres:K, gray or mask. Without --cond_channels, it also
+// sets the number of the pictures' channels.
 static std::string parse_cond(Config* c) {
     c->picture_kind = PictureKind::FILE;
     c->picture_factor = 0;
@@ -1757,8 +1775,8 @@ static std::string parse_channel_mult(Config* c) {
     return "";
 }
 
-// Checks that the image's height and width can be divided often enough. First each patch becomes a pixel. Then each
-// level after the first one halves the resolution.
+// Checks that a patch has at most 64 channels, and that the image's height and width can be divided often enough. First
+// each patch becomes a pixel. Then each level after the first one halves the resolution.
 static std::string check_divisions(Config* c) {
     const int p = c->patch();
     const int patch_channels = c->seen_channels() * p * p;
@@ -1898,8 +1916,9 @@ static std::string check_model(Config* c) {
         if (!ok && error.empty()) error = wrong(c, name, why);
     };
 
-    // The number of attention heads must divide the number of channels. The number of heads follows from
-    // --num_head_channels. If that flag is -1, --num_heads is the number of heads.
+    // Where there is attention, the heads share a level's channels equally. --num_head_channels is the number of
+    // channels of a head. If that flag is -1, --num_heads is the number of heads instead. In the second half of the
+    // network --num_heads_upsample replaces --num_heads, unless it is -1.
     const int per_head = c->num_head_channels;
     const int up = c->num_heads_upsample;
     const size_t lowest = c->mult.size() - 1; // middle_block has this level's channels, and always has attention
@@ -1948,8 +1967,8 @@ static std::string check_model(Config* c) {
     note_unless(c->sigma_min < c->sigma_max, "sigma_min", text("must be below --sigma_max %g", c->sigma_max));
     note_unless(c->sampler != "consistency" || c->mid_t < c->sigma_max, "mid_t",
                 text("must be below --sigma_max %g", c->sigma_max));
-    // With --start_from or --inpaint, sampling begins with images. S_churn is for images made of noise alone: it is the
-    // noise that euler and heun add between their steps.
+    // With --start_from or --inpaint, sampling begins with images. S_churn says how much noise euler and heun add
+    // between their steps. It is only for images that are made of noise alone.
     const bool changes_images = c->changes_images();
     const bool inpaints = !c->inpaint.empty();
     note_unless(c->start_from.empty() || !inpaints, "start_from", "can't be done beside --inpaint");
@@ -1999,7 +2018,8 @@ static void check_ect_stages(Config* c, const std::string& where) {
                               c->ect_q, LARGEST_GAP_DIVISOR, enough)));
 }
 
-// Tells the user that a run goes on with another microbatch than before, so that its gradients are rounded differently.
+// Tells the user that the microbatch is not the one that a file or a preset has set, so gradients are rounded
+// differently.
 static void tell_new_microbatch(int now, int before) {
     printf("--microbatch %d: was %d before; %d processes sum up in another order\n", now, before, world.size);
 }
@@ -2071,8 +2091,10 @@ static void check_run(Config* c, const std::string& where) {
 //                              -> norm, SiLU, dropout -> conv 3x3 + shortcut
 //   attention block  x -> norm -> qkv (conv 1x1) -> attention -> conv 1x1 + x
 //
+// [ | ] stands for the channels of the layer before, followed by those of the skip. The other brackets, except
+// [x1 | x2], enclose what only some networks or blocks have.
 // The shortcut is the block's input, at half or double its resolution if the block changes the resolution. If the
-// number of channels changes, the shortcut is a 1x1 convolution of this (a skip connection, see Words).
+// number of channels changes, the shortcut is a 1x1 convolution of that input (a skip connection, see Words).
 // The drawing of the network is simplified. At the resolution of `middle` there are also residual blocks with skips.
 // The output of each `half` is also a skip. Every skip ends in a residual block, also the uppermost one: in the second
 // half of the network, a level has one residual block more than in the first half (add_output_blocks).
@@ -2109,8 +2131,8 @@ struct Tensor {
                                      // gradient
 };
 
-// The buffers for the gradient of one input of a layer: d = this layer's part of it + add1 + add2. fp8: the buffer for
-// a copy of d in FP8. -1: there is no such buffer.
+// The buffers for the gradient of one input of a layer: d = this layer's part of the gradient + add1 + add2. fp8: the
+// buffer for a copy of d in FP8. -1: there is no such buffer.
 struct GradPlan {
     int d = -1, add1 = -1, add2 = -1, fp8 = -1;
 };
@@ -2245,7 +2267,7 @@ struct LayerArgs {
     float *dweight, *dbias, *demb;
 
     // For FP8. These pointers are null if the walk or the layer does not use FP8.
-    const act *weight_fp8, *turned_fp8;        // CONV: its weights in `weights` (then x1 is FP8, too) and in `turned`
+    const act *weight_fp8, *turned_fp8;        // CONV: its weights in Fp8Weights::weights (then x1 is FP8) and turned
     const float *factors_fp8, *dx_factors_fp8; // CONV: factors of the sums of products (see conv_forward)
     Fp8Copy out_fp8;                           // GROUPNORM: its result, in FP8 alone
     Fp8Copy dout_fp8;                          // CONV: dout in FP8
@@ -2339,8 +2361,8 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     a.stats2 = stats(layer.x2);
     a.out_stats = stats(layer.out);
 
-    // A weight has the same index in all flat arrays. So has its bias. The elements of the copy may be smaller than
-    // floats, so the weight's address in the copy is computed in bytes.
+    // A parameter begins at the same index in all flat arrays. The elements of the copy may be smaller than floats, so
+    // the weight's address in the copy is computed in bytes.
     if (layer.weight >= 0) {
         const size_t weight = net->params[layer.weight].offset;
         const bool last = layer.weight + 1 == (int)net->params.size(); // no parameter follows, so there is no bias
@@ -2400,15 +2422,15 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 //
 // To add a kind, change these places:
 //
-//   1. here: its functions and its LayerKind. If a group norm may read its output, its forward function also writes the
-//      sums that the norm needs, and sets the number of their parts (a.out_stats.parts; see forward_layer), which is at
-//      most max_stat_parts. If the kind needs a setting, add a member to Layer. The functions can read it as they read
-//      a.layer->heads
+//   1. here: its functions and its LayerKind. If a group norm may read its output, its LayerKind has .sums = true. Then
+//      its forward function also writes the sums that the norm needs, and sets the number of their parts
+//      (a.out_stats.parts; see forward_layer), which is at most max_stat_parts. If the kind needs a setting, add a
+//      member to Layer. The functions can read it as they read a.layer->heads
 //   2. a line that adds such a layer to the list: add_layer(net, {.kind = &...}, ...) in a function like add_resblock
 //   3. its operation: a prototype in section 2, a kernel in Part II, loops in dev/reference.h. If its kernel needs a
 //      workspace, the function that says how large also needs a prototype, and returns 0 in section 15 (the CPU)
-//   4. muon_updates, if --optimizer muon should leave its weights to AdamW. It must do so with weights of two or more
-//      dimensions, unless they make a matrix whose sides are multiples of 32
+//   4. muon_updates, if AdamW should update its weights with --optimizer muon. AdamW must update weights of two or more
+//      dimensions, unless they make a matrix whose sides are multiples of 32 (see make_muon)
 //   5. if a flag chooses the kind: the flag's row, as the list for an objective describes it (section 8), and the same
 //      layer in common/model.py. A model file does not name its layers: check_size only notices if the number of
 //      parameters is another
@@ -2420,7 +2442,7 @@ struct LayerKind {
     void (*backward)(LayerArgs&) = nullptr; // null: its input needs no gradient
     enum Reads { INPUT = 1, OUTPUT = 2, EMB = 4 };
     int backward_reads = 0; // which tensors of the forward pass the backward pass reads
-    bool embedding = false; // it belongs to the embedding, which is computed beside the layers after it (unet_forward)
+    bool embedding = false; // true: of the embedding, which runs at the same time as later layers (unet_forward)
     bool fp32 = embedding;  // its tensors are FP32, whatever act_element is
     bool sums = false;      // it writes out_stats, so a group norm may read its output (see add_norm)
 
@@ -2430,7 +2452,7 @@ struct LayerKind {
 
 // The layers of the embedding. Their tensors are in fp32 and have B rows.
 
-// Makes sinusoids of t. It is the first layer of the embedding.
+// Makes sinusoids of t. This is the first layer of the embedding.
 static void forward_timestep(LayerArgs& a) {
     const int max_period = a.net->config.max_period;
     timestep_embedding_forward(a.out_fp32(), a.net->t, a.B, a.Cout, max_period, a.stream);
@@ -2542,7 +2564,8 @@ static double conv_flops(const LayerArgs& a) {
 static Workspace conv_layer_workspace(const LayerArgs& a) {
     ConvShape s = a.conv();
     size_t side = conv_workspace(s);
-    // In training, the weight gradient may be in FP8 (LayerArgs::weight_work). Then it is divided in another way.
+    // In training, the weight gradient may be in FP8 (LayerArgs::weight_work). Then its pixels are divided among blocks
+    // in another way, so it may need a larger workspace.
     if (a.layer->fp8) {
         s.in = Element::FP8;
         s.out = Element::FP8_GRADIENT;
@@ -2750,8 +2773,8 @@ static int add_conv(UNet* net, Layer l, int Cout, ParamInit init = INIT_UNIFORM,
 // The nonlinearity after the norms of residual blocks, and after the norm before the last convolution.
 constexpr Nonlinearity BEHIND_NORMS = Nonlinearity::SILU;
 
-// Adds a group norm over [x1 | x2]. It needs sums of its inputs' channels (Stats). The layers that write these inputs
-// also compute the sums, so each input gets a buffer for its sums.
+// Adds a group norm over [x1 | x2]. The norm needs sums of its inputs' channels (Stats). The layers that write these
+// inputs also compute the sums, so each input gets a buffer for its sums.
 static int add_norm(UNet* net, Layer l) {
     for (int input : {l.x1, l.x2}) {
         if (input < 0 || net->tensors[input].stats >= 0) continue; // no input, or its sums have a buffer already
@@ -2978,9 +3001,9 @@ static void place_params(UNet* net) {
     net->flat_size = end;
 }
 
-// --precision fp8: how many 3x3 convolutions at each end of the network do not multiply in FP8 in the forward pass (and
-// so neither for their weight gradients). The results of training suffer most if the operands of these convolutions are
-// rounded to FP8 (docs/LEARNT.md).
+// --precision fp8: how many 3x3 convolutions at each end of the network do not multiply in FP8 in the forward pass.
+// Their weight gradients are not in FP8 either. The results of training suffer most if the operands of these
+// convolutions are rounded to FP8 (docs/LEARNT.md).
 constexpr int FP8_SPARED = 4;
 
 // --precision fp8: chooses the 3x3 convolutions that multiply in FP8. All of them have stride 1 and do not enlarge
@@ -3075,9 +3098,9 @@ static UNet build_unet(const Config& c) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- FP8: its buffers, its factors, and weights in FP8
-// --precision fp8: plans where the inputs lie that convolutions read in FP8. The group norm that writes such an input
-// writes it in FP8 alone. When sampling, its buffer is half as large as without FP8. In training it stays as large,
-// because validation and grids compute in bf16, with the same buffers.
+// --precision fp8: plans the memory of the inputs that convolutions read in FP8. The group norm that makes such an
+// input writes it in FP8 alone. When sampling, the input's buffer is half as large as without FP8. In training the
+// buffer stays as large as without FP8, because validation and grids compute in bf16, with the same buffers.
 static void plan_fp8(UNet* net, bool training) {
     for (const Layer& conv : net->layers) {
         if (!conv.fp8) continue;
@@ -3167,8 +3190,9 @@ static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& fl
 
 // Training with --precision fp8: returns the factor that gradients are multiplied by before they are rounded to FP8.
 // The loss is a mean over the n numbers of a batch, so gradients are proportional to 1 / n. (With --objective ect the
-// loss is another one, tuning_loss, but the factor is the same.) The factor is the power of 2 from 128 n to 256 n.
-// (e5m2's largest number is 57344. So all gradients up to 57344 / (256 n) = 224 / n fit in FP8.)
+// loss is another one, tuning_loss, but the factor is the same.) The factor is 256 times the largest power of 2 that
+// does not exceed n. So it is at most 256 n, and above 128 n. (e5m2's largest number is 57344. So all gradients up to
+// 57344 / (256 n) = 224 / n fit in FP8.)
 // The factor depends only on the configuration. So it is the same on all ranks, in all microbatches, and after a run is
 // resumed. Nothing is measured in one step and used in the next, so a checkpoint need not keep anything for FP8.
 static float choose_gradient_factor(const Config& c) {
@@ -3177,10 +3201,10 @@ static float choose_gradient_factor(const Config& c) {
 }
 
 // Training with --precision fp8: returns memory for the convolutions' weights in FP8, and all factors. Each step writes
-// the weights (round_weights). The factors never change. The array `factors` is laid out as in make_fp8_weights: at the
-// index of a norm's first weight lies what the norm multiplies its result by. At the indices of a convolution's biases
-// lies what the convolution multiplies its sums by, to undo the scaling. dx_factors do the same for the sums of input
-// gradients.
+// the weights (round_weights). The factors never change. The array `factors` is laid out as in make_fp8_weights. The
+// number at the index of a norm's first weight is the factor of the norm's result (FP8_X_FACTOR). The numbers at the
+// indices of a convolution's biases undo the scaling: the convolution multiplies its sums of products by them.
+// dx_factors undo the scaling of the sums of input gradients.
 static Fp8Weights make_fp8_training(const UNet& net) {
     if (net.config.precision != "fp8") return {};
     std::vector<float> factors(net.plain_size);
@@ -3219,7 +3243,7 @@ static std::vector<WeightRounding> weights_to_round(const UNet& net) {
 // A tensor's gradient is the sum of what its readers contribute. The last reader in the list contributes first. Each
 // reader writes a buffer of its own: its contribution plus the buffers of later readers that wait to be added. If a
 // layer adds the tensor as its residual, the layer's contribution is the gradient of the layer's output, unchanged.
-// That gradient already lies in a buffer. So no copy of it is made: its own buffer waits to be added.
+// That gradient already lies in a buffer. So it is not copied: this buffer itself waits to be added.
 static void plan_gradients(UNet* net) {
     // For each tensor: the buffers that the next contribution has to add.
     std::vector<std::vector<int>> waiting(net->tensors.size());
@@ -3269,8 +3293,8 @@ static void plan_gradients(UNet* net) {
 // A convolution's weight gradient runs at the same time as the layers that follow in the backward pass, in one launch
 // with the weight gradients of other convolutions. So the tensors that the weight gradient reads must stay in memory
 // for some time, which is counted in layers (see the head of this section). When that time is over, the backward pass
-// waits until the weight gradient is complete. Tensors of small images need little memory. So they may stay longer, and
-// more weight gradients share a launch.
+// waits until the weight gradient is complete. Tensors of low resolution (up to 16 x 16 pixels) need little memory. So
+// they may stay longer, and more weight gradients share a launch.
 // Returns how many layers after the backward pass of convolution l its weight gradient is complete at the latest.
 static int weights_lag(const UNet* net, const Layer& l) {
     const Tensor& x = net->tensors[l.x1];
@@ -3278,7 +3302,7 @@ static int weights_lag(const UNet* net, const Layer& l) {
     return net->config.use_checkpoint ? 2 : 6;
 }
 
-// Returns the first layer that reads the embedding's projections.
+// Returns the index of the first layer that reads the embedding's projections.
 static int first_emb_reader(const UNet* net) {
     int i = 0;
     while (net->layers[i].emb < 0) i++;
@@ -3334,9 +3358,9 @@ static void plan_lifetimes(UNet* net) {
     auto use = [&](int time, std::initializer_list<int> buffers) {
         for (int buffer : buffers) {
             if (buffer < 0) continue;
-            // Time L + 1 is the loss, and later times are the backward pass. With --use_checkpoint, it computes some
-            // tensors again, into new buffers, and reads those. `again` is the number of the new buffer. For all other
-            // tensors it is the number of the buffer itself.
+            // Time L + 1 is the loss, and later times are the backward pass. With --use_checkpoint, the backward pass
+            // computes some tensors again, writes them to new buffers, and reads these buffers. `again` is the number
+            // of the new buffer. For all other tensors, `again` is the number of the buffer itself.
             const bool after_loss = time > L + 1;
             Buffer& b = net->buffers[after_loss ? net->buffers[buffer].again : buffer];
             b.first_use = std::min(b.first_use, time);
@@ -3419,8 +3443,9 @@ static void check_memory(UNet* net, bool training) {
     const double GIB = 0x1p30;
     // For sampling, a parameter needs at most a weight, its copy, and a copy in FP8. For training it needs a weight, a
     // gradient, two moments, an average, copies of the weight and of the average, and two copies in FP8. Muon also
-    // needs a copy of the momentum and, for each matrix, two squares (MuonMatrix). Together they are at most as large
-    // as two such matrices.
+    // needs a copy of the momentum and, for each matrix, two squares (MuonMatrix). A square is at most as large as its
+    // matrix. Memory that only some runs need is not counted, such as further averages, a sum over microbatches, and
+    // what is received from other ranks. If there is no room for it, its allocation ends the program.
     const size_t fp8_bytes = net->config.precision == "fp8" ? bytes_of(Element::FP8) : 0;
     const size_t sampling_bytes = sizeof(float) + act_bytes() + fp8_bytes;
     const size_t muon_bytes = net->config.muon() ? 3 * act_bytes() : 0;
@@ -5940,9 +5965,9 @@ static std::vector<float> init_params(const UNet& net) {
 //                                    |  ^ waits: embedding         |  ^ waits, before memory is reused
 //   side stream                      +-> embedding                +-> weight gradients of convolutions -+
 //   other ranks                                                       these are sent when complete       | weights
-//                 \___ a microbatch: again for the next one, whose gradients are added ________________/
-//   host          reads images; launches all of this, except the copies, as one graph (replay). It may start up to
-//                 STEPS_AHEAD steps before it reads their results for the log
+//                 \___ one microbatch; then the next one, whose gradients are added to these __________/
+//   host          reads images; launches all of this, except the copies, as one graph (replay). The host may start up
+//                 to STEPS_AHEAD steps before it reads the results of these steps for the log
 //
 // Time goes from left to right. Each ^ is a place where the main stream waits for the side stream: first for the
 // embedding, and later for weight gradients, before the memory that they read is used for something else (plan_waits).
@@ -6018,8 +6043,8 @@ HD static inline void add_loss(LossSums* s, double loss, int quarter) {
 }
 
 // Judges a step, after its state->grad_norm has been set. This function sets the losses, the learning rate and the
-// counters of steps in *state, and updates the guard. It sets state->ok to 1 if the step may change the weights, and
-// otherwise to 0. B: the size of the batch.
+// counters of updates and of skipped steps in *state, and updates the guard. It sets state->ok to 1 if the step may
+// change the weights, and otherwise to 0. losses: those of the whole batch. B: the size of the batch.
 HD static inline void judge_batch(StepState* state, const LossSums& losses, AdamW h, int B) {
     state->loss = (losses.sum[0] + losses.sum[1] + losses.sum[2] + losses.sum[3]) / B;
     for (int q = 0; q < 4; q++) {
@@ -6049,8 +6074,8 @@ HD static inline float average_share(float rate, int64_t updates) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what a trainer holds
 // All data that change from step to step lie in device memory, at addresses that stay the same. So the launches of a
-// step can be recorded once, and repeated for each later step (Graph). There is memory for two batches: one batch is
-// copied to the device while the model is trained on the other batch.
+// step can be recorded once, and repeated for later steps (Graph). There is memory for two batches: one batch is copied
+// to the device while the model is trained on the other batch. So there are two recordings: graph[0] and graph[1].
 // A slice is this rank's part of a flat array of all parameters. If there is one rank, the slice is the whole array. In
 // the shapes below, B is the batch size, micro is the number of samples in a microbatch, T is diffusion_steps, K is
 // cond_channels, and factor is picture_factor.
@@ -6071,7 +6096,7 @@ struct Trainer {
     act *copy, *ema_copy; // the weights, and their first average, in the type that convolutions read (Weights::copy)
     Fp8Weights fp8;       // --precision fp8: the FP8 copies of weights, which training steps read
     std::vector<WeightRounding> fp8_works; // the convolutions whose weights fp8 holds
-    float* received; // what other ranks have computed of this rank's gradients (RankGradients); null: there is one rank
+    float* received; // gradients of this rank's slice, from the other ranks (RankGradients); null: there is one rank
     // A flat array. At the places of this rank's slice, it holds the sum of the gradients of all microbatches of the
     // step. With several ranks, `sum` and `received` are the same array. They use different places in it: what another
     // rank sends is received at the places of that rank's slice. With one rank and one microbatch, `sum` and `grads`
@@ -6166,7 +6191,9 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.objective = make_objective(c);
     tr.adamw = optimiser_settings(c);
     const int N = world.size;
-    const int samples = std::max(c.batch_size, N * tr.net.B); // for a step, and for all ranks' validation batches
+    // t, levels, quarters and loss have room for this many samples: those of a step, or of one validation batch of each
+    // rank.
+    const int samples = std::max(c.batch_size, N * tr.net.B);
     tr.own = slice_of(tr.net.flat_size, world.rank, N);
     const size_t whole = tr.own.whole(), stretches = whole / STRETCH;
     tr.grads = device_alloc<float>(whole);
@@ -6228,9 +6255,10 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- a step
 
-// With several ranks: every rank sends its parts of the first n elements of a flat array to all other ranks.
-// bytes: the size of STRETCH elements of this array. slice: this rank's parts, one after the other; null: they are
-// already in their places in the flat array.
+// With several ranks: every rank sends its parts of a flat array to all other ranks, except the parts of segments that
+// begin behind the first n parameters. bytes: how many bytes of the array belong to a stretch. (In Trainer::squares
+// this is one double.) slice: this rank's parts, one after the other; null: they are already in their places in the
+// flat array.
 static void gather(void* flat, const void* slice, size_t bytes, const Slice& own, size_t n) {
     begin_exchange();
     for (int s = 0; s < own.segments && own.at(s, 0) < n; s++) {
@@ -6242,7 +6270,7 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
     end_exchange();
 }
 
-// The images of a batch, or the pictures that they are conditioned on, on the device.
+// Images of a batch, or the pictures that these images are conditioned on, in device memory.
 struct Pixels {
     const void* data; // (B, channels, H, W)
     int bytes;        // the size of a value, 1 or 4
@@ -6342,10 +6370,10 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
 //    seed, the step and the sample's index in the step. No draw depends on the rank that draws it, or on earlier draws.
 // 2. The same parts. A microbatch is the smallest unit of work. One rank computes it as a whole, by the same kernels on
 //    the same number of images. So its gradient is the same whichever rank computes it. (This is also true of the
-//    weight gradients that WeightGradients launches together: which ones they are depends on the network and the
-//    microbatch.) The loss is divided by the size of the whole batch before the backward pass, and no later factor
-//    depends on N. (With --precision fp8, numbers are rounded with factors that are constants, or depend on the whole
-//    batch's size: choose_gradient_factor.)
+//    weight gradients that WeightGradients launches together: only the network, the microbatch and the kind of device
+//    decide which weight gradients these are.) The loss is divided by the size of the whole batch before the backward
+//    pass, and no later factor depends on N. (With --precision fp8, numbers are multiplied by factors before they are
+//    rounded. These factors are constants, or depend on the whole batch's size: choose_gradient_factor.)
 // 3. The same order of the sum. Let g0, g1, g2, ... be the gradients of the step's microbatches, in the order of the
 //    samples. The step's gradient is ((g0 + g1) + g2) + ..., rounded to fp32 after each addition. A single rank
 //    computes the gradients one after the other, and adds each to the sum. With N ranks, rank r computes g(r),
@@ -6353,14 +6381,15 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
 //    g(k N + N - 1), which are the next terms of the sum. Every rank sends each part of its gradient to the rank that
 //    owns this part. The owner adds its own part and the received parts to its sum, in the order of the ranks
 //    (sum_gradients). So each float is summed by one rank, in the order in which a single rank would sum it. The
-//    kernels that compute a microbatch's gradient never add it to the sum, because each of them would add in another
-//    order.
+//    kernels that compute a microbatch's gradient never add it to the sum. They would add the old sum and their own
+//    partial sums in another order.
 // 4. The same norm. The squares are summed by stretches of STRETCH floats at fixed places of the flat array. A stretch
 //    belongs to one rank. The order in which the rank sums it does not depend on the rank's other stretches. All ranks
-//    receive the sums of all stretches and add them up in the order of the array (judge_step). A flat array has
-//    padding at its end, whose length depends on N. But this padding is zero, and x + 0 = x.
-// 5. The same decision. Every rank holds the loss of every sample, in the order of the samples, and the norm. So all
-//    ranks compute the same verdict on the step, the same clipping and the same statistics, without sending messages.
+//    receive the sums of all stretches and add them up in the same fixed order (judge_step). A flat array has padding
+//    at its end, whose length depends on N. But this padding is zero, and x + 0 = x.
+// 5. The same decision. Every rank has received the loss of every sample, in the order of the samples, and the sums
+//    that the norm is made of. So all ranks compute the same norm, the same verdict on the step, the same clipping and
+//    the same statistics. They need not send each other more for this.
 // 6. The same update. AdamW and the averages treat each parameter separately, so it does not matter which rank owns it.
 //    The owner sends the new weight to all ranks. Muon does not treat them separately: it multiplies whole matrices. So
 //    every rank receives the momentum of all matrices and computes the directions of all of them, by the same kernels
@@ -6397,7 +6426,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads;
         if (k > 0) {
             mark({"draw t, noise; q_sample"});
-            meet(); // waits until all ranks have read `received`: it will be overwritten
+            meet(); // waits until all ranks have read their `received`, because this round overwrites it
         }
         tr->net.labels = labels + k * B;
         tr->net.values = values + (size_t)k * B * c.num_values();
@@ -6425,8 +6454,9 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
                 all_to_all(tr->received + begin, grads + begin, own.each() * sizeof(float), stream);
             }
         };
-        // With NCCL the gradients are sent after the backward pass, because NCCL would take multiprocessors from the
-        // kernels of that pass.
+        // Only direct copies between GPUs (world.direct) run during the backward pass. NCCL would take multiprocessors
+        // from the kernels of that pass, and a call of MPI (in the CPU build) would stop the pass until it returns. So
+        // with NCCL and MPI the gradients are sent after the pass.
         unet_backward(&tr->net, Weights{tr->params, tr->copy, tr->fp8}, grads, dropout, B,
                       world.direct ? send_gradients : nullptr);
         if (N > 1) {
@@ -6436,8 +6466,9 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
             send_gradients(0, MAIN_STREAM);
             end_exchange();
         }
-        // Adds the gradients to tr->sum (on a single rank, the first microbatch's are there already). Then it adds up
-        // the squares, of which judge_step makes the norm.
+        // sum_gradients adds the gradients of this round to tr->sum. In the first round (k = 0) it replaces the old
+        // content of tr->sum. (On a single rank, the first gradients are there already.) Then it adds up the squares
+        // of tr->sum, of which judge_step makes the norm after the last round.
         mark({"gradient norm"});
         sum_gradients(tr->sum, everywhere(tr->squares), RankGradients{grads, tr->received, own}, k > 0);
     }
@@ -6498,7 +6529,7 @@ static void update_slice(Trainer* tr) {
     for (size_t k = 1; k < tr->emas.size(); k++) ema_update(tr->emas[k], tr->params, tr->state, c.emas[k], own);
     if (world.size == 1) return;
     mark({"weights to all ranks"});
-    if (world.direct) return meet(); // adamw_update has written the new weights to all ranks
+    if (world.direct) return meet(); // waits for adamw_update of all ranks, which writes new weights to all ranks
     begin_exchange();
     if (weights_have_copy()) gather(tr->copy, nullptr, STRETCH * act_bytes(), own, own.n);
     gather(tr->params, nullptr, STRETCH * sizeof(float), own, plain);
@@ -6506,7 +6537,8 @@ static void update_slice(Trainer* tr) {
 }
 
 // Returns a whole flat array, of which each rank holds a slice. The slices are gathered in tr.grads, where they stay
-// until the next step. Only the weights are not gathered in tr.grads, but in tr.params itself.
+// until the next call or the next step. The weights are an exception: they are gathered in tr.params itself. (With one
+// rank, the slice is the whole array, and is returned as it is.)
 static float* whole_array(const Trainer& tr, float* array) {
     if (world.size == 1) return array;
     float* const flat = array == tr.params ? array : tr.grads;
@@ -6522,10 +6554,10 @@ static bool train_step(Trainer* tr, int64_t step) {
     const int B = c.batch_size;
     const int T = c.diffusion_steps;
     Upload* batch = &tr->batch[step % 2];
-    come_to("a training step"); // with several ranks, notes the place; with one, it does nothing
+    come_to("a training step"); // with several ranks: notes that this rank has come here (host/ranks.h)
     if (!load_batch(batch, &tr->data, c, true, step * B, B)) return false;
-    // In the CPU build, replay just calls this function. On a GPU it records the function's launches as a graph, and
-    // then launches the graph. It records once for each of the two batches.
+    // In the CPU build, replay just calls this lambda. On a GPU, replay records the lambda's launches as a graph, and
+    // then launches the graph. It records only twice in a run, once for each of the two batches.
     replay(&tr->graph[step % 2], [&] {
         step_gradients(tr, *batch);
         // Computes the gradient's norm, the step's loss and learning rate, and decides whether the step is good.
@@ -6607,10 +6639,11 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 // calls collect_steps, which logs the steps that the device has done, and then save_checkpoint, save_snapshot or
 // save_grid. At the end finish_complete or finish_stopped is called. Without a run, sample_and_stop draws images.
 
-// A checkpoint that can't be written is tried again every RETRY_AFTER seconds, for PATIENCE seconds at most, while
-// training goes on. Ten minutes are enough for somebody who sees the message to make room. If nobody makes room, the
-// run ends. Otherwise it could train for a whole night without saving anything. At the end of a run the wait is
-// shorter, because nothing is trained during the wait, and somebody who has stopped a run may soon kill it.
+// If a checkpoint or a snapshot can't be written, the program tries again every RETRY_AFTER seconds, for PATIENCE
+// seconds at most, while training goes on. Ten minutes are enough for somebody who sees the message to make room. If
+// nobody makes room, the run ends. Otherwise it could train for a whole night without saving anything. At the end of a
+// run the program waits for only PATIENCE_AT_THE_END seconds. Nothing is trained during this wait, and a user who has
+// stopped the run may soon kill the process.
 constexpr double PATIENCE = 600;
 constexpr double PATIENCE_AT_THE_END = 15;
 constexpr double RETRY_AFTER = 5;
@@ -6620,7 +6653,7 @@ constexpr double RETRY_AFTER = 5;
 
 constexpr char LOG_COLUMNS[] = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds";
 
-// The places of some of these columns in a row, counted from 0.
+// The places of some of these columns in a row of log.csv, counted from 0.
 enum LogColumn { COLUMN_STEP, COLUMN_LOSS, COLUMN_GRAD_NORM = 3, COLUMN_MS, COLUMN_VAL_LOSS = 9, COLUMN_SECONDS };
 using LogValues = std::array<double, COLUMN_SECONDS + 1>; // a row's values; NaN: the row has no value in this column
 static_assert(std::ranges::count(LOG_COLUMNS, ',') == COLUMN_SECONDS, "a column needs its place in LogColumn");
@@ -6637,17 +6670,18 @@ static LogValues parse_row(const std::string& row) {
     return values;
 }
 
-// Summarises a few neighbouring rows of log.csv for the page. While a run is short, each part summarises one row. The
-// arrays `sum` and `n` hold one element for each of the nine columns from loss to val_loss.
+// Summarises some neighbouring rows of log.csv for the page. While a run is short, each part summarises one row. The
+// losses of skipped steps are left out of low, high and sum. The arrays `sum` and `n` hold one element for each of the
+// nine columns from loss to val_loss.
 struct LogPart {
     int64_t first;   // the first row's step
     int64_t last;    // the last row's step
     int64_t skipped; // how many of these steps were skipped, because the guard found them bad
-    double low;      // the lowest loss
-    double high;     // the highest loss
+    double low;      // the lowest loss; infinite: there is no loss
+    double high;     // the highest loss; -infinite: there is no loss
     double seconds;  // the length of the run when the last of these steps was done
     double sum[9];   // the sum of a column's values
-    int n[9];        // how many rows have a value in this column
+    int n[9];        // how many values `sum` has added up in this column
 
     // Adds the rows of `next`, which follow the rows of this part.
     void join(const LogPart& next) {
@@ -6671,7 +6705,7 @@ struct LogSummary {
     std::vector<LogPart> parts;
     int64_t rows = 1;   // how many rows a part summarises; this number is doubled when parts are joined
     Guard guard{};      // judges the rows again, because a row does not say whether its step was skipped
-    int skipped = 0;    // how many rows in a row the guard has found bad
+    int skipped = 0;    // how many of the latest rows the guard has found bad, since the last good row
     double mean = 0;    // the mean loss over about the latest tenth of the steps, at most about 50 steps
     double seconds = 0; // the length of the run when the last row's step was done
     void add(const std::string& row);
@@ -6708,8 +6742,9 @@ void LogSummary::add(const std::string& row) {
     else if (ms > 0 && ms < BIG) seconds += ms / 1000;
 
     // The run's guard judged the step by the same rule. So is_skipped is true if the run skipped the step. But a
-    // resumed run may have started its guard anew (start_guard_anew), which a row does not say, either. This is assumed
-    // after so many bad rows that the run would have ended (--max_bad_steps is 10, if the user does not set it).
+    // resumed run may have started its guard anew (start_guard_anew), and the rows do not say so. If the guard here
+    // finds 10 rows in a row bad, the program assumes that the run did this, and starts the guard here anew, too.
+    // (Otherwise the run would have ended, if --max_bad_steps has its default, which is 10.)
     if (skipped == 10) guard = Guard{};
     const bool is_skipped = !healthy(&guard, loss, values[COLUMN_GRAD_NORM]);
     skipped = is_skipped ? skipped + 1 : 0;
@@ -6738,14 +6773,15 @@ void LogSummary::add(const std::string& row) {
 
 // What host/page.h needs to write index.html, besides the other members of Run.
 struct Page {
-    std::string about{}; // the model, the machine, the data
+    std::string about{}; // a text that describes the model, the machine and the data
     int64_t started = 0; // when this process began to train, in seconds since 1970
     double interval = 0; // the seconds from one writing of the page to the next
-    double due = 0;      // when the page is to be written again
+    double due = 0;      // when the page is to be written again, in seconds, as now() returns them
 };
 
-// What a kind of model file (checkpoints, or snapshots) waits for while the disk has no room for its files. Each kind
-// has a state of its own: a snapshot that could be written says nothing about checkpoints, which are larger.
+// If the disk has no room for a checkpoint or a snapshot, the program tries again later. This struct holds since when
+// it has failed, and when it tries again. There is one struct for checkpoints and one for snapshots: if a snapshot
+// could be written, a checkpoint, which is larger, may still fail.
 struct Retries {
     double failing_since = 0; // when a file of this kind first could not be written; 0: the latest one was written
     int64_t next_step = 0;    // the first step after which the program tries again
@@ -6774,7 +6810,7 @@ struct Run {
     int64_t proven_step = -1;     // the step of the newest checkpoint after which a good step was seen
     int64_t snapshot_step = 0;    // the step of the newest snapshot
     int64_t snapshot_updates = 0; // how many updates had been done when that snapshot was written
-    double best_loss = INFINITY;  // at rank 0: the validation loss of best.bin, the lowest so far; infinite: unknown
+    double best_loss = INFINITY;  // at rank 0: the validation loss of best.bin; infinite: unknown, or no best.bin
 
     // The log, the page and the line on the terminal.
     int log_file = -1;               // the file descriptor of log.csv
@@ -6802,7 +6838,8 @@ struct Run {
     double per_step = 0;    // the seconds that a step takes: a mean over recent steps; 0: not known yet
 };
 
-// Ends a status line before anything else is printed.
+// This function is called before anything else than a status line is printed. If the cursor stands in a status line, it
+// is moved to a new line.
 static void end_line(Run* run) {
     if (run->status_line_open && stdout_takes_a_line()) printf("\n");
     run->status_line_open = false;
@@ -6822,8 +6859,9 @@ __attribute__((format(printf, 2, 3))) static void tell(Run* run, const char* for
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the log and the status line
 
-// With --keep_best, the file of this name is a hard link to the checkpoint that has the lowest validation loss. So the
-// content of this checkpoint stays when its file model_STEP.bin is removed as an old one.
+// With --keep_best, the file of this name is a hard link to the checkpoint that has the lowest validation loss (or a
+// copy of it, if the file system has no hard links). So the content of this checkpoint stays when its file
+// model_STEP.bin is removed because there are newer checkpoints.
 constexpr char BEST[] = "best.bin";
 
 // Returns the step of the checkpoint in best.bin. Returns -1 without --keep_best, if there is no best.bin, or if the
@@ -6870,7 +6908,8 @@ static void open_log(Run* run) {
     // Rows are appended. O_NOFOLLOW: if somebody has put a link in the place of log.csv meanwhile, it is not followed.
     run->log_file = openat(run->folder.descriptor, "log.csv", O_WRONLY | O_APPEND | O_CLOEXEC | O_NOFOLLOW);
     if (run->log_file < 0) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
-    // The row of best.bin's step is missing if the run goes on from an earlier step, or if log.csv was cut or removed.
+    // The loss of best.bin is not found if the run goes on from a step before best.bin's step, or if log.csv was cut or
+    // removed.
     if (best >= 0 && std::isinf(run->best_loss))
         printf("%s: log.csv has no validation loss of its step %ld, so the next checkpoint becomes the best\n",
                run->folder.name(BEST).c_str(), best);
@@ -7054,8 +7093,8 @@ static std::string saved_so_far(const Run& run) {
 }
 
 // All ranks call this after rank 0 has tried to write a model file. If the file could not be written, the ranks agree
-// on the step after which rank 0 tries again. retries: those of this kind of file. Rank 0 passes the members `failure`
-// and `error` of its AtomicFile. The other ranks pass "" and 0. Returns whether the file was written.
+// on the step after which rank 0 tries again. retries: the Retries of this kind of file. Rank 0 passes the members
+// `failure` and `error` of its AtomicFile. The other ranks pass "" and 0. Returns whether the file was written.
 static bool is_written(Run* run, Retries* retries, const std::string& name, const std::string& failure, int error) {
     if (!world.rank) check_folder(run);
     // Print a message at the first failure, and at the first success after failures. End the run if the failures have
@@ -7072,8 +7111,9 @@ static bool is_written(Run* run, Retries* retries, const std::string& name, cons
         tell(run, "%s: is written again\n", name.c_str());
         retries->failing_since = 0;
     }
-    // Ranks measure the pause in steps, because their clocks differ. A step is assumed to last at least a millisecond:
-    // per_step is 0 as long as it is not known, and must not be a divisor then.
+    // All ranks must try again after the same step. So the pause is turned into a number of steps, and rank 0 tells the
+    // other ranks this number. A step is assumed to last at least a millisecond: as long as per_step is not known, it
+    // is 0, and must not be a divisor.
     const int steps_of_pause = (int)(RETRY_AFTER / std::max(run->per_step, 1e-3));
     const int pause = error ? std::max(1, steps_of_pause) : 0;
     const int agreed = any_rank("the moment to try again", pause);
@@ -7081,9 +7121,10 @@ static bool is_written(Run* run, Retries* retries, const std::string& name, cons
     return !agreed;
 }
 
-// Writes a model file: the header, the arrays in the order of the format, and `history`, which is a copy of
-// Trainer::history or empty. Each rank holds a slice of each array. All ranks call this function, because they gather
-// the slices together. Only rank 0 writes. retries: those of this kind of file. Returns whether the file was written.
+// Writes a model file: the header, the arrays, and `history`, which is a copy of Trainer::history or empty. slices:
+// this rank's slice of each array, in the order in which the arrays lie in the file. All ranks call this function,
+// because they gather the slices together. Only rank 0 writes. retries: the Retries of this kind of file. Returns
+// whether the file was written.
 static bool save_arrays(Run* run, Retries* retries, const std::string& name, Header header,
                         const std::vector<float*>& slices, const std::vector<float>& history = {}) {
     const UNet& net = run->trainer.net;
@@ -7098,7 +7139,7 @@ static bool save_arrays(Run* run, Retries* retries, const std::string& name, Hea
         file.write(data, n);
     };
     header.set(SLOT_PARAMS, net.num_params);
-    write(header.slot, 1024); // SLOT_CRC is still 0, because the checksum is defined for a header with this 0
+    write(header.slot, 1024); // SLOT_CRC is still 0: the file's checksum is computed with 0 in this slot
 
     std::vector<float> flat(net.flat_size); // an array in our layout
     std::vector<float> tensor;              // one parameter of the array, in PyTorch's layout
@@ -7175,7 +7216,7 @@ static void save_checkpoint(Run* run) {
     if (tr.history) copy_to_host(history.data(), tr.history, history.size() * sizeof(float));
     std::vector<float*> arrays = {tr.params, tr.emas[0], tr.m, tr.v};
     arrays.insert(arrays.end(), tr.emas.begin() + 1, tr.emas.end());
-    // The step has seven digits, so that a list of files that is sorted by name is also sorted by step.
+    // The step has at least seven digits. So, up to step 9,999,999, files that are sorted by name are sorted by step.
     const std::string name = text("model_%07ld.bin", s.step);
     if (!save_arrays(run, &run->checkpoint_retries, name, h, arrays, history)) return;
     // The checkpoint is written. The next step shows whether its weights are good (prove_checkpoint).
@@ -7184,10 +7225,11 @@ static void save_checkpoint(Run* run) {
     keep_best(run, name);
 }
 
-// Writes the two averages whose rates are in POWER_EMAS into a model file. The slot SLOT_STEP of this file holds the
-// number of updates instead of the number of steps, because the averages depend on the number of updates. A rate of
-// POWER_EMAS is the exponent of a power function. From the snapshots of a run, train_unet.py --ema_sigma_rel makes
-// averages with other exponents.
+// Writes the two averages whose rates are in POWER_EMAS into a model file: one where other files have the weights, and
+// the other where they have the first average. A rate of POWER_EMAS is the exponent of a power function. From the
+// snapshots of a run, train_unet.py --ema_sigma_rel makes averages with other exponents. The slot SLOT_STEP of this
+// file holds the number of updates instead of the number of steps, because the averages depend on the number of
+// updates.
 static void save_snapshot(Run* run) {
     const Config& c = run->config;
     const Header h = model_header(c, HAS_EMA, run->state.updates);
@@ -7219,8 +7261,8 @@ static std::vector<float> beside_pictures(const Config& c, const Sampler& s, con
     const int C = c.in_channels;
     const size_t row = (size_t)c.W * C;
     std::vector<float> shown;
-    for (size_t at = 0; at < images.size(); at += row) {          // at: where a row of an image begins
-        const size_t first_pixel = at / C % (s.truth.size() / C); // if there are too few pictures, they repeat
+    for (size_t at = 0; at < images.size(); at += row) {          // at: where a row of pixels of an image begins
+        const size_t first_pixel = at / C % (s.truth.size() / C); // if there are too few pictures, they are used again
         for (int w = 0; w < c.W; w++)
             for (int channel = 0; channel < C; channel++)
                 shown.push_back(s.pictures[(first_pixel + w) * K + (K >= C ? channel : 0)]);
@@ -7327,7 +7369,7 @@ static int array_for_average(const Config& c, const ModelFile& m, int k) {
 // timestep t there are HISTORY + 1 numbers. The first HISTORY numbers are places for losses, and the last number is how
 // many of these places are filled.
 static void restore_history(const Trainer& tr, const ModelFile& m) {
-    std::vector<float> history(tr.history ? m.history() : 0); // empty if this run has --schedule_sampler uniform
+    std::vector<float> history(tr.history ? m.history() : 0); // empty if this run or the file's draws t uniformly
     const size_t bytes = history.size() * sizeof(float);
     m.read(history.data(), bytes, m.size - bytes);
     for (size_t i = 0; i < history.size(); i++) {
@@ -7340,15 +7382,17 @@ static void restore_history(const Trainer& tr, const ModelFile& m) {
     if (bytes) copy_to_device(tr.history, history.data(), bytes);
 }
 
-// Returns what makes the losses or the gradients of a resumed run other than those before its checkpoint m: the first
-// flag for which this is so, or the data; "": nothing does.
+// Returns why the losses or gradients of a resumed run can't be compared with those before its checkpoint m: a text
+// that names the first flag whose value has changed, or the data file if it is another one. "": they can be compared.
 static std::string changed_loss(const Config& c, const ModelFile& m, const Dataset& d) {
     for (const Flag& f : FLAGS) {
         const bool is_of_ect = f.slot >= SLOT_ECT && f.slot < SLOT_ECT_END;
-        const bool is_of_loss = f.free && f.slot != SLOT_SIGMA_SMALL; // which is for samples alone
+        // sigma_small is left out: it is for samples. (It also changes the loss, but only with --use_kl True and
+        // without --learn_sigma.)
+        const bool is_of_loss = f.free && f.slot != SLOT_SIGMA_SMALL;
         const bool matters = is_of_loss || is_of_ect || f.slot == SLOT_SAMPLER || f.slot == SLOT_BATCH_SIZE;
         if (!matters || !slot_is_used(m.header, f)) continue;
-        Config then; // the checkpoint's value, and defaults
+        Config then; // holds the checkpoint's value of this flag; all other flags have their defaults
         set_flag(&then, f, header_value(c, m.header, f));
         const std::string before = flag_value(then, f);
         if (!same_value(f.name, flag_value(c, f), before))
@@ -7384,7 +7428,7 @@ static void restore(Run* run, const ModelFile& m) {
         copy_slice(tr.emas[k], read_array(m, tr.net, array), tr.own);
     }
     restore_history(tr, m);
-    // The state that was just read is saved already, in the checkpoint.
+    // This state is saved already, in the checkpoint. (If a snapshot of this step is due and missing, train writes it.)
     run->first_step = s.step;
     run->issued = s.step;
     run->saved_step = s.step;
@@ -7518,8 +7562,9 @@ static void print_fp8(const Config& c, const UNet& net) {
         const Tensor& out = net.tensors[l.out];
         flops += 2.0 * out.H * out.W * (double)net.params[l.weight].size; // as in conv_flops
     }
-    const double gflops = flops * c.micro() / convs * 1e-9; // the mean work of these convolutions, for a microbatch
-    // With fewer GFLOP than this, FP8 hardly saves time. It made steps 6 % shorter where gflops was 8 (docs/GUIDE.md).
+    const double gflops = flops * c.micro() / convs * 1e-9; // GFLOP of such a convolution for a microbatch, on average
+    // With fewer GFLOP than this, FP8 hardly saves time. In unet64 with 32 images, for example, gflops is 8, and FP8
+    // made the steps 6 % shorter (docs/GUIDE.md).
     constexpr double LITTLE = 10;
     const char* const advice =
         gflops < LITTLE
@@ -7571,7 +7616,8 @@ static void save_at_the_end(Run* run) {
     const double began = now();
     stop_signal = 0; // from now on, the next signal counts as the second one
     while (true) {
-        if (takes_snapshots && run->snapshot_updates < updates) save_snapshot(run); // first, as in run_step
+        // The snapshot comes before the checkpoint, for the reason that run_step gives.
+        if (takes_snapshots && run->snapshot_updates < updates) save_snapshot(run);
         if (run->saved_updates < updates) save_checkpoint(run);
         const bool snapshot_done = !takes_snapshots || run->snapshot_updates == updates;
         if (run->saved_updates == updates && snapshot_done) return;
@@ -7648,10 +7694,10 @@ static void take_folder(Run* run, const std::string& resume) {
     leave_later_snapshots(folder, run->first_step);
 }
 
-// Returns whether the folder lacks a file of the step that a resumed run goes on from. prefix and suffix: the beginning
-// and the end of the file's name. interval: the flag that says after how many steps such a file is written. This
-// happens if the run was killed after it had written its checkpoint. All ranks call this function together, since only
-// rank 0 knows the folder.
+// Returns whether the folder lacks a grid or a snapshot of the step that a resumed run goes on from. Such a file is
+// missing if the run was killed after it had written its checkpoint and before it wrote this file. prefix and suffix:
+// the beginning and the end of the file's name. interval: the flag that says after how many steps such a file is
+// written. All ranks call this function together, since only rank 0 knows the folder.
 static bool lacks_file(const Run& run, const char* prefix, const char* suffix, int interval) {
     const int64_t step = run.first_step;
     const bool is_due = interval && (step % interval == 0 || step >= run.config.max_steps);
@@ -7695,7 +7741,8 @@ static void finish_complete(Run* run) {
     write_page(run, "done");
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
-    const double steps = (double)std::max<int64_t>(s.step - run->first_step, 1); // 0 if only a grid was missing
+    // A resumed run that only had to draw a missing grid has done no step. Then the divisor `steps` is 1 all the same.
+    const double steps = (double)std::max<int64_t>(s.step - run->first_step, 1);
     const double ms = run->seconds / steps * 1e3;
     const double peak_mib = usage.ru_maxrss / 1024.0; // Linux gives it in KiB
     tell(run, "done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step, ms, peak_mib,
@@ -7731,7 +7778,7 @@ static void write_the_rest(Run* run) {
 // Waits until all issued steps are done, and logs those that are not logged yet. validate: the validation loss is
 // measured after the last of these steps. show: the status line is printed for the last of these steps.
 static void collect_steps(Run* run, bool validate, bool show) {
-    StepState records[RECORDS]; // the results of each step, which the device has stored (record_step)
+    StepState records[RECORDS]; // the results of the latest steps, which the device has stored (record_step)
     const int64_t logged = run->state.step;
     copy_to_host(records, run->trainer.records, sizeof records); // this waits for the steps
     const double ended = now();
@@ -7783,9 +7830,9 @@ static void run_step(Run* run) {
     run->issued++;
     const int64_t step = run->issued;
     const bool last = is_stopped(run) || step >= c.max_steps;
-    // A new status line shall appear every ten seconds or so. So if the last one would be more than ten seconds old
-    // when four more steps have ended, a new one is printed now, even if --log_interval asks for fewer. The four steps
-    // are a margin: a line appears only when its step has ended.
+    // A new status line shall appear every ten seconds or so. So if the last line would be more than ten seconds old
+    // when four more steps have ended, a new line is printed now, even if --log_interval asks for fewer lines. The four
+    // steps are a margin: a line is printed only when its step has ended.
     const bool slow = now() - run->status_shown + 4 * run->per_step > 10;
     // Returns whether something is due that happens after every `interval` steps, and after the last step. If interval
     // is 0, it never happens.
@@ -7807,7 +7854,7 @@ static void run_step(Run* run) {
     if (!show && !save && !validate && !draw && !snapshot && !records_full) return;
 
     collect_steps(run, validate, show || validate);
-    if (run->state.bad_in_row) return; // the weights may be broken and must not replace a good checkpoint
+    if (run->state.bad_in_row) return; // the newest step was skipped: the weights may be broken, so they are not saved
     // The snapshot comes first. If the process is killed between the two files, the resumed run goes on from an earlier
     // checkpoint, comes to this step again, and writes the snapshot again.
     if (snapshot) save_snapshot(run);
@@ -8044,9 +8091,10 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     const std::string failure = try_write_file(folder, name, content);
     must(failure.empty(), c.output, failure);
     // An evaluation is one call of the network for an image. From plan.begin on, plan.steps contains one entry for each
-    // evaluation. A step of heun is two entries, except a step to noise 0, which is one entry.
+    // evaluation. A step of heun is two entries, except a step to sigma 0, which is one entry.
     const int evaluations = (int)(sampler.plan.steps.size() - sampler.plan.begin);
-    // The user may not have set churn and guidance, but a preset. And --sampler alone leaves the preset's out.
+    // The message names churn and guidance, because the user may not know their values. A preset may have set them. If
+    // the command line sets --sampler, the preset does not set them (left_out_of_preset).
     std::string how = c.sampler;
     if (c.can_churn() && c.S_churn > 0) how += text(", churn %g", c.S_churn);
     if (c.guided()) how += text(", guidance %g", c.guidance_scale);
@@ -8068,8 +8116,8 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
 // A setting on the command line must agree with the model file, unless this setting may change from run to run.
 //
 // These functions are called in this order: run_program calls parse_command_line, and then complete_config, which reads
-// presets (apply_preset) and model files (take_model_file). With --sample, it then calls sample_and_stop. For a run, it
-// then calls check_run, take_data_shape and train.
+// presets (apply_preset) and model files (take_model_file). With --sample, run_program then calls sample_and_stop. For
+// a run, it then calls check_run, take_data_shape and train.
 
 // Returns the settings of a model file of unet.cu, another program (github.com/clu0/unet.cu). The file's header holds
 // the shape of the network, but nothing about the diffusion. We assume the diffusion that unet.cu itself trains with:
@@ -8107,7 +8155,7 @@ static Config unet_cu_config(const ModelFile& model) {
 // the flag's slot, its place in the file's header. Slots after SLOT_STEP hold settings of the run, such as the batch
 // size. All of these may change, except the optimiser, because the moments in the file are those of its own optimiser.
 // Slots before SLOT_STEP hold settings of the model. Of these, only the settings of FREE flags (common/flags.h) may
-// change.
+// change. Flags without a slot of their own, such as image_size and seed, may not change, either.
 static void take_from_file(Config* c, const std::string& path, const std::string& name, const std::string& value) {
     const Flag& f = *find_flag(name);
     const bool given = c->given(name);
@@ -8268,9 +8316,10 @@ static void drop_preset_of_classes(Config* c) {
     if (c->by_preset.contains("guidance_scale") && !c->null_class()) c->guidance_scale = 1;
 }
 
-// Without --preset, OF_LABELS or the preset asks for a model that is conditioned on classes. If the images have no
-// labels, the model is not conditioned on them (print_start says so). With --preset, this is an error instead, because
-// the user has asked for classes.
+// Without --preset, the program chooses a preset. This preset, or the flags OF_LABELS (common/flags.h), which are used
+// with it, ask for a model that is conditioned on classes. If the images have no labels, the model is not conditioned
+// on classes (print_start says so). With --preset, missing labels are an error instead, because the user has asked for
+// classes.
 static void take_labels(Config* c, const Dataset& d) {
     const bool is_default = c->by_preset.contains("class_cond") && !c->given("preset");
     if (!d.labels.empty() || !c->class_cond || !is_default) return;
@@ -8279,9 +8328,10 @@ static void take_labels(Config* c, const Dataset& d) {
     drop_preset_of_classes(c);
 }
 
-// Without --preset, --min_snr_gamma becomes 5 if there are many images. Few images are learned by heart. Then samples
-// look best if little noise has little weight in the loss, as some presets have it. Many images are not learned by
-// heart. Then samples are nearer to the images if little noise has more weight (docs/LEARNT.md, "Photographs").
+// Without --preset, --min_snr_gamma becomes 5 if there are many images, and if the preset that the program has chosen
+// sets this flag. A lower value, which some presets have, gives low noise levels less weight in the loss. The model
+// learns few images by heart, and then samples look best with such a lower value. Many images are not learned by heart.
+// Then samples are nearer to the images if low noise levels have more weight (docs/LEARNT.md, "Photographs").
 static void take_number_of_images(Config* c, const Dataset& d) {
     const bool is_default = c->by_preset.contains("min_snr_gamma") && !c->given("preset");
     if (is_default && d.count >= MANY_IMAGES) c->min_snr_gamma = 5;
@@ -8306,7 +8356,8 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
     auto refuse_unless = [&](bool ok, const char* flag, const std::string& why) {
         if (!ok) refuse(where + wrong(c, flag, why));
     };
-    // If the images and the model differ in size, this error is printed first, because it explains most other errors.
+    // If the images and the model differ in size, the message about the sizes is printed, and not one that check_model
+    // returns about another flag than --image_size: most such errors follow from the sizes.
     const std::string error = check_model(c);
     const bool fits = d.H == c->H && d.W == c->W;
     if (!error.empty() && (fits || error.starts_with("--image_size"))) refuse(where + error);
@@ -8378,8 +8429,8 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
         die("%s: does not hold the pictures that %s was trained with; name them with --cond_file, or name this file to "
             "go on with it",
             c.cond_file.c_str(), m.path.c_str());
-    // If the file's microbatch is 0, one process computed the whole batch at once. Several processes cannot do that,
-    // and check_microbatch did not know it.
+    // If the file's microbatch is 0, one process computed the whole batch at once. Several processes cannot do that.
+    // check_microbatch has seen only the 0, and not that the microbatch changes. So the message is printed here.
     const bool was_whole = m.header.slot[find_flag("microbatch")->slot] == 0;
     const int whole = m.header.slot[find_flag("batch_size")->slot];
     const bool is_chosen = world.size == 1 || c.given("microbatch");
@@ -8396,7 +8447,7 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
 // more is read. A file of up to 64 MiB is read as a whole. Of a larger file, 256 excerpts at equal distances are read,
 // the first of them at the file's beginning, and one more excerpt at the file's end. So files with other images or
 // weights, and files that were cut short, have another checksum. Two files that differ may have the same checksum only
-// if they are large files of unet.cu and differ in just a few images.
+// if they are large files of unet.cu and differ in just a few images or weights.
 static uint32_t sample_checksum(const InputFile& file) {
     constexpr size_t EXCERPTS = 256;
     constexpr size_t EXCERPT = 256 << 10; // bytes
@@ -8473,26 +8524,26 @@ static void apply_with_patch(Config* c, const char* preset, int patch, int C) {
 }
 
 // Returns "" if a preset suits images of H x W pixels and C channels. Otherwise returns a sentence that says why it
-// does not. Most often, a side of the images can't be halved as often as its network does. c: the command line. Its
-// flags stay as they are.
+// does not. Most often, a side of the images can't be halved as often as the preset's network halves it. c: a copy of
+// the configuration, which this function may change.
 static std::string preset_refuses(Config c, const char* preset, int patch, int H, int W, int C) {
     apply_with_patch(&c, preset, patch, C);
     c.image_size = size_text(H, W);
-    // How many channels the pictures of --cond_file have is not known yet. They are taken to be like the images.
+    // The pictures of --cond_file have not been read yet. They are assumed to have as many channels as the images.
     if (!c.cond_file.empty() && !c.given("cond_channels")) c.cond_channels = C;
     // The attention's resolutions are no reason to refuse the preset, since take_data_shape makes them fit.
     if (!c.given("attention_resolutions")) c.attention_resolutions = "";
     return parse_model(&c);
 }
 
-// Without --preset: chooses a preset and applies it. For the user's own images, it depends on their size. Returns "",
-// or a line for the user, which says why the images do not get the preset that draws the better pictures.
+// Without --preset: chooses a preset and applies it. For the user's own images, the choice depends on their size.
+// Returns "", or a line for the user, which says why the images do not get the preset that draws the better pictures.
 //
 // Images of 32x32 pixels and more get a preset that learns them quickly (docs/LEARNT.md, "Own pictures of other
-// sizes"). If it sets --patch_size, its network sees a square of 2x2 pixels as one position. From 128x128 pixels on,
-// these squares are 4x4 pixels, so that a step with images of 128x128 takes as long as one with 64x64. All other images
-// get PRESET_ELSE: smaller ones, and those whose sides can't be halved often enough. When the images have been read,
-// take_labels and take_number_of_images make the flags fit them.
+// sizes"). If this preset sets --patch_size, its network sees a square of 2x2 pixels as one position. From 128x128
+// pixels on, these squares are 4x4 pixels, so that a step with images of 128x128 takes as long as a step with images of
+// 64x64. All other images get PRESET_ELSE: smaller ones, and those whose sides can't be halved often enough. Later,
+// take_labels and take_number_of_images make the flags fit the labels and the number of the images.
 static std::string apply_default_preset(Config* c, const Dataset& data) {
     c->default_preset = true;
     apply_flags(c, Config::OF_LABELS); // the preset comes after this, because it may set another --guidance_scale
@@ -8512,7 +8563,7 @@ static std::string apply_default_preset(Config* c, const Dataset& data) {
     const int smaller_side = why.empty() ? std::min(H, W) : 0;
     const char* const preset = H == 32 && W == 32 ? PRESET_32 : PRESET_FROM_32;
     struct Squares {
-        int patch, from; // the side of the squares, and the smallest images that are seen in such squares
+        int patch, from; // the side of the squares, and the smaller side that an image must have for such squares
     };
     for (auto [patch, from] : {Squares{4, 128}, Squares{2, 32}}) {
         if (smaller_side < from) continue;
@@ -8528,9 +8579,9 @@ static std::string apply_default_preset(Config* c, const Dataset& data) {
     return text("preset %s draws better pictures than %s, but does not fit: %s", preset, PRESET_ELSE, why.c_str());
 }
 
-// Applies the preset of a run that is resumed without --preset, so that the flags that no checkpoint holds stay as they
-// were: the intervals, and how its grids are sampled. Returns false if it is not known, as in a file of an older
-// program.
+// Applies the preset of a run that is resumed without --preset. So the flags that a checkpoint does not hold stay as
+// they were: the intervals, and how the run's grids are sampled. Returns false if the preset is not known, as with a
+// checkpoint of an older program.
 static bool apply_preset_of_run(Config* c, const ModelFile& model) {
     const uint32_t checksum = model.header.get<uint32_t>(SLOT_PRESET);
     for (const auto& [preset, settings] : PRESETS)
@@ -8681,16 +8732,16 @@ template <> struct ElementOf<float> {
     static constexpr Element ELEMENT = Element::FP32;
     static constexpr bool FAST_EXP = false; // whether the hardware's approximate e^x is exact enough for this type
     static constexpr int PARTS = 2;         // into how many fp16 numbers one number is split for the tensor cores
-    static constexpr uint32_t TWO_ONES = 0x3C003C00; // two factors 1 for the tensor cores, each in fp16
-    static constexpr int FEW_PARTS = 1;              // conv_few stores a float as a sum of FEW_PARTS numbers of type T
+    static constexpr uint32_t TWO_ONES = 0x3C003C00; // two ones in fp16: tensor cores sum by multiplying by ones
+    static constexpr int FEW_PARTS = 1; // conv_few (section 20) stores a float as the sum of so many numbers of type T
 };
 #ifdef __CUDACC__
 typedef __nv_bfloat16 bf16;
 template <> struct ElementOf<bf16> {
     static constexpr Element ELEMENT = Element::BF16;
     static constexpr bool FAST_EXP = true;
-    static constexpr int PARTS = 1; // tensor cores multiply bf16 as it is
-    static constexpr uint32_t TWO_ONES = 0x3F803F80;
+    static constexpr int PARTS = 1;                  // tensor cores multiply bf16 as it is
+    static constexpr uint32_t TWO_ONES = 0x3F803F80; // the ones are in bf16
     static constexpr int FEW_PARTS = 2;
 };
 #endif
@@ -8756,9 +8807,9 @@ HD static inline size_t place_in_patches(size_t i, int H, int W, int C, int p) {
 
 #include "dev/reference.h"
 
-// These are the functions of the interface that are no operations. Many of them do nothing, for three reasons. The
-// device's memory is the host's memory. A function returns only when its work is done. Operations themselves allocate
-// the memory that they need, so they need no workspace.
+// These functions of the interface are not operations. Many of them do nothing, for three reasons. The device's memory
+// is the host's memory. A function returns only when its work is done. Operations themselves allocate the memory that
+// they need, so they need no workspace.
 // conv_takes_skip: on a CPU no convolution computes its skip connection itself.
 static bool conv_takes_skip(const ConvShape&, const ConvShape&) { return false; }
 static size_t conv_workspace(ConvShape) { return 0; }
