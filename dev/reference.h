@@ -21,7 +21,7 @@
 // it, with fewer multiplications, which has a file of its own (winograd.h). Two small loops do all the work of the
 // plain form and of attention; the rest feeds them pointers:
 //   tile_multiply   acc[TM][TN] += A[m][k] * B[k][n]   the sum runs over channels: forward, input gradients, matmul
-//   tile_outer      acc[TM][TN] += A[k][m] * B[k][n]   the sum runs over pairs of pixels: weight gradients
+//   tile_outer      acc[TM][TN] += A[k][m] * B[k][n]   the sum runs over pixels: weight gradients
 // A tile of sums nearly fills the vector registers. AVX-512 has 32 of them, and 8 x 32 floats take 16; AVX2 has 16, and
 // 6 x 16 floats take 12. With half as many sums every addition would wait for the one before it, at half the speed.
 #pragma once
@@ -29,7 +29,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <numeric>
 #include <vector>
 
@@ -100,39 +99,33 @@ static inline void tile_multiply(float (&acc)[TM][TN],             // (TM, TN)
     }
 }
 
-// acc (TM, TN) += the sum over all pairs of (row a of A)^T (row b of B). A has TM columns and B has TN.
-struct RowPair {
-    int a, b;
-};
-static inline void tile_outer(float (&acc)[TM][TN], // (TM, TN)
-                              const float* A,       // (rows, TM)
-                              const float* B,       // (rows, TN)
-                              const std::vector<RowPair>& pairs) {
-    float sum[TM][TN]; // a local copy stays in registers, which acc would not where it is an element of an array
-    memcpy(sum, acc, sizeof sum);
-    for (const RowPair& pair : pairs) {
-        const float* a_row = row_of(A, pair.a, TM);
-        const float* b_row = row_of(B, pair.b, TN);
+// acc (TM, TN) += A^T (TM, rows) * B (rows, TN). The rows of A (rows, TM) lie a_pitch floats apart, and those of
+// B b_pitch.
+static inline void tile_outer(float (&acc)[TM][TN],           // (TM, TN)
+                              const float* a, size_t a_pitch, // A (rows, TM)
+                              const float* b, size_t b_pitch, // B (rows, TN)
+                              int rows) {
+    for (int r = 0; r < rows; r++) {
         for (int m = 0; m < TM; m++) {
-            const float a = a_row[m];
 #pragma omp simd
             for (int n = 0; n < TN; n++) {
-                sum[m][n] += a * b_row[n];
+                acc[m][n] += a[m] * b[n];
             }
         }
+        a += a_pitch;
+        b += b_pitch;
     }
-    memcpy(acc, sum, sizeof sum);
 }
 
-// out (WIDTH) = in (n), n <= WIDTH, and zeros. Nearly always n is WIDTH. A copy of this constant size is a few
-// instructions, and not a call.
-template <int WIDTH> static inline void copy_columns(float* out, const float* in, int n) {
-    if (n == WIDTH) {
-        memcpy(out, in, WIDTH * sizeof(float));
-        return;
+// total (TM, TN) += acc. The rows of total lie `pitch` floats apart.
+static inline void add_tile(float* total, size_t pitch, const float (&acc)[TM][TN]) {
+    for (int m = 0; m < TM; m++) {
+        float* row = row_of(total, m, pitch);
+#pragma omp simd
+        for (int n = 0; n < TN; n++) {
+            row[n] += acc[m][n];
+        }
     }
-    for (int i = 0; i < n; i++) out[i] = in[i];
-    for (int i = n; i < WIDTH; i++) out[i] = 0;
 }
 
 // C (M, N) = A (M, K) * B (K, N). One thread does it all, since attention runs many heads in parallel.
@@ -322,21 +315,20 @@ template <class F> static inline void each_tile(int pixels, int channels, F work
 static inline void store_row(float* out, const float (&sums)[TN], int n, // then what is added
                              const float* a, const float* b, const float* c) {
     float row[TN];
-    memcpy(row, sums, sizeof row);
+    const float* so_far = sums; // then row. A copy of sums into row at the beginning would cost time of its own.
     for (const float* addend : {a, b, c}) {
         if (!addend) continue;
         if (n == TN) {
 #pragma omp simd
-            for (int i = 0; i < TN; i++) row[i] += addend[i];
+            for (int i = 0; i < TN; i++) row[i] = so_far[i] + addend[i];
         } else {
-            for (int i = 0; i < n; i++) row[i] += addend[i];
+            for (int i = 0; i < n; i++) row[i] = so_far[i] + addend[i];
         }
+        so_far = row;
     }
-    if (n == TN) memcpy(out, row, sizeof row);
-    else std::copy_n(row, n, out);
+    if (n == TN) memcpy(out, so_far, sizeof row);
+    else std::copy_n(so_far, n, out);
 }
-
-#include "winograd.h"
 
 // weight (Cout, taps, Cin) in the order in which the forward pass reads it: (taps, Cin, Cout padded to TN).
 static inline std::vector<float> conv_weight_by_input(const float* weight, int Cout, int taps, int Cin) {
@@ -352,6 +344,21 @@ static inline std::vector<float> conv_weight_by_input(const float* weight, int C
         }
     return by_input;
 }
+
+// weight (Cout, taps, Cin) in the order in which the input gradient reads it: (taps, Cout, Cin padded to TN).
+static inline std::vector<float> conv_weight_by_output(const float* weight, int Cout, int taps, int Cin) {
+    const int pitch = round_up(Cin, TN);
+    std::vector<float> by_output((size_t)taps * Cout * pitch);
+#pragma omp parallel for collapse(2) schedule(static)
+    for (int tap = 0; tap < taps; tap++)
+        for (int co = 0; co < Cout; co++) {
+            const float* row = row_of(weight, (size_t)co * taps + tap, Cin);
+            std::copy_n(row, Cin, row_of(by_output.data(), (size_t)tap * Cout + co, pitch));
+        }
+    return by_output;
+}
+
+#include "winograd.h"
 
 // The plain form of a convolution of [x1 | x2] (B, H, W, C1 + C2): calls store(pixel, co, sums) for each output pixel
 // (its number in all images) and each TN output channels co ... co + TN - 1.
@@ -426,7 +433,7 @@ static inline void conv_forward(float* out,                       // (B, Ho, Wo,
         const float* added = residual ? residual + i : nullptr;
         store_row(out + i, sums, channels, bias + co, image_emb, added);
     };
-    if (winograd::fits(s)) winograd::convolve(x1, x2, winograd::transform_weights(weight, s), s, store);
+    if (winograd::fits(s)) winograd::convolve(x1, x2, weight, s, store);
     else convolve(x1, x2, weight, s, store);
     if (stats) channel_stats(stats, out, s.B, HWo, s.Cout);
 }
@@ -444,19 +451,6 @@ static inline void conv_forward_fp8(float* out, Stats* stats, const float* x1, c
     for (size_t i = 0; i < w.size(); i++) w[i] = fp8_value(weight_bytes[i]) * factors[i / inputs];
     s.in = Element::FP32;
     conv_forward(out, stats, x.data(), nullptr, w.data(), bias, emb, emb_stride, residual, s, {}, nullptr);
-}
-
-// weight (Cout, taps, Cin) in the order in which the input gradient reads it: (taps, Cout, Cin padded to TN).
-static inline std::vector<float> conv_weight_by_output(const float* weight, int Cout, int taps, int Cin) {
-    const int pitch = round_up(Cin, TN);
-    std::vector<float> by_output((size_t)taps * Cout * pitch);
-#pragma omp parallel for collapse(2) schedule(static)
-    for (int tap = 0; tap < taps; tap++)
-        for (int co = 0; co < Cout; co++) {
-            const float* row = row_of(weight, (size_t)co * taps + tap, Cin);
-            std::copy_n(row, Cin, row_of(by_output.data(), (size_t)tap * Cout + co, pitch));
-        }
-    return by_output;
 }
 
 // The order in which tiles take an image's pixels. With stride 2 a tap reads pixels of one kind only, for instance
@@ -610,91 +604,91 @@ static inline void bias_backward(float* dbias,                // (C)
     }
 }
 
-// A copy of a matrix (rows, columns), cut into tiles of WIDTH columns: (tiles, rows, WIDTH). The last tile is filled up
-// with zeros. In the copy the rows of a tile are neighbours, so that the nearest cache holds hundreds of them. In the
-// matrix itself they would lie a whole row apart, and fall on a few of the cache's sets.
-template <int WIDTH> struct ColumnTiles {
-    size_t rows;
-    int tiles;
-    std::unique_ptr<float[]> copy;
-    ColumnTiles(const float* matrix, size_t rows, int columns) : rows(rows) {
-        tiles = round_up(columns, WIDTH) / WIDTH;
-        copy.reset(new float[tiles * rows * WIDTH]);
-#pragma omp parallel for schedule(static)
-        for (size_t r = 0; r < rows; r++)
-            for (int tile = 0; tile < tiles; tile++) {
-                const int c = tile * WIDTH;
-                copy_columns<WIDTH>(at(tile, r), row_of(matrix, r, columns) + c, std::min(WIDTH, columns - c));
-            }
-    }
-    // A row of a tile; the next rows follow it
-    float* at(int tile, size_t row) const { return copy.get() + (tile * rows + row) * WIDTH; }
-};
-
-// (chunks of CONV_CHUNK output pixels, taps): the list of (output pixel, input pixel) pairs of an image. Chunks are
-// short enough for the nearest cache, in which their rows stay while all taps of a row of the kernel read them.
-constexpr int CONV_CHUNK = 256;
-static inline std::vector<std::vector<RowPair>> conv_pairs(const ConvShape& s) {
+// read (taps, Cin): what the taps of an output pixel read of [x1 | x2], and zeros outside of the image.
+// pixel: its number in all images. sources: see conv_sources.
+static inline void copy_what_taps_read(float* read, int pixel, const float* x1, const float* x2,
+                                       const std::vector<int>& sources, const ConvShape& s) {
     const int taps = s.kernel * s.kernel;
     const int HWo = s.out_H() * s.out_W();
-    const int chunks = (HWo + CONV_CHUNK - 1) / CONV_CHUNK;
-    const std::vector<int> sources = conv_sources(s);
-    std::vector<std::vector<RowPair>> pairs((size_t)chunks * taps);
-    for (int tap = 0; tap < taps; tap++)
-        for (int p = 0; p < HWo; p++) {
-            const int source = sources[tap * HWo + p];
-            const int chunk = p / CONV_CHUNK;
-            if (source >= 0) pairs[(size_t)chunk * taps + tap].push_back(RowPair{p, source});
+    const size_t image = (size_t)(pixel / HWo) * s.H * s.W; // its first input pixel
+    for (int tap = 0; tap < taps; tap++) {
+        const int source = sources[tap * HWo + pixel % HWo];
+        if (source < 0) {
+            std::fill_n(read, s.C1 + s.C2, 0.0f);
+        } else {
+            std::copy_n(row_of(x1, image + source, s.C1), s.C1, read);
+            if (s.C2) std::copy_n(row_of(x2, image + source, s.C2), s.C2, read + s.C1);
         }
-    return pairs;
+        read += s.C1 + s.C2;
+    }
 }
 
 // The plain form of the weight gradient: dweight (Cout, taps, Cin) from dout (B, Ho, Wo, Cout) and the input [x1 | x2]
-// (B, H, W, Cin). A thread owns a tile of TM output channels x TN input channels, for the taps of one row of the
-// kernel. It sums each image by itself and then adds the images up, since fp32 sums of fewer terms lose fewer bits.
+// (B, H, W, Cin). It is a product of two matrices, whose sum runs over the output pixels of all images:
+//
+//                                    taps * Cin
+//                                  +--------------------+
+//                           pixels | what a pixel's     |
+//              pixels              | taps read          |
+//           +----------+           +--------------------+
+//           |          |           +--------------------+
+//      Cout | dout^T   |   =  Cout | dweight            |
+//           +----------+           +--------------------+
+//
+// The matrix on the top has up to nine copies of each input pixel. So it is made for a chunk of pixels at a time, which
+// stays in the nearest caches. The work is cut into pieces, each of one block of output channels and one part of the
+// chunks: part p has the chunks p, p + parts and so on. The parts are added up in their order, so the result has the
+// same bits with any number of threads. The fewer pixels there are, the fewer parts: each has sums of its own.
+// An fp32 sum of fewer terms loses fewer bits. So registers add up at most 32 pixels, and in images of 16 to 32 pixels
+// no more than one image has. Such sums are added up to a part's.
 static inline void backward_weight(float* dweight, const float* dout, const float* x1, const float* x2,
                                    const ConvShape& s) {
-    const int taps = s.kernel * s.kernel;
-    const int Cin = s.C1 + s.C2;
-    const int HW = s.H * s.W;
+    constexpr int CHUNK = 8 * TM; // output pixels
+    constexpr int BLOCK = 8 * TM; // output channels
     const int HWo = s.out_H() * s.out_W();
-    const std::vector<std::vector<RowPair>> pairs = conv_pairs(s);
-    const ColumnTiles<TM> d_tiles(dout, (size_t)s.B * HWo, s.Cout);
-    const ColumnTiles<TN> x1_tiles(x1, (size_t)s.B * HW, s.C1);
-    const ColumnTiles<TN> x2_tiles(x2, (size_t)s.B * HW, s.C2);
-#pragma omp parallel for collapse(3) schedule(dynamic)
-    for (int d_tile = 0; d_tile < d_tiles.tiles; d_tile++)
-        for (int tile = 0; tile < x1_tiles.tiles + x2_tiles.tiles; tile++)
-            for (int tap0 = 0; tap0 < taps; tap0 += s.kernel) {
-                // Which tile it is: its input channels are of x1 or of x2.
-                const bool in_x1 = tile < x1_tiles.tiles;
-                const ColumnTiles<TN>& x_tiles = in_x1 ? x1_tiles : x2_tiles;
-                const int x_tile = in_x1 ? tile : tile - x1_tiles.tiles;
-                const int co = d_tile * TM;
-                const int ci = x_tile * TN; // within x1 or x2
-                const int outputs = std::min(TM, s.Cout - co);
-                const int inputs = std::min(TN, (in_x1 ? s.C1 : s.C2) - ci);
-                const int column = in_x1 ? ci : s.C1 + ci; // within [x1 | x2]
-                float* dw = row_of(dweight, (size_t)co * taps + tap0, Cin) + column;
-                // total and acc hold a tile of sums for each tap in this row of the kernel.
-                float total[3][TM][TN] = {};
-                for (int b = 0; b < s.B; b++) {
-                    float acc[3][TM][TN] = {}; // of this image
-                    const float* d = d_tiles.at(d_tile, (size_t)b * HWo);
-                    const float* x = x_tiles.at(x_tile, (size_t)b * HW);
-                    // The sum over this image's pairs of pixels, and then over the images.
-                    for (size_t chunk = tap0; chunk < pairs.size(); chunk += taps)
-                        for (int kw = 0; kw < s.kernel; kw++) tile_outer(acc[kw], d, x, pairs[chunk + kw]);
-                    for (int kw = 0; kw < s.kernel; kw++)
-                        for (int m = 0; m < TM; m++)
-                            for (int n = 0; n < TN; n++) total[kw][m][n] += acc[kw][m][n];
+    const int pixels = s.B * HWo;
+    const int inputs = s.kernel * s.kernel * (s.C1 + s.C2);
+    const int pitch = round_up(inputs, TN);
+    const int outputs = round_up(s.Cout, TM);
+    const int parts = std::clamp(pixels / 512, 1, 16);
+    const int terms = std::clamp(HWo, 16, 32); // how many pixels are added up in registers
+    const std::vector<int> sources = conv_sources(s);
+    std::vector<float> sums((size_t)parts * outputs * pitch); // (parts, outputs, pitch)
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int part = 0; part < parts; part++)
+        for (int co0 = 0; co0 < outputs; co0 += BLOCK) {
+            const int end = std::min(co0 + BLOCK, outputs);
+            const int channels = std::min(BLOCK, s.Cout - co0); // without padding
+            std::vector<float> read((size_t)CHUNK * pitch);     // (CHUNK, pitch): its padding stays zero
+            std::vector<float> d(CHUNK * BLOCK);                // (CHUNK, BLOCK): dout of the block's channels
+            for (int first = part * CHUNK; first < pixels; first += parts * CHUNK) {
+                const int n = std::min(CHUNK, pixels - first);
+                for (int i = 0; i < n; i++) {
+                    copy_what_taps_read(row_of(read.data(), i, pitch), first + i, x1, x2, sources, s);
+                    std::copy_n(row_of(dout, first + i, s.Cout) + co0, channels, row_of(d.data(), i, BLOCK));
                 }
-                for (int m = 0; m < outputs; m++)
-                    for (int kw = 0; kw < s.kernel; kw++) {
-                        float* dw_row = row_of(dw, (size_t)m * taps + kw, Cin);
-                        std::copy_n(total[kw][m], inputs, dw_row);
+                for (int ci = 0; ci < pitch; ci += TN)
+                    for (int co = co0; co < end; co += TM) {
+                        float* const total = row_of(sums.data(), (size_t)part * outputs + co, pitch) + ci;
+                        for (int i = 0; i < n; i += terms) {
+                            float acc[TM][TN] = {};
+                            const float* const d_rows = row_of(d.data(), i, BLOCK) + (co - co0);
+                            const float* const read_rows = row_of(read.data(), i, pitch) + ci;
+                            tile_outer(acc, d_rows, BLOCK, read_rows, pitch, std::min(terms, n - i));
+                            add_tile(total, pitch, acc);
+                        }
                     }
             }
+        }
+#pragma omp parallel for schedule(static)
+    for (int co = 0; co < s.Cout; co++) {
+        float* dw = row_of(dweight, co, inputs);
+        std::fill_n(dw, inputs, 0.0f);
+        for (int part = 0; part < parts; part++) {
+            const float* sum = row_of(sums.data(), (size_t)part * outputs + co, pitch);
+            for (int i = 0; i < inputs; i++) dw[i] += sum[i];
+        }
+    }
 }
 
 // dweight (Cout, taps, Cin), dbias (Cout), demb from dout (B, Ho, Wo, Cout) and the input [x1 | x2] (B, H, W, Cin)
@@ -935,12 +929,12 @@ static inline void groupnorm_forward(float* out, float* mean, float* rstd,    //
 static inline void norm_dz(float (&dz)[NORM_CHANNELS],        // (NORM_CHANNELS)
                            const float* dout, const float* x, // (B, HW, C), and x of this pixel from channel c0 on
                            const AffineMap& map, const NormInputs& in, int b, int p, int c0) {
-    const size_t pixel = (size_t)b * in.s.HW + p;
-    std::copy_n(row_of(dout, pixel, in.C()) + c0, NORM_CHANNELS, dz);
+    const float* d = row_of(dout, (size_t)b * in.s.HW + p, in.C()) + c0;
+    if (in.s.nonlinearity == Nonlinearity::NONE) std::copy_n(d, NORM_CHANNELS, dz);
     with_nonlinearity<float>(in.s.nonlinearity, [&](auto nonlinearity) {
 #pragma omp simd
         for (int i = 0; i < NORM_CHANNELS; i++) {
-            dz[i] *= nonlinearity.df(x[i] * map.slope[i] + map.offset[i]);
+            dz[i] = d[i] * nonlinearity.df(x[i] * map.slope[i] + map.offset[i]);
         }
     });
     if (in.dropout.p > 0) dropout_block(dz, in.dropout, b, (size_t)p * in.C() + c0);

@@ -53,6 +53,9 @@ constexpr RowOfBT BT[4] = {{0, 2, -1}, {1, 2, 1}, {2, 1, -1}, {1, 3, -1}};
 // How many tiles a thread takes at a time. It is small, so that v and m of these tiles mostly stay in a core's caches.
 // (TM and TN are in reference.h: the size of a tile of sums in registers.)
 constexpr int CHUNK = 8 * TM;
+// How many rows a place has in v and m. With CHUNK rows, the places would often lie a power of two bytes apart. Then
+// all places of a tile would share a few sets of the nearest cache. So there is one row more, which nobody uses.
+constexpr int ROWS = CHUNK + 1;
 
 // Returns whether this form is used for a convolution. Tiles of 2x2 pixels need even sizes. With few channels the
 // transforms would cost more than they save.
@@ -84,22 +87,28 @@ struct Tiles {
         const int source = sources[(tile % image_tiles * 4 + row) * 4 + column];
         return source < 0 ? -1 : (ptrdiff_t)(tile / image_tiles) * image_pixels + source;
     }
-    // Returns a pointer to the channels of a pixel of a tile of x (B, H, W, C); zeros outside of the image.
-    const float* channels(const float* x, int C, const float* zeros, int tile, int row, int column) const {
-        const ptrdiff_t p = pixel(tile, row, column);
-        return p < 0 ? zeros : x + p * C;
+};
+
+// Pointers to the channels of a tile's 4x4 input pixels, in x (B, H, W, C). Those outside of the image are zeros.
+struct TilePixels {
+    const float* at[4][4];
+    TilePixels(const Tiles& tiles, int tile, const float* x, int C, const float* zeros) {
+        for (int row = 0; row < 4; row++)
+            for (int column = 0; column < 4; column++) {
+                const ptrdiff_t p = tiles.pixel(tile, row, column);
+                at[row][column] = p < 0 ? zeros : x + p * C;
+            }
     }
 };
 
-// v (C): B^T d B at one place, of a tile and of the C channels of x (B, H, W, C)
-static inline void transform_inputs(float* v, const Tiles& tiles, int tile, int place, const float* x, int C,
-                                    const float* zeros) {
+// v (C): B^T d B at one place, of the C channels of a tile's input pixels d
+static inline void transform_inputs(float* v, int place, const TilePixels& d, int C) {
     const RowOfBT along_h = BT[place / 4];
     const RowOfBT along_w = BT[place % 4];
-    const float* const d11 = tiles.channels(x, C, zeros, tile, along_h.first, along_w.first);
-    const float* const d12 = tiles.channels(x, C, zeros, tile, along_h.first, along_w.second);
-    const float* const d21 = tiles.channels(x, C, zeros, tile, along_h.second, along_w.first);
-    const float* const d22 = tiles.channels(x, C, zeros, tile, along_h.second, along_w.second);
+    const float* const d11 = d.at[along_h.first][along_w.first];
+    const float* const d12 = d.at[along_h.first][along_w.second];
+    const float* const d21 = d.at[along_h.second][along_w.first];
+    const float* const d22 = d.at[along_h.second][along_w.second];
 #pragma omp simd
     for (int c = 0; c < C; c++) {
         const float first = d11[c] + along_w.sign * d12[c];
@@ -108,14 +117,15 @@ static inline void transform_inputs(float* v, const Tiles& tiles, int tile, int 
     }
 }
 
-// dm (C): A dy A^T at one place, of a tile and of the C channels of dout (B, H, W, C)
-static inline void transform_gradient(float* dm, const Tiles& tiles, int tile, int place, const float* dout, int C) {
+// dm (C): A dy A^T at one place, of the C channels of a tile. d: its pixels of dout, of which the four in the middle
+// are dy.
+static inline void transform_gradient(float* dm, int place, const TilePixels& d, int C) {
     const float* const along_h = A[place / 4];
     const float* const along_w = A[place % 4];
-    const float* const dy00 = dout + tiles.pixel(tile, 1, 1) * C;
-    const float* const dy01 = dout + tiles.pixel(tile, 1, 2) * C;
-    const float* const dy10 = dout + tiles.pixel(tile, 2, 1) * C;
-    const float* const dy11 = dout + tiles.pixel(tile, 2, 2) * C;
+    const float* const dy00 = d.at[1][1];
+    const float* const dy01 = d.at[1][2];
+    const float* const dy10 = d.at[2][1];
+    const float* const dy11 = d.at[2][2];
 #pragma omp simd
     for (int c = 0; c < C; c++) {
         const float above = along_w[0] * dy00[c] + along_w[1] * dy01[c];
@@ -124,36 +134,21 @@ static inline void transform_gradient(float* dm, const Tiles& tiles, int tile, i
     }
 }
 
-// acc (TM, TN) += P^T (TM, K) Q (K, TN), a product of matrices. The rows of P (K, TM) lie p_pitch floats apart, and
-// those of Q q_pitch.
-static inline void multiply_transposed(float (&acc)[TM][TN], const float* p, size_t p_pitch, const float* q,
-                                       size_t q_pitch, int K) {
-    for (int k = 0; k < K; k++) {
-        for (int m = 0; m < TM; m++) {
-#pragma omp simd
-            for (int n = 0; n < TN; n++) acc[m][n] += p[m] * q[n];
-        }
-        p += p_pitch;
-        q += q_pitch;
-    }
-}
-
-// u (PLACES, Cin, Cout padded to TN) = G g G^T, of weights (Cout, 9, Cin)
-static inline std::vector<float> transform_weights(const float* weight, const ConvShape& s) {
-    const int Cin = s.C1 + s.C2;
-    const int pitch = round_up(s.Cout, TN);
-    std::vector<float> u((size_t)PLACES * Cin * pitch);
+// u (PLACES, inputs, pitch) = G g G^T, of weights g (9, inputs, pitch). turned: their taps are taken from the last to
+// the first.
+static inline std::vector<float> transform_weights(const std::vector<float>& g, int inputs, int pitch, bool turned) {
+    std::vector<float> u((size_t)PLACES * inputs * pitch);
 #pragma omp parallel for schedule(static)
-    for (int co = 0; co < s.Cout; co++)
-        for (int place = 0; place < PLACES; place++)
-            for (int ci = 0; ci < Cin; ci++) {
-                float sum = 0;
-                for (int tap = 0; tap < 9; tap++) {
-                    const float factor = G[place / 4][tap / 3] * G[place % 4][tap % 3];
-                    sum += factor * weight[((size_t)co * 9 + tap) * Cin + ci];
-                }
-                u[((size_t)place * Cin + ci) * pitch + co] = sum;
+    for (int i = 0; i < inputs; i++)
+        for (int place = 0; place < PLACES; place++) {
+            float* const sums = row_of(u.data(), (size_t)place * inputs + i, pitch);
+            for (int tap = 0; tap < 9; tap++) {
+                const float factor = G[place / 4][tap / 3] * G[place % 4][tap % 3];
+                const float* const row = row_of(g.data(), (size_t)(turned ? 8 - tap : tap) * inputs + i, pitch);
+#pragma omp simd
+                for (int k = 0; k < pitch; k++) sums[k] += factor * row[k];
             }
+        }
     return u;
 }
 
@@ -177,12 +172,12 @@ static inline void transform_outputs(float (&y)[2][2][TN], const float* m, size_
     }
 }
 
-// A convolution of [x1 | x2] (B, H, W, C1 + C2): calls store(pixel, co, sums) for each output pixel (its index in all
-// images) and each TN output channels co ... co + TN - 1, of which the last ones may be beyond Cout. u: see
-// transform_weights.
+// A convolution of [x1 | x2] (B, H, W, C1 + C2) with transformed weights u (transform_weights): calls
+// store(pixel, co, sums) for each output pixel (its index in all images) and each TN output channels
+// co ... co + TN - 1, of which the last ones may be beyond Cout.
 template <class F>
-static inline void convolve(const float* x1, const float* x2, const std::vector<float>& u, const ConvShape& s,
-                            F store) {
+static inline void convolve_transformed(const float* x1, const float* x2, const std::vector<float>& u,
+                                        const ConvShape& s, F store) {
     const int Cin = s.C1 + s.C2;
     const int pitch = round_up(s.Cout, TN);
     const Tiles tiles(s);
@@ -190,36 +185,50 @@ static inline void convolve(const float* x1, const float* x2, const std::vector<
     const std::vector<float> zeros(std::max(s.C1, s.C2)); // a pixel of the padding
 #pragma omp parallel
     {
-        std::vector<float> v((size_t)PLACES * CHUNK * Cin);   // (PLACES, CHUNK, Cin)
-        std::vector<float> m((size_t)PLACES * CHUNK * pitch); // (PLACES, CHUNK, pitch)
+        std::vector<float> v((size_t)PLACES * ROWS * Cin);   // (PLACES, ROWS, Cin)
+        std::vector<float> m((size_t)PLACES * ROWS * pitch); // (PLACES, ROWS, pitch)
 #pragma omp for schedule(dynamic)
         for (int first = 0; first < count; first += CHUNK) {
             const int n = std::min(CHUNK, count - first);
-            for (int t = 0; t < n; t++)
+            for (int t = 0; t < n; t++) {
+                const TilePixels d1(tiles, first + t, x1, s.C1, zeros.data());
+                const TilePixels d2(tiles, first + t, x2, s.C2, zeros.data());
                 for (int place = 0; place < PLACES; place++) {
-                    float* const row = row_of(v.data(), (size_t)place * CHUNK + t, Cin);
-                    transform_inputs(row, tiles, first + t, place, x1, s.C1, zeros.data());
-                    if (s.C2) transform_inputs(row + s.C1, tiles, first + t, place, x2, s.C2, zeros.data());
+                    float* const row = row_of(v.data(), (size_t)place * ROWS + t, Cin);
+                    transform_inputs(row, place, d1, s.C1);
+                    if (s.C2) transform_inputs(row + s.C1, place, d2, s.C2);
                 }
+            }
             // Behind the last tile there are rows of an earlier chunk. What is computed from them is never read.
             for (int place = 0; place < PLACES; place++)
                 for (int c = 0; c < pitch; c += TN)
                     for (int t = 0; t < n; t += TM) {
                         float acc[TM][TN] = {};
                         const float* rows[TM];
-                        for (int i = 0; i < TM; i++) rows[i] = row_of(v.data(), (size_t)place * CHUNK + t + i, Cin);
+                        for (int i = 0; i < TM; i++) rows[i] = row_of(v.data(), (size_t)place * ROWS + t + i, Cin);
                         tile_multiply(acc, rows, row_of(u.data(), (size_t)place * Cin, pitch) + c, pitch, Cin);
                         for (int i = 0; i < TM; i++)
-                            memcpy(row_of(m.data(), (size_t)place * CHUNK + t + i, pitch) + c, acc[i], sizeof acc[i]);
+                            memcpy(row_of(m.data(), (size_t)place * ROWS + t + i, pitch) + c, acc[i], sizeof acc[i]);
                     }
-            for (int t = 0; t < n; t++)
+            for (int t = 0; t < n; t++) {
+                ptrdiff_t pixels[4];
+                for (int i = 0; i < 4; i++) pixels[i] = tiles.pixel(first + t, 1 + i / 2, 1 + i % 2);
                 for (int c = 0; c < s.Cout; c += TN) {
                     float y[2][2][TN];
-                    transform_outputs(y, row_of(m.data(), t, pitch) + c, (size_t)CHUNK * pitch);
-                    for (int i = 0; i < 4; i++) store(tiles.pixel(first + t, 1 + i / 2, 1 + i % 2), c, y[i / 2][i % 2]);
+                    transform_outputs(y, row_of(m.data(), t, pitch) + c, (size_t)ROWS * pitch);
+                    for (int i = 0; i < 4; i++) store(pixels[i], c, y[i / 2][i % 2]);
                 }
+            }
         }
     }
+}
+
+// The same with weights (Cout, 9, C1 + C2).
+template <class F>
+static inline void convolve(const float* x1, const float* x2, const float* weight, const ConvShape& s, F store) {
+    const int Cin = s.C1 + s.C2;
+    const std::vector<float> g = conv_weight_by_input(weight, s.Cout, 9, Cin);
+    convolve_transformed(x1, x2, transform_weights(g, Cin, round_up(s.Cout, TN), false), s, store);
 }
 
 // The input gradient from dout (B, H, W, Cout): calls store(pixel, ci, sums) for each input pixel (its index in all
@@ -229,17 +238,12 @@ static inline void convolve(const float* x1, const float* x2, const std::vector<
 template <class F>
 static inline void convolve_back(const float* dout, const float* weight, const ConvShape& s, F store) {
     const int Cin = s.C1 + s.C2;
-    std::vector<float> turned((size_t)Cin * 9 * s.Cout); // (Cin, 9, Cout)
-#pragma omp parallel for schedule(static)
-    for (int ci = 0; ci < Cin; ci++)
-        for (int tap = 0; tap < 9; tap++)
-            for (int co = 0; co < s.Cout; co++)
-                turned[((size_t)ci * 9 + 8 - tap) * s.Cout + co] = weight[((size_t)co * 9 + tap) * Cin + ci];
+    const std::vector<float> g = conv_weight_by_output(weight, s.Cout, 9, Cin);
     ConvShape back = s;
     back.C1 = s.Cout;
     back.C2 = 0;
     back.Cout = Cin;
-    convolve(dout, nullptr, transform_weights(turned.data(), back), back, store);
+    convolve_transformed(dout, nullptr, transform_weights(g, s.Cout, round_up(Cin, TN), true), back, store);
 }
 
 // dweight (Cout, 9, Cin) = G^T du G. du (parts, PLACES, outputs, inputs) is added up over the parts, in their order.
@@ -283,31 +287,31 @@ static inline void backward_weight(float* dweight, const float* dout, const floa
 #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int part = 0; part < PARTS; part++)
         for (int row = 0; row < 4; row++) {
-            std::vector<float> v((size_t)4 * CHUNK * inputs);   // (4, CHUNK, inputs)
-            std::vector<float> dm((size_t)4 * CHUNK * outputs); // (4, CHUNK, outputs)
+            std::vector<float> v((size_t)4 * ROWS * inputs);   // (4, ROWS, inputs)
+            std::vector<float> dm((size_t)4 * ROWS * outputs); // (4, ROWS, outputs)
             for (int first = part * CHUNK; first < count; first += PARTS * CHUNK) {
                 const int n = std::min(CHUNK, count - first);
-                for (int t = 0; t < n; t++)
+                for (int t = 0; t < n; t++) {
+                    const TilePixels d1(tiles, first + t, x1, s.C1, zeros.data());
+                    const TilePixels d2(tiles, first + t, x2, s.C2, zeros.data());
+                    const TilePixels d(tiles, first + t, dout, s.Cout, nullptr);
                     for (int column = 0; column < 4; column++) {
                         const int place = row * 4 + column;
-                        float* const v_row = row_of(v.data(), (size_t)column * CHUNK + t, inputs);
-                        float* const dm_row = row_of(dm.data(), (size_t)column * CHUNK + t, outputs);
-                        transform_inputs(v_row, tiles, first + t, place, x1, s.C1, zeros.data());
-                        if (s.C2) transform_inputs(v_row + s.C1, tiles, first + t, place, x2, s.C2, zeros.data());
-                        transform_gradient(dm_row, tiles, first + t, place, dout, s.Cout);
+                        float* const v_row = row_of(v.data(), (size_t)column * ROWS + t, inputs);
+                        transform_inputs(v_row, place, d1, s.C1);
+                        if (s.C2) transform_inputs(v_row + s.C1, place, d2, s.C2);
+                        transform_gradient(row_of(dm.data(), (size_t)column * ROWS + t, outputs), place, d, s.Cout);
                     }
+                }
                 for (int column = 0; column < 4; column++) {
                     float* const sums = du.data() + (part * PLACES + row * 4 + column) * place_size;
-                    const float* const v_place = row_of(v.data(), (size_t)column * CHUNK, inputs);
-                    const float* const dm_place = row_of(dm.data(), (size_t)column * CHUNK, outputs);
+                    const float* const v_place = row_of(v.data(), (size_t)column * ROWS, inputs);
+                    const float* const dm_place = row_of(dm.data(), (size_t)column * ROWS, outputs);
                     for (int co = 0; co < outputs; co += TM)
                         for (int ci = 0; ci < inputs; ci += TN) {
                             float acc[TM][TN] = {};
-                            multiply_transposed(acc, dm_place + co, outputs, v_place + ci, inputs, n);
-                            for (int i = 0; i < TM; i++) {
-                                float* const total = row_of(sums, co + i, inputs) + ci;
-                                for (int k = 0; k < TN; k++) total[k] += acc[i][k];
-                            }
+                            tile_outer(acc, dm_place + co, outputs, v_place + ci, inputs, n);
+                            add_tile(row_of(sums, co, inputs) + ci, inputs, acc);
                         }
                 }
             }
