@@ -3441,22 +3441,28 @@ static void place_buffers(UNet* net, int B) {
 // would fit.
 static void check_memory(UNet* net, bool training) {
     const double GIB = 0x1p30;
-    // For sampling, a parameter needs at most a weight, its copy, and a copy in FP8. For training it needs a weight, a
-    // gradient, two moments, an average, copies of the weight and of the average, and two copies in FP8. Muon also
-    // needs a copy of the momentum and, for each matrix, two squares (MuonMatrix). A square is at most as large as its
-    // matrix. Memory that only some runs need is not counted, such as further averages, a sum over microbatches, and
-    // what is received from other ranks. If there is no room for it, its allocation ends the program.
-    const size_t fp8_bytes = net->config.precision == "fp8" ? bytes_of(Element::FP8) : 0;
-    const size_t sampling_bytes = sizeof(float) + act_bytes() + fp8_bytes;
-    const size_t muon_bytes = net->config.muon() ? 3 * act_bytes() : 0;
-    const size_t training_bytes = 5 * sizeof(float) + 2 * act_bytes() + 2 * fp8_bytes + muon_bytes;
-    const size_t param_bytes = training ? training_bytes : sampling_bytes;
-    const double weights = net->flat_size * param_bytes / GIB;
-    const double available = device_available() / GIB;
-    const double needed = weights + net->arena_bytes / GIB;
+    const Config& c = net->config;
+    const double fp8_bytes = c.precision == "fp8" ? bytes_of(Element::FP8) : 0;
+    const double muon_bytes = c.muon() ? 3 * act_bytes() : 0;
+    // Returns how much memory the weights need, and the arrays of the same length, if so many images are computed at a
+    // time. For sampling, a parameter needs at most a weight, its copy, and a copy in FP8. For training it needs a
+    // weight, a gradient, two moments, its averages, copies of the weight and of the first average, and two copies in
+    // FP8. If gradients of several microbatches or ranks are added up, there is a second array of gradients. Ranks
+    // share the moments and averages. Muon also needs a copy of the momentum and, for each matrix, two squares
+    // (MuonMatrix), of which each is at most as large as its matrix. Workspaces are not counted.
+    auto weights_of = [&](int images) {
+        const bool adds_up = world.size > 1 || c.batch_size > images;
+        const double shared_arrays = (2.0 + (double)c.emas.size()) / world.size;
+        const double arrays = 1 + (adds_up ? 2 : 1) + shared_arrays;
+        const double sampling_bytes = sizeof(float) + act_bytes() + fp8_bytes;
+        const double training_bytes = arrays * sizeof(float) + 2 * act_bytes() + 2 * fp8_bytes + muon_bytes;
+        return net->flat_size * (training ? training_bytes : sampling_bytes) / GIB;
+    };
     const int B = net->B;
+    const double available = device_available() / GIB;
+    const double needed = weights_of(B) + net->arena_bytes / GIB;
     int fits = B; // the largest of B, B / 2, B / 4, ... that fits; 0: not even one sample fits
-    while (fits && weights + net->arena_bytes / GIB > available) {
+    while (fits && weights_of(fits) + net->arena_bytes / GIB > available) {
         fits /= 2;
         place_buffers(net, fits);
     }
@@ -3523,9 +3529,9 @@ static void forward_layer(const Walk& walk, const Layer& l) {
     mark({.layer = &l});
     LayerArgs a = layer_args(walk, l);
     l.kind->forward(a);
-    // If a norm reads the output, the operation has also summed the output over its pixels, in several parts (Stats).
-    // It has set a.out_stats.parts to the number of these parts. The number is kept in the tensor, where the norm's
-    // layer_args find it.
+    // If a norm reads the output, l.kind->forward has also summed the output and its square over the pixels, in several
+    // parts (Stats). It has set a.out_stats.parts to the number of these parts. The number is kept in the tensor: there
+    // layer_args finds it when the norm is computed.
     walk.net->tensors[l.out].parts = a.out_stats.parts;
 }
 
@@ -3616,20 +3622,22 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         const Layer& l = net->layers[i];
         if (l.dout < 0) continue; // this layer has no backward pass
         if (l.after >= 0) weight_gradients.wait_for(l.after);
-        // With --use_checkpoint: if a block ends with l, computes again what the block's layers read.
+        // With --use_checkpoint: if l is the last layer of a block, the backward pass of this block needs results that
+        // were not kept. The layers that make these results are computed again now (end_block).
         for (const Layer& before : net->layers)
             if (before.block_end == i) forward_layer(walk, before);
         LayerArgs a = layer_args(walk, l);
         if (l.kind == &CONV) {
-            // The embedding's layers come last in the backward pass. They wait for the weight gradients of the
-            // convolutions that read the embedding, because the embedding's gradient (demb) is computed together with
-            // these. They need not wait for the weight gradient of the network's first convolution. So all weight
-            // gradients collected so far are launched now, without that of the first convolution.
+            // If l reads net->input, l is the network's first convolution. After it, only the embedding's layers are
+            // left in the backward pass. They wait for the weight gradients of the convolutions that read the
+            // embedding, because the embedding's gradient (demb) is computed together with those. They need not wait
+            // for l's weight gradient. So the weight gradients that are waiting now are launched alone, before l's
+            // weight gradient is added.
             if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.launch_waiting();
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
             if (l.rounds_dout) round_gradient(a.dout_fp8, a.dout, (size_t)B * a.Hout * a.Wout * a.Cout);
             weight_gradients.add(i, a);
-            if (!a.d1.dx && !a.d2.dx) continue; // the layer reads the images, which need no gradient
+            if (!a.d1.dx && !a.d2.dx) continue; // the layer reads the images (or their patches), which need no gradient
         }
         mark({.layer = &l, .pass = BACKWARD});
         l.kind->backward(a);
@@ -3641,7 +3649,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 
 // =====================================================================================================================
 // 8. Diffusion: noise schedules, objectives, samplers
-// docs/DIFFUSION.md derives every formula of this section. Tables are computed in double, as in guided-diffusion, and
+// docs/DIFFUSION.md explains the formulas of this section. Tables are computed in double, as in guided-diffusion, and
 // used in fp32.
 //
 // For a sample with a given amount of noise, an objective defines four things, and a NoiseLevel holds their numbers:
@@ -3660,10 +3668,11 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //      and check_lists must no longer list this slot as unused. The slots that are still free are those of a run: files
 //      of weights alone do not hold them, so samples would use the flag's default. For a parameter that samples need,
 //      make its slot an exception where model_header and take_model_file test is_of_run, and in check_lists;
-//      the rows OBJECTIVES(...). Such a row names the objectives for which the flags below it exist. If only the
-//      new objective has a parameter, it needs a new row OBJECTIVES. If the new objective shares parameters of edm
-//      (sigma_data, P_mean, P_std), add its word to OBJECTIVES(of_edm, "edm|ect"). If you forget this, nothing warns
-//      you: slot_is_used is then false, model files do not get the value, and samples use the flag's default;
+//      the rows OBJECTIVES(...). Such a row names the objectives for which the flags below it exist. For parameters
+//      that only the new objective has, add a new row OBJECTIVES above their rows. If the new objective shares
+//      parameters of edm (sigma_data, P_mean, P_std), add its word to OBJECTIVES(of_edm, "edm|ect"). If you forget
+//      this, nothing warns you: slot_is_used is then false for these parameters, so model files do not get their
+//      values, and samples use the flags' defaults;
 //      if --objective ect may tune models of the new objective: the objective's word in the row of `ect_frame`, and in
 //      take_model_file's message
 //   2. Frame (section 1): its enumerator
@@ -3677,8 +3686,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //      a weight of the loss, if it is not 1 (make_level)
 //   4. the PyTorch twin: what train_unet.py computes of it, and the objective's frame in common/flags.py
 //
-// To let the network predict another quantity, with the levels of ddpm, change two places: the row of `predict` in
-// common/flags.h, and ddpm_level.
+// To let the network predict another quantity, with the levels of ddpm, change the row of `predict` in common/flags.h,
+// and the function ddpm_level, here and in train_unet.py.
 //
 // For a loss that is not the weighted square of the answer's error, follow the example of ect, whose loss also needs
 // the network's answer at a second noise level. Change common/flags.h, Objective and make_objective (a parameter), and
@@ -3687,7 +3696,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 // loss_forward_backward (section 17).
 //
 // The functions, in the order in which they run: make_objective runs once. Then draw_level runs for each sample. It
-// returns one of the ddpm_levels, or calls ask or student_level. Samplers call level_at for the level of a sigma.
+// returns one of the levels that ddpm_levels has made, or calls ask or student_level. Samplers call level_at, which
+// returns the level of any sigma.
 
 // The ratio of a noise level is the coefficient of the noise divided by the coefficient of x_0. A sigma that draw_level
 // draws is such a ratio. So is each sigma between --sigma_max and --sigma_min.
@@ -3789,7 +3799,8 @@ HD static inline NoiseLevel make_level(const Question& q) {
 }
 
 // Consistency tuning (Geng et al. 2024, "Consistency Models Made Easy"). A student and a teacher, which are the same
-// network, see the same image with the same noise: the student at sigma = t, the teacher at a smaller sigma r. The
+// network, see the same image with the same noise: the student at sigma = t, the teacher at a smaller sigma r. (t and r
+// are the paper's letters. Both are ratios, as the argument of `ask` is. This t is not what the network is told.) The
 // answer of each is turned into an image:
 //   x0_x input + x0_out answer = (x0_x signal) x_0 + (x0_x sigma) noise + x0_out answer
 // The student's image should equal the teacher's image. So the target of the student's answer is a weighted sum of x_0,
@@ -3830,8 +3841,8 @@ HD static inline NoiseLevel student_level(const Objective& o, double t) {
 }
 
 // Returns the level at which a sample's teacher is asked. If the teacher's sigma r is 0, the teacher's answer is not
-// used. But the network computes an answer for every sample of a batch. For such a sample, it is shown the student's
-// input.
+// used. But the network computes an answer for every sample of a batch. So in this case the network is shown the
+// student's input.
 HD static inline NoiseLevel teacher_level(const Objective& o, double t) {
     const double r = teacher_sigma(o.tuning, t);
     Question teacher = ask(o.frame, r > 0 ? r : t, o.sigma_data);
@@ -3953,10 +3964,10 @@ static Objective make_objective(const Config& c) {
 // the same as with uniform t.
 constexpr double EVEN_SHARE = 0.001; // this share of the probability is divided equally among all t
 
-// Stores the losses of a batch's samples at timestep t in the row of t. loss: the samples' losses, which have been
-// multiplied by `importance`. So each is divided by `importance` before it is stored. A row is HISTORY + 1 floats: the
-// latest losses, oldest first, and then the number of losses. Returns the root mean square of the row's losses, or -1
-// while the row has fewer than HISTORY losses.
+// Stores the losses of those samples of a batch whose timestep is t. row: the floats that are kept for t: its latest
+// HISTORY losses, oldest first, and then the number of losses. loss: the losses of all samples of the batch. They have
+// been multiplied by `importance`, so each is divided by `importance` before it is stored. Returns the root mean square
+// of the row's losses, or -1 while the row has fewer than HISTORY losses.
 HD static inline double remember_losses(float* row, int t, const NoiseLevel* levels, const double* loss, int B) {
     for (int b = 0; b < B; b++) {
         if (levels[b].index != t) continue;
@@ -3970,9 +3981,10 @@ HD static inline double remember_losses(float* row, int t, const NoiseLevel* lev
     return row[HISTORY] < HISTORY ? -1 : sqrt(sum / HISTORY);
 }
 
-// Divides [0, 1) into one part for each t. The length of a part is the probability of its t. Returns the level of the t
-// whose part contains u. While some t has fewer than HISTORY losses (its number in rms_losses is -1), all t have the
-// same probability.
+// Draws t for --schedule_sampler loss-second-moment, and returns its level. u: a random number in [0, 1). The interval
+// [0, 1) is divided into one part for each t, whose length is the probability of this t. The drawn t is the one whose
+// part contains u. While some t has fewer than HISTORY losses (then o.rms_losses[t] is -1), all t have the same
+// probability.
 HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
     double sum = 0, least = 0;
     for (int t = 0; t < o.steps; t++) {
@@ -3983,7 +3995,7 @@ HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
     const double even = EVEN_SHARE / o.steps, rest = (1 - EVEN_SHARE) / sum;
     int t = -1;
     double p = 0;     // the probability of t
-    double below = 0; // the sum of the probabilities of all timesteps up to t
+    double below = 0; // the sum of the probabilities of all timesteps up to t: the end of the part of t
     do {
         t++;
         p = o.rms_losses[t] * rest + even;
@@ -4048,10 +4060,10 @@ HD static inline float image_value(const void* images, int bytes, size_t i) {
 
 // --augment (Karras et al. 2022, appendix F.2; Karras et al. 2020, "Training Generative Adversarial Networks with
 // Limited Data", appendix B): a training image is changed in up to six ways. Each change is drawn independently of the
-// others. Its probability is p, with two exceptions: an image is turned upside down with probability p / 2, and
-// mirrored with probability 1 / 2, whatever p is. The network is told which changes were made. So it learns that
-// changed images are of another kind. When samples are made, the network is told that there is no change, and makes no
-// such images.
+// others. Its probability is p (--augment), with two exceptions: an image is flipped upside down with probability
+// p / 2, and mirrored with probability 1 / 2, whatever p is. The network is told which changes were made. So it learns
+// that changed images are of another kind. When samples are made, the network is told that there is no change, and so
+// it makes images that look unchanged.
 // A row of this list first describes a change. After the semicolon are the numbers that the network is told. These
 // numbers are 0 if the image is not changed in this way. z and z' are standard normal numbers, drawn for each change:
 //   mirrored, upside down   left and right are exchanged, top and bottom are exchanged; 1 for each of the two
@@ -4091,8 +4103,8 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
     const double shift_y = shifts ? z[3] : 0;
 
     // For a pixel of the changed image, these steps find the place in the mirrored image that the pixel shows (see
-    // Augmentation): shift back, stretch back, turn by `angle`, scale back. They are done in this order. m is the last
-    // three of them together. x_1 and y_1 are what shifting back adds to the result.
+    // Augmentation): shift back, stretch back, turn by `angle`, scale back. They are done in this order. The matrix m
+    // does the last three of them together. x_1 and y_1 are what shifting back adds to the result.
     const double longer = exp2(0.2 * stretch);
     const Matrix2 along_axis{1 / longer, 0, 0, longer};
     const Matrix2 stretched = product(rotation(-axis), product(along_axis, rotation(axis)));
@@ -4117,13 +4129,14 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
 // The changed image is made at twice the resolution, so that turning the image neither blurs it nor makes its edges
 // jagged. There are three steps:
 //   1. The wavelet filter sym6 doubles the size of the image.
-//   2. A second image of about this size is made: the canvas. For each of its pixels, the change determines a place in
-//      the doubled image. The doubled image is read there, and interpolated linearly between its pixels.
+//   2. A second image of about the doubled size is made: the canvas. For each pixel of the canvas, the change (an
+//      Augmentation) determines a place in the doubled image. There the doubled image is read, and interpolated
+//      linearly between its pixels.
 //   3. The same filter halves the size of the canvas. The result is the changed image.
 // If nothing is to be changed, these steps return the image as it was. Steps 1 and 2 together are one sum over the
 // pixels around a place, so the doubled image is never stored. The canvas is stored. At each edge it has a margin of 6
-// of its own pixels, which the filter of step 3 needs. If step 1 needs pixels outside the image, it takes those of its
-// mirror image there (see `mirrored`).
+// of its own pixels, which the filter of step 3 needs. If step 1 needs pixels outside the image, it takes them from the
+// image's reflection at that edge (see `mirrored`).
 constexpr int FILTER = 12; // the number of sym6's coefficients, which are called taps
 // A value of the doubled image, interpolated along a row, depends on this number of pixels of the image's row.
 constexpr int AROUND = 7;
@@ -4245,11 +4258,11 @@ HD static inline float square_mean(const void* channel, int bytes, int y, int x,
 constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF;
 HD static inline float noise_strength(const Words& words) { return (words.w[0] >> 8) * 0x1p-24f; }
 
-// Number i of an enlarged row (or column) lies between the numbers `first` and `second` of the small row. As in
-// PyTorch's F.interpolate(mode="bilinear", align_corners=False), a pixel's place is that of its centre.
+// Value i of an enlarged row (or column) is interpolated between two values of the small row, number `first` and number
+// `second`. As in PyTorch's F.interpolate(mode="bilinear", align_corners=False), a pixel's place is that of its centre.
 struct Between {
     int first, second;
-    float fraction; // the weight of the second number; the weight of the first is 1 - fraction
+    float fraction; // the weight of the second value; the weight of the first is 1 - fraction
 };
 HD static inline Between place_in_small(int i, int factor, int size) {
     const float centre = ((float)i + 0.5f) / (float)factor - 0.5f;
@@ -4259,7 +4272,8 @@ HD static inline Between place_in_small(int i, int factor, int size) {
     return Between{first, second, place - (float)first};
 }
 
-// A small picture (h, w, C) is enlarged by a factor. Returns the value of its channel c at (y, x).
+// A small picture (h, w, C) is enlarged to (factor h, factor w, C). Returns the value of the enlarged picture's pixel
+// (y, x) in channel c.
 HD static inline float enlarged(const float* small, int y, int x, int c, int factor, int C, int h, int w) {
     const Between row = place_in_small(y, factor, h);
     const Between column = place_in_small(x, factor, w);
@@ -4270,7 +4284,8 @@ HD static inline float enlarged(const float* small, int y, int x, int c, int fac
     return (1 - row.fraction) * above + row.fraction * below;
 }
 
-// Returns the grey value of pixel i (ITU-R BT.601). The pixel's three channels lie HW numbers apart.
+// Returns a pixel's grey value (ITU-R BT.601). i: the index of the pixel's red value in images. The green value lies HW
+// values after it, and the blue value 2 HW values after it.
 HD static inline float grey_value(const void* images, int bytes, size_t i, int HW) {
     const float red = image_value(images, bytes, i);
     const float green = image_value(images, bytes, i + HW);
@@ -4359,10 +4374,11 @@ HD static inline TuningLoss tuning_loss(const NoiseLevel& level, double D, doubl
 }
 
 // The variational bound is a sum that has a term for each value of an image. A BoundTerm holds such a term, in nats,
-// and its derivatives by d (d_mean) and by v (d_variance). d = output - target is the error in the answer's first half,
-// which predicts the mean. v is the number in the answer's second half, which predicts the variance. The network's
-// variance is exp(log_var + u) with u = log_ratio + range (v + 1) / 2. If v lies between -1 and 1, this variance lies
-// between two fixed variances, `small` and beta in ddpm_levels (Nichol & Dhariwal 2021, eq. 15). The term is:
+// and its derivatives with respect to d (d_mean) and v (d_variance). d = output - target is the error of an output that
+// predicts the mean. v is the output that predicts the variance of the same value. (The network's answer has C channels
+// for the means. With --learn_sigma, C more channels hold the v. Without it, v and range are 0.) The network's variance
+// is exp(log_var + u) with u = log_ratio + range (v + 1) / 2. If this variance is learned and v lies between -1 and 1,
+// it lies between two fixed variances, `small` and beta in ddpm_levels (Nichol & Dhariwal 2021, eq. 15). The term is:
 //   t > 0   the KL divergence of two normal distributions, whose means differ by sqrt(kl exp(log_var)) d
 //   t = 0   minus the log of the probability that the network's distribution gives to the true value, which is one of
 //           the 256 values of a byte
@@ -4371,7 +4387,7 @@ struct BoundTerm {
 };
 
 // Returns guided-diffusion's approximation of the probability that a standard normal number is below z. Writes the
-// derivative of this probability by z to *density.
+// derivative of this probability with respect to z to *density.
 HD static inline double normal_cdf(double z, double* density) {
     constexpr double ROOT_2_OVER_PI = 0.7978845608028654;
     const double t = tanh(ROOT_2_OVER_PI * (z + 0.044715 * z * z * z));
@@ -4412,8 +4428,8 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
         dense_low = 0;
     }
     if (p < 1e-12) return BoundTerm{27.631021f, 0, 0}; // -log(1e-12), as guided-diffusion limits it
-    // Both ends of the interval (high, low) contain the factor exp(-u / 2). So the derivative of an end by u is
-    // -1 / 2 times that end.
+    // Both ends of the interval (high, low) contain the factor exp(-u / 2). So the derivative of an end with respect to
+    // u is -1 / 2 times that end.
     const double d_mean = (dense_high - dense_low) * inverse * level.x0_out / p;
     const double d_variance = (dense_high * high - dense_low * low) * 0.5 * slope / p;
     return BoundTerm{(float)-log(p), (float)d_mean, (float)d_variance};
@@ -4454,7 +4470,8 @@ struct Move {
 static Move euler_step(double s, double n) { return Move{.sigma = s, .x = n / s, .x0 = 1 - n / s}; }
 
 // Returns the standard deviation of q(x_n | x_s, x_0). x_s is the image with noise of sigma s: x_0 + s noise. x_n has
-// the smaller sigma n. (In Ho et al. 2020, eq. 7, these images are called x_t and x_(t-1), and they are scaled.)
+// the smaller sigma n. (In Ho et al. 2020, eq. 7, these images are called x_t and x_(t-1), and each is multiplied by
+// the signal of its timestep.)
 static double posterior_deviation(double s, double n) { return n * std::sqrt(s * s - n * n) / s; }
 
 // DDIM (Song et al. 2021, eq. 12 and 16). With eta = 0 it is Euler's method. With eta > 0 a step goes to a sigma below
@@ -4466,10 +4483,10 @@ static Move ddim_step(double s, double n, double eta) {
     return move;
 }
 
-// Ho et al. 2020, eq. 6 and 7: x' is the mean of q(x_n | x_s, x_0) plus noise. The mean is where Euler's step to the
-// sigma n^2 / s leads. The variance of the noise is one of two fixed values (section 3.2 of that paper; --sigma_small
-// chooses), or the network chooses a variance between these two (Nichol & Dhariwal 2021, eq. 15). The last step adds no
-// noise.
+// DDPM (Ho et al. 2020, eq. 6 and 7): x' is the mean of q(x_n | x_s, x_0) plus noise. Euler's step from s to the sigma
+// n^2 / s leads to this mean. The variance of the noise is one of two fixed values (section 3.2 of that paper;
+// --sigma_small chooses), or the network chooses a variance between these two (Nichol & Dhariwal 2021, eq. 15). The
+// last step adds no noise.
 static Move ddpm_step(const Config& c, double s, double n) {
     const double small = posterior_deviation(s, n);
     double large = 0;
@@ -4513,17 +4530,18 @@ static Move dpmpp_2m_step(double sigma_before, double s, double n) {
     return move;
 }
 
-// Song et al. 2023, "Consistency Models", algorithm 1: the next x is x0 plus new noise.
+// Song et al. 2023, "Consistency Models", algorithm 1: the next x is x0 plus new noise of sigma n.
 static Move consistency_step(double s, double n) { return Move{.sigma = s, .x = 0, .x0 = 1, .noise = n}; }
 
-// Karras et al. 2022, algorithm 2: before a step of euler or heun, noise is added, which multiplies sigma by 1 + gamma.
-// Returns gamma.
+// --S_churn (Karras et al. 2022, algorithm 2): before a step of euler or heun, noise is added, which multiplies sigma
+// by 1 + gamma. Returns gamma. N: the number of the sampler's steps.
 static double churn_gamma(const Config& c, double sigma, int N) {
     const bool churns = sigma >= c.S_min && sigma <= c.S_max;
     return churns ? std::min((double)c.S_churn / N, std::sqrt(2.0) - 1) : 0;
 }
 
-// For --timestep_respacing ddimN: returns N timesteps, every k-th from 0 on. k is chosen so that there are N timesteps.
+// For --timestep_respacing ddimN: returns the N timesteps 0, stride, 2 stride and so on below T. If no whole stride
+// gives N timesteps, the program ends.
 static std::vector<int> strided_timesteps(int T, const std::string& respacing) {
     const int wanted = std::clamp(atoi(&respacing[strlen("ddim")]), 2, T);
     const int stride = (T + wanted - 1) / wanted;
@@ -4581,8 +4599,8 @@ static double karras_sigma(const Config& c, double high, double low, int i, int 
 // Returns the sigmas of a sampler: the sigma before each of its N steps, and 0 at the end. known: the sigmas of the T
 // timesteps. The sigmas depend on the sampler:
 //   ddpm, ddim    the sigmas of the timesteps that --timestep_respacing keeps
-//   consistency   Karras's schedule from sigma_max to mid_t. Two steps are therefore at sigma_max and mid_t. (Geng et
-//                 al. 2024 take two steps, at 80 and 0.821.)
+//   consistency   Karras's schedule from sigma_max to mid_t. So if there are two steps, their sigmas are sigma_max and
+//                 mid_t. (Geng et al. 2024 take two steps, at 80 and 0.821.)
 //   others        Karras's schedule. For a model of flow instead: equal steps of t = sigma / (1 + sigma)
 static std::vector<double> sampler_sigmas(const Config& c, const std::vector<double>& known) {
     const std::vector<int> kept = space_timesteps(c.diffusion_steps, c.timestep_respacing);
@@ -4640,7 +4658,7 @@ static int first_step(const Config& c, int N) {
 
 // All moves of a sampler.
 struct Route {
-    double start = 0; // without --start_from: the first x is start * normals + churn * other normals
+    double start = 0; // without --start_from: the first x is start z + churn z' (z, z': standard normal numbers)
     double churn = 0;
     std::vector<Move> moves;
     int64_t first_move = 0; // the move that sampling begins with: the first move of the step that first_step returns
@@ -4688,8 +4706,8 @@ static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
     return route;
 }
 
-// Makes the level of any sigma: what the network sees, and what its answer means. A model of T timesteps (ddpm) is told
-// a t between two of its timesteps. The t is interpolated linearly in log(sigma).
+// Makes the level of any sigma: what the network sees, and what its answer means. known: the sigmas of the T timesteps.
+// A model of T timesteps (ddpm) is told a t between two of its timesteps. The t is interpolated linearly in log(sigma).
 static NoiseLevel level_at(const Config& c, const std::vector<double>& known, double sigma) {
     const Frame frame = frame_of(c);
     if (frame != Frame::DDPM) return make_level(ask(frame, sigma, c.sigma_data));
@@ -4705,17 +4723,17 @@ static NoiseLevel level_at(const Config& c, const std::vector<double>& known, do
 }
 
 // Turns a move into a step of the device. A move computes x' from x. But a step of the device reads and writes the
-// network's input u = signal x, where the signal depends on sigma. then: the sigma of the next move; 0 after the last
-// move.
+// network's input u = signal x, where the signal depends on sigma. known: the sigmas of the T timesteps. then: the
+// sigma of the next move; 0 after the last move.
 static SamplerStep device_step(const Config& c, const std::vector<double>& known, const Move& move, double then) {
     auto signal_at = [&](double sigma) { return sigma > 0 ? level_at(c, known, sigma).signal : 1.0; };
     const NoiseLevel level = level_at(c, known, move.sigma);
     const bool keeps_known = move.known_until >= 0;
     const double end = keeps_known ? move.known_until : then; // the sigma of x'
     const double next = signal_at(end);
-    // Guidance acts only in an interval of sigma (Kynkaanniemi et al. 2024). Above it, guidance would take variety from
-    // the images. Below it, guidance would change nothing that one sees. The sigma is that at which the network is
-    // asked: a step of heun has two moves, with a sigma each.
+    // Guidance acts only in an interval of sigma (Kynkaanniemi et al. 2024). Above it, guidance would make the images
+    // less varied. Below it, guidance would change nothing that can be seen. What counts is the sigma at which the
+    // network is asked, which is the move's. (Each of the two moves of a step of heun has its own sigma.)
     const bool is_guided = move.sigma >= c.guidance_min && move.sigma <= c.guidance_max;
     SamplerStep step{};
     step.t = level.t;
@@ -4765,7 +4783,8 @@ static SamplerPlan plan_sampler(const Config& c) {
     SamplerPlan plan{};
     plan.begin = route.first_move;
 
-    // With --start_from the first x is the given image plus noise. The sigma of this noise is the first move's sigma.
+    // With --start_from the first x is the given image plus noise. The standard deviation of this noise is the sigma of
+    // the first move that is made.
     const double from = moves[plan.begin].sigma;
     const double signal = level_at(c, known, from).signal;
     const bool starts_from_image = !c.start_from.empty();
@@ -4787,7 +4806,7 @@ struct Sampler {
     SamplerPlan plan;
     SamplerStep* steps; // (device) the plan's steps
     Denoising denoising;
-    float* all; // (device) all ranks' images (ranks, B, H, W, C); null: there is one rank
+    float* all; // (device) the images of all ranks' batches, in the order of the ranks; null: there is one rank
     int64_t* k; // (device) the number of the sampler's next step
     // (device) the numbers 0 and 1. A RandomKey holds the address of a step's number. The first x is drawn before all
     // steps. So its two draws, of noise and of churn, take 0 and 1 as their steps' numbers.
@@ -4798,13 +4817,13 @@ struct Sampler {
     std::vector<float> value_rows; // rows of cond_dim numbers; when all are used, they are used again from the first on
     float* cond;                   // (device) a batch's pictures (B, H, W, cond_channels); null: there are none
     std::vector<float> pictures;   // on the host: (count, H, W, cond_channels); they are used again like value_rows
-    std::vector<float> truth;      // on the host: the data's images that the pictures belong to, for a run's grids
+    std::vector<float> truth;      // on the host: the data's images that the pictures belong to; grids show them, too
     // With --start_from and --inpaint, on the host: images (count, H, W, C) and masks, used again like value_rows
     std::vector<float> images, masks;
     float *known, *mask; // (device) with --inpaint: the images and masks of a batch (B, H, W, C)
 };
 
-// B: the number of images in the network's batch. With guidance, the batch holds every image twice.
+// B: how many samples the network can compute at a time. With guidance, these are B / 2 images, each of them twice.
 static Sampler make_sampler(const Config& c, int B) {
     Sampler s{};
     s.plan = plan_sampler(c);
@@ -4833,16 +4852,15 @@ static Sampler make_sampler(const Config& c, int B) {
     return s;
 }
 
-// Returns the class of image number i, counted from 0 for each seed. The classes of --classes are used in turn; without
-// --classes, all classes are used in turn.
+// Returns the class of image number i. (Each seed has images 0, 1, 2 and so on.) The classes of --classes are used in
+// turn; without --classes, all classes are used in turn.
 static int class_of_image(const Config& c, int64_t i) {
     if (!c.class_cond) return 0;
     const size_t listed = c.class_list.size();
     return listed ? (int)c.class_list[i % listed] : (int)(i % c.num_classes);
 }
 
-// Returns the numbers that describe image number i, counted from 0 for each seed. The rows of value_rows are used in
-// turn.
+// Returns the numbers (--cond_dim) that image number i is conditioned on. The rows of value_rows are used in turn.
 static std::span<const float> values_of_image(const Config& c, const Sampler& s, int64_t i) {
     const size_t K = c.cond_dim;
     return std::span(s.value_rows).subspan(i * K % s.value_rows.size(), K);
@@ -4964,9 +4982,9 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     for (Graph& graph : graphs) free_graph(&graph);
 }
 
-// Samples n images. Rank 0 returns them (n, H, W, C); most of their values lie between -1 and 1. Ranks take batches in
-// turns. A batch is up to net->B images, with guidance up to half of that. After a signal (stop_signal) the function
-// returns early, and the caller must not use the images.
+// Samples n images. Rank 0 returns them (n, H, W, C); most of their values lie between -1 and 1. In each round of the
+// loop, every rank samples at most one batch. A batch is up to net->B images, with guidance up to half of that. After a
+// signal (stop_signal) the function returns early, and the caller must not use the images.
 static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, int n) {
     const Config& c = net->config;
     const size_t size = (size_t)c.H * c.W * c.in_channels; // the number of values of an image
@@ -5015,13 +5033,13 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
 // The first number of a file tells what the file is: one of our data files, or one of unet.cu (data_header).
 constexpr int DATA_MAGIC = 20261120;
 constexpr int UNET_CU_DATA_MAGIC = 20240620;
-constexpr size_t READ_AT_START = (size_t)4 << 30; // a file of up to this length is read and checked at the start
+constexpr size_t READ_AT_START = (size_t)4 << 30; // a file of up to this many bytes is wholly read when it is opened
 constexpr int BATCHES_AHEAD = 8;                  // how many batches in advance the system is asked to read
 constexpr int MOST_VALUES = 4096;                 // the most numbers per image, the limit of --cond_dim
 constexpr int MOST_NAME_BYTES = 1 << 20;          // the most bytes of all the numbers' names together
 
-// All files of this program begin with a header of 256 slots of 4 bytes. The first two slots have the same meaning in
-// all files:
+// Data files and model files begin with a header of 256 slots of 4 bytes. The first two slots have the same meaning in
+// both kinds of file:
 constexpr int SLOT_MAGIC = 0;
 constexpr int SLOT_VERSION = 1; // the version of the format
 // The other slots of a data file's header:
@@ -5030,13 +5048,13 @@ constexpr int DATA_SLOT_CHANNELS = 3;
 constexpr int DATA_SLOT_HEIGHT = 4;
 constexpr int DATA_SLOT_WIDTH = 5;
 constexpr int DATA_SLOT_CLASSES = 6;
-constexpr int DATA_SLOT_BYTES = 7;      // the size of a value of an image
+constexpr int DATA_SLOT_BYTES = 7;      // how many bytes a value of an image has: 1 or 4
 constexpr int DATA_SLOT_HEADER_CRC = 8; // the checksum of the header, computed with 0 in this slot
 // the checksum of all that follows the header (version 1), or of all that follows the images (version 2)
 constexpr int DATA_SLOT_BODY_CRC = 9;
 constexpr int DATA_SLOT_VALUES = 10; // K, how many numbers each image has
 constexpr int DATA_SLOT_NAMES = 11;  // the number of bytes of the numbers' names
-constexpr int DATA_SLOT_UNUSED = 12; // the first of the slots that are 0
+constexpr int DATA_SLOT_UNUSED = 12; // from this slot on, all slots are 0
 
 struct Dataset : InputFile {
     // The version of the file's format. 1: one checksum covers all images. 2: each image has a checksum. 0: a file of
@@ -5055,7 +5073,7 @@ struct Dataset : InputFile {
     std::vector<float> values;       // (N, K): the numbers
     std::string value_names;         // the names of the K numbers, a line for each; or empty
     std::vector<uint32_t> image_crc; // (N), the checksum of each image; empty: the checksums are not known
-    int64_t asked = 0;               // how far into the stream (image_at_position) the system was asked to fetch images
+    int64_t asked = 0;               // position in the stream of images up to which images were asked for (load_batch)
     std::string error;               // why an image could not be used
     std::shared_ptr<Dataset> cond;   // --cond_file: a picture for each image, in the same order; null: there are none
 
@@ -5372,8 +5390,8 @@ static std::vector<float> first_images(Dataset d, const char* flag, int C, int m
     return images;
 }
 
-// Opens a file, checks the size of its images, and returns what first_images reads of it. channels: how many channels
-// the file must have.
+// Opens a file, checks the size of its images, and returns what first_images reads of it: c.sample images at most.
+// channels: how many channels the file must have. C: how many channels the result has.
 static std::vector<float> read_images(const Config& c, const char* flag, const std::string& path, int channels, int C) {
     const Dataset d = open_dataset(path);
     const bool fits = d.C == channels && d.H == c.H && d.W == c.W;
@@ -5681,7 +5699,7 @@ static Header model_header(const Config& config, int contents, int64_t step) {
     h.set(SLOT_SEED, config.seed);
     h.slot[SLOT_HEIGHT] = config.H;
     h.slot[SLOT_WIDTH] = config.W;
-    // In the order of FLAGS, because slot_is_used reads slots that earlier flags have filled.
+    // This loop must go in the order of FLAGS, because slot_is_used reads slots that earlier flags have filled.
     for (const Flag& f : FLAGS) {
         const bool is_of_run = f.slot > SLOT_STEP;
         if (!f.slot || (is_of_run && !(contents & HAS_TRAINING)) || !slot_is_used(h, f)) continue;
@@ -5808,7 +5826,7 @@ static ModelFile open_model(const std::string& path) {
          text("is not a model file (it starts with %d, not %d); %s", magic, MODEL_MAGIC, hint));
     must(version == 1, path, text("is a model file of version %d and this program reads version 1", version));
 
-    // Check the numbers that the file's size depends on. This is before the checksum is compared, so bytes of the file
+    // Check the numbers that the file's size depends on. The checksum has not been compared yet, so bytes of the file
     // may be damaged. A wrong number is reported as damage.
     const int64_t n = m.header.get<int64_t>(SLOT_PARAMS);
     const int contents = s[SLOT_CONTENTS];
@@ -6703,9 +6721,10 @@ struct LogPart {
 struct LogSummary {
     static constexpr size_t MAX_PARTS = 4096;
     std::vector<LogPart> parts;
-    int64_t rows = 1;   // how many rows a part summarises; this number is doubled when parts are joined
-    Guard guard{};      // judges the rows again, because a row does not say whether its step was skipped
-    int skipped = 0;    // how many of the latest rows the guard has found bad, since the last good row
+    int64_t rows = 1; // how many rows a part summarises; this number is doubled when parts are joined
+    Guard guard{};    // judges the rows again, because a row does not say whether its step was skipped
+    int skipped = 0;  // how many of the latest rows the guard has found bad, since the last good row
+    int most_skipped = Config{}.max_bad_steps; // so many bad rows in a row end a run
     double mean = 0;    // the mean loss over about the latest tenth of the steps, at most about 50 steps
     double seconds = 0; // the length of the run when the last row's step was done
     void add(const std::string& row);
@@ -6743,9 +6762,9 @@ void LogSummary::add(const std::string& row) {
 
     // The run's guard judged the step by the same rule. So is_skipped is true if the run skipped the step. But a
     // resumed run may have started its guard anew (start_guard_anew), and the rows do not say so. If the guard here
-    // finds 10 rows in a row bad, the program assumes that the run did this, and starts the guard here anew, too.
-    // (Otherwise the run would have ended, if --max_bad_steps has its default, which is 10.)
-    if (skipped == 10) guard = Guard{};
+    // finds most_skipped rows in a row bad, the run must have done this, because otherwise it would have ended. So the
+    // guard here starts anew, too.
+    if (skipped == most_skipped) guard = Guard{};
     const bool is_skipped = !healthy(&guard, loss, values[COLUMN_GRAD_NORM]);
     skipped = is_skipped ? skipped + 1 : 0;
     const LogPart part = part_of_row(values, seconds, is_skipped);
@@ -6885,6 +6904,7 @@ static int64_t best_step(const Run& run) {
 static void open_log(Run* run) {
     if (world.rank) return;
     const int64_t best = best_step(*run);
+    run->summary.most_skipped = run->config.max_bad_steps;
     std::string kept = std::string(LOG_COLUMNS) + "\n";
     const auto commas = std::ranges::count(kept, ',');
     std::istringstream old(read_text(run->folder, "log.csv"));
@@ -7387,9 +7407,9 @@ static void restore_history(const Trainer& tr, const ModelFile& m) {
 static std::string changed_loss(const Config& c, const ModelFile& m, const Dataset& d) {
     for (const Flag& f : FLAGS) {
         const bool is_of_ect = f.slot >= SLOT_ECT && f.slot < SLOT_ECT_END;
-        // sigma_small is left out: it is for samples. (It also changes the loss, but only with --use_kl True and
-        // without --learn_sigma.)
-        const bool is_of_loss = f.free && f.slot != SLOT_SIGMA_SMALL;
+        // sigma_small is for samples, but with --use_kl True it may also be a part of the loss.
+        const bool is_of_samples = f.slot == SLOT_SIGMA_SMALL && !c.use_kl;
+        const bool is_of_loss = f.free && !is_of_samples;
         const bool matters = is_of_loss || is_of_ect || f.slot == SLOT_SAMPLER || f.slot == SLOT_BATCH_SIZE;
         if (!matters || !slot_is_used(m.header, f)) continue;
         Config then; // holds the checkpoint's value of this flag; all other flags have their defaults
@@ -12353,13 +12373,13 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 // 19. Attention
 // Attention over T = H * W pixels. It reads the buffer qkv (B, T, 3C) as the convolution wrote it. qkv holds q, k and
 // v, each of which has C = heads * d channels. The formulas are for one image and one head; the matrices are (T, d) and
-// (T, T):
+// (T, T). dout * out and P (dP - D) are computed element by element. D is one number for each row of S:
 //
 //   forward    S = q k^T / sqrt(d)      P = softmax(S), by rows      out = P v
 //   backward   D = rowsum(dout * out)   dP = dout v^T                dS = P (dP - D)
 //              dv = P^T dout            dq = dS k / sqrt(d)          dk = dS^T q / sqrt(d)
 //
-// The forward pass stores two numbers for each row (SoftmaxRow), from which the backward pass computes P again.
+// The forward pass stores two numbers for each row of S (SoftmaxRow), from which the backward pass computes P again.
 // S and P are never written to the GPU's memory (FlashAttention, Dao et al. 2022). A block owns some rows of one head,
 // such as some of the queries: it computes the results of these rows. It reads the rows that its own rows are combined
 // with, such as all keys and values, tile by tile. We say that these rows "stream past" the block's own rows. Hopper's
@@ -12376,15 +12396,15 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 // division by sqrt(d). In the exponent the scores are multiplied by log2(e) / sqrt(d).
 
 struct AttentionCall {
-    act* to; // where the result is written: out, or dqkv in the backward pass
-    SoftmaxRow* rows;
-    const act *qkv, *dout, *out;
+    act* to;                     // where the result is written: out, or dqkv in the backward pass
+    SoftmaxRow* rows;            // (B, heads, T): the forward pass writes them, the backward pass reads them
+    const act *qkv, *dout, *out; // dout and out are null in the forward pass
     int B, T, C, heads;
     int d = C / heads;         // how many channels a head has
     int all_heads = B * heads; // how many heads all images have together
 };
 
-// The rows of one head in a matrix. pitch: elements from a row to the next one
+// The rows of one head in a matrix. p: the address of row 0. pitch: elements from a row to the next one
 template <class T> struct HeadRows {
     T* p;
     int pitch;
@@ -12415,7 +12435,8 @@ struct HeadTile {
     }
 };
 
-// The operands of the portable backward kernels, as in section 19's table. owns_keys: whether the block owns keys
+// The operands of the portable backward kernels, as in the table at the head of section 19. owns_keys: whether the
+// block owns keys
 template <class T> struct BackwardOperands {
     HeadRows<const T> A1, A2, B1, B2;
     INLINE BackwardOperands(const HeadTile& tile, const AttentionCall& a, bool owns_keys) {
@@ -12458,33 +12479,35 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-// Used when: d <= 256 (in fp32 d <= 128), and Hopper's kernels (below) can't be used: in fp32, on other GPUs, for
-// other d or T.
+// Used when: d <= 256 (in fp32 d <= 128), and Hopper's kernels, attention_forward_wgmma and attention_backward_wgmma,
+//   can't be used: in fp32, on other GPUs, or if they do not support d or T.
 // How: Each warp of a block owns 16 MT rows (queries; backward: queries or keys), so a block owns M = 16 MT x warps. MT
 //   is 1 or 2. The rows that they are combined with stream past through two stages of shared memory, N at a time: while
 //   one stage is multiplied, the other is loaded. SUB (at most 32) of a stage's N rows are multiplied at a time.
 //
 //     S (M, SUB)  =  own rows (M, d) x streamed rows (SUB, d)^T       in registers: 16 MT rows of S for each warp
-//     out (M, d) +=  P (M, SUB) x streamed rows (SUB, d)              P: the registers of S, packed to bf16
+//     out (M, d) +=  P (M, SUB) x streamed rows (SUB, d)              P: the registers of S (see load_fragments)
 //
 //   In mma.sync, a result has the same layout as an A operand. So P, which replaces S in its registers, need not go
 //   through shared memory before it is multiplied. The softmax is computed while rows stream past. For each own row,
 //   the warp keeps the highest score so far and the sum of the exponentials. When a higher score comes, the earlier
 //   sums are multiplied by a factor below 1. In shared memory rows are padded by 16 bytes, so that the eight rows that
 //   ldmatrix reads at once lie in different banks.
-// Costs: Forward 2 products of T x T x d, backward 7. Five of these 7 are necessary. The other two are S and dP again:
-//   both the blocks that own queries and the blocks that own keys compute them. (If d > 128, the backward pass has 11
-//   products: the columns of the gradients are divided into two chunks, and S and dP are computed for each chunk.)
+// Costs: For each head, the forward pass has 2 products of T x T x d, and the backward pass has 7. Five of these 7 are
+//   necessary. The other two are S and dP again: both the blocks that own queries and the blocks that own keys compute
+//   them. (If d > 128, the backward pass has 11 products: the columns of the gradients are divided into two chunks, and
+//   S and dP are computed for each chunk.)
 
-// Returns how many rows stream past at a time. The longer the rows are, the fewer fit into shared memory.
+// Returns N, the number of streamed rows in a stage. The longer the rows are, the fewer fit into shared memory.
+// row_bytes: the bytes of a row in shared memory, without padding
 constexpr int attention_streamed_rows(int row_bytes, int MT) {
     if (row_bytes > 256) return 16;
     if (row_bytes > 128) return 32;
     if (row_bytes > 64 || MT == 1) return 64;
     return 128;
 }
-// Returns how many blocks a multiprocessor has room for. This depends on the registers that a thread needs for the
-// 16 MT rows of its warp, each of which has row_bytes bytes.
+// These two functions return how many blocks of the forward and of the backward kernel a multiprocessor has room for.
+// This depends on the registers that a thread needs for the 16 MT rows of its warp, each of which has row_bytes bytes.
 constexpr int attention_forward_blocks(int row_bytes, int MT) {
     if (row_bytes > 128) return 1;
     if (row_bytes * MT <= 64) return 6;
@@ -12545,7 +12568,7 @@ template <class Tile> INLINE int warp_row() { return threadIdx.x / 32 * Tile::WA
 //   [ q of warp 3          ]                                        top, sum of 16 rows
 
 // A warp's own rows of one operand, as A fragments: kept[k][m] holds columns 16 k ... 16 k + 15 of the rows 16 m ... 16
-// m + 15. Without KEEP there is only one slot. For each product, the columns of one k after another are read into it.
+// m + 15. Without KEEP there is only one slot, kept[0]. Then each product reads the rows again, 16 columns at a time.
 template <class Tile> struct OwnRows {
     static constexpr int SLOTS = Tile::KEEP ? Tile::DIM / 16 : 1;
     const typename Tile::T* rows; // the address that this lane gives to ldmatrix to read the first columns
@@ -12631,7 +12654,7 @@ INLINE void multiply_add(RowSums<Tile, CT>& sums, const Scores<Tile>& p, const T
     constexpr int PARTS = Tile::PARTS;
     constexpr int AT_ONCE = 4; // this many tiles of 8 columns are multiplied at a time
     const int lane = threadIdx.x % 32;
-    const T* lane_rows; // the first element that this lane reads; for bf16 the address that it gives to ldmatrix
+    const T* lane_rows; // floats: the first element that this lane loads; bf16: the address that it gives to ldmatrix
     if (PARTS == 1) lane_rows = streamed + (n0 + lane % 16) * Tile::PITCH + c0 + lane / 16 * 8;
     else lane_rows = streamed + (n0 + lane % 4 * 2) * Tile::PITCH + c0 + lane / 4;
     const uint32_t lane_address = shared_address(lane_rows);
@@ -12846,11 +12869,11 @@ template <class T> INLINE float row_dot(const T* dout, const T* out, int d) {
     return lane_sum<1, 2>(sum);
 }
 
-// D is (B, heads, T). grid (B * heads * T / 64): a block works on 64 rows of a head. Four threads work on each row.
+// D is (B, heads, T). grid (B * heads * tiles of T): a block works on 64 rows of a head. Four threads work on each row.
 template <class T> static __global__ void __launch_bounds__(256) attention_dots_kernel(float* D, AttentionCall a) {
     const HeadTile tile{a, 64};
     const int t = tile.row0 + threadIdx.x / 4;
-    const int row = min(t, a.T - 1); // threads beyond T must take part in row_dot's lane_sum
+    const int row = min(t, a.T - 1); // threads whose row lies beyond T must take part in row_dot's lane_sum, too
     await_previous_kernel();
     const auto dout = tile.of_out<const T>(a.dout);
     const auto out = tile.of_out<const T>(a.out);
@@ -12911,8 +12934,8 @@ INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&ow
 // own rows in the DC columns that begin with column chunk * DC. (If heads have more than 128 channels, the registers
 // have no room for all columns.)
 // Shared memory: the block's own rows A1 and A2; two stages, each with N streamed rows B1 and B2. If the streamed rows
-// are queries, a stage also holds their SoftmaxRow and, if T > SHORT_T, their D. Otherwise (T <= SHORT_T) the block
-// computes D of all queries itself, into short_D, and the argument D is not read. For each stage:
+// are queries, a stage also holds their SoftmaxRow and, if T > SHORT_T, their D. If T <= SHORT_T, the block computes D
+// of all queries itself, into short_D, and does not read the argument D. For each stage:
 //   1. Start the copies for the next stage.
 //   2. S = A1 B1^T and dP = A2 B2^T, for SUB streamed rows at a time
 //   3. Compute P from S, and dS from P and dP.
@@ -12939,7 +12962,8 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, operands.B1, first, a);
         load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, operands.B2, first, a);
         if (!OWNS_KEYS) return;
-        // The streamed rows are queries. Load their top, log_sum and D. Rows beyond T get the values of the last row.
+        // The streamed rows are queries. Load their top, log_sum and D. Rows beyond T get the values of the last row:
+        // these are finite, so P and dS of rows beyond T, whose scores are -infinity (mask_columns), become 0.
         float* values = query_values + stage * Tile::QUERY_VALUES;
         for (int i = threadIdx.x; i < N; i += Tile::THREADS) {
             const int t = min(first + i, a.T - 1);
@@ -13128,8 +13152,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     });
 }
 
-// Launches the backward pass if a.dout is not null, and otherwise the forward pass. launch_attention does the
-// same.
+// Launches the backward pass if a.dout is not null, and otherwise the forward pass.
 template <class T> static void launch_attention_general(const AttentionCall& a) {
     const int tiles = a.all_heads * ceil_div(a.T, GENERAL_WARPS);
     const int chunks = ceil_div(a.d, 32 * GENERAL_COLUMNS); // chunks of 256 columns; a warp computes one chunk
@@ -13139,8 +13162,8 @@ template <class T> static void launch_attention_general(const AttentionCall& a) 
     launch(attention_backward_general_kernel<T>, grid, threads, 0, a, launch_attention_dots<T>(a));
 }
 
-// Launches forward or backward, for heads of up to DIM channels. A warp owns 32 rows (MT = 2) if a row has at most 128
-// bytes and a head has enough rows. Otherwise a warp owns 16 rows.
+// Launches the backward pass if a.dout is not null, and otherwise the forward pass, for heads of up to DIM channels. A
+// warp owns 32 rows (MT = 2) if a row has at most 128 bytes and a head has enough rows. Otherwise it owns 16 rows.
 template <class T, int DIM, int MT = DIM * sizeof(T) <= 128 ? 2 : 1>
 static void launch_attention(const AttentionCall& a) {
     // Small images have few rows. With MT = 2 there would be too few blocks to fill the GPU, so MT is 1 there.
@@ -13159,7 +13182,7 @@ static void launch_attention(const AttentionCall& a) {
     launch(attention_backward_kernel<Backward>, grid, Backward::THREADS, Backward::BACKWARD_BYTES, a, D);
 }
 
-static size_t attention_backward_workspace(int B, int T, int, int heads) { // the bytes of D
+static size_t attention_backward_workspace(int B, int T, int, int heads) { // returns how many bytes D has
     return (size_t)B * heads * T * sizeof(float);
 }
 
@@ -13171,12 +13194,13 @@ static size_t attention_backward_workspace(int B, int T, int, int heads) { // th
 //   memory, tile by tile. wgmma multiplies the tiles. P (and for dk also dS) is computed in registers. The next product
 //   reads it there, as its operand A.
 //   Forward: warpgroups own queries, and keys and values stream past.
-//   Backward: warpgroups own keys, and queries stream past in chunks of 64. A cluster of blocks computes a head. Each
-//   block has 128 of the head's keys in shared memory. All blocks work on every chunk, one block after the other. Each
-//   block adds its keys' part to the chunk's dq, and sends this sum, in fp32, into the next block's shared memory. Each
-//   block begins at a different chunk, so all blocks always have work. The parts of a chunk's dq are always added in
-//   the same order, so a run can be repeated with the same bits. The drawing shows the blocks in one step. (D is
-//   rowsum(dout * out), as in section 19, and `rows` are the SoftmaxRows of the chunk's queries.)
+//   Backward: warpgroups own keys, and queries stream past in chunks of 64. If T = 64, one block computes a head. For a
+//   larger T a cluster of blocks computes it, and each block has 128 of the head's keys in shared memory. All blocks
+//   work on every chunk, one block after the other. Each block adds its keys' part to the chunk's dq, and sends this
+//   sum, in fp32, into the next block's shared memory. (The last block for a chunk writes its dq to global memory.)
+//   Each block begins at a different chunk, so all blocks always have work. The parts of a chunk's dq are always added
+//   in the same order, so a run can be repeated with the same bits. The drawing shows the blocks of a cluster in one
+//   step. (D is rowsum(dout * out), and `rows` are the SoftmaxRows of the chunk's queries.)
 //
 //         block 0: keys 0 ..       block 1: keys 128 ..     block 2: keys 256 ..        the block's shared memory
 //       +---------------------+  +---------------------+  +---------------------+    +---------------------------+
@@ -13186,12 +13210,12 @@ static size_t attention_backward_workspace(int B, int T, int, int heads) { // th
 //                  ^                 dq of a chunk                                |  | sums: dq that arrived     |
 //                  +--------------------------------------------------------------+  | dots: -D of two heads     |
 //                                                                                    +---------------------------+
-// Costs: The backward pass takes five products of T x T x d; the portable kernels take seven. It reads k, v and out of
-//   a head once. Every block of the cluster reads all of the head's q and dout.
+// Costs: For each head, the backward pass takes five products of T x T x d; the portable kernels take seven. It reads
+//   k, v and out of a head once. Every block of the cluster reads all of the head's q and dout.
 
 struct AttentionTma : AttentionCall {
     CUtensorMap qkv_rows, dout_rows; // qkv and dout, from which TMA loads boxes of 64 rows of a head
-    CUtensorMap keys;                // qkv again: the forward pass loads keys and values in boxes of KEYS rows
+    CUtensorMap keys; // qkv again: the forward pass loads keys and values in boxes of AttentionForward::KEYS rows
 };
 
 // Returns how many blocks of the forward pass a multiprocessor has room for. Registers and shared memory limit this
@@ -13233,8 +13257,8 @@ template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     // KEY_REGISTERS in the warpgroups that own keys.
     static constexpr int DQ_REGISTERS = ALONE ? 80 : 136;
     static constexpr int KEY_REGISTERS = ALONE ? 176 : 184;
-    // What lies in shared memory: at most BARRIERS mbarriers, and the rings that BackwardBlock describes. The constants
-    // are the number of a ring's stages and the bytes of one stage. A tile is 64 rows of a head.
+    // Shared memory holds at most BARRIERS mbarriers, and the rings that BackwardBlock describes. For each ring, the
+    // constants give the number of its stages and the bytes of one stage. A tile is 64 rows of a head.
     static constexpr int BARRIERS = 32;
     static constexpr int TILE_BYTES = 64 * 2 * DIM;
     static constexpr int ROWS_BYTES = 64 * sizeof(SoftmaxRow);
@@ -13373,8 +13397,8 @@ template <int N> struct Softmax {
             p[j / 4][j % 4] = pack_bf16(a, b);
         }
     }
-    // Computes P of a chunk from its scores s. o holds the sums of P v over the earlier chunks, which are rescaled if
-    // `top` is raised.
+    // Computes P of a chunk from its scores s. o holds the sums of P v over the earlier chunks. If `top` is raised,
+    // these sums are rescaled. In the first chunk this is never necessary, because no score is higher than `top`.
     template <int M>
     INLINE void add(uint32_t (&p)[N / 16][4], const float (&s)[N / 2], float (&o)[M], bool is_first_chunk) {
         const float before[2] = {sum[0], sum[1]};
@@ -13404,7 +13428,7 @@ template <int N> struct Softmax {
 //      is out += P v of chunk i. The second is the scores of chunk i + 1. After that, if CHUNKS is 0, the first
 //      thread loads a chunk into the stage of chunk i - 1. If it loaded a chunk into the stage of chunk i instead, it
 //      would have to wait for the other warpgroup, which may still read chunk i.
-//   4. out / sum is stored, and also SoftmaxRow, for the backward pass.
+//   4. Each row of out is divided by the row's sum and stored. The SoftmaxRows are stored for the backward pass.
 // The compiler overlaps products of wgmma only on two conditions. First, the wait for each product must be in the same
 // turn of the loop as the product. Second, between fence and wait no other instruction may touch the product's
 // registers. Otherwise no products overlap at all, and ptxas prints a warning (C7510 to C7520).
@@ -13496,8 +13520,9 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
 }
 
 // A block of the backward pass. It owns KEYS keys of a head. Each warpgroup that runs key_gradients owns 64 of them.
-// The blocks of a cluster work on one head after the other. For each head, a block does one step for each chunk of 64
-// queries. A block works on a chunk WARPGROUPS steps later than the block before it in the cluster.
+// All blocks of a cluster work on the same head, and then on the cluster's next head. For each head, a block does one
+// step for each chunk of 64 queries. A block works on a chunk WARPGROUPS steps later than the block before it in the
+// cluster.
 //
 //   warpgroups 0 ... WARPGROUPS - 1   key_gradients(warpgroup): dk and dv of 64 keys
 //   the last warpgroup                query_gradients: dq, and -D; its first thread loads keys and chunks
@@ -13554,9 +13579,9 @@ template <class T> struct BackwardBlock {
         const size_t pixel = (size_t)(head / p.heads) * p.T + row;
         return pixel * parts * p.C + head % p.heads * DIM;
     }
-    // Returns the first query of the chunk of a step. In each step, block r works on the chunk that lies WARPGROUPS
-    // chunks before the chunk of block r - 1. (The chunk before the first chunk is the last one.) So block 0 begins
-    // with the head's first chunk, and the other blocks begin with some of the head's last chunks.
+    // Returns the first query of the chunk that this block works on in a step. In each step, block r works on the chunk
+    // that lies WARPGROUPS chunks before the chunk of block r - 1. (The chunk before the first chunk is the last one.)
+    // So block 0 begins with chunk 0, and block r > 0 begins with chunk `steps` - WARPGROUPS r.
     INLINE int chunk_row(int step) const {
         const int before = WARPGROUPS * cluster_rank;
         return (step - before + (step < before ? steps : 0)) * 64;
@@ -13627,8 +13652,8 @@ template <class T> struct BackwardBlock {
         // -D lies at the same place in the shared memory of all blocks.
         const auto [stage, full] = dots.stage(dots_to_send.done);
         const uint32_t to = stage + 4 * row;
-        // The instruction of store_to_block (st.async) exists only in clusters. So a block that is ALONE stores -D in
-        // the ordinary way, and each warp of this warpgroup arrives at the barrier.
+        // A block that is ALONE has no other block to send to. So it stores -D in the ordinary way, without
+        // store_to_block, and each warp of this warpgroup arrives at the barrier.
         if (T::ALONE && lane % 4 == 0) PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(two.x), "f"(two.y));
         if (T::ALONE) warp_stored(full);
         for (int r = threadIdx.x % 4; !T::ALONE && r < blocks; r += 4) {
@@ -13816,7 +13841,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
     if (threadIdx.x == 0) block.init();
     cluster_sync();
     const int role = block.first_head < p.all_heads ? this_warpgroup() : -1; // -1: this cluster has no head
-    // The forward pass wrote the keys, not the previous kernel. So this load need not wait for the previous kernel.
+    // The keys are a part of qkv, which was written in the network's forward pass, long before the previous kernel. So
+    // this load need not wait for the previous kernel.
     if (role == T::WARPGROUPS && block.thread == 0) block.load_keys(block.first_head);
     await_previous_kernel();
     if (role == T::WARPGROUPS) {
@@ -13869,6 +13895,8 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //
 //   out[pixel, co] = sum over taps and input channels ci of   weight[co, tap, ci] * x[source(pixel, tap), ci]
 //
+// source(pixel, tap) is the input pixel that output pixel `pixel` reads under this tap. As matrices:
+//
 //   weights (Cout, taps x Cin)   times   patches (taps x Cin, pixels)   =   out (Cout, pixels)
 //
 // Column p of the patches holds the inputs that the filter reads for output pixel p. The patches do not exist in global
@@ -13884,8 +13912,8 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //           and of each pixel one slice. Hopper's kernels divide the output channels into slices, too, of 64 channels.
 //   chunk   8 neighbouring channels of one pixel, or the weights of 8 neighbouring channels. A thread copies one chunk
 //           at a time.
-//   k       the index over which a product sums: input channels here, pixels for weight gradients. An instruction of
-//           the tensor cores sums over 16 values of k (in FP8 over 32).
+//   k       the index over which a product sums: for weight gradients it counts pixels, in all other kernels input
+//           channels. An instruction of the tensor cores sums over 16 values of k (in FP8 over 32).
 //
 // The kernels are listed here. conv_product and conv_weight_batch in section 22 choose between them. A table above
 // conv_product shows the whole road from a layer to an instruction of the tensor cores.
@@ -13895,9 +13923,10 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //   wgmma and TMA (Hopper)       conv_tiles, conv_small; for weight gradients conv_weight_tma and, in FP8,
 //                                conv_weight_fp8. Elements are bf16 or, in a 3x3 convolution, FP8. The stride is 1, and
 //                                the input is not upsampled.
-//   conv_few                     serves the network's first and last layers, whose images have few channels. It writes
-//                                each pixel's patch to global memory. So the product becomes a 1x1 convolution, and
-//                                one of the kernels above can compute it.
+//   conv_few                     serves the network's first layer, and the gradients of its last layer: the images and
+//                                the network's output have few channels. It writes each pixel's patch to global
+//                                memory. So the product becomes a 1x1 convolution, and one of the kernels above can
+//                                compute it.
 //
 // The same kernels, with the template parameter BACKWARD, compute an input's gradient. This gradient is a convolution,
 // too. Its input is dout, Cout and Cin change places, and the taps have the reverse order. The weights need not be
@@ -13905,9 +13934,9 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 // BACKWARD. It has a second, transposed copy of the weights, see conv_backward_input_fp8.)
 //
 // All kernels, except those for weight gradients, end in a similar way. Bias, embedding and addends are added to the
-// fp32 sums of a tile. Then the result is rounded, once. A tile is written to shared memory first, where its values are
-// put into the order pixels x channels. From there it is written to global memory. The statistics for the next group
-// norm are sums of the rounded values, because the norm will read the rounded values.
+// fp32 sums of a tile. Then the result is rounded, once. On its way to global memory, a tile goes through shared
+// memory, where its values are put into the order pixels x channels. The statistics for the next group norm are sums of
+// the rounded values, because the norm will read the rounded values.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- ConvOut: results, 4 channels of a pixel at a time
@@ -13918,7 +13947,7 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 struct ConvOut {
     Grad part1, part2 = {};
     int Cout1, Cout2 = 0;
-    int B;                       // images
+    int B;                       // how many images the results have
     const float* bias = nullptr; // (Cout1)
     const float* emb = nullptr;  // (B, Cout1): the embedding, which is added to all pixels of an image
     int emb_stride = 0;          // floats from a row of emb to the next row
@@ -13939,9 +13968,9 @@ struct ConvCall {
     const act* weight = nullptr; // the layer's weights: (s.Cout, taps, s.C1 + s.C2)
     ConvOut out = {};
     // conv_halo and conv_gather set these before they launch their kernels:
-    int tiles_h = 1, tiles_w = 0; // tiles of an image, down and across
+    int tiles_h = 1, tiles_w = 0; // tiles of an image, down and across; in conv_gather an image has tiles_w tiles
     int channel_blocks = 0;       // thread blocks among which the output channels are divided
-    int slices = 0;               // slices of the Cin1 channels
+    int slices = 0;               // conv_halo: slices of the Cin1 channels
     int taps = 0;                 // conv_gather: taps of the filter
     int source_pixels = 0;        // conv_gather: pixels of an image of the input
     // (Cout): the sums of channel c are multiplied by factors[c]. This undoes the scaling: inputs and weights were
@@ -13976,9 +14005,9 @@ template <class T> struct OutputLane {
 
 // How the work of a block is divided among its warps, in conv_halo and conv_gather. A block computes one tile: CHANNELS
 // output channels for pixels of IMAGES images. A warp computes 64 pixels x WARP_CHANNELS channels. So a set of
-// PIXEL_WARPS x (CHANNELS / WARP_CHANNELS) warps covers the tile. Small images have too few pixels for many warps.
-// For them a block has K_GROUPS such sets. Each set (a K group) sums over its own part of the input channels, and the
-// sums of all sets are added at the end.
+// PIXEL_WARPS x (CHANNELS / WARP_CHANNELS) warps covers the tile. If images are small or few, there are too few such
+// warps to keep the GPU busy. Then a block has several such sets, K_GROUPS of them. Each set (a K group) sums over its
+// own part of the input channels, and the sums of all sets are added at the end.
 //
 //   warp of a block = pixel_warp + PIXEL_WARPS * (channel_warp + CHANNELS / WARP_CHANNELS * k_group)
 template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int K_GROUPS_> struct ProductTile {
@@ -14007,8 +14036,9 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
 //   addends       the values of l.add1 at these pixels. They were loaded earlier, so that nothing waits for them here.
 //   sum, square   the lane's sums for the statistics. The stored (rounded) values are added to `sum`, and their squares
 //                 to `square`.
-// An addend may be the output itself, so the compiler cannot move a load to a place before a store. Therefore all loads
-// of a batch stand before the batch's first store. So the loads are under way at the same time.
+// An addend may be the output itself, so the compiler cannot move a load to a place before a store. Therefore the
+// pixels are stored in batches of BATCH pixels, and all loads of a batch stand before the batch's first store. So the
+// loads are under way at the same time.
 template <class Tile, bool BACKWARD, class T, int N>
 INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k_group_floats, const OutputLane<T>& l,
                          bool stats, const Four<T> (&addends)[N], auto index_of) {
@@ -14197,7 +14227,8 @@ template <class T, bool TRANSPOSED> INLINE void load_fragment(FragmentA<T>& a, u
         else ldmatrix(registers, registers + 2, from);
     }
 }
-// Loads two fragments B at once. ldmatrix loads four matrices of 8 x 8, and two of them are one fragment B.
+// Loads two fragments B at once. ldmatrix loads four matrices of 8 x 8, and two of them are one fragment B. In general,
+// a row in shared memory holds numbers of one column of B, in the order of k. If TRANSPOSED, it holds numbers of one k.
 template <class T, bool TRANSPOSED>
 INLINE void load_fragments(FragmentB<T>& b0, FragmentB<T>& b1, uint32_t place, int offset = 0) {
     UNROLL_FOR (int part = 0; part < PARTS<T>; part++) {
@@ -14226,8 +14257,9 @@ INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_halo: 3x3, stride 1, any GPU
-// Used when: Hopper's kernels (below) do not support the type (fp32), the shape, the GPU, or how results are to be
-//   stored (see conv_product). conv_halo can also read its input through a nearest-neighbour upsampling.
+// Used when: Hopper's kernels, conv_tiles and conv_small, do not support the type (fp32), the shape, the GPU, or how
+//   results are to be stored (see conv_product). conv_halo can also read its input through a nearest-neighbour
+//   upsampling.
 // How: A block computes 16 x 16 pixels of one image, or 8 x 8 pixels of each of two images, for CHANNELS channels. It
 //   goes through the input channels slice by slice. Per slice it copies the tile's pixels with a border of one pixel
 //   (the halo) to shared memory, once for all nine taps.
@@ -14240,7 +14272,7 @@ INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b
 //     row 8    . x x x x x x x x .    tap (kh, kw) reads rows kh .. kh + 7 and columns kw .. kw + 7
 //     row 9    . . . . . . . . . .
 //
-//     shared memory: two halos (a pixel is a row of SLICE channels), a ring of weights, one number for each pixel
+//     shared memory: two halos (a pixel is a row of SLICE channels), a ring of weights, the halo_source of each pixel
 //     +-----------+---------------+------------------+------------------+------------------+---------+
 //     | halo of   | halo of       | weights of the   | weights of the   | weights of the   | sources |
 //     | slice s   | slice s + 1   | taps with kw = 0 | taps with kw = 1 | taps with kw = 2 |         |
@@ -14271,7 +14303,8 @@ INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b
 
 // A K group is a set of warps that sum over the same input channels (ProductTile). If IMAGES is 1, it is 2 x 2 warps,
 // each with 8 x 8 pixels of the tile. If IMAGES is 2, a K group has one warp for each of two images. Every warp
-// computes all CHANNELS. PER_SM blocks fit on a multiprocessor.
+// computes all CHANNELS. PER_SM: the compiler gives a thread no more registers than allow PER_SM blocks on a
+// multiprocessor. (On some GPUs shared memory has room for fewer blocks.)
 template <class T_, int IMAGES_, int CHANNELS_, int K_GROUPS_, int PER_SM_>
 struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS_, K_GROUPS_> {
     typedef ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS_, K_GROUPS_> Base;
@@ -14281,7 +14314,7 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static constexpr int PER_SM = PER_SM_;
     static constexpr int WARPS_DOWN = IMAGES == 1 ? 2 : 1; // warps of an image, one below the other
     static constexpr int WARPS_ACROSS = WARPS_DOWN;
-    static constexpr int TILE_H = WARPS_DOWN * 8; // pixels
+    static constexpr int TILE_H = WARPS_DOWN * 8; // how many rows of pixels a tile has
     static constexpr int TILE_W = WARPS_ACROSS * 8;
     // A slice is 64 bytes of a pixel. It has more bytes if a K group would otherwise have fewer than 16 channels.
     static constexpr int PIXEL_BYTES = std::max(64, 16 * (int)sizeof(T) * K_GROUPS_);
@@ -14296,7 +14329,8 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static constexpr int WEIGHT_BYTES = 3 * CHANNELS * PIXEL_BYTES; // bytes of the weights of the three taps of one kw
     static constexpr int WEIGHTS_AT = 2 * HALO_BYTES;
     static constexpr int SOURCES_AT = WEIGHTS_AT + 3 * WEIGHT_BYTES;
-    // `sources` has 4 bytes for each pixel. + 64: the last copies read `sources` beyond PIXELS.
+    // `sources` has 4 bytes for each pixel. + 64: for the last values of i, HaloCopies::copy reads `sources` beyond
+    // PIXELS, but then it copies nothing.
     static constexpr int MAIN_BYTES = SOURCES_AT + (PIXELS + 64) * 4;
     // At the end the results are written to the same memory. If it is too small for all results, there are two rounds.
     static constexpr int ROUNDS = Base::STAGED_BYTES > MAIN_BYTES ? 2 : 1;
@@ -14553,7 +14587,7 @@ INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, i
 //   1. The first copies are started.
 //   2. Each slice has three steps, one for each kw. In each step the block waits for the operands. Then it multiplies,
 //      and at the same time copies for later steps.
-//   3. store_product: sums become results.
+//   3. store_product makes results of the sums, and stores them.
 // TO: the type of the output.
 template <class Tile, bool BACKWARD, class TO>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_kernel(const ConvCall p) {
@@ -14660,10 +14694,11 @@ template <class Tile, bool BACKWARD, class TO = typename Tile::T> static void co
 //     | of 128 bytes           | x CHANNELS x slice   |    of floats. A second input's slices come after the first's.
 //     +------------------------+----------------------+
 //
-//   A warp computes 64 of the pixels x WARP_CHANNELS of the channels. For every 16 input channels it loads M fragments
-//   of weights (A) and 8 fragments of pixels (B). For each pair of a fragment A and a fragment B, `multiply` has one
-//   mma_bf16 (with floats three mma_fp16).
-// Costs: the input is read once for every tap. After the first time it usually comes from the L2 cache.
+//   A warp computes 64 of the pixels x WARP_CHANNELS of the channels. For every 16 input channels it loads
+//   WARP_CHANNELS / 16 fragments of weights (A) and 8 fragments of pixels (B). For each pair of a fragment A and a
+//   fragment B, `multiply` has one mma_bf16 (with floats three mma_fp16).
+// Costs: For every CHANNELS output channels, the input is read once for every tap. After the first time it usually
+//   comes from the L2 cache.
 
 // The offset of a tap. Forward: output pixel (h, w) reads the input's pixel (h * stride + dy, w * stride + dx).
 // BACKWARD: input pixel (h, w) is read by the output pixel (y, x) for which y * stride = h + dy and x * stride =
@@ -14782,7 +14817,7 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
 // Phases:
 //   1. The copies for the first STAGES - 1 steps are started.
 //   2. For each step: wait for its operands, start the copies for a later step, multiply.
-//   3. store_product: sums become results.
+//   3. store_product makes results of the sums, and stores them.
 template <class Tile, bool BACKWARD>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gather_kernel(const ConvCall p) {
     typedef typename Tile::T T;
@@ -14904,7 +14939,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     store_product<Tile, T, ROUNDS, BACKWARD>(acc, shared, p.out, n, c0, tile, p.tiles_w, output_pixel);
 }
 
-// A tile lies within one image, so that all its pixels have the same embedding and belong to the same statistics.
+// Launches conv_gather_kernel. An image has tiles_w tiles. A tile lies within one image, so that all its pixels have
+// the same embedding and belong to the same statistics.
 template <class Tile, bool BACKWARD> static void conv_gather(const ConvCall& c) {
     ConvCall p = c;
     p.tiles_w = ceil_div(p.H * p.W, Tile::PIXELS);
@@ -14929,16 +14965,16 @@ template <class Tile, bool BACKWARD> static void conv_gather(const ConvCall& c) 
 //     first layer's weight gradient    dout^T x rows of the input: (C, R)
 //     last layer's weight gradient     (rows of the output's gradient)^T x the layer's input: (R, C)
 //   (The last layer's forward pass needs no rows, because its input has many channels.)
-//   A bf16 has 8 bits of mantissa, and an fp32 value has 24. So a value v becomes two bf16 numbers: upper = bf16(v)
-//   and lower = bf16(v - upper). The sum upper + lower has a relative error of 2^-17 at most. This is less than the
-//   error of rounding the result to bf16. A row of weights holds the same weights twice, once for the upper and once
-//   for the lower parts of a pixel's row.
+//   If activations are bf16, the rows are bf16, too. A bf16 has 8 bits of mantissa, and an fp32 value has 24. So a
+//   value v becomes two bf16 numbers: upper = bf16(v) and lower = bf16(v - upper). The sum upper + lower has a relative
+//   error of 2^-17 at most. This is less than the error of rounding the result to bf16. A row of weights then holds the
+//   same weights twice, once for the upper and once for the lower parts of a pixel's row.
 //
 //     a row of a pixel, R values     bf16:  | 9 F upper parts, 0 ... | 9 F lower parts, 0 ... |
 //                                    fp32:  | 9 F values, 0 ... |
 //     value tap * F + f is channel f of the pixel under the tap; 0 outside the image
-// Costs: the rows are written and read. In unet64's first layer, in bf16, they have as many bytes as a tensor of 64
-//   channels.
+// Costs: the rows are written and read. In the first layer of the preset unet64, in bf16, they have as many bytes as a
+//   tensor of 64 channels.
 
 struct ConvFew {
     const float* x;     // (B, H, W, F): the first layer's input, or the gradient of the last layer's output
@@ -15076,6 +15112,8 @@ static ConvShape few_shape(const ConvShape& s, bool weight_gradient = false) {
     const int Cout = to_rows ? p.R : p.C;
     return ConvShape{p.B, p.H, p.W, Cin, 0, Cout, 1, 1, 0};
 }
+// Returns how many bytes plan_few's `memory` needs: those of the rows, the product and the bias. (The rows of the
+// weights, which may lie in place of the product, never take more bytes than the product.)
 static size_t few_bytes(const ConvShape& s) {
     const ConvFew p = plan_few(s, nullptr);
     const size_t floats = (size_t)(p.bias - (float*)nullptr) + p.R;
@@ -15102,8 +15140,8 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 // --- conv_weight_halo, conv_weight_gather: weight gradients, any GPU
 // dweight[co, tap, ci] = sum over the output's pixels p of dout[p, co] * x[source(p, tap), ci]
 //
-// Used when: conv_weight_tma (below) can't be used for the type (fp32), the shape or the GPU. conv_weight_halo: 3x3
-//   with stride 1; conv_weight_gather: everything else.
+// Used when: conv_weight_tma can't be used for the type (fp32), the shape or the GPU. conv_weight_halo computes 3x3
+//   with stride 1, and conv_weight_gather computes everything else.
 // How: This is a product of matrices that sums over many pixels and whose result is small. So the pixels are divided
 //   into RANGES. A block sums over one range, and goes through the range in pixel tiles of 64 pixels. A block of
 //   conv_weight_halo computes a tile of 64 x 64 weights (output x input channels) of all nine taps. A block of
@@ -15143,7 +15181,7 @@ struct ConvWeight : WeightWork {
     int tiles_h, tiles_w;   // pixel tiles of an image, down and across
     int pixel_tiles;        // pixel tiles of all images
     int splits;             // ranges of pixel tiles
-    int warpgroups;         // warpgroups of a block of conv_weight_tma
+    int warpgroups;         // warpgroups of a block of conv_weight_tma or conv_weight_fp8
     int block_co, block_ci; // how many tiles of output channels and of input channels a block computes
     int co_tiles;           // tiles of 64 channels of Cout
     int input_groups;       // on Hopper: the channel_tiles are this many groups, of block_ci tiles each
@@ -15154,8 +15192,8 @@ struct ConvWeight : WeightWork {
 // conv_weight_load.)
 constexpr double WEIGHT_LAUNCH_CYCLES = 44000;
 // A launch for weight gradients on Hopper may write at most this many partials of 16 KB (64 x 64 weights). This is
-// enough for one block on each of an H200's 132 multiprocessors, if each block writes nine partials. (For FP8 it is
-// four times as many, because MAX_FP8_PRODUCTS may need them.)
+// enough for one block on each of an H200's 132 multiprocessors, if each block writes nine partials. (The limit is four
+// times as high for FP8, because MAX_FP8_PRODUCTS may need so many partials, and for the portable kernels.)
 constexpr int MAX_WEIGHT_PARTIALS = 1200;
 // In FP8 the tensor cores keep only 14 bits of a sum and cut off the rest. What they cut off grows with the sum. So one
 // sum takes at most this many products (of 32 pixels each). Then its partial is written, and conv_weight_sum adds up
@@ -15180,7 +15218,7 @@ template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
     }
 };
 
-// Returns the first pixel tile of range `split`. This range ends before the first pixel tile of range split + 1.
+// Returns the first pixel tile of range `split`. The range ends before the first pixel tile of range split + 1.
 INLINE int first_pixel_tile(const ConvWeight& p, int split) { return (int)((int64_t)p.pixel_tiles * split / p.splits); }
 
 // The addresses in dweight that a thread's four values of a fragment are written to. The values are a float4 v: v.x and
@@ -15230,11 +15268,11 @@ template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Ea
         });
 }
 
-// The second kernel, conv_weight_sum, adds up the partials. The first blocks of a layer add up the partials of the
-// bias, and its other blocks add up the partials of the weights. For weights a block has 8 rows of 32 threads. A thread
-// sums one float4 over ranges. If there are many ranges, several rows of threads share them: `groups` rows sum the same
-// 32 float4, and each of these rows adds up every groups-th range. weight_sum_groups returns `groups`. A thread adds up
-// at most 8 ranges, if there are at most 64 ranges.
+// conv_weight_sum, the second kernel, adds up the partials of several layers. For each layer, the first blocks add up
+// the partials of the bias, and the other blocks add up the partials of the weights. For weights a block has 8 rows of
+// 32 threads. A thread sums one float4 over ranges. If there are many ranges, several rows of threads share them:
+// `groups` rows sum the same 32 float4, and each of these rows adds up every groups-th range. weight_sum_groups returns
+// `groups`. If there are at most 64 ranges, a thread adds up at most 8 of them.
 HD static inline int weight_sum_groups(int splits) {
     if (splits > 32) return 8;
     if (splits > 16) return 4;
@@ -15306,9 +15344,9 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
 }
 
 // Computes the bias gradient's partials: the sums of dout over the pixels of the block's range, for each image by
-// itself. A warp's BiasSum sums the 16 M channels from co on. The two kernels below call these functions in their main
-// loops, where the warp has loaded dout as fragments anyway. So the sums are computed as a product of fragments, too:
-// dout^T times a matrix of ones.
+// itself. A warp's BiasSum sums the 16 M channels from co on. conv_weight_halo_kernel and conv_weight_gather_kernel
+// call its functions in their main loops, where the warp has loaded dout as fragments anyway. So the sums are computed
+// as a product of fragments, too: dout^T times a matrix of ones.
 template <class T, int M> struct BiasSum {
     const ConvWeight& p;
     bool sums_bias; // false: another warp sums these channels, and this warp does nothing
@@ -15663,7 +15701,9 @@ static __global__ void __launch_bounds__(128, 4 - N)
     // Without this line the compiler would compute lane_x and lane_dout again for every tile.
     asm volatile("" : "+r"(lane_x), "+r"(lane_dout));
 
-    float acc[M][2 * M][4] = {}; // acc[i][j]: sums for the warp's i-th 16 output and j-th 8 input channels
+    // acc[i][j]: a fragment of sums, for the warp's i-th group of 16 output channels and its j-th group of 8 input
+    // channels
+    float acc[M][2 * M][4] = {};
     float x_scale = 1, dout_scale = 1;
     const bool sums_bias = ci_tile == 0 && ci_warp == 0 && tap == 0;
     BiasSum<T, M> bias{p, sums_bias, split, co_tile * 64 + co_warp * 32 * N, first};
@@ -15735,25 +15775,26 @@ static __global__ void __launch_bounds__(128, 4 - N)
 // B is weights, and multiply_small starts the products. conv_weight_tma multiplies dout by x, and has its own drawing.
 //
 // In FP8 a slice has 128 channels, so its rows have 128 bytes, too. All of the above stays as it is, except that the
-// instruction is wgmma.m64nNk32, and the function that starts it is multiply_fp8. An FP8 number is a value times a
-// factor. In training the factors never change: FP8_X_FACTOR for x, FP8_WEIGHT_FACTOR for weights, and for gradients
-// the number that choose_gradient_factor returns. For --sample, each norm has a factor for its output x, and each
-// output channel has a factor for its weights (make_fp8_weights). So the sum of the products of the FP8 numbers is the
-// true sum times both factors. ConvTma::factors holds 1 / (the product of both factors), and the kernels multiply the
-// sums by this number before they add anything to them. An input gradient in FP8 is a forward convolution
-// (conv_backward_input_fp8).
+// instruction is wgmma.m64nNk32, and the function that starts it is multiply_fp8. Each value was multiplied by a factor
+// before it was rounded to FP8. In training the factors never change: FP8_X_FACTOR for x, FP8_WEIGHT_FACTOR for
+// weights, and for gradients the number that choose_gradient_factor returns. For --sample, each norm has a factor for
+// its output x, and each output channel has a factor for its weights (make_fp8_weights). So, apart from rounding, the
+// sum of the products of the FP8 numbers is the true sum times both factors. ConvTma::factors holds 1 / (the product of
+// both factors), and the kernels multiply the sums by this number before they add anything to them. An input gradient
+// in FP8 is computed as a forward convolution of dout (conv_backward_input_fp8).
 
-// A tensor that has one part or two parts. Two parts are concatenated inputs, or their gradients. The tensor is divided
-// into slices of 64 channels (in FP8, of 128). A slice belongs to only one part.
+// The tensor maps of a tensor that has one part or two parts. Two parts are concatenated inputs, or their gradients.
+// Each part is divided into slices of 64 channels (in FP8, of 128). So no slice has channels of both parts.
 struct TmaParts {
     CUtensorMap map1, map2;
     int C1;      // channels of the first part
-    int slices1; // slices of the first part
+    int slices1; // slices of the first part, if there are two parts; otherwise INT_MAX, so no slice is_second
     int slices;  // slices of both parts
     INLINE bool is_second(int slice) const { return slice >= slices1; }
     INLINE const CUtensorMap* map(int slice) const { return is_second(slice) ? &map2 : &map1; }
-    // `channel` returns the number of a slice's first channel within the slice's part. `row` returns its number within
-    // both parts together, which is its number among the input channels of the weights. width: channels of a slice.
+    // `channel` returns the number of a slice's first channel within the slice's part. `row` returns this channel's
+    // number if the channels of the second part are counted on from those of the first part. This is how the weights
+    // count their input channels. width: channels of a slice.
     INLINE int channel(int slice, int width = SLICE_CHANNELS) const {
         return (is_second(slice) ? slice - slices1 : slice) * width;
     }
@@ -15774,8 +15815,8 @@ struct ConvTma {
     int B, H, W, C;                  // sizes of the output
     int tiles_h, tiles_w;            // tiles of an image, down and across
     int tiles;                       // tiles of all images
-    int pixel_stages, weight_stages; // the numbers of stages of pixels and of stages of weights in shared memory
-    bool one_image;                  // each tile lies within one image, so it is one part of the statistics
+    int pixel_stages, weight_stages; // conv_tiles: how many stages of pixels and of weights lie in shared memory
+    bool one_image;                  // conv_tiles: each tile lies within one image, and is one part of the statistics
     ConvOut out;
     const float* factors; // FP8: (C); the sums of channel c are multiplied by factors[c]
 };
@@ -15797,9 +15838,9 @@ static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const 
     return t;
 }
 
-// The box of pixels that a block works on at a time (a tile), and the boxes in which TMA moves results and weights.
+// The size of a tile, in pixels, and the sizes of the boxes in which TMA moves results and weights.
 struct TmaBoxes {
-    int rows, columns, images; // sizes of a tile
+    int rows, columns, images; // the size of a tile: rows and columns in each of so many images
     int result_channels;       // channels of a box of results
     int weight_rows;           // in the forward pass: output channels of a box of weights
 };
@@ -15839,10 +15880,10 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 //   (conv_takes_skip); 1x1.
 //   On images of 9 to 32 rows, pick_conv_small chooses conv_tiles if conv_tiles is faster than conv_small.
 // How: A tile is 8 x ROWS pixels (8 across, ROWS down) and OUT_SLICES slices of 64 output channels. The products are
-//   D[64 OUT_SLICES channels][8 x ROWS pixels], with A = weights and B = pixels, as drawn above. The pixels are the
-//   dimension N of a product. So products are large even if there are only 64 channels. Blocks are persistent: there
-//   are about as many as multiprocessors. Each block computes some output channels, and walks over its share of the
-//   tiles. A block's roles:
+//   D[64 OUT_SLICES channels][8 x ROWS pixels], with A = weights and B = pixels, as drawn above. The dimension N of a
+//   product is the number of pixels, up to 256. So products are large even if there are only 64 output channels. Blocks
+//   are persistent: there are about as many as multiprocessors. Each block computes OUT_SLICES slices of the output
+//   channels, and walks over its share of the tiles. A block's roles:
 //
 //     warpgroup 0  (warps 0-3)    multiplies its tiles and finishes them: + embedding, + addend, rounding, statistics
 //     warpgroup 1  (warps 4-7)    does the same for other tiles
@@ -15868,9 +15909,10 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 //                  of the products (is_half_slice). Sums begin as 0, and are scaled after the last product of x. The
 //                  skip connection stays in bf16, so its products are added after the scaling.
 //   From the top down: conv_tiles launches conv_tiles_kernel. The kernel's warpgroups call Accumulators::multiply (in
-//   FP8 multiply_fp8) for each slice and tap. This function calls Wgmma<8 ROWS>::add STEPS x OUT_SLICES times.
-// Costs: a block reads the halo of a tile once for all channels of the tile. It reads streamed weights once for two
-//   tiles.
+//   FP8 multiply_fp8) for each slice and tap. This function calls Wgmma<8 ROWS>::add (in FP8 that of WgmmaFp8)
+//   STEPS x OUT_SLICES times.
+// Costs: a block reads the halo of a tile once for all output channels that the block computes. It reads streamed
+//   weights once for two tiles.
 template <int TAPS_, int ROWS_, int OUT_SLICES_, bool RESIDENT_, bool BACKWARD_, int STEPS_ = 4,
           Element ELEMENT_ = Element::BF16>
 struct ConvTiles {
@@ -15921,7 +15963,7 @@ struct ConvTiles {
     }
     using Pixels = Pipeline<STAGE_BYTES, RESIDENT ? 2 : 1>;
     using Weights = Pipeline<WEIGHT_BYTES>;
-    // Returns where in a stage this warpgroup's pixels begin.
+    // Returns where in a stage the pixels of a warpgroup begin, in bytes.
     static INLINE int pixels_at(int warpgroup) { return RESIDENT ? 0 : warpgroup * HALO_ROOM; }
 };
 
@@ -15931,10 +15973,11 @@ struct ConvTiles {
 //   item     0 .. x.slices - 1 | .. products - 1  | first_result .. items - 1 (the last OUT_SLICES)
 //            slices of x       | skip connection  | addends come in, results go out
 //
-// A tile's results are written to the stages of its last OUT_SLICES items, and stored from there. If there are
-// addends, these are the addends' stages. This is possible because a thread writes its results to the same places where
-// it has read its addends. If there are no addends and fewer slices than OUT_SLICES, there are nevertheless OUT_SLICES
-// items, and nothing is loaded into the last of them.
+// A tile's results are written to the stages of its last OUT_SLICES items, and stored from there. If there are addends,
+// as in this drawing, these are the addends' stages. This is possible because a thread writes its results to the same
+// places where it has read its addends. If there are no addends, these are the stages of the last slices, whose
+// products have ended by then. If there are even fewer slices than OUT_SLICES, the tile has OUT_SLICES items all the
+// same, and nothing is loaded into the last of them.
 template <class T> struct TileWork {
     const ConvTma& p;
     const int out0 = blockIdx.y * T::OUT_SLICES;                         // the block's first slice of output channels
@@ -16022,10 +16065,10 @@ template <class T> struct PixelLoader {
 // after the last slice, the first addend or the next tile's first slice. When the thread has started the loads of all
 // weights of a tile, it loads the remaining items, up to and including the next tile's first slice.
 // This order cannot deadlock (rule 2 in the comments above Stage). Before the thread loads the next item, it waits
-// until a stage is free. There are at least two stages, so that stage held slice i - 1 or something older. The
-// warpgroups release it after the first tap of slice i at the latest, and for that they need the weights of that tap.
-// The thread has already started to load them, because it loads the next item only half way through the weights of
-// slice i. So the wait ends.
+// until a stage is free. There are at least two stages, so the stage that it waits for does not hold slice i, but slice
+// i - 1 or an older item. The warpgroups release slice i - 1 after the first tap of slice i. For this they need the
+// weights of that tap. The thread has already started to load these weights, because it loads the next item only half
+// way through the weights of slice i. So the wait ends.
 template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels, auto& weights) {
     prefetch_tensor_map(&work.p.weight);
     prefetch_tensor_map(&work.p.x.map1);
@@ -16048,8 +16091,9 @@ template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels,
     }
 }
 
-// What a thread that stores does (warps 9 and 10): it stores the results of one of the two warpgroups. When a result is
-// complete in its stage, this thread stores the result by TMA. Then it frees the stage for the loading thread.
+// What a thread that stores does (warps 9 and 10): it stores the results of one of the two warpgroups. When the results
+// for 64 channels are complete in their stage, this thread stores them by TMA. Then it frees the stage for the loading
+// thread.
 template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels, auto& results, int warpgroup) {
     const ConvTma& p = work.p;
     prefetch_tensor_map(&p.results.map1);
@@ -16149,7 +16193,8 @@ template <class T> struct Epilogue {
             }
         }
     }
-    static INLINE float sum_of_four(float v) { return lane_sum<1, 2>(v); } // of lanes 4 i to 4 i + 3
+    // Returns the sum of v over lanes 4 i to 4 i + 3, which hold sums of the same channels.
+    static INLINE float sum_of_four(float v) { return lane_sum<1, 2>(v); }
     // Stores the tile's sums for the statistics: for each channel, the sum of the results and the sum of their squares.
     // Four threads hold sums of the same channels, but of different pixels. These sums are added up, and one of the
     // four threads stores the totals. (h, w) is the tile's first pixel. If one_image is true, the whole tile is one
@@ -16178,9 +16223,9 @@ template <class T> struct Epilogue {
         UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) {
             const int stage = pixels.hand_over();
             const uint32_t place = pixels.stage(stage).address + T::pixels_at(warpgroup) + lane_place;
-            // If products have read this stage, the warpgroup has waited for the stage before it started them.
-            // Otherwise it waits here: for the addend that the stage holds or, if nothing is loaded into the stage, for
-            // the loading thread to pass it on empty.
+            // If the stage has held a slice, the warpgroup has waited for the stage before it multiplied this slice.
+            // Otherwise the warpgroup waits here, until the addend has arrived in the stage. If nothing is loaded into
+            // the stage, it waits until the loading thread has passed the stage on (mbarrier_arrive).
             if (work.first_result + b >= work.products) pixels.arrived(warpgroup);
             if (b) load_embedding(tile.n, b);
             // FP8: the sums began as 0. So the bias is added here, together with the embedding, after the scaling. With
@@ -16231,7 +16276,8 @@ template <class T> struct Epilogue {
 //   2. For each slice and tap, the warpgroup waits for pixels and weights, and starts their products. Then it releases
 //      the stages that earlier products have read.
 //   3. It does the same for the slices of the skip connection, which have one tap each.
-//   4. It passes the turn to the other warpgroup, waits for the products, and finishes the tile (Epilogue).
+//   4. With resident weights it passes the turn to the other warpgroup. Then it waits for its own products, and
+//      finishes the tile (Epilogue).
 template <class T> // T: a ConvTiles
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
@@ -16295,12 +16341,12 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
             wgmma_wait<1>();
             if (s <= work.first_result) pixels.release();
         }
-        turn.pass(); // the other warpgroup multiplies while this one finishes
+        turn.pass(); // resident weights: the other warpgroup multiplies while this warpgroup finishes its tile
         epilogue.load_embedding(tile.n, 0);
         acc.wait();
         if (!T::RESIDENT) weights.release();
         if (work.first_result >= work.products) pixels.release();
-        else warps_sync(2 + warpgroup, 128); // now no warp still reads the stages that results will be written to
+        else warps_sync(2 + warpgroup, 128); // now the products of all four warps have read the stages for results
         epilogue.finish(acc, tile, pixels, results, warpgroup);
         pixels.pass_over(work.others);
         is_first_tile = false;
@@ -16335,16 +16381,17 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //
 //   A step is one tap of a slice. If N is at most 64 and there is enough shared memory, it is STEP_TAPS = 3 taps,
 //   because the products of one tap are short then. The weights of the steps pass through a ring of WEIGHT_STAGES
-//   stages. At the same time the next slice's halo is loaded. (The pushed sums are for SPLIT = 2, below: the other
-//   block sends them. The shifts are bias + embedding.)
+//   stages. At the same time the next slice's halo is loaded.
 //
 //     shared memory: | barriers | HALOS halos | WEIGHT_STAGES steps of weights | results | pushed sums | shifts |
 //
+//   The shifts are the sums of bias and embedding. There are pushed sums only if SPLIT = 2: the other block of the
+//   cluster sends them.
 //   SPLIT = 2: the two blocks of a cluster work on the same tile. Each of them computes half of the steps. At the end
 //   each block sends the sums of N / 2 channels to the other block, and finishes the N / 2 channels that it keeps:
 //
-//     block 0: steps of the first half    sums of channels 0 .. N - 1     keeps 0 .. N / 2 - 1,  gets the same from 1
-//     block 1: steps of the second half   sums of channels 0 .. N - 1     keeps N / 2 .. N - 1,  gets the same from 0
+//     block 0: steps of the first half    sums of channels 0 .. N - 1     keeps 0 .. N / 2 - 1,  adds those of block 1
+//     block 1: steps of the second half   sums of channels 0 .. N - 1     keeps N / 2 .. N - 1,  adds those of block 0
 //
 //   From the top down: pick_conv_small (section 22) picks a tile. conv_small launches conv_small_kernel. The kernel's
 //   warpgroups call multiply_small. For each step it calls Wgmma<N>::add STEP_TAPS x K times, where K is the number of
@@ -16371,7 +16418,7 @@ struct SmallTile {
     static constexpr int BARRIERS = 64;
     // Halos.
     static constexpr int PITCH = TILE_W + 2; // pixels of a row of the halo
-    static constexpr int HALOS = IMAGES == 2 ? 3 : 2;
+    static constexpr int HALOS = IMAGES == 2 ? 3 : 2; // stages of the ring of halos
     static constexpr int HALO_BYTES = PITCH * 10 * IMAGES * SLICE_BYTES;
     static constexpr int HALO_ROOM = whole_swizzles(HALO_BYTES);
     // Results: a block finishes OUT_N channels, which are OUT_GROUPS groups of 8. It stores them in boxes of 64 pixels
@@ -16381,8 +16428,8 @@ struct SmallTile {
     static constexpr int BOX = OUT_N % SLICE_CHANNELS == 0 ? SLICE_CHANNELS : SLICE_CHANNELS / 2;
     static constexpr int BOX_BYTES = 64 * BOX * 2;
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
-    // Each warp writes statistics: two floats for each channel. SUMS_BYTES is the size of what one warp of each
-    // warpgroup writes. (All four warps of all warpgroups write 4 * SUMS_BYTES.)
+    // For the statistics, each warp writes two floats for each of OUT_N channels. SUMS_BYTES counts one warp of each
+    // warpgroup. A warpgroup has four warps, so all warps together write 4 * SUMS_BYTES.
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8;
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_GROUPS * CONSUMERS * 16 : 0; // sums that the other block sends
     // Room for the shifts (bias + embedding) of OUT_N channels. Each warpgroup has its own copy, in which each of its
@@ -16537,9 +16584,10 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
 //   d of lane t, for each group j of 8 channels:   (pixel t / 4, 2 channels), (pixel t / 4 + 8, the same channels)
 //   results:   boxes of 64 pixels x BOX channels; a warp has 16 pixels of each box
 //
-// A thread block runs this code only once. So most of the code's time is spent on fetching its instructions, of which
-// only 20 bytes arrive in a cycle. Therefore the code must be short. But all loops over d are unrolled, because d must
-// stay in registers. The rest of the code does not use d. It loops over the 16 pixels of each warp.
+// A thread block runs this code only once, so the GPU has to fetch each instruction before it runs. Most of the code's
+// time is spent on this, because only about 20 bytes of instructions arrive in a cycle. Therefore the code must be
+// short. Loops over d have to be unrolled nevertheless, because d must stay in registers. But the statistics are
+// computed without d, by loops over the 16 pixels of each warp that are not unrolled (sum_pixels).
 template <class T> struct SmallEpilogue {
     const SmallWork<T>& work;
     const ConvTma& p;
@@ -16720,7 +16768,9 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
         prefetch_tensor_map(&p.results.map1);
         if (work.has_addend) prefetch_tensor_map(&p.addends.map1);
     }
-    if (T::SPLIT == 2) cluster_sync(); // the barriers can be used now
+    // After this the barriers can be used. With SPLIT = 2 the other block has started, too, so this block may write to
+    // that block's shared memory later (exchange).
+    if (T::SPLIT == 2) cluster_sync();
     else __syncthreads();
 
     await_previous_kernel();
@@ -16803,10 +16853,11 @@ template <class T> static void conv_small(const ConvCall& p) {
 //           half), which is good for large tensors. But fewer blocks work on each range. So more ranges are needed to
 //           fill the GPU, and there are up to three times as many partials.
 //   One warp loads. Further warps sum dout over the pixels. These sums are the bias gradient. Blocks for different
-//   filter rows or tiles of Cin read the same dout, but only one of them has to sum it. This is the block that begins
-//   with filter row 0 and with the first tile of Cin. If there is only one range, D is the gradient, and TMA stores it
-//   in dweight. Otherwise D is a partial, and conv_weight_sum adds up the partials. One launch computes the weight
-//   gradients of several layers, since a small layer alone would leave most of the GPU idle.
+//   filter rows or tiles of Cin read the same dout, but only one of these blocks has to sum it: the block that begins
+//   with filter row 0 and with the first tile of Cin.
+//   If there is only one range, D is the gradient, and TMA stores it in dweight. Otherwise D is a partial, and
+//   conv_weight_sum adds up the partials. One launch computes the weight gradients of several layers, since a small
+//   layer alone would leave most of the GPU idle.
 //
 //   Shared memory: | barriers | a ring of STAGES, each a pixel tile: X_PARTS slices of x, DOUT_PARTS slices of dout |
 // Costs: the time to read x and dout from the L2 (large tensors: from memory), or the time of the products, whichever
@@ -16821,7 +16872,7 @@ template <int KERNEL_, int WARPGROUPS_, int TILE_W_, int STAGES_> struct WeightT
     static constexpr int PIXELS = TILE_H * TILE_W;
     static constexpr bool IS_3X3 = KERNEL == 3;              // true: a warpgroup's D holds the taps of a filter row
     static constexpr int ROWS = IS_3X3 ? 3 / WARPGROUPS : 1; // among how many blocks the filter rows are divided
-    static constexpr int NEXT_TAP = 1; // 3x3: from the tap of a third of D to that of the next one
+    static constexpr int NEXT_TAP = 1; // 3x3: by how much the numbers of the taps of neighbouring thirds of D differ
     // The order of the warps: first the warps that multiply, then the warp that loads (LOADER), then the warps that sum
     // dout for the bias gradient.
     static constexpr int LOADER = 4 * WARPGROUPS;
@@ -16924,7 +16975,7 @@ template <class T> struct ChannelSums {
     static constexpr int CHUNKS = 8 / WARPS;
     static constexpr int VALUES = WARPS == 1 ? 2 : 1;
     const WeightBlock<T>& work;
-    const int bias_warp; // this warp's number among the warps that sum
+    const int bias_warp; // this warp's number among the warps that sum dout
     const int lane = threadIdx.x & 31;
     const int eight = lane >> 3;
     const int tile = WARPS == 1 ? bias_warp : 0; // number of the warp's tile of 64 channels
@@ -17000,7 +17051,7 @@ template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work,
 }
 
 // Writes d, this thread's sums over the block's range, to p.partial (splits, tiles, taps, 1024 float4). The 1024 float4
-// of a tile and tap lie in the order that weight_place explains. tap: that of D's first third.
+// of a tile and tap lie in the order that weight_place explains. tap: the tap that D's first third belongs to.
 template <class T> INLINE void put_partial(const WeightBlock<T>& work, int tap, int co_tile, const float* d) {
     const ConvWeight& p = work.p;
     const int warp = threadIdx.x / 32 % 4;
@@ -17094,7 +17145,8 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 // --- conv_weight_fp8: weight gradients in FP8 (sm_90a)
 // dweight[co, kh, kw, ci] = sum over pixels q of x: x[q, ci] * dout[q - (kh - 1, kw - 1), co]
 //
-// Used when: training with --precision fp8, 3x3, the forward pass and the input gradient in FP8. x is e4m3, dout e5m2.
+// Used when: training with --precision fp8, for each 3x3 convolution whose forward pass and input gradient are computed
+//   in FP8 (Layer::fp8). x is e4m3, and dout is e5m2.
 // How: In FP8, wgmma accepts operands only if k runs along their rows (K_MAJOR), and here k counts pixels. In memory a
 //   pixel's channels are neighbours. So both operands are transposed on their way to the tensor cores:
 //     B = x      Some warps read x from shared memory, transpose it in registers (transpose_16x4), and write it to
@@ -17109,9 +17161,11 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 //   A strip is 16 neighbouring pixels of x, transposed, with 64 channels. If the pixel tile is 16 wide, strip r holds
 //   row r of the tile of x. The first row of this tile lies above row 0 of dout. So for row r of dout, the taps kh = 0,
 //   1, 2 read strips r, r + 1, r + 2. These strips are neighbours in memory, so they are the three thirds of one
-//   operand B. If the pixel tile is 8 wide, strip r holds rows r and r + 1 of x, so a row lies in two strips. The shift
-//   by kw is a shift of the pixels of dout. Therefore the tile of dout has a border to the left and to the right, and
-//   the tile of x has one above and below. A product sums over 32 pixels:
+//   operand B. If the pixel tile is 8 wide, strip r holds rows r and r + 1 of x, so a row lies in two strips.
+//   So the choice of strips shifts x up and down, by kh. The shift to the left and to the right, by kw, is a shift of
+//   dout: each warpgroup loads pixels of dout that begin one column further to the left than those of the warpgroup
+//   before it. Therefore the tile of x has a border above and below, and the tile of dout has one to the left and to
+//   the right. A product sums over 32 pixels:
 //
 //     pixel tile               A: rows of dout, shifted by kw      B: strips of x, for kh = 0, 1, 2
 //     16 wide   k = 0 .. 15    r                                   r        r + 1    r + 2
@@ -17120,14 +17174,14 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 //               k = 16 .. 31   r + 2, r + 3                        r + 2    r + 3    r + 4
 //
 //   Within 16 values of k the pixels have another order than in memory (transpose_16x4). This is allowed because A and
-//   B have the same order. Ranges of pixel tiles and partials are as in conv_weight_tma. The sums of dout for the bias
-//   are another product, dout times ones (SumsOfDout). The sums are divided by the factors that x and dout were
-//   multiplied by (those of dout by dout's factor alone) before they are written.
+//   B have the same order. Ranges of pixel tiles and partials are as in conv_weight_tma. The bias gradient needs the
+//   sums of dout. They are another product, dout times ones (SumsOfDout). Before D is written, it is divided by the
+//   factors that x and dout were multiplied by. The sums of dout are divided by dout's factor alone.
 //
 //   Shared memory: | barriers | a ring of tiles of x | a ring of tiles of dout | a ring of tiles of strips |
-// Costs: the time of the products. Shared memory is busy nearly as long: for a tile 16 wide and 8 high, TMA writes 19
-//   KB, transposing moves 20 KB, ldmatrix loads 24 KB, and wgmma reads 72 KB of B, which take about 1,080 cycles. The
-//   products take 1,152.
+// Costs: the time of the products, which is 1,152 cycles for a tile 16 wide and 8 high. Shared memory is busy nearly as
+//   long: for this tile, TMA writes 19 KB, transposing reads and writes 20 KB, ldmatrix loads 24 KB, and wgmma reads
+//   72 KB of B. These 135 KB take about 1,080 cycles.
 template <int TILE_W_, int STAGES_X, int STAGES_DOUT, int STAGES_STRIPS> struct WeightTileFp8 {
     static constexpr bool IS_3X3 = true;
     static constexpr int WARPGROUPS = 3;
@@ -17155,8 +17209,8 @@ template <int TILE_W_, int STAGES_X, int STAGES_DOUT, int STAGES_STRIPS> struct 
     static constexpr int PITCH = TILE_W + 2; // pixels of a row of dout
     static constexpr int DOUT_BYTES = TILE_H * PITCH * PIXEL_BYTES;
     // After the transposition, 8 channels x 16 pixels form a matrix of 128 bytes, which wgmma reads without a swizzle.
-    // The gap of 16 bytes behind it lets the eight lanes that write to shared memory at a time write to different
-    // banks.
+    // Each matrix is followed by a gap of 16 bytes. The gap brings what eight lanes write at the same time into
+    // different banks.
     static constexpr int CHANNELS_8 = 128 + 16;
     static constexpr int STRIP = SLICE_CHANNELS / 8 * CHANNELS_8;
     static constexpr int STRIP_ROWS = 16 / TILE_W; // rows of x in a strip
@@ -17164,7 +17218,7 @@ template <int TILE_W_, int STAGES_X, int STAGES_DOUT, int STAGES_STRIPS> struct 
     // Stage 0 has a matrix of ones behind its strips (32 values of k, 8 columns), for the sums of dout.
     static constexpr int ONES_AT = STRIPS * STRIP;
     static constexpr int ONES_BYTES = 32 * 8;
-    // The stages of the three rings.
+    // The bytes of a stage of each of the three rings, and the number of stages of each ring.
     static constexpr int X_STAGE = whole_swizzles(X_BYTES);
     static constexpr int DOUT_STAGE = whole_swizzles(DOUT_BYTES);
     static constexpr int STRIPS_STAGE = whole_swizzles(ONES_AT + ONES_BYTES);
@@ -17203,7 +17257,8 @@ template <class T> INLINE void load_tiles_fp8(const WeightBlock<T>& work, auto& 
 // i ^ 1. Afterwards word t of v[c] holds channel c of the pixels 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t. (ldmatrix_trans
 // gives lane 4 g + t the same four pixels of dout, in the same order.)
 INLINE void transpose_16x4(uint32_t (&v)[4][4], const uint32_t (&w)[16], int swapped) {
-    // What __byte_perm selects: two channels of two words, those of the lower pixel first.
+    // Which bytes __byte_perm selects from the words of two neighbouring pixels: first one channel of both pixels, then
+    // the next channel of both. Each time the pixel with the lower number comes first.
     const uint32_t channels_01 = swapped ? 0x1504 : 0x5140;
     const uint32_t channels_23 = swapped ? 0x3726 : 0x7362;
     UNROLL_FOR (int t = 0; t < 4; t++) {
@@ -17261,12 +17316,12 @@ INLINE void part_channels(uint32_t (&a)[4], const uint32_t (&pixels)[4]) {
     }
 }
 
-// The sums of 64 channels of dout over the pixels, for the bias gradient. wgmma computes them, too: D[64 Cout][8] +=
-// dout * ones. All columns of D are the same. A thread holds the sums of two channels, c and c + 1 (row_channel), and
-// four neighbouring lanes hold the same two; the first of them writes them.
+// The sums of 64 channels of dout over the pixels, for the bias gradient. wgmma computes these sums, too: D[64 Cout][8]
+// += dout * ones. All columns of D are the same. A thread holds the sums of two channels, c and c + 1 (row_channel).
+// Four neighbouring lanes hold the same two sums, and the first of these lanes writes them.
 template <class T> struct SumsOfDout {
     const WeightBlock<T>& work;
-    const float unscale; // undoes the factor of dout
+    const float unscale; // 1 / the factor of dout: the sums are multiplied by it
     const int c = work.co_tile * SLICE_CHANNELS + threadIdx.x / 32 % 4 * 16 + T::row_channel(threadIdx.x % 32, 0);
     const int image_tiles = work.p.pixel_tiles / work.p.bias_images;
     int n = work.first / image_tiles;
@@ -17274,8 +17329,8 @@ template <class T> struct SumsOfDout {
     float d[4] = {};
     float total[2] = {};
 
-    // Is called after the products of a tile have been started. At the end of an image, or of the block's range, it
-    // waits for them and stores the image's sums.
+    // Is called after the products of a tile have been started. At the end of an image, or of the block's range, this
+    // function waits for the products and stores the image's sums.
     INLINE void end_tile(bool last) {
         left--;
         if (left > 0 && !last) return;
@@ -17294,7 +17349,7 @@ template <class T> struct SumsOfDout {
             if (threadIdx.x % 4 == 0 && c + i < work.p.shape.Cout) work.p.dbias[c + i] = total[i];
     }
 };
-struct NoSums { // is for warpgroups that do not sum dout
+struct NoSums { // warpgroups that do not sum dout have it in place of a SumsOfDout
     INLINE void end_tile(bool) const {}
 };
 
@@ -17312,7 +17367,7 @@ INLINE void multiply_tiles_fp8(const WeightBlock<T>& work, auto& douts, auto& st
     const int piece = threadIdx.x / 32 % 4; // the warp's 16 channels, which are 16 bytes of a pixel
     // The lane passes the address of row lane % 8 of matrix lane / 8 to ldmatrix_trans. Each matrix is eight
     // neighbouring pixels x 16 channels of dout. Matrices 0 and 1 are k = 0 .. 15, and matrices 2 and 3 are k = 16 ..
-    // 31. at[s] is the place that this lane passes for product s.
+    // 31. at[s] is the place that this lane passes for product s, in bytes from the beginning of dout's stage.
     const int row = T::TILE_W == 16 ? lane / 16 : lane / 8;
     const int column = (T::TILE_W == 16 ? lane & 8 : 0) + lane % 8 + 2 - kw;
     int at[T::STEPS];
@@ -17374,7 +17429,9 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_fp8_kernel(c
     if (warp >= T::LOADER) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
         if (warp > T::LOADER) {
-            await_previous_kernel(); // the next kernel may start when all threads have called it, or have ended
+            // These warps read only what the loading thread has loaded, so they need not wait for the previous kernel.
+            // But the next kernel may start when all threads have called await_previous_kernel, or have ended.
+            await_previous_kernel();
             transpose_tiles<T>(work, xs, strips, warp - T::LOADER - 1);
         } else if ((threadIdx.x & 31) == 0) {
             load_tiles_fp8<T>(work, xs, douts);
@@ -17664,12 +17721,12 @@ static void cast_params(act* copy, const float* params, size_t n) {
 // Factors that are the same for all parameters in an update. In their formulas, t is the number of updates, including
 // this one (StepState::updates).
 struct AdamWFactors {
-    float clip;      // the gradient is multiplied by it, as in torch's clip_grad_norm_
+    float clip;      // what the gradient is multiplied by, to limit its norm, as in torch's clip_grad_norm_
     float decay;     // 1 - lr weight_decay
     float step_size; // lr / (1 - beta1^t)
     float root;      // sqrt(1 - beta2^t)
-    float lr;        // of this step
-    float share;     // of the newest weights in the first average (average_share)
+    float lr;        // the learning rate of this step
+    float share;     // the share of the newest weights in the first average (average_share)
 };
 INLINE AdamWFactors adamw_factors(const StepState* state, const AdamW& h) {
     double clip = 1;
@@ -17786,13 +17843,13 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 // Used when: --optimizer muon, after judge_step and before adamw_kernel.
 // How: The formulas, with X, A and B, stand above update_by_muon. A launch computes one product for all matrices of the
 //   network, because a single matrix has too little work for a GPU. A block computes one tile of a result, of 128 x 128
-//   or 64 x 64 elements. A sum is computed by one block, in a fixed order, so the bits repeat. The operands pass
-//   through a ring of stages in shared memory, as in conv_gather (section 20). Parts of that section and of section 16
-//   are used here, too: copy_channels, channels_on, chunk_place, places, take_apart_copies; FragmentA, load_fragment,
-//   multiply. Their comments speak of channels. Here these are neighbouring numbers of a line (MuonOperand explains
-//   lines). X, A and B are stored in the type of the activations, T, but directions always as floats. A and B are
-//   symmetric. So only the tiles on the diagonal and above it are computed, and each element above the diagonal is
-//   stored at two places.
+//   or 64 x 64 elements. Each sum is computed by one block, in a fixed order, so it has the same bits in every run. The
+//   operands pass through a ring of stages in shared memory, as in conv_gather (section 20). Parts of that section and
+//   of section 16 are used here, too: copy_channels, channels_on, chunk_place, places, take_apart_copies; FragmentA,
+//   load_fragment, multiply. Their comments speak of channels. Here these are neighbouring numbers of a line
+//   (MuonOperand explains lines). X, A and B are stored in the type of the activations, T, but directions always as
+//   floats. A and B are symmetric. So only those of their tiles are computed that lie on the diagonal or above it, and
+//   each element above the diagonal is stored at two places.
 // Costs: with S and L for a matrix's short and long side, about 16 S S L + 5 S S S operations on the tensor cores, and
 //   more if S is only a few tiles, since a tile on the diagonal is computed whole. (A multiplication and an addition
 //   count as two operations. S S L of the operations are for the norm |X|. With floats, each product of two numbers
@@ -17916,7 +17973,7 @@ template <class Operand, int N, bool IS_LEFT> struct MuonSide {
     const uint32_t base; // the address of the slice in stage 0
     // The address that this lane gives to ldmatrix for the warp's first fragment in stage 0
     const uint32_t lane_address;
-    // Which chunk this thread copies, and of which line first
+    // This thread copies chunk copied_chunk of every LINES_AT_ONCE-th line, from line copied_line on.
     const int copied_chunk = (int)threadIdx.x % 8;
     const int copied_line = (int)threadIdx.x / 8;
     // The address that this thread's first chunk is copied to in stage 0. All lines that the thread copies have the
@@ -18010,7 +18067,8 @@ INLINE void muon_multiply(float (&sums)[2 * N][4 * N][4], const Left& left, cons
         copies_committed(); // also if nothing was copied: copies_arrived counts these calls
     };
     for (int slice = 0; slice < Ring::STAGES - 1; slice++) copy_slice(slice);
-    float left_scale = 1; // the factors that undo the scales of split floats
+    // With floats, take_apart_copies sets these factors, which undo the scaling of the operands. In bf16 they stay 1.
+    float left_scale = 1;
     float right_scale = 1;
     for (int slice = 0; slice < slices; slice++) {
         const uint32_t stage = stage_offset(slice);
@@ -18068,7 +18126,8 @@ static __global__ void __launch_bounds__(MUON_THREADS, (MuonRing<T, N>::PER_SM))
     T* const A = work.A + m.square_offset;
     T* const B = work.B + m.square_offset;
 
-    // X_columns is X^T. A and B are symmetric, so each of them is its own transpose. An operand is {p, rows, K, pitch}.
+    // muon_multiply computes left right^T. So as the right operand, X_columns gives X, because it is X^T. A and B are
+    // symmetric, so each of them is its own transpose. An operand is {p, rows, K, pitch}. The products are:
     //
     //                  X is wide           X is tall
     //   GRAM           X X^T               X^T X
@@ -18455,7 +18514,7 @@ static void attention_backward(act* dqkv,              // (B, T, 3C)
 static bool conv_is_halo(const ConvShape& s) { return s.kernel == 3 && s.stride == 1; }
 
 // Can Hopper's kernels compute this convolution? If so, conv_weight_tma or, in FP8, conv_weight_fp8 always computes its
-// weight gradient. On other GPUs act_has_wgmma is false (start_device finds it out).
+// weight gradient. On other GPUs act_has_wgmma is false, because start_device has set gpu.wgmma to false.
 static bool conv_is_wgmma(const ConvShape& s) {
     return act_has_wgmma() && s.stride == 1 && !s.upsample && !conv_is_few(s);
 }
@@ -18574,7 +18633,7 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
     const int HW = c.H * c.W;
     const int tiles_of_128 = c.B * ceil_div(HW, 128); // how many tiles of 128 pixels there are
     const bool many_128 = HW > 64 && tiles_of_128 * ceil_div(c.Cout, 64) >= gpu.sms;
-    //                pixels / 64, channels, channels of a warp, stages
+    // GatherTile<type, pixels / 64, channels, channels of a warp, stages>
     using Pixels64 = GatherTile<T, 1, 64, 32, 3>;
     using Pixels128 = GatherTile<T, 2, 64, 32, 3>;
     if constexpr (sizeof(T) == 2) { // tiles of 128 x 128 read the fewest bytes
@@ -18592,7 +18651,8 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
 // Tiles of conv_tiles for 3x3: ConvTiles<taps, rows, slices of 64 output channels, whether weights are resident,
 // BACKWARD, products for a tap of a slice, element type>. With up to 128 input channels (FP8: 256) all weights stay in
 // shared memory (resident). Then one warpgroup multiplies while the other one finishes its tile, and they take turns.
-// With more input channels the weights pass through a ring (streamed), and both multiply by them at the same time.
+// With more input channels the weights pass through a ring (streamed), and both warpgroups multiply by the same weights
+// at the same time.
 template <bool BACKWARD> using HalfSlice = ConvTiles<9, 16, 1, true, BACKWARD, 2>; // Cin = 32: 2 products a tap, not 4
 template <bool BACKWARD, Element E = Element::BF16> using Resident16 = ConvTiles<9, 16, 1, true, BACKWARD, 4, E>;
 template <bool BACKWARD, Element E = Element::BF16> using Resident32 = ConvTiles<9, 32, 1, true, BACKWARD, 4, E>;
@@ -18629,7 +18689,7 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
         int block = alone ? cost.block_alone : cost.block_full;
         int tap = alone ? cost.tap_alone : cost.tap_full;
         if (half_slice) tap /= 2;
-        if (IS_FP8 && !alone) { // measured on an H200: the same tile takes so many ns more than in bf16
+        if (IS_FP8 && !alone) { // as measured on an H200, a block and a tap take this much longer than in bf16
             block += 1500;
             tap += tap / 12;
         }
@@ -18726,8 +18786,9 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
 template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
     ConvCall p = c;
     // A 1x1 convolution can treat all images as one image of width 8. Then all tiles are full. This is impossible with
-    // an embedding, which differs from image to image. With statistics it is only possible if no tile of 64 pixels
-    // contains pixels of two images.
+    // an embedding, which differs from image to image. With statistics it is only possible if the pixels of an image
+    // are a multiple of 64. Then no part of the statistics, which may be as small as 8 x 8 pixels, belongs to two
+    // images.
     const int HW = p.H * p.W;
     const bool as_one = !p.out.emb && HW % 8 == 0 && (!p.out.stats || HW % 64 == 0);
     if (as_one) {
@@ -18988,11 +19049,12 @@ struct WeightCosts {
 constexpr int PARTIAL_CYCLES = 10;
 
 // Returns how many cycles a block of conv_weight_tma or conv_weight_fp8 takes for a pixel tile, with one warpgroup or
-// with three (wide). This was measured while other blocks read the same pixels for other filter rows or other channels.
+// with three (wide). For conv_weight_tma this was measured while other blocks read the same pixels, for other filter
+// rows or other channels. For conv_weight_fp8 it is an estimate.
 static int weight_tile_cycles(const ConvWeight& p) {
     const ConvShape& s = p.shape;
     const bool wide = p.warpgroups == 3;
-    if (is_fp8(s.in)) return s.out_W() <= 8 ? 850 : 1400; // an estimate; as measured alone, on an H100: 1,200 and 1,750
+    if (is_fp8(s.in)) return s.out_W() <= 8 ? 850 : 1400; // (on an H100, alone, it took 1,200 and 1,750)
     if (s.kernel == 1) return wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
     if (s.out_W() <= 8) return wide ? 1450 : 600;
     if (wide) return 2400;
@@ -19020,9 +19082,9 @@ static WeightCosts weight_costs(const ConvWeight& p) {
     return {3 * gpu.sms, 1900 * slow, p.taps, 3800 * slow, 3800 * slow, 0, most};
 }
 
-// Sets how the tiles of 64 channels are divided among the blocks of conv_weight_tma. `warpgroups` is the number of
-// warpgroups of a block. 3x3: a block computes one tile of Cin and one tile of Cout. 1x1: a block computes up to three
-// tiles of Cin, and up to one tile of Cout for each warpgroup.
+// Sets how the tiles of 64 channels are divided among the blocks of conv_weight_tma and conv_weight_fp8. `warpgroups`
+// is the number of warpgroups of a block of conv_weight_tma. 3x3: a block computes one tile of Cin and one tile of
+// Cout. 1x1: a block computes up to three tiles of Cin, and up to one tile of Cout for each warpgroup.
 static void set_warpgroups(ConvWeight* p, int warpgroups) {
     // Returns how many tiles a block computes if it may compute at most `most`, and all tiles are divided as equally as
     // possible.
@@ -19040,8 +19102,9 @@ static int64_t range_blocks(const ConvWeight& p) {
 }
 
 // Finds the fastest plan for layers of one kind, which share a launch. It tries all sizes of a range (numbers of pixel
-// tiles), from the largest down, until there would be too many partials (most_partials). In FP8 the largest size may
-// already need more than that. For conv_weight_tma it tries each size with one warpgroup and with three.
+// tiles), from the largest down, until there would be too many partials (most_partials). In FP8 the largest size is
+// limited (MAX_FP8_PRODUCTS), so that it may already need too many partials. Then this size is the plan. For
+// conv_weight_tma the function tries each size with one warpgroup and with three.
 static void plan_weights(std::span<ConvWeight> works) {
     Cheapest<std::pair<int, int>> cut; // the best plan: warpgroups, pixel tiles of a range
     for (int warpgroups : {1, 3}) {
@@ -19054,7 +19117,7 @@ static void plan_weights(std::span<ConvWeight> works) {
         }
         const WeightCosts cost = weight_costs(works[0]);
         const ConvShape& first = works[0].shape;
-        const int tile_products = first.out_W() > 8 ? 4 : 2; // of conv_weight_fp8
+        const int tile_products = first.out_W() > 8 ? 4 : 2; // conv_weight_fp8: products that sum over one pixel tile
         const int most_fp8 = MAX_FP8_PRODUCTS / tile_products;
         const int most_range = is_fp8(first.in) ? std::min(most_tiles, most_fp8) : most_tiles;
         for (int range = most_range; range >= 1; range--) {
@@ -19082,7 +19145,7 @@ static void plan_weights(std::span<ConvWeight> works) {
 }
 
 // Plans one layer alone: sets all members of a ConvWeight except its tensors, emb_stride, bias_images, and the places
-// of the partials (put_partials sets them).
+// of the partials. (conv_weight_batch sets the former, and put_partials sets these places.)
 static ConvWeight plan_weight(const ConvShape& s) {
     const int Ho = s.out_H();
     const int Wo = s.out_W();
@@ -19096,8 +19159,8 @@ static ConvWeight plan_weight(const ConvShape& s) {
     p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
     set_warpgroups(&p, 1);
 
-    // A pixel tile has 8 x 16 or 8 x 8 pixels in conv_weight_tma, 8 x 8 pixels in conv_weight_halo, and 64 consecutive
-    // pixels in conv_weight_gather.
+    // A pixel tile has 8 x 16 or 8 x 8 pixels in conv_weight_tma and conv_weight_fp8, 8 x 8 pixels in conv_weight_halo,
+    // and 64 consecutive pixels in conv_weight_gather.
     if (tma) {
         p.tiles_h = ceil_div(Ho, 8);
         p.tiles_w = ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8);
@@ -19177,7 +19240,7 @@ template <class Tile> static void conv_weight_tma(const WeightPlans& works, Stre
     launch_weights(conv_weight_tma_kernel<Tile>, works, stream, Tile::THREADS, Tile::SHARED_BYTES, with_maps,
                    all_blocks);
 }
-// The same for conv_weight_fp8_kernel.
+// Does the same for conv_weight_fp8_kernel.
 template <class Tile> static void conv_weight_fp8(const WeightPlans& works, Stream* stream) {
     auto with_maps = [](const ConvWeight& p) {
         const ConvShape& s = p.shape;
@@ -19196,7 +19259,7 @@ template <class Tile> static void conv_weight_fp8(const WeightPlans& works, Stre
 // layer's arguments at fixed places among the kernel's parameters.
 static void launch_portable(auto* alone, auto* together, const WeightPlans& works, Stream* stream, int threads,
                             int bytes) {
-    stream->joined = true; // the kernel must not overlap the one before, as it does not call await_previous_kernel
+    stream->joined = true; // the kernel must not overlap the work before it: it does not call await_previous_kernel
     if (works.size() == 1) launch_weights(alone, works, stream, threads, bytes, std::identity(), all_blocks);
     else launch_weights(together, works, stream, threads, bytes, std::identity(), all_blocks);
 }
@@ -19237,7 +19300,7 @@ static void launch_weight_kind(WeightKind kind, const WeightPlans& works, Stream
     case TMA_3X3_NARROW:
         if (three) return conv_weight_tma<WeightTile<3, 3, 8, 9>>(works, stream);
         return conv_weight_tma<WeightTile<3, 1, 8, 10>>(works, stream);
-    // tile's width, stages of x, of dout, of x transposed
+    // WeightTileFp8's parameters are: pixels across a tile, stages of x, of dout, of strips (x transposed).
     case FP8_3X3: return conv_weight_fp8<WeightTileFp8<16, 6, 7, 6>>(works, stream);
     case FP8_3X3_NARROW: return conv_weight_fp8<WeightTileFp8<8, 8, 10, 9>>(works, stream);
     // any GPU
@@ -19252,7 +19315,8 @@ static void launch_weight_kind(WeightKind kind, const WeightPlans& works, Stream
 }
 
 // Computes the weight gradients of at most WEIGHT_BATCH layers: with one launch for each kind, and one launch that adds
-// up all partials. If the workspace has no room for the partials of all layers, it computes the layers in two halves.
+// up all partials. It leaves out the layers that conv_weight_one computes (conv_weight_alone). If the workspace has no
+// room for the partials of all layers, this function computes the layers in two halves.
 static void conv_weight_batch(const std::vector<WeightWork>& works, Stream* stream) {
     std::map<WeightKind, WeightPlans> kinds; // the works of each kind
     WeightPlans sums;                        // the works whose partials have to be added up
@@ -19287,8 +19351,8 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Stream* stre
 }
 
 // Computes the weight gradient of a layer that is first replaced by another one (conv_weight_alone):
-//   few channels   The layer becomes a 1x1 convolution of rows (conv_few), whose weight gradient is computed first.
-//                  From this, conv_few_gradient computes the layer's own weight gradient.
+//   few channels   The layer becomes a 1x1 convolution of rows (see the comments above ConvFew). The weight gradient of
+//                  that convolution is computed first. From it, conv_few_gradient computes the layer's own gradient.
 //   upsampling     x is first upsampled. Then the layer is a convolution without upsampling.
 //   stride 2       dout is first spread out: zeros are put between its pixels. Then the layer is a convolution with
 //                  stride 1.
@@ -19352,7 +19416,8 @@ static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* 
 // on.
 
 // Returns the largest number of parts that a tensor's Stats can have for an image of H x W pixels. A part holds sums
-// over a convolution's tile, or over 8 rows of a tile. So a part covers at least 8 x 8 pixels.
+// over a convolution's tile, or over 8 rows of a tile. The smallest parts are 8 x 8 pixels, or 64 consecutive pixels
+// (conv_gather).
 static int max_stat_parts(int H, int W) { return ceil_div(H, 8) * ceil_div(W, 8); }
 
 // A kernel that does nothing. code_version asks the runtime for which architecture this kernel was compiled. All

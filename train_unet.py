@@ -847,7 +847,8 @@ def changed_loss(config: Config, data: Data, start: ModelFile) -> str:
     """What makes the losses or the gradients of a resumed run other than those before its checkpoint: the first flag for which this is so, or the
     data; "" if nothing does. See train_unet.cu, changed_loss."""
     for name, field in FLAGS.items():
-        of_loss = field.metadata.get("free") and name != "sigma_small"  # which is for samples alone
+        of_samples = name == "sigma_small" and not config.use_kl  # which may be a part of the loss with --use_kl
+        of_loss = field.metadata.get("free") and not of_samples
         used = config.objective in (field.metadata.get("objectives") or config.objective).split("|") and (name != "vlb_weight" or config.learn_sigma)
         before, now = getattr(start.config, name, None), getattr(config, name, None)
         if (of_loss or name.startswith("ect_") or name in ("schedule_sampler", "batch_size")) and used and before != now:
