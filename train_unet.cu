@@ -6,144 +6,144 @@
 // Map (make map renews the line numbers)
 //    247  Part I. The program
 //    250     1. Types at the interface: what operations are called with
-//    771     2. The interface: all that the program asks of a device
-//   1145     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1246     4. Configuration: flags, presets, help, what can work and what cannot
-//   2055     5. The network: a list of layers, made of guided-diffusion's flags
-//   3067     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3077         FP8: its buffers, its factors, and weights in FP8
-//   3218         gradients, and buffers
-//   3481     7. Forward and backward: two walks over the list
-//   3618     8. Diffusion: noise schedules, objectives, samplers
-//   3921         the level of a training sample, drawn, and its share of the loss
-//   4398         samplers
-//   4980     9. Data: .bin files that may be larger than memory, the order of their images
-//   5553    10. Model files: weights and checkpoints, initial weights
-//   5936    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   5955         the learning rate, the verdict on a step, averages of the weights
-//   6050         what a trainer holds
-//   6229         a step
-//   6593    12. A run: log, guard, checkpoints, resume, samples
-//   6619         the log in memory, as the page shows it
-//   6737         what a run holds
-//   6823         the log and the status line
-//   7015         checkpoints, snapshots and grids
-//   7295         the start of a run: new, from a file's weights, or resumed
-//   7564         how a run begins and ends
-//   7729         the loop over the steps
-//   7831         train: a whole run, from the first check to the exit code
-//   7888         samples, without a run
-//   8060    13. main: the command line, then a run or samples
-//   8390         what ranks must have in common
-//   8464         main
-//   8668  Part II. The device
-//   8671    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8755    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8825    16. The GPU: what all kernels share
-//   8894         Launches, which may overlap
-//   8940         Decisions: what kernels are chosen with
-//   8994         Single instructions: shared memory, mbarriers, clusters
-//   9088         Activations: pieces of 16 bytes
-//   9427         each_kernel: a thread for an element
-//   9441         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9609         Swizzle: how rows lie in shared memory
-//   9628         Hopper (sm_90a): TMA, wgmma and what goes with them
-//   9908         building blocks of Hopper's kernels (sm_90a)
-//  10217    17. Small operations: resampling, embeddings, diffusion
-//  10220         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10426         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10789         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11342    18. Group norm
-//  11345         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  11902         groupnorm_backward_whole: an image's slab in shared memory
-//  12302    19. Attention
-//  12409         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  12968         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13116         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13816    20. Convolution
-//  13862         ConvOut: results, 4 channels of a pixel at a time
-//  14109         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14177         conv_halo: 3x3, stride 1, any GPU
-//  14599         conv_gather: any kernel size and stride, any GPU
-//  14869         conv_few: the first and the last layer
-//  15051         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15660         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15786         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16275         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16733         conv_weight_tma: weight gradients (sm_90a)
-//  17043         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17355         FP8 in training: weights and gradients are rounded
-//  17470    21. The optimiser
-//  17473         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17734         muon: directions for matrices of weights
-//  18165    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18168         groupnorm_backward
-//  18336         attention: forward and, where a has dout, backward
-//  18400         convolution: forward and input gradient
-//  18913         convolution: weight gradients
-//  19295    23. The GPU: memory, copies, repeated work
-//  19525    24. Between ranks: from device to device
+//    778     2. The interface: all that the program asks of a device
+//   1155     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1258     4. Configuration: flags, presets, help, what can work and what cannot
+//   2075     5. The network: a list of layers, made of guided-diffusion's flags
+//   3090     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3100         FP8: its buffers, its factors, and weights in FP8
+//   3242         gradients, and buffers
+//   3512     7. Forward and backward: two walks over the list
+//   3651     8. Diffusion: noise schedules, objectives, samplers
+//   3957         the level of a training sample, drawn, and its share of the loss
+//   4439         samplers
+//   5023     9. Data: .bin files that may be larger than memory, the order of their images
+//   5598    10. Model files: weights and checkpoints, initial weights
+//   5984    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   6003         the learning rate, the verdict on a step, averages of the weights
+//   6098         what a trainer holds
+//   6279         a step
+//   6648    12. A run: log, guard, checkpoints, resume, samples
+//   6675         the log in memory, as the page shows it
+//   6803         what a run holds
+//   6892         the log and the status line
+//   7090         checkpoints, snapshots and grids
+//   7374         the start of a run: new, from a file's weights, or resumed
+//   7675         how a run begins and ends
+//   7842         the loop over the steps
+//   7954         train: a whole run, from the first check to the exit code
+//   8017         samples, without a run
+//   8190    13. main: the command line, then a run or samples
+//   8523         what ranks must have in common
+//   8597         main
+//   8801  Part II. The device
+//   8804    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8888    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8958    16. The GPU: what all kernels share
+//   9029         Launches, which may overlap
+//   9076         Decisions: what kernels are chosen with
+//   9131         Single instructions: shared memory, mbarriers, clusters
+//   9226         Activations: pieces of 16 bytes
+//   9568         each_kernel: a thread for an element
+//   9582         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9752         Swizzle: how rows lie in shared memory
+//   9773         Hopper (sm_90a): TMA, wgmma and what goes with them
+//  10055         building blocks of Hopper's kernels (sm_90a)
+//  10370    17. Small operations: resampling, embeddings, diffusion
+//  10373         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10581         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10947         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11501    18. Group norm
+//  11504         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12065         groupnorm_backward_whole: an image's slab in shared memory
+//  12468    19. Attention
+//  12576         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13138         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13285         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13988    20. Convolution
+//  14037         ConvOut: results, 4 channels of a pixel at a time
+//  14285         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14354         conv_halo: 3x3, stride 1, any GPU
+//  14779         conv_gather: any kernel size and stride, any GPU
+//  15051         conv_few: the first and the last layer
+//  15235         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15846         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15973         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16467         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16929         conv_weight_tma: weight gradients (sm_90a)
+//  17240         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17558         FP8 in training: weights and gradients are rounded
+//  17673    21. The optimiser
+//  17676         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17937         muon: directions for matrices of weights
+//  18370    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18373         groupnorm_backward
+//  18541         attention: forward and, where a has dout, backward
+//  18605         convolution: forward and input gradient
+//  19120         convolution: weight gradients
+//  19505    23. The GPU: memory, copies, repeated work
+//  19736    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8664, run_program 8600, train 7837, run_step 7780, train_step 6520, load_batch 5506 (read_image 5069),
-//     send 19496 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19427):
-//     step_gradients 6372: draw_levels 10807 (the formulas: draw_level 3991), forward_and_loss 6292, q_sample_forward
-//     11021, unet_forward 3511, forward_layer 3496 (a function of the layer's kind, such as forward_conv 2525),
-//     loss_forward_backward 11139, unet_backward 3585, which calls such a function as backward_conv 2532 of each layer
-//     (input gradients: conv_backward_input 18878) and, by launch_waiting 3547 on the side stream,
-//     conv_backward_weights 19288; finish_gradients 12252 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17525;
-//     judge_step 17573 (the verdict: judge_batch 6023), update_slice 6483, adamw_update 17705 (adamw_kernel 17650),
-//     next_step 17579, record_step 17585; later collect_steps 7733
-//   --optimizer muon: muon_updates 6135 says which weights; update_slice 6483, update_by_muon 6474 (with the formulas),
-//     muon_momentum 17776, orthogonalise 18142 (with muon_kernel above it), adamw_kernel 17650 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11213): sample_batch 4889, plan_route 4637,
-//     device_step 4685, euler_step 4429 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18761 draws all of its roads):
-//     forward_conv 2525; conv_forward 18801, with conv_product above it, which asks conv_is_wgmma 18408;
-//     on Hopper, large images: pick_conv_tiles_3x3 18708; conv_tiles 16260, with conv_tiles_kernel above it;
-//     Accumulators 10133 (its function multiply); Wgmma 9695;
-//     on Hopper, small images: pick_conv_small 18561; conv_small 16719, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9695;
-//     on any other GPU pick_conv_halo_bf16 18475; conv_halo 14586, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9494
-//   why several GPUs compute the bits of one: step_gradients 6372
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 424, Silu 8718, with_nonlinearity 8728 (a case);
-//     BEHIND_NORMS, above add_norm 2755, chooses it. The embedding has SiLU as a layer: silu_forward 10707
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3848
-//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 546, and beside each other edm_question
-//     3684, ask 3719, frame_of 3732, sigma_draws 3739, has_steps_of_t 3746; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2417; an example is forward_linear 2445
-//     with what follows it; a function such as add_resblock 2807 puts the layer into the network; its operation
+//     main 8797, run_program 8733, train 7960, run_step 7893, train_step 6575, load_batch 5551 (read_image 5112),
+//     send 19707 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19638):
+//     step_gradients 6424: draw_levels 10965 (the formulas: draw_level 4028), forward_and_loss 6343, q_sample_forward
+//     11179, unet_forward 3542, forward_layer 3527 (a function of the layer's kind, such as forward_conv 2547),
+//     loss_forward_backward 11297, unet_backward 3616, which calls such a function as backward_conv 2554 of each layer
+//     (input gradients: conv_backward_input 19085) and, by launch_waiting 3578 on the side stream,
+//     conv_backward_weights 19498; finish_gradients 12418 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17728;
+//     judge_step 17776 (the verdict: judge_batch 6071), update_slice 6537, adamw_update 17908 (adamw_kernel 17853),
+//     next_step 17782, record_step 17788; later collect_steps 7846
+//   --optimizer muon: muon_updates 6183 says which weights; update_slice 6537, update_by_muon 6528 (with the formulas),
+//     muon_momentum 17979, orthogonalise 18347 (with muon_kernel above it), adamw_kernel 17853 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11371): sample_batch 4932, plan_route 4680,
+//     device_step 4728, euler_step 4470 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 18968 draws all of its roads):
+//     forward_conv 2547; conv_forward 19008, with conv_product above it, which asks conv_is_wgmma 18613;
+//     on Hopper, large images: pick_conv_tiles_3x3 18915; conv_tiles 16452, with conv_tiles_kernel above it;
+//     Accumulators 10286 (its function multiply); Wgmma 9840;
+//     on Hopper, small images: pick_conv_small 18767; conv_small 16915, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9840;
+//     on any other GPU pick_conv_halo_bf16 18680; conv_halo 14766, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9636
+//   why several GPUs compute the bits of one: step_gradients 6424
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 426, Silu 8851, with_nonlinearity 8861 (a case);
+//     BEHIND_NORMS, above add_norm 2778, chooses it. The embedding has SiLU as a layer: silu_forward 10865
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3884
+//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 549, and beside each other edm_question
+//     3719, ask 3754, frame_of 3767, sigma_draws 3774, has_steps_of_t 3781; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2439; an example is forward_linear 2467
+//     with what follows it; a function such as add_resblock 2830 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
-//   to add an element type beside bf16: Element 318, with a list of all places above it: element_named 1402,
-//     forward_and_loss 6292, ElementOf 8689, with_act 8958 (act_has_wgmma below it), unpack_bf16 9102 and all below it
-//     to load_two 9166, mma 9494, tma_type 9862, adamw_kernel 17650 (adamw_update below it), conv_product 18761
-//   the settings, to their values: parse_command_line 1595, take_aliases 1623, complete_config 8580
-//     (apply_preset 1512, take_model_file 8216, take_ect_defaults 8246), take_data_shape 8293 (take_labels 8274),
-//     check_model 1891, check_run 2039
-//   FP8 (--precision fp8): choose_fp8 3006 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3081 and plan_fp8_gradients 3096 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3141 for samples, make_fp8_training 3184 for training; add_fp8_args 2289
-//     hands them to the layers. forward_conv 2525, backward_conv 2532 and weight_work 2262 choose between bf16 and FP8;
-//     conv_backward_input_fp8 18863 makes an input gradient a forward convolution; conv_product_fp8 18794 picks the
-//     kernel, multiply_fp8 10167 and WgmmaFp8 9738 multiply; weight gradients: conv_weight_fp8_kernel 17302;
-//     print_fp8 7510 says whether it pays
+//   to add an element type beside bf16: Element 319, with a list of all places above it: element_named 1416,
+//     forward_and_loss 6343, ElementOf 8822, with_act 9095 (act_has_wgmma below it), unpack_bf16 9241 and all below it
+//     to load_two 9305, mma 9636, tma_type 10009, adamw_kernel 17853 (adamw_update below it), conv_product 18968
+//   the settings, to their values: parse_command_line 1612, take_aliases 1640, complete_config 8713
+//     (apply_preset 1528, take_model_file 8346, take_ect_defaults 8376), take_data_shape 8425 (take_labels 8405),
+//     check_model 1909, check_run 2059
+//   FP8 (--precision fp8): choose_fp8 3029 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3104 and plan_fp8_gradients 3119 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3164 for samples, make_fp8_training 3208 for training; add_fp8_args 2311
+//     hands them to the layers. forward_conv 2547, backward_conv 2554 and weight_work 2284 choose between bf16 and FP8;
+//     conv_backward_input_fp8 19070 makes an input gradient a forward convolution; conv_product_fp8 19001 picks the
+//     kernel, multiply_fp8 10320 and WgmmaFp8 9883 multiply; weight gradients: conv_weight_fp8_kernel 17503;
+//     print_fp8 7620 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
-//     die, refuse or must (host/files.h), of wrong 1478 (a flag's value), or of a function beside it whose name ends in
+//     die, refuse or must (host/files.h), of wrong 1493 (a flag's value), or of a function beside it whose name ends in
 //     _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7033. Its
-//     reasons are found in judge_batch 6023, by healthy and suspicious above it. For a damaged header they stand in
-//     check_field 5745 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
-//     5117, for a checkpoint's counters in check_resume 8350. unknown_word 1388 prints the message for a word of a flag
-//     that some place does not know. Such a place calls it itself or through meaning 1394.
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7108. Its
+//     reasons are found in judge_batch 6071, by healthy and suspicious above it. For a damaged header they stand in
+//     check_field 5793 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
+//     5160, for a checkpoint's counters in check_resume 8483. unknown_word 1402 prints the message for a word of a flag
+//     that some place does not know. Such a place calls it itself or through meaning 1408.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7283 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 7059 that a file could not be written yet.
-//     stop_run 7033 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7362 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 7134 that a file could not be written yet.
+//     stop_run 7108 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -5293,25 +5293,26 @@ static bool is_up_to_date(const std::string& path, const Config& c, int64_t chan
     return fits && changed <= nanoseconds(st.st_mtim);
 }
 
-// Returns the words of the command that makes a data file of the pictures in --data_dir. tools: the folder that
-// prepare_data.py lies in, with a slash at its end; "": the current folder. If this folder has a virtual environment
-// (.venv, which `make python` makes), its Python is used, because it has the packages that prepare_data.py needs.
-static std::vector<std::string> prepare_command(const Config& c, const std::string& tools, const std::string& file) {
-    const std::string own_python = tools + ".venv/bin/python";
-    const std::string python = exists(own_python) ? own_python : "python3";
+// Returns the Python that prepares --data_dir. If there is a virtual environment in the program's folder (.venv, which
+// `make python` makes), it is that one's, because it has the packages that prepare_data.py needs.
+static std::string preparing_python(const std::string& own_folder) {
+    const std::string own = own_folder + "/.venv/bin/python";
+    return exists(own) ? own : "python3";
+}
+
+// Returns the words of the command that makes a data file of the pictures in --data_dir. program: prepare_data.py.
+static std::vector<std::string> prepare_command(const Config& c, const std::string& python, const std::string& program,
+                                                const std::string& file) {
     const std::string size = size_text(c.H, c.W);
     const std::string channels = std::to_string(c.in_channels);
-    return {python,          tools + "prepare_data.py",
-            "--data_dir",    c.data_dir,
-            "--output_name", file,
-            "--image_size",  size,
-            "--channels",    channels};
+    return {python, program,        "--data_dir", c.data_dir,   "--output_name",
+            file,   "--image_size", size,         "--channels", channels};
 }
 
 // Returns the command of prepare_command as one line that a user can type.
-static std::string prepare_command_line(const Config& c, const std::string& file) {
+static std::string prepare_command_line(const Config& c, const std::string& python, const std::string& file) {
     std::string line;
-    for (const std::string& word : prepare_command(c, "", file)) line += " " + word;
+    for (const std::string& word : prepare_command(c, python, "prepare_data.py", file)) line += " " + word;
     return "`" + line.substr(1) + "`";
 }
 
@@ -5332,13 +5333,14 @@ static void prepare_folder(const Config& c, const std::string& file) {
     // prepare_data.py lies beside this program.
     std::error_code none;
     const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", none);
-    const std::string tools = self.parent_path().string() + "/";
-    const std::string program = tools + "prepare_data.py";
-    const std::string by_hand = prepare_command_line(c, file);
+    const std::string own_folder = self.parent_path().string();
+    const std::string python = preparing_python(own_folder);
+    const std::string program = own_folder + "/prepare_data.py";
+    const std::string by_hand = prepare_command_line(c, python, file);
     must(exists(program), flag, program + " is not there, which prepares it; run " + by_hand + " where it is");
-    const int code = run_child(prepare_command(c, tools, file));
-    must(code != CANT_RUN, flag,
-         "there is no python3 in PATH, which prepares it; run " + by_hand + " where there is one");
+    const int code = run_child(prepare_command(c, python, program, file));
+    const std::string why = python == "python3" ? "there is no python3 in PATH" : python + " can't be run";
+    must(code != CANT_RUN, flag, why + ", which prepares it; run " + by_hand + " where there is one");
     must(code == 0, flag, "was not prepared, for the reason above; once that is mended, run this again, or " + by_hand);
 
     // The file's time is set to `changed`, the time of the folder's last change, which was read before the file was
@@ -5654,13 +5656,16 @@ constexpr int SLOT_GUARD = 88;      // 40 bytes: the run's Guard
 constexpr int SLOT_EMAS = 98;       // how many averages there are besides the first; the next slots hold their rates
 constexpr int SLOT_SAMPLER = 106;   // schedule_sampler
 constexpr int SLOT_ECT = 107;       // with --objective ect: the first slot of this objective's flags
-constexpr int SLOT_ECT_END = 113;   // the first slot after these flags
-constexpr int SLOT_COND_CRC = 113;  // with cond_channels: the header_crc of --cond_file; the next slot holds cond_noise
+constexpr int SLOT_ECT_D = 110;
+constexpr int SLOT_ECT_END = 113;  // the first slot after these flags
+constexpr int SLOT_COND_CRC = 113; // with cond_channels: the header_crc of --cond_file
+constexpr int SLOT_COND_NOISE = 114;
 constexpr int SLOT_PRECISION = 115; // the run's --precision
 constexpr int SLOT_OPTIMIZER = 116; // the run's --optimizer
-constexpr int SLOT_PRESET = 117; // the run's preset (preset_checksum); the slots after it are unused, up to SLOT_PATH
-constexpr int SLOT_PATH = 128;   // 512 bytes: the path data_file, a byte 0, the path cond_file
-constexpr int MOST_LEVELS = 8;   // how many numbers channel_mult may have, and how many attention_resolutions
+constexpr int SLOT_PRESET = 117;    // the run's preset (preset_checksum)
+constexpr int SLOT_VAL_CRC = 118;   // the header_crc of --val_data_file; the slots after it are unused, up to SLOT_PATH
+constexpr int SLOT_PATH = 128;      // 512 bytes: the path data_file, a byte 0, the path cond_file
+constexpr int MOST_LEVELS = 8;      // how many numbers channel_mult may have, and how many attention_resolutions
 
 // A header stores the objective as a number. Returns the objective's name, as --objective takes it ("ddpm", "edm" and
 // so on), or "" if there is no objective of this number: then the file is damaged.
@@ -5810,7 +5815,7 @@ static void check_lists(const ModelFile& m) {
     unused(SLOT_EMAS + m.emas(), SLOT_SAMPLER);
     unused(is_ect(m.header) ? SLOT_ECT_END : SLOT_ECT, SLOT_COND_CRC);
     if (!s[SLOT_COND_CHANNELS]) unused(SLOT_COND_CRC, SLOT_PRECISION);
-    unused(SLOT_PRESET + 1, SLOT_PATH);
+    unused(SLOT_VAL_CRC + 1, SLOT_PATH);
 }
 
 // Opens a model file and checks all that can be checked without its network.
@@ -6727,7 +6732,10 @@ struct LogSummary {
     int most_skipped = Config{}.max_bad_steps; // so many bad rows in a row end a run
     double mean = 0;    // the mean loss over about the latest tenth of the steps, at most about 50 steps
     double seconds = 0; // the length of the run when the last row's step was done
-    void add(const std::string& row);
+    // Both add a row, which must be the next row of the log. add_read is for rows of log.csv. It finds out by its guard
+    // whether the run skipped the row's step.
+    void add(const std::string& row, bool is_skipped);
+    void add_read(const std::string& row);
 };
 
 // Returns a LogPart that summarises a single row. seconds: the length of the run when the row's step was done. skipped:
@@ -6750,7 +6758,7 @@ static LogPart part_of_row(const LogValues& values, double seconds, bool skipped
 }
 
 // Adds a row, which must be the next row of the log.
-void LogSummary::add(const std::string& row) {
+void LogSummary::add(const std::string& row, bool is_skipped) {
     const LogValues values = parse_row(row);
     const double loss = values[COLUMN_LOSS];
     const double ms = values[COLUMN_MS];
@@ -6760,13 +6768,6 @@ void LogSummary::add(const std::string& row) {
     if (logged >= seconds && logged < BIG) seconds = logged;
     else if (ms > 0 && ms < BIG) seconds += ms / 1000;
 
-    // The run's guard judged the step by the same rule. So is_skipped is true if the run skipped the step. But a
-    // resumed run may have started its guard anew (start_guard_anew), and the rows do not say so. If the guard here
-    // finds most_skipped rows in a row bad, the run must have done this, because otherwise it would have ended. So the
-    // guard here starts anew, too.
-    if (skipped == most_skipped) guard = Guard{};
-    const bool is_skipped = !healthy(&guard, loss, values[COLUMN_GRAD_NORM]);
-    skipped = is_skipped ? skipped + 1 : 0;
     const LogPart part = part_of_row(values, seconds, is_skipped);
     // The mean is updated with one loss at a time. The newest loss, number n, gets the share 10 / (n + 9) of the mean.
     // Then the share of the k-th of the n losses is about proportional to k^9, so the latest losses matter most. From
@@ -6785,6 +6786,17 @@ void LogSummary::add(const std::string& row) {
     }
     parts.resize(MAX_PARTS / 2);
     rows *= 2;
+}
+
+void LogSummary::add_read(const std::string& row) {
+    const LogValues values = parse_row(row);
+    // The run's guard judged the step by the same rule as the guard here. But a resumed run may have started its guard
+    // anew (compare_with_checkpoint), and the rows do not say so. If the guard here finds most_skipped rows in a row
+    // bad, the run must have done this, because otherwise it would have ended. So the guard here starts anew, too.
+    if (skipped == most_skipped) guard = Guard{};
+    const bool is_skipped = !healthy(&guard, values[COLUMN_LOSS], values[COLUMN_GRAD_NORM]);
+    skipped = is_skipped ? skipped + 1 : 0;
+    add(row, is_skipped);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6824,12 +6836,13 @@ struct Run {
     int stop = 0;           // the signal that ends the run; all ranks agreed on it; 0: no signal came
 
     // Checkpoints and snapshots of the averages. Updates are the steps that were not skipped.
-    int64_t saved_step = 0;       // the step of the newest checkpoint; 0: there is none
-    int64_t saved_updates = 0;    // how many updates had been done when that checkpoint was written
-    int64_t proven_step = -1;     // the step of the newest checkpoint after which a good step was seen
-    int64_t snapshot_step = 0;    // the step of the newest snapshot
-    int64_t snapshot_updates = 0; // how many updates had been done when that snapshot was written
-    double best_loss = INFINITY;  // at rank 0: the validation loss of best.bin; infinite: unknown, or no best.bin
+    int64_t saved_step = 0;        // the step of the newest checkpoint; 0: there is none
+    int64_t saved_updates = 0;     // how many updates had been done when that checkpoint was written
+    int64_t proven_step = -1;      // the step of the newest checkpoint after which a good step was seen
+    int64_t snapshot_step = 0;     // the step of the newest snapshot
+    int64_t snapshot_updates = 0;  // how many updates had been done when that snapshot was written
+    bool val_loss_changed = false; // validation losses mean something else than those before the run was resumed
+    double best_loss = INFINITY;   // at rank 0: the validation loss of best.bin; infinite: unknown, or no best.bin
 
     // The log, the page and the line on the terminal.
     int log_file = -1;               // the file descriptor of log.csv
@@ -6914,10 +6927,11 @@ static void open_log(Run* run) {
         const double step = values[COLUMN_STEP];
         const bool belongs = step > 0 && step <= (double)run->first_step; // false for the line of column names (step 0)
         if (!belongs) continue;
-        run->summary.add(row);
+        run->summary.add_read(row);
         const double val_loss = values[COLUMN_VAL_LOSS];
-        if ((int64_t)step == best && std::isfinite(val_loss)) run->best_loss = val_loss;
-        if ((int64_t)step == run->first_step) run->val_loss = val_loss;
+        const bool is_comparable = std::isfinite(val_loss) && !run->val_loss_changed;
+        if ((int64_t)step == best && is_comparable) run->best_loss = val_loss;
+        if ((int64_t)step == run->first_step && is_comparable) run->val_loss = val_loss;
         const bool lacks_seconds = std::ranges::count(row, ',') == commas - 1; // written by an older program
         kept += lacks_seconds ? row + ",\n" : row + "\n";
     }
@@ -6930,9 +6944,10 @@ static void open_log(Run* run) {
     if (run->log_file < 0) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
     // The loss of best.bin is not found if the run goes on from a step before best.bin's step, or if log.csv was cut or
     // removed.
-    if (best >= 0 && std::isinf(run->best_loss))
-        printf("%s: log.csv has no validation loss of its step %ld, so the next checkpoint becomes the best\n",
-               run->folder.name(BEST).c_str(), best);
+    if (best < 0 || std::isfinite(run->best_loss)) return;
+    const std::string why = run->val_loss_changed ? "its validation loss can't be compared with those of this run"
+                                                  : text("log.csv has no validation loss of its step %ld", best);
+    printf("%s: %s, so the next checkpoint becomes the best\n", run->folder.name(BEST).c_str(), why.c_str());
 }
 
 // If somebody removed the folder, the run has no place for its checkpoints, and ends. If somebody moved the folder, the
@@ -7006,7 +7021,8 @@ static void log_step(Run* run, double ms, double val, double seconds) {
     row += std::isnan(val) ? "," : text(",%.9g", val);
     row += text(",%.3f", seconds);
     if (!world.rank) run->unwritten_rows += row + "\n";
-    run->summary.add(row);
+    run->summary.guard = s.guard;
+    run->summary.add(row, !s.ok);
 }
 
 // Returns the whole status line, which shorten_status then makes fit into the terminal. val: a validation loss, or NaN.
@@ -7223,6 +7239,7 @@ static void save_checkpoint(Run* run) {
     // These slots identify the data that the run trains on.
     h.set(SLOT_IMAGES, tr.data.count);
     h.set(SLOT_DATA_CRC, tr.data.header_crc);
+    h.set(SLOT_VAL_CRC, run->val.header_crc);
     if (tr.data.cond) h.set(SLOT_COND_CRC, tr.data.cond->header_crc);
     const std::string paths = c.data_file + '\0' + c.cond_file;
     memcpy(&h.slot[SLOT_PATH], paths.data(), paths.size());
@@ -7402,30 +7419,60 @@ static void restore_history(const Trainer& tr, const ModelFile& m) {
     if (bytes) copy_to_device(tr.history, history.data(), bytes);
 }
 
-// Returns why the losses or gradients of a resumed run can't be compared with those before its checkpoint m: a text
-// that names the first flag whose value has changed, or the data file if it is another one. "": they can be compared.
-static std::string changed_loss(const Config& c, const ModelFile& m, const Dataset& d) {
+// Returns a text that names the first flag, of those for which matters(flag) is true, whose value is another one than
+// in the checkpoint m; "": all have the same value.
+static std::string changed_flag(const Config& c, const ModelFile& m, auto matters) {
     for (const Flag& f : FLAGS) {
-        const bool is_of_ect = f.slot >= SLOT_ECT && f.slot < SLOT_ECT_END;
-        // sigma_small is for samples, but with --use_kl True it may also be a part of the loss.
-        const bool is_of_samples = f.slot == SLOT_SIGMA_SMALL && !c.use_kl;
-        const bool is_of_loss = f.free && !is_of_samples;
-        const bool matters = is_of_loss || is_of_ect || f.slot == SLOT_SAMPLER || f.slot == SLOT_BATCH_SIZE;
-        if (!matters || !slot_is_used(m.header, f)) continue;
-        Config then; // holds the checkpoint's value of this flag; all other flags have their defaults
+        if (!f.slot || !matters(f) || !slot_is_used(m.header, f)) continue;
+        Config then; // holds the checkpoint's value of this flag; all other flags but max_steps have their defaults
         set_flag(&then, f, header_value(c, m.header, f));
-        const std::string before = flag_value(then, f);
-        if (!same_value(f.name, flag_value(c, f), before))
-            return text("--%s %s: was %s before", f.name, flag_value(c, f).c_str(), before.c_str());
+        then.max_steps = m.header.slot[SLOT_MAX_STEPS];
+        std::string before = flag_value(then, f);
+        std::string now = flag_value(c, f);
+        if (f.slot == SLOT_ECT_D) { // its value may be 0, which stands for a number that depends on max_steps
+            before = std::to_string(then.ect_stage());
+            now = std::to_string(c.ect_stage());
+        }
+        if (!same_value(f.name, now, before))
+            return text("--%s %s: was %s before", f.name, now.c_str(), before.c_str());
     }
-    const bool same_data = m.header.get<uint32_t>(SLOT_DATA_CRC) == d.header_crc;
-    return same_data ? "" : "--data_file " + d.path + ": was another one before";
+    return "";
 }
 
-// The guard compares a step's loss and its gradient's norm with those of earlier steps. If these can't be compared any
-// more, the guard is started anew, as in a new run. Otherwise it could skip every step of the resumed run.
-static void start_guard_anew(Run* run, const ModelFile& m) {
-    const std::string why = changed_loss(run->config, m, run->trainer.data);
+// Returns whether a flag belongs to the objective, so that it changes what a loss means.
+static bool is_of_objective(const Config& c, const Flag& f) {
+    // sigma_small is for samples, but with --use_kl True it may also be a part of the loss.
+    if (f.slot == SLOT_SIGMA_SMALL) return c.use_kl;
+    const bool is_of_ect = f.slot >= SLOT_ECT && f.slot < SLOT_ECT_END;
+    return is_of_ect || (f.slot >= SLOT_DIFFUSION && f.slot < SLOT_PATCH_SIZE);
+}
+
+// Returns why the losses or gradients of a resumed run can't be compared with those before its checkpoint m: a text
+// that names the first flag whose value has changed, or a data file if it is another one. "": they can be compared.
+static std::string changed_loss(const Config& c, const ModelFile& m, const Dataset& d) {
+    const std::string flag = changed_flag(c, m, [&](const Flag& f) {
+        const bool is_of_samples = f.slot == SLOT_SIGMA_SMALL && !c.use_kl;
+        const bool is_of_batch = f.slot == SLOT_SAMPLER || f.slot == SLOT_BATCH_SIZE || f.slot == SLOT_COND_NOISE;
+        return (f.free && !is_of_samples) || is_of_batch || is_of_objective(c, f);
+    });
+    if (!flag.empty()) return flag;
+    if (m.header.get<uint32_t>(SLOT_DATA_CRC) != d.header_crc)
+        return text("--data_file %s: was another one before", d.path.c_str());
+    if (d.cond && m.header.get<uint32_t>(SLOT_COND_CRC) != d.cond->header_crc)
+        return text("--cond_file %s: was another one before", d.cond->path.c_str());
+    return "";
+}
+
+// Compares a resumed run with its checkpoint m. The guard compares a step's loss and its gradient's norm with those of
+// earlier steps. If these can't be compared any more, the guard is started anew, as in a new run. Otherwise it could
+// skip every step of the resumed run. Likewise, new validation losses may mean something else than that of best.bin.
+static void compare_with_checkpoint(Run* run, const ModelFile& m) {
+    const Config& c = run->config;
+    const std::string objective = changed_flag(c, m, [&](const Flag& f) { return is_of_objective(c, f); });
+    const uint32_t val_crc = m.header.get<uint32_t>(SLOT_VAL_CRC); // 0: not known, or there was no such file
+    const bool other_val_data = val_crc && val_crc != run->val.header_crc;
+    run->val_loss_changed = !objective.empty() || other_val_data;
+    const std::string why = changed_loss(c, m, run->trainer.data);
     if (why.empty()) return;
     printf("%s, so the first 100 steps show anew which losses and gradient norms are usual\n", why.c_str());
     run->state.guard = Guard{};
@@ -7469,7 +7516,6 @@ static void restore(Run* run, const ModelFile& m) {
         printf("--batch_size %d: was %d before; the order of the data goes by batches, "
                "so that image %ld of it comes next, not %ld\n",
                B, before, s.step * B, s.step * before);
-    start_guard_anew(run, m);
 }
 
 // Ends the program if this run must not write into the output folder. A folder may hold one run only. So a new run
@@ -7894,6 +7940,16 @@ static bool lacks_validation(const Run& run) {
     return c.keep_best && run.stop && unsaved && std::isnan(run.val_loss) && run.issued < c.max_steps;
 }
 
+// Makes the link that keep_best_of_resumed makes, for a run that has done all its steps already.
+static void link_best_of_finished(Run* run, const std::string& resume) {
+    const std::string checkpoint = text("model_%07ld.bin", run->first_step);
+    const bool own_folder = run->folder.descriptor >= 0 && run->folder.has(checkpoint);
+    if (world.rank || !own_folder) return;
+    take_folder(run, resume);
+    open_log(run);
+    keep_best_of_resumed(run);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // --- train: a whole run, from the first check to the exit code
 
@@ -7920,10 +7976,12 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
     const bool lacks_grid = lacks_file(run, "samples_", ".png", c.sample_interval);
     const bool all_steps_done = run.state.step >= c.max_steps;
     if (all_steps_done && !lacks_snapshot && !lacks_grid) {
+        if (c.keep_best) link_best_of_finished(&run, resume);
         printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", run.state.step,
                c.max_steps);
         return 0;
     }
+    if (!resume.empty()) compare_with_checkpoint(&run, start);
     // From here on the run writes into its folder.
     if (!world.rank) take_folder(&run, resume);
     open_log(&run);
@@ -7931,7 +7989,11 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
     begin_page(&run);
     listen_to_signals();
 
-    if (lacks_snapshot) save_snapshot(&run);
+    if (lacks_snapshot) {
+        run.snapshot_step = run.first_step - 1; // so that it stays due if it can't be written now
+        run.snapshot_updates = -1;
+        save_snapshot(&run);
+    }
     if (lacks_grid && !all_steps_done) save_grid(&run); // finish_complete draws the last grid
 
     // The loop over the steps.
@@ -8422,7 +8484,7 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
     const StepState s = m.state();
     const Guard& g = s.guard;
     // Every step was either an update or skipped. The guard's n is the number of updates that it has seen: all updates,
-    // or those since it was started anew (start_guard_anew).
+    // or those since it was started anew (compare_with_checkpoint).
     const int most_steps = std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]);
     const bool steps_add_up = s.step <= most_steps && s.updates >= 0 && s.updates + s.bad_total == s.step;
     const bool skips_fit = s.bad_in_row >= 0 && s.bad_in_row <= s.bad_total;
@@ -8899,8 +8961,8 @@ static void release(Upload*) {}
 // of: single PTX instructions, activations in registers, sums over threads, and tensor cores (mma.sync on any GPU; TMA
 // and wgmma on Hopper).
 
-// A loop over an array that shall lie in registers must be unrolled: an array can lie in registers only if the compiler
-// knows every index.
+// An array can lie in registers only if the compiler knows every index that the code uses on it. So a loop over such an
+// array must be unrolled.
 #define UNROLL_FOR _Pragma("unroll") for
 #define UNROLL_4_FOR _Pragma("unroll 4") for
 #define UNROLL_8_FOR _Pragma("unroll 8") for
@@ -8915,7 +8977,7 @@ static void release(Upload*) {}
 struct Gpu {
     int sms;                             // the number of multiprocessors
     int shared_per_sm, shared_per_block; // bytes of shared memory of a multiprocessor, and the limit of one block
-    bool overlap;                        // this binary has code of sm_90 or later for this GPU, so launches may overlap
+    bool overlap;                        // this GPU runs code of sm_90 or later, so launches may overlap (launch_on)
     bool clusters;                       // this GPU runs code of sm_90 or later, and allowed.clusters is true
     bool wgmma;                          // this GPU runs code of sm_90a (wgmma and TMA), and allowed.hopper is true
 
@@ -8940,7 +9002,9 @@ struct Stream {
     cudaStream_t queue = nullptr;
     char* workspace = nullptr;
     size_t workspace_bytes = 0;
-    bool joined = false; // true: the next kernel must not overlap the work before it, such as a wait for another stream
+    // If joined is true, launch_on starts the next kernel only when all work before it in the queue has ended. (Such
+    // work may be a copy, a wait for another stream, or a kernel.) launch_on then sets joined to false again.
+    bool joined = false;
 };
 
 // A Device is the main stream. It also holds a side stream, whose kernels run at the same time as those of the main
@@ -8948,8 +9012,8 @@ struct Stream {
 struct Device : Stream {
     Stream side;
     cudaStream_t copy_stream = nullptr; // a queue for copies from the host (send); copies need no workspace
-    char* norm_sums = nullptr;          // each image's sums from the backward passes of group norms. finish_gradients
-                                        // adds them up over the images
+    char* norm_sums = nullptr;          // for each group norm, every image's part of dbias and dweight (NormSums).
+                                        // finish_gradients adds these parts up
     size_t norm_sums_bytes = 0;
 };
 static Device device;
@@ -8971,8 +9035,9 @@ Stream* const MAIN_STREAM = &device;
 //                                         ^ await_previous_kernel returns
 //
 // B's blocks start as soon as all blocks of A have called await_previous_kernel and a multiprocessor has room for them.
-// So every kernel that is launched with overlap calls await_previous_kernel before it reads or writes anything that
-// another kernel writes. (A kernel that does not call it is launched without overlap: see launch_behind.)
+// So A may still be running when B starts. Therefore B calls await_previous_kernel before it reads what A writes, and
+// before it writes to global memory. (A kernel that does not call await_previous_kernel is launched without overlap:
+// see launch_behind.)
 // Before this call, B may compute addresses, read its parameters, and read what kernels before A wrote. Those kernels
 // have ended: A's own calls of await_previous_kernel have waited for them before B could start.
 // cluster: how many neighbouring blocks can access each other's shared memory (1: no cluster).
@@ -9017,7 +9082,8 @@ template <class Call> struct Way {
 };
 template <class Call, int N> static void decide(const Call& call, const Way<Call> (&table)[N]) {
     const auto* const way = std::ranges::find(table, true, &Way<Call>::when);
-    // Only conv_product's table can have no such row. All other tables end with a row that always holds.
+    // Only in conv_product's table it may happen that no condition holds. All other tables end with a row whose
+    // condition is always true.
     if (way == std::end(table))
         die("internal error: no kernel for this convolution with --precision %s", name_of(act_element));
     way->launch(call);
@@ -9063,9 +9129,9 @@ constexpr bool CLUSTERS = ARCH >= 900;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Single instructions: shared memory, mbarriers, clusters
-// The instructions are described in PTX ISA, "Instruction Set". Addresses of shared memory are 32 bits wide here
-// (shared_address). INLINE functions are not static, because the compiler would warn about each static function that a
-// build does not use.
+// The instructions are described in NVIDIA's manual "PTX ISA" (Parallel Thread Execution), in its chapter "Instruction
+// Set". Addresses of shared memory are 32 bits wide here (shared_address). INLINE functions are not static, because the
+// compiler would warn about each static function that a build does not use.
 
 // PTX(...) is an instruction without results. Because of volatile and "memory", the compiler moves no other memory
 // access and no barrier past this instruction.
@@ -9108,9 +9174,10 @@ INLINE void store_shared(uint32_t to, uint4 v) {
 
 // --- mbarriers (PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier")
 // An mbarrier is a counter of 8 bytes in shared memory. It goes through phases 0, 1, 2, ... A phase ends when two
-// things have happened: `arrivals` threads (see mbarrier_init) have arrived, and TMA or st.async has written all bytes
-// that were announced for the phase. A thread that waits for a phase gives only the phase's parity (0 for phases 0, 2,
-// 4, ...). A phase and the second phase after it have the same parity, so no thread may be two phases late.
+// things have happened: `arrivals` threads (see mbarrier_init) have arrived, and all bytes that were announced for the
+// phase (mbarrier_expect) have been written by TMA (tma_load) or st.async (store_to_block). A thread that waits for a
+// phase gives only the phase's parity (0 for phases 0, 2, 4, ...). A phase and the second phase after it have the same
+// parity, so no thread may be two phases late.
 INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
     PTX("mbarrier.init.shared::cta.b64 [%0], %1;", "r"(barrier), "r"(arrivals));
 }
@@ -9149,8 +9216,8 @@ INLINE void store_to_block(uint32_t p, uint32_t barrier, float4 v) {
         "r"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier));
 }
 // Tells another block that a stage is free again: arrives at an mbarrier of that block. The arrival is .relaxed: it
-// does not make this thread's earlier writes visible to the other block. To tell that a stage is free, this is not
-// needed. With .release instead of .relaxed, the compiler would insert a slow fence for all of the GPU's memory.
+// does not make this thread's earlier writes visible to the other block. The other block does not read them, so
+// .relaxed is enough. With .release, the compiler would insert a slow fence for all of the GPU's memory.
 INLINE void arrive_at_block(uint32_t barrier) {
     PTX("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];", "r"(barrier));
 }
@@ -9158,16 +9225,17 @@ INLINE void arrive_at_block(uint32_t barrier) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Activations: pieces of 16 bytes
 // A piece is 16 bytes: VEC<T> neighbouring channels of a pixel, 8 bf16 or 4 floats. Threads load and store whole
-// pieces, because 16 bytes are the most that one instruction loads. Channel counts are multiples of 32, so a pixel is a
-// whole number of pieces. In registers a piece is unpacked to fp32; arithmetic is always fp32, and results are rounded
-// once, in pack.
+// pieces, because 16 bytes are the most that one instruction loads on most of the GPUs. Channel counts are multiples of
+// 32, so a pixel is a whole number of pieces. Kernels unpack a piece to floats, compute with the floats, and round each
+// result once, when they pack it.
 template <class T> constexpr int VEC = 16 / sizeof(T);
 static int act_vec() { return 16 / (int)act_bytes(); }
 
 INLINE uint4 load16(const void* p) { return *(const uint4*)p; }
 
-// How numbers of a type of elements become floats, and the reverse. All that a new type needs stands side by side, from
-// here to load_two. If a type lacks one of these functions, the program does not compile.
+// The functions from here to load_two convert elements of a type (float or bf16) to floats, and floats to elements. A
+// new type of elements needs its own version of each of them. If a type lacks one of these functions, the program does
+// not compile.
 //
 // Unpacks the two bf16 in v. A bf16 is the upper 16 bits of a float, so a shift or a mask is enough.
 INLINE float2 unpack_bf16(uint32_t v) {
@@ -9237,7 +9305,7 @@ INLINE float2 load_two(const bf16* p) { return unpack_bf16(*(const uint32_t*)p);
 INLINE float2 load_two(const float* p) { return *(const float2*)p; }
 template <class T> INLINE float4 load4(const T* p) { return to_floats<T>(*(const Four<T>*)p); }
 
-// Adds the two bf16 in v, or the values of a piece, to sum.
+// add_bf16 adds the two bf16 in v to sum[0] and sum[1]. add_piece adds the VEC<T> values of a piece to sum.
 INLINE void add_bf16(float* sum, uint32_t v) {
     sum[0] += unpack_bf16(v).x;
     sum[1] += unpack_bf16(v).y;
@@ -9326,9 +9394,10 @@ template <class T> INLINE void store_gradient(const GradOf<T>& g, size_t i, floa
     *(uint4*)(g.dx + i) = pack<T>(v);
 }
 
-// Where a kernel writes a gradient: in type T and, unless fp8.bytes is null, also in FP8 (e5m2). store_gradient_fp8
-// writes the FP8 numbers, after store_gradient has written v. It rounds v to T before it rounds v to FP8. So the FP8
-// numbers are the same as those that round_gradient, another kernel, makes from the stored gradient.
+// An Fp8GradOf says where a kernel writes a gradient: in type T and, unless fp8.bytes is null, also in FP8 (e5m2). A
+// kernel first stores a piece v of the gradient in type T. Then it calls store_gradient_fp8, which multiplies v by
+// `factor` and writes it in FP8. store_gradient_fp8 rounds v to T before it rounds v to FP8. So the FP8 numbers are the
+// same as those that round_gradient (section 20) would make from the stored gradient.
 template <class T> struct Fp8GradOf : GradOf<T> { Fp8Copy fp8; };
 template <class T> INLINE void store_gradient_fp8(const Fp8GradOf<T>& g, size_t i, float (&v)[VEC<T>], float factor) {
     if (!g.fp8.bytes) return;
@@ -9375,8 +9444,8 @@ INLINE Origin tile_origin(int tile, int tiles_h, int tiles_w, int rows, int colu
 // A thread starts copies, and closes a group of them (copies_committed). Then it does something else. Later it waits
 // until all groups except the latest PENDING have arrived (copies_arrived). Groups arrive in the order in which they
 // were closed. A thread waits only for the copies that it has started itself; for the copies of other threads, a
-// __syncthreads must follow. valid = false: the copy writes zeros (the padding of an image). Even then `from` must be
-// an address that can be read.
+// __syncthreads must follow. If `valid` is false, the copy writes zeros, for example in place of pixels outside an
+// image. Even then `from` must be an address that can be read.
 INLINE void copies_committed() { PTX("cp.async.commit_group;"); }
 template <int PENDING> INLINE void copies_arrived() { PTX("cp.async.wait_group %0;", "n"(PENDING)); }
 
@@ -9384,8 +9453,8 @@ INLINE void copy_async_16(void* to, const void* from, bool valid = true) {
     PTX("cp.async.cg.shared.global [%0], [%1], 16, %2;", "r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0));
 }
 // Copies a piece of a row. The neighbouring pieces will be read soon, so the L2 cache fetches 128 bytes at once. If
-// wanted is false, nothing is copied. wanted becomes a predicate, not a branch, so the compiler can place such copies
-// between the products of a loop.
+// `wanted` is false, nothing is copied. `wanted` is a predicate of the copy instruction. So the code has no branch
+// here, and the compiler can place such copies between the products of a loop.
 INLINE void copy_async_row_if(bool wanted, uint32_t to, const void* from, bool valid) {
     PTX("{.reg .pred wanted; setp.ne.b32 wanted, %0, 0; "
         "@wanted cp.async.cg.shared.global.L2::128B [%1], [%2], 16, %3;}",
@@ -9426,10 +9495,11 @@ INLINE void copy_async_16(void* to, const void* from, uint64_t policy) {
 
 // --- sums over threads, all in a fixed order, so that results are the same in every run
 
-// Returns the sum over those lanes of a warp whose numbers (0 to 31) differ only in the bits BITS. Each of these lanes
-// receives the sum. For example, lane_sum<1, 2> adds the values of lanes 4i, 4i + 1, 4i + 2, 4i + 3. BITS are used in
-// the order in which they are given. `lanes` is a mask of all lanes that call the function. lane_max returns the
-// largest value instead of the sum. (In C++, the `, ...` repeats the statement for each of BITS.)
+// Returns the sum over those lanes of a warp whose numbers (0 to 31) differ only in the bits BITS. (Each of BITS is 1,
+// 2, 4, 8 or 16.) Each of these lanes receives the sum. For example, lane_sum<1, 2> adds the values of each four
+// neighbouring lanes, 4i to 4i + 3. First each lane adds the value of the lane whose number differs in the first of
+// BITS, then it goes on with the second of BITS, and so on. `lanes` is a mask of all lanes that call the function.
+// lane_max returns the largest value instead of the sum. (In C++, the `, ...` repeats the statement for each of BITS.)
 template <int... BITS, class T> INLINE T lane_sum(T v, unsigned lanes = 0xFFFFFFFFu) {
     ((v += __shfl_xor_sync(lanes, v, BITS)), ...);
     return v;
@@ -9546,14 +9616,15 @@ LDMATRIX(ldmatrix_trans, ".trans")
 MMA(mma_bf16, "f32.bf16.bf16.f32")
 MMA(mma_fp16, "f32.f16.f16.f32")
 
-// How floats are multiplied on the tensor cores. TF32 would keep only 11 of a float's 24 bits. Instead, a float is
-// scaled by a power of two and then split into the sum of two fp16 numbers of 11 bits each, high + low. The relative
-// error is at most 2^-22. Let high + low be one float and high' + low' be another. Their product is then the sum of
-// three products of fp16: high high' + high low' + low high'. (low low' is too small to matter.) A fragment of floats
-// has twice as many registers as one of bf16: all high parts, then all low parts. fp16 has a small range of exponents.
-// So numbers are multiplied by a scale before they are split, and the sum of their products is divided by the scales of
-// both operands. Numbers that are split together have the same scale, which depends on the largest of them. Numbers
-// that are smaller than the largest one by a factor of 2^17 or more lose bits.
+// This is how floats are multiplied on the tensor cores. (The tensor cores can multiply floats themselves, but they
+// round them to TF32, which keeps only 11 of a float's 24 bits.) A float is scaled by a power of two and then split
+// into the sum of two fp16 numbers of 11 bits each, high + low. The relative error is at most 2^-22. Let high + low be
+// one float and high' + low' be another. Their product is then the sum of three products of fp16: high high' + high
+// low' + low high'. (low low' is too small to matter.) A fragment of floats has twice as many registers as one of bf16:
+// all high parts, then all low parts. fp16 has a small range of exponents. So numbers are multiplied by a scale before
+// they are split, and the sum of their products is divided by the scales of both operands. Numbers that are split
+// together have the same scale, which depends on the largest of them. Numbers that are smaller than the largest one by
+// a factor of 2^17 or more lose bits.
 // PARTS: how many numbers an element is split into. A fragment has PARTS times as many registers as one of bf16.
 template <class T> constexpr int PARTS = ElementOf<T>::PARTS;
 static int act_parts() {
@@ -9647,7 +9718,8 @@ template <int WARPS, class Places> INLINE float take_apart_places(uint32_t (&top
     return scale.undo();
 }
 
-// d[m * a_step + n * b_step] += a[m] * b[n] for NA x NB tiles of a result. Each product sums over 16 values of k.
+// Multiplies each of NA fragments a by each of NB fragments b, and adds the products to NA x NB tiles of a result:
+// d[m * a_step + n * b_step] += a[m] * b[n]. Each product sums over 16 values of k.
 // scale: for floats, the factor that undoes the scales of both operands.
 // For floats, each product is the sum of three products of fp16 parts: high * high, high * low and low * high. Tensor
 // cores truncate when they add. So they add up only these three products over 16 values of k. The fp32 units, which
@@ -9678,9 +9750,10 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Swizzle: how rows lie in shared memory
-// ldmatrix reads 16 bytes (a chunk) of 8 neighbouring rows at once. Shared memory has 32 banks of 4 bytes, so 8 chunks
-// can be read at once if they lie in 8 different groups of 4 banks. With rows of 128 bytes, chunk c of all rows would
-// lie in the same group. So chunk c of row r lies at place c ^ swizzle_key(r). With 8 chunks to a row the key is r % 8:
+// ldmatrix reads 16 bytes (a chunk) of each of 8 neighbouring rows at once. Shared memory has 32 banks of 4 bytes, so 8
+// chunks can be read at once if they lie in 8 different groups of 4 banks. With rows of 128 bytes, chunk c of all rows
+// would lie in the same group. So chunk c of row r is stored at place c ^ swizzle_key(r) of the row. With 8 chunks to a
+// row (or a multiple of 8) the key is r % 8:
 //
 //   place    0 1 2 3 4 5 6 7
 //   row 0    0 1 2 3 4 5 6 7      the chunk that lies there. Chunk 0 of rows 0, 1, 2, ... lies at
@@ -9691,7 +9764,8 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
 // row the key is r / 4 % 2. With an odd number of chunks no key is needed (it is 0), because the rows begin at
 // different banks anyway.
 template <int CHUNKS> INLINE int swizzle_key(int row) {
-    constexpr int BITS = std::min(3, std::countr_zero((unsigned)CHUNKS)); // CHUNKS = 2^BITS * odd, BITS at most 3
+    // CHUNKS is a multiple of 2^BITS. BITS is as large as possible, but at most 3.
+    constexpr int BITS = std::min(3, std::countr_zero((unsigned)CHUNKS));
     return (row >> (3 - BITS)) & ((1 << BITS) - 1);
 }
 
@@ -9740,7 +9814,7 @@ INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id
 //
 // So a thread holds elements of two rows, r and r + 8, and of two columns in each group of 8 columns.
 // K_MAJOR: the operand's rows in memory run along k. MN_MAJOR: they run along m (D's rows) or n (D's columns).
-// ADD = 0, which only the form with A in registers has: D = A * B, without +=.
+// ADD = 0: the product replaces D, so D = A * B. (Only the function `add` that takes A in registers has this argument.)
 // The order of calls: wgmma_fence; Wgmma<N>::add, one or more times, which start the products; wgmma_commit, which
 // makes these products a group; multiplied<PENDING>(d), which waits until at most the newest PENDING groups still run.
 // Then d may be read.
@@ -9802,8 +9876,8 @@ WGMMA(256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_96
 //
 // For an input gradient, one operand holds weights (e4m3) and the other one gradients (e5m2). The gradients are B in
 // conv_tiles (e4m3.e5m2), and A in conv_small (e5m2.e4m3). For a weight gradient, A holds gradients and B activations.
-// In all FP8 products the tensor cores keep only 14 bits of a sum, which is enough for the few hundred products of a
-// sum here (docs/LEARNT.md, MAX_FP8_PRODUCTS).
+// In all FP8 products the tensor cores keep only 14 bits of a sum. This is enough here, because at most a few hundred
+// wgmma instructions add to the same sum (docs/LEARNT.md, MAX_FP8_PRODUCTS).
 template <int N, Element A, Element B> struct WgmmaFp8;
 #define WGMMA_FP8_OF(N, A_ELEMENT, B_ELEMENT, TYPES, D, OP1, OP2, OP3, OP4, OP5, ...)                              \
     template <> struct WgmmaFp8<N, Element::A_ELEMENT, Element::B_ELEMENT> {                                       \
@@ -9865,8 +9939,10 @@ constexpr int BYTES_OF_64_ROWS =
 constexpr int whole_swizzles(int bytes) { return (bytes + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES; }
 
 // An operand in shared memory, in the form of wgmma's descriptors (PTX ISA, "Matrix descriptor"). An operand made by
-// rows() consists of rows of 128 bytes, which are 64 bf16. The rows are swizzled in groups of 8. Such a group is 1 KB,
-// and begins at a multiple of 1 KB. The descriptor holds addresses and distances in units of 16 bytes:
+// rows() consists of rows of 128 bytes, which are 64 bf16 or 128 FP8 numbers. (The table below gives the numbers for
+// bf16. FP8 operands are always K_MAJOR; their rows hold 128 values of k, and a step of 32 bytes is 32 values of k.)
+// The rows are swizzled in groups of 8. Such a group is 1 KB, and begins at a multiple of 1 KB. The descriptor holds
+// addresses and distances in units of 16 bytes:
 //   low     start address | "leading" distance << 16
 //   high    "stride" distance | 1 << 30 (swizzle of 128 bytes)
 //   K_MAJOR    a row holds 64 values of k, for one m or n. The "stride" distance leads from a group of 8 rows to the
@@ -10042,12 +10118,15 @@ struct SharedMemory {
 struct Stage {
     uint32_t address, full; // the addresses of the stage's memory and of its full barrier
 };
-// All threads of a warp call this when they have filled a stage, or their part of it.
+// All threads of a warp call this when they have filled a stage, or their part of it, with ordinary stores. The fence
+// is needed if TMA or wgmma reads the stage. Then one thread arrives at `full`, the stage's full barrier, for the whole
+// warp.
 INLINE void warp_stored(uint32_t full) {
     fence_async();
     __syncwarp();
     if ((threadIdx.x & 31) == 0) mbarrier_arrive(full);
 }
+// BYTES: the size of a stage. OWNERS: how many full barriers each stage has (see rule 1).
 template <int BYTES, int OWNERS = 1> struct Pipeline {
     static_assert(BYTES % SWIZZLE_BYTES == 0, "a tile must begin at a whole kilobyte");
     uint32_t stages_at, full_at, empty_at; // addresses of stage 0 and its barriers; a stage has OWNERS full barriers
@@ -10084,12 +10163,13 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
     }
     INLINE uint32_t empty(int i) const { return empty_at + 8 * i; }
 
-    // For the thread that loads: waits until the next stage is free.
+    // For a thread that fills stages: waits until the next stage is free, and returns this stage.
     INLINE Stage acquire(int owner = 0) {
         mbarrier_wait(empty(place), phase ^ 1);
         return next(owner);
     }
-    // Returns the next stage, which the caller knows to be free.
+    // Returns the next stage without waiting, and moves on by one stage. A thread that fills stages calls this if it
+    // knows that the stage is free.
     INLINE Stage next(int owner = 0) {
         const Stage s = stage(place, owner);
         if (++place == size) {
@@ -10117,7 +10197,8 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         const int i = hand_over();
         if (speaks) free(i);
     }
-    // Is called in place of release if another role frees the stage later. Returns the number of the stage.
+    // A reader calls this in place of release if another role will free the stage later (by calling `free`). Returns
+    // the number of the stage.
     INLINE int hand_over() {
         const int i = done;
         if (++done == size) done = 0;
@@ -10130,11 +10211,11 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         done = place;
     }
 };
-// The ring through which results leave a kernel. It has barriers, but no memory. Another ring of the kernel holds the
-// input pixels. A warpgroup writes its results into stages of that ring, when it no longer needs the pixels there. It
-// does not release such a stage itself. Instead, it calls warp_stored with a full barrier of Results. If the results
-// lie in stage i of the ring of pixels, this is the barrier of stage i of Results. The storing warp waits at this
-// barrier, stores the results, and frees stage i in the ring of pixels.
+// Results is the ring through which results leave conv_tiles_kernel. It has barriers, but no memory. Another ring of
+// the kernel holds the input pixels. When a warpgroup no longer needs the pixels in a stage of that ring, it writes its
+// results there. It does not release such a stage itself. Instead, it calls warp_stored with a full barrier of Results.
+// If the results lie in stage i of the ring of pixels, this is the full barrier of stage i of Results. The warp that
+// stores results waits at this barrier, stores the results, and frees stage i in the ring of pixels.
 typedef Pipeline<0, 2> Results;
 
 // init_barriers and ready both initialise the barriers of several pipelines. One thread calls init_barriers. All
@@ -10151,8 +10232,8 @@ template <class... Pipelines> INLINE void ready(const Pipelines&... pipelines) {
 // h and w are the tile's row and column among the tiles of this image. next() needs only additions, because divisions
 // would be most of the loading thread's work.
 struct TileWalk : Origin {
-    Origin d; // how far a step leads: in images, and in rows and columns of tiles
-    int tiles_h, tiles_w, left;
+    Origin d;                   // how far a step leads: in images, and in rows and columns of tiles
+    int tiles_h, tiles_w, left; // left: how many tiles are left, including the current one
     INLINE TileWalk(int tiles_h, int tiles_w, int first, int step, int end) : tiles_h(tiles_h), tiles_w(tiles_w) {
         (Origin&)* this = tile_origin(first, tiles_h, tiles_w, 1, 1);
         d = tile_origin(step, tiles_h, tiles_w, 1, 1);
@@ -10186,7 +10267,8 @@ template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
 
 // The pixels of a tile in shared memory: one slice (128 bytes) of each pixel, in rows of PITCH pixels. The pixels
 // include the border that a 3x3 filter reads (section 20 draws a halo and its taps). The nine taps read the same
-// memory. Only the addresses at which their operands begin are different. With PITCH = 8 there is only one tap (1x1).
+// memory. Only the addresses at which their operands begin are different. PITCH = 8 is for 1x1 convolutions, which have
+// no border and only one tap.
 template <int PITCH> struct Halo {
     Operand tap0;
     INLINE explicit Halo(uint32_t address) : tap0(Operand::rows(address, PITCH)) {}
@@ -10270,7 +10352,7 @@ template <int OUT_SLICES, int N> struct Accumulators {
 //
 // Warpgroup w waits at named barrier 4 + w. The wait ends when the other warpgroup calls pass. Invariant: each
 // warpgroup waits once and passes once for each of its tiles, and the two warpgroups compute tiles in turns. So no
-// warpgroup waits for one that has no tile left.
+// warpgroup waits for one that has no tile left. If TAKE_TURNS is false, wait and pass do nothing.
 template <bool TAKE_TURNS> struct Turn {
     int warpgroup;
     INLINE explicit Turn(int warpgroup) : warpgroup(warpgroup) {
@@ -10289,10 +10371,11 @@ template <bool TAKE_TURNS> struct Turn {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-// Used when: a tensor changes its size without a convolution, or only the even pixels of a convolution are kept (PICK).
+// Used when: a tensor changes its size without a convolution. PICK is used when only the pixels in even rows and
+//   columns of a convolution's result are kept.
 // How: a block loops over pixels of an image for a few pieces of channels. If statistics of the result are wanted, the
 //   block also sums what it writes.
-// Costs: memory traffic. Every element is read or written once.
+// Costs: memory traffic. No element is read or written twice.
 //
 // Statistics (Stats) are two numbers of each image and channel: the sums, over all pixels, of x and of x^2. The group
 // norm that reads the tensor computes mean and variance from them, and so needs no pass of its own over x.
@@ -10313,8 +10396,9 @@ template <class T> INLINE void add_square(float (&sum)[VEC<T>], const T* x, int 
 }
 
 // The grid is (blocks that share the pixels, slabs of channels, images). A block works on a slab of `columns` pieces
-// of channels. Its threads form THREADS / columns rows. Neighbouring rows work on neighbouring pixels. A thread's next
-// pixel is THREADS / columns pixels further on:
+// of channels. Its threads form THREADS / columns rows. Neighbouring rows work on neighbouring pixels. If one block
+// has all pixels of the slab, a thread's next pixel is THREADS / columns pixels further on. (If several blocks share
+// the pixels, they take turns, so the distance is gridDim.x times larger.)
 //
 //                  columns
 //   pixel 0       [ thread 0     1     2     3 ]
@@ -10498,7 +10582,8 @@ static void join_channels(float* out, const float* x, const float* cond, int B, 
 // Used when: the embedding of t and of the class goes to every residual block.
 // How: a warp computes partial sums for 32 images: of 8 or 16 outputs (forward), or of 64 input gradients (backward).
 //   The partial sums are added in a fixed order.
-// Costs: mostly latencies. Each weight is read once, and there are too few images to keep the GPU busy.
+// Costs: mostly latencies. Each weight is read once for every 32 images, and there are too few images to keep the GPU
+//   busy.
 
 // Returns what is stored as dx: the gradient d of element i plus the addends.
 INLINE float with_addends(const GradOf<float>& g, size_t i, float d) {
@@ -10536,9 +10621,10 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
     const int b0 = blockIdx.y * LINEAR_ROWS;       // the block's first image
     const int column = n0 + threadIdx.x % OUTPUTS; // the output that this thread adds up and stores in the end
     const float shift = column < Cout ? bias[column] : 0;
-    // Copies 64 quads of each of the rows first, first + 1, ... of an array that has `end` rows, beginning with input
-    // k0. Quad i of row r lies at place i ^ (r & swap). With swap = 7, lanes that read the same quad of different rows
-    // use different banks.
+    // Copies a part of the array `from` (end rows, Cin columns) to the array `to` in shared memory. The part consists
+    // of rows first, first + 1, ..., and of 64 quads of each row, beginning with column k0. What lies beyond the array
+    // `from` becomes 0. Quad i of row r is stored at place i ^ (r & swap). With swap = 7, lanes that read the same quad
+    // of different rows use different banks.
     auto load = [&](auto& to, const float* from, int first, int end, int k0, int swap) {
         UNROLL_FOR (int i = threadIdx.x; i < (int)(sizeof(to) / sizeof(float4)); i += 256) {
             const int r = i / QUADS; // the row
@@ -10587,20 +10673,20 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
     }
 }
 
-// Backward, in one pass over the weights:
+// Backward. For every 32 images, the weights are read once:
 //   dweight = dout^T x      dbias = the sum of dout over images      dx = dout weight
 //
 //   warp    works on 64 inputs of 32 images, and on some groups of eight outputs
-//   lane    works on two of the inputs. Its registers hold the two values of each image (64 numbers) and the gradients
-//           of these values (64 numbers).
+//   lane    works on two of the inputs. For each of the 32 images, its registers hold x at these two inputs (64 numbers
+//           in all) and dx at these two inputs (64 numbers).
 //
 // A warp works on 8 outputs at a time. Their weights, their dout and their dweight (as summed over earlier images) are
 // copied to one of the warp's two stages in shared memory. For each output, a lane reads the weights of its two inputs
-// once. It also reads the dout of 32 images. All lanes read the same dout at the same time. Each dout is multiplied
-// four times: by two values (for dweight) and by two weights (for dx). The 4 warps of a block work on the same inputs
-// and on different outputs. At the end the block adds up the dx of its warps. The outputs are also divided into splits,
-// and blocks of different splits work on different outputs. The dx of a split is stored as one of the `parts` (splits,
-// B, Cin). A second kernel adds up the parts.
+// once. It also reads the dout of 32 images. All lanes read the same dout at the same time. A lane multiplies each dout
+// four times: by x at its two inputs (for dweight) and by its two weights (for dx). The 4 warps of a block work on the
+// same inputs and on different outputs. At the end the block adds up the dx of its warps. The outputs are also divided
+// into splits, and blocks of different splits work on different outputs. The dx of a split is stored as one of the
+// `parts` (splits, B, Cin). A second kernel adds up the parts.
 constexpr int LINEAR_OUTS = 8;
 constexpr int LINEAR_WARPS = 4;
 // What a warp reads for 8 outputs, 64 inputs and 32 images. `before` is the dweight summed over the images before these
@@ -10774,7 +10860,8 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
     });
 }
 
-// struct Silu holds the formulas of the function (f) and of its derivative (df). Each thread computes one element.
+// struct Silu (section 14) holds the formulas of the function (f) and of its derivative (df). df's argument is x
+// itself, because Z_FACTOR<float> is 1. Each thread computes one element.
 static void silu_forward(float* out, const float* x, size_t n, Stream* stream = MAIN_STREAM) {
     each_on(stream, n, [=] __device__(size_t i) { out[i] = Silu<float>::f(x[i]); });
 }
@@ -10858,10 +10945,10 @@ static void values_embedding_backward(GradOf<float> dx, float* dweight, const fl
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-// Used when: once in a training step or in a step of a sampler.
+// Used when: most of these operations run once in each training step, or once in each step of a sampler.
 // How: each(n, f) runs f(i) for every i < n, each in a thread of its own (section 16). In q_sample and in a sampler's
 //   step, each thread works on four values, because one quartet of Philox gives four random numbers (each_quad). Losses
-//   are summed in double, in a fixed order. The formulas are in "Diffusion" (Part I) and in dev/reference.h.
+//   are summed in double, in a fixed order. The formulas are in section 8 ("Diffusion") and in dev/reference.h.
 // Costs: memory traffic. It is small, because images are much smaller than activations.
 
 // Philox makes random words in quartets. This function returns the four words of the quartet with number `quartet`, for
@@ -11140,9 +11227,9 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
 
 constexpr int LOSS_PARTS = 4; // how many blocks share an image
 
-// How many blocks of 1,024 threads run on a multiprocessor. With only one block all threads would wait for memory at
-// the same time. Two blocks fit if the multiprocessor can run 2,048 threads. On GPUs of compute capability 8.6, 8.9 and
-// 12.0 it can run only 1,536.
+// SUM_BLOCKS is how many blocks of 1,024 threads should run on a multiprocessor at the same time (the second number of
+// __launch_bounds__). With only one block all threads would wait for memory at the same time. Two blocks fit if the
+// multiprocessor can run 2,048 threads. On GPUs of compute capability 8.6, 8.9 and 12.0 it can run only 1,536.
 constexpr int SUM_BLOCKS = ARCH == 800 || ARCH == 900 || ARCH == 1000 ? 2 : 1;
 
 // Adds up the values v of a block's 1024 threads. Only the threads of the first warp may use the result, because only
@@ -11157,10 +11244,10 @@ INLINE double block_sum(double v) {
 }
 
 // Computes the loss of an image, and its gradient. Let d = out - target, element by element. Then:
-//   loss = the mean over all elements of (mse d^2 + bound term)
-//   dout = factor * (the derivative of loss with respect to out)
-// mse and bound are the weights of the two terms at this noise level. `term` is BoundTerm::value, the element's term of
-// the variational bound (only with BOUND; otherwise 0).
+//   loss = the mean over all elements of (mse * d^2 + bound * term)
+//   dout = factor * (the derivative of loss with respect to out), with one exception: see d_bound
+// mse and bound are the weights of the two summands at this noise level. `term` is BoundTerm::value, the element's part
+// of the variational bound (only with BOUND; otherwise 0).
 // In training, factor is 1 / (the batch size). If Cout > C, the second half of out's channels is the predicted
 // variance, which only the bound uses.
 // grid (LOSS_PARTS, B): LOSS_PARTS blocks share an image, and each writes its part of the loss.
@@ -11175,7 +11262,7 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
     const size_t first = (size_t)blockIdx.y * HW * Cout;     // this image's first element in out and dout
     const size_t first_target = (size_t)blockIdx.y * HW * C; // this image's first element in target and x
     const NoiseLevel l = levels[blockIdx.y];
-    const float mse = o.mse * l.weight; // the weight of each of the two terms at this noise level
+    const float mse = o.mse * l.weight; // mse and bound: the weights of the two summands at this noise level
     const float bound = o.bound * l.importance;
     const float slope = factor / ((float)HW * C);
     double sum = 0;
@@ -11222,11 +11309,11 @@ static void loss_forward_backward(double* loss, float* dout, const float* out, c
     });
 }
 
-// The loss of consistency tuning is a function of an image's squared distance |x0_out (out - target)|^2. (x0_out is the
-// factor by which x0 changes if the network's answer changes.) So the gradient of the loss is slope * (out - target).
-// The slope is one number for each image, and depends on the distance of the whole image (tuning_loss). So there are
-// three launches. This kernel computes the distances, the second launch computes the slopes, and the third launch
-// computes the gradients.
+// The loss of consistency tuning is a function of an image's squared distance |x0_out (out - target)|^2. (x0_out is a
+// member of the image's NoiseLevel: if the network's answer grows by 1, the x0 that follows from it grows by x0_out.)
+// So the gradient of the loss is slope * (out - target). The slope is one number for each image, and depends on the
+// distance of the whole image (tuning_loss). So there are three launches. This kernel computes the distances, the
+// second launch computes the slopes, and the third launch computes the gradients.
 // grid (LOSS_PARTS, B). sums (B, LOSS_PARTS): each block's part of an image's distance
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     tuning_distance_kernel(double* sums, const float* out, const float* target, const NoiseLevel* levels, int n) {
@@ -11339,9 +11426,10 @@ INLINE float limited(float x0, float limit) {
     return x0 / limit;
 }
 
-// A sampler's step, in place. If thresholds are wanted, they are computed first. Each thread computes four elements.
-// The formulas contain the step's coefficients (SamplerStep), the sampler's memory m, and z, which is a standard normal
-// number. x' and m' are the new x and m. x0 is limited only if denoising.limit is true:
+// Makes one step of a sampler, and overwrites x by the result. With dynamic thresholding (denoising.rank >= 0), a
+// kernel first computes the thresholds. In the step itself, each thread computes four elements. The formulas contain
+// the step's coefficients (SamplerStep), the sampler's memory m, and z, which is a standard normal number. x' and m'
+// are the new x and m. x0 is limited only if denoising.limit is true:
 //
 //   x0 = limited(x0_x x + x0_out answer)
 //   x' = next_x x + next_x0 x0 + next_m m + sigma z
@@ -11424,8 +11512,9 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 // ("Film" is the scale and shift that are computed from the embedding, with --use_scale_shift_norm.) The forward kernel
 // needs no pass over x for mean and rstd: the kernel that wrote x also summed x and x^2 for each channel, and wrote
 // these sums to an array (struct Stats). The forward kernel reads the sums there.
-// For each element, one multiplication and one addition are left: z = x scale + shift. These two coefficients are the
-// same for all pixels of a channel, so they are computed before the loop over the pixels.
+// To compute z, one multiplication and one addition are left for each element: z = x scale + shift. These two
+// coefficients follow from mean, rstd, weight, bias and film. They are the same for all pixels of a channel of an
+// image, so they are computed before the loop over the pixels.
 //
 // Backward. dz is the gradient of z: dout, multiplied by dropout's factors and by the nonlinearity's derivative.
 //
@@ -11498,8 +11587,8 @@ template <class T, int PIXELS> struct NormColumn {
     const NormArgs& a;
     int b;
     int slab0 = blockIdx.y * a.slab; // the slab's first channel
-    // The block works on `rows` pixels at a time. Number the slab's elements in these pixels 0, 1, 2, ..., pixel after
-    // pixel. Then `place` is the number of this thread's first element.
+    // The block works on `rows` pixels at a time. The slab's elements in these pixels are numbered 0, 1, 2, ..., pixel
+    // after pixel. `place` is the number of this thread's first element.
     int place = threadIdx.x * VEC<T>;
     int c = slab0 + (place & (a.slab - 1));                   // this thread's first channel
     int rows = NORM_THREADS * VEC<T> >> a.log_slab;           // how many pixels the block works on at a time
@@ -11510,15 +11599,16 @@ template <class T, int PIXELS> struct NormColumn {
     int stride = rows * pitch;                            // elements from a thread's pixel to its next, in x and dx
     int stride_out = rows * a.C;                          // the same distance in out and dout
     size_t pixel = (size_t)b * a.s.HW + first;            // this thread's first pixel, counted over all images
-    size_t at = pixel * pitch + (in_x1 ? c : c - a.s.C1); // where this pixel lies in x and dx
-    size_t at_out = pixel * a.C + c;                      // where this pixel lies in out and dout
+    size_t at = pixel * pitch + (in_x1 ? c : c - a.s.C1); // index of the thread's first element in x and dx
+    size_t at_out = pixel * a.C + c;                      // index of the same element in out and dout
     const T* x = (const T*)(in_x1 ? a.x1 : a.x2) + at;
 
     // begin and walk use a ring of PIXELS slots. A slot holds what has been loaded of one pixel.
-    // begin calls fetch(slot, inside) for this thread's first PIXELS pixels. inside: whether the pixel lies in the
-    // block's chunk, so that it has to be loaded
-    // walk calls work(slot, p, more) for each pixel p, as soon as its loads have arrived. more: whether a later pixel
-    // has to be loaded into this slot
+    // begin calls fetch(slot, inside) for this thread's first PIXELS pixels. `inside` says whether the pixel lies in
+    // the block's chunk, so that it has to be loaded.
+    // walk calls work(slot, p, more) for each pixel p, as soon as its loads have arrived. `more` says whether work has
+    // to load a later pixel into this slot. For each pixel, exactly one group of copies must be closed, even if nothing
+    // is loaded, because walk waits until all groups except the latest PIXELS - 1 have arrived.
     template <class F> INLINE void begin(F fetch) const {
         UNROLL_FOR (int i = 0; i < PIXELS; i++) {
             fetch(i, first + i * rows < end);
@@ -11610,7 +11700,8 @@ struct NormChannel : NormParameters<1> {
     }
 };
 
-// Multiplies v by dropout's factors for elements e, e + 1, ... of image b.
+// Multiplies v by dropout's factors for elements e, e + 1, ... of image b. The factor of an element is 0 if the element
+// is dropped, and else 1 / (1 - p).
 template <int V> INLINE void apply_dropout(float (&v)[V], const NormArgs& a, uint32_t step, int b, size_t e) {
     const float keep = 1.0f / (1.0f - a.dropout.p);
     UNROLL_FOR (int i = 0; i < V; i += 4) { // each call of philox gives four random words
@@ -11699,7 +11790,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
     const int g = a.group_of(t.slab0) + threadIdx.x / 8; // the group whose sums this thread and its neighbours add up
     const int c0 = g * a.Cg;                             // the group's first channel
-    const int of_x1 = min(a.Cg, a.s.C1 - c0);            // how many of the group's channels belong to x1
+    const int of_x1 = min(a.Cg, a.s.C1 - c0);            // how many of the group's channels belong to x1; < 1: none
     const LaneShare share{max(of_x1, 1)};
     await_previous_kernel();
     t.begin(fetch);
@@ -11824,8 +11915,9 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         next_d += t.stride_out;
         copies_committed();
     };
-    // x and all that `channel` loads were written before the backward pass began. So they can be read before
-    // await_previous_kernel.
+    // The previous kernel has written neither x nor anything that `channel` loads. These were written in the forward
+    // pass or, with --use_checkpoint, when the layers were computed again. So they can be read before
+    // await_previous_kernel (see launch_on).
     const NormChannel channel(a, t.b, t.slab0 + min(threadIdx.x, a.slab - 1));
     t.begin(fetch_x);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
@@ -11973,7 +12065,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 // --- groupnorm_backward_whole: an image's slab in shared memory
 // Used when: x and dout of a slab fit into the shared memory of a block, or of a cluster of blocks (sm_90 and later),
 //   and plan_norm_whole finds it faster than two passes.
-// (dz, x_factor, offset and scale are those of the formulas above groupnorm_forward.)
+// (dz, x_factor, offset and scale are those of the formulas at the beginning of section 18.)
 // How: A slab consists of whole groups of channels of one image. Each block of a cluster works on a chunk of the
 //   image's pixels:
 //
@@ -12040,7 +12132,8 @@ struct NormWhole {
     }
 };
 
-constexpr int MAX_WHOLE_THREADS = 384; // threads of a block; a multiprocessor has room for two such blocks
+// A block has at most this many threads. Then the registers of a multiprocessor suffice for two blocks.
+constexpr int MAX_WHOLE_THREADS = 384;
 
 // What a block and a thread work on. A block works on a chunk of the pixels and a slab of the channels of image b. Each
 // thread works on V neighbouring channels of `count` pixels, each of which lies `rows` pixels after the one before.
@@ -12050,7 +12143,7 @@ template <class T, bool DROPOUT> struct NormSlab {
     static constexpr int BATCH = 2;       // the addends of this many pixels are loaded together
     const NormArgs& a;
     const NormWhole& w;
-    uint4* const kept; // (slots, 2, threads): x and dout of each thread; later dz replaces dout
+    uint4* const kept; // (slots, 2, threads): of each pixel of each thread, a piece of x, and one of dout (later of dz)
 
     // How threads are arranged. The first 2^log_columns lanes of a warp form one row, the next 2^log_columns lanes form
     // the next row, and so on. A row of lanes works on one pixel at a time.
@@ -12066,8 +12159,9 @@ template <class T, bool DROPOUT> struct NormSlab {
     int slots = w.slots();
     int slots_in_group = ceil_div(slots, COPY_GROUPS); // how many slots a group of copies fills
 
-    // Shared memory after `kept`. coefficients (slab): a channel's scale and shift, as the forward pass used them. In
-    // step 4 they are replaced by the x_factor and offset of dx (store_dx).
+    // These arrays follow `kept` in shared memory. coefficients (slab) holds each channel's scale and shift, multiplied
+    // by Z_FACTOR (as norm_dz expects them). In step 4, find_group_terms replaces them by x_factor and offset, which
+    // store_dx reads.
     float2* coefficients = (float2*)(kept + 2 * slots * threads);
     float4* channels = (float4*)(coefficients + w.slab);    // (slab): mean, rstd, and w in dxhat = w dz
     float2* warp_sums = (float2*)(channels + w.slab);       // (row_warps, slab): sums of dz, dz x
@@ -12240,8 +12334,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     const int tid = threadIdx.x;
     const int blocks = slab.blocks;
 
-    // The kernels of the forward pass ended long ago. So what they stored can be read before the previous kernel has
-    // ended. The few values that the first computations need are loaded first.
+    // The previous kernel has written neither x nor anything that `channel` loads (see groupnorm_sums_kernel). So they
+    // can be read before await_previous_kernel. The few values that the first computations need are loaded first.
     const NormChannel channel(a, slab.b, slab.slab0 + min(tid, w.slab - 1));
     slab.load_x();
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
@@ -12298,7 +12392,8 @@ static struct NormSumsList { NormSums norms[MAX_NORM_SUMS]; } norm_sums_list;
 static int norm_sums_count = 0;
 static size_t norm_sums_used = 0; // how many bytes of device.norm_sums are in use
 
-// grid (channels / 32, norms). A block has 32 x 8 threads: 32 channels, and 8 parts of the batch.
+// grid (channels of the widest norm / 32, norms). A block has 32 x 8 threads. It works on 32 channels of one norm, and
+// its 8 rows of threads share the images among them.
 static __global__ void __launch_bounds__(256) norm_sums_kernel(NormSumsList list) {
     __shared__ double2 parts[8][32];
     const NormSums n = list.norms[blockIdx.y];
@@ -16417,7 +16512,7 @@ struct SmallTile {
     static constexpr int THREADS = CONSUMERS + 32;
     static constexpr int BARRIERS = 64;
     // Halos.
-    static constexpr int PITCH = TILE_W + 2; // pixels of a row of the halo
+    static constexpr int PITCH = TILE_W + 2;          // pixels of a row of the halo
     static constexpr int HALOS = IMAGES == 2 ? 3 : 2; // stages of the ring of halos
     static constexpr int HALO_BYTES = PITCH * 10 * IMAGES * SLICE_BYTES;
     static constexpr int HALO_ROOM = whole_swizzles(HALO_BYTES);

@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 
 from common import program
-from common.flags import FLAGS, POWER_EMAS, Config, format_value, parse_flags, preset_flags
+from common.flags import FLAGS, FREE_FLAGS, OBJECTIVES_OWN, POWER_EMAS, SLOTS, Config, format_value, parse_flags, preset_flags
 
 INTRO = __doc__.partition("\n\nContents")[0]
 if __name__ == "__main__":  # before PyTorch
@@ -29,6 +29,7 @@ if __name__ == "__main__":  # before PyTorch
 import contextlib  # noqa: I001 (names side by side)
 import dataclasses
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -840,20 +841,51 @@ def read_validation_data(config: Config) -> Data | None:
     data.check(config)
     first = np.arange(min(len(data.images), VAL_IMAGES))
     pictures = Data(data.pictures.path, data.pictures.read(first)) if data.pictures else None
-    return Data(data.path, data.read(first), data.labels, values=None if data.values is None else data.values[first], pictures=pictures)
+    return Data(data.path, data.read(first), data.labels, crc=data.crc, values=None if data.values is None else data.values[first], pictures=pictures)
+
+
+def changed_flag(config: Config, before: Config, matters: Callable[[str], bool]) -> str:
+    """Names the first flag, of those that matter, whose value is another one than before; "": none is. See train_unet.cu, changed_flag."""
+    for name in FLAGS:
+        own = OBJECTIVES_OWN.get(name, (config.objective,))
+        if name not in SLOTS or not matters(name) or config.objective not in own or (name == "vlb_weight" and not config.learn_sigma):
+            continue
+        # ect_d may be 0, which stands for a number that depends on max_steps
+        was, now = (c.ect_stage if name == "ect_d" else getattr(c, name) for c in (before, config))
+        if was != now:
+            return f"--{name} {format_value(name, now)}: was {format_value(name, was)} before"
+    return ""
+
+
+def is_of_objective(config: Config, name: str) -> bool:
+    """Whether a flag changes what a loss means."""
+    if name == "sigma_small":  # is for samples, but with --use_kl it may also be a part of the loss
+        return config.use_kl
+    return name.startswith("ect_") or SLOTS["diffusion_steps"] <= SLOTS[name] < SLOTS["patch_size"]
 
 
 def changed_loss(config: Config, data: Data, start: ModelFile) -> str:
-    """What makes the losses or the gradients of a resumed run other than those before its checkpoint: the first flag for which this is so, or the
-    data; "" if nothing does. See train_unet.cu, changed_loss."""
-    for name, field in FLAGS.items():
-        of_samples = name == "sigma_small" and not config.use_kl  # which may be a part of the loss with --use_kl
-        of_loss = field.metadata.get("free") and not of_samples
-        used = config.objective in (field.metadata.get("objectives") or config.objective).split("|") and (name != "vlb_weight" or config.learn_sigma)
-        before, now = getattr(start.config, name, None), getattr(config, name, None)
-        if (of_loss or name.startswith("ect_") or name in ("schedule_sampler", "batch_size")) and used and before != now:
-            return f"--{name} {format_value(name, now)}: was {format_value(name, before)} before"
-    return "" if start.state.data_crc == data.crc else f"--data_file {data.path}: was another one before"
+    """Why the losses or gradients of a resumed run can't be compared with those before its checkpoint; "": they can. See train_unet.cu, changed_loss."""
+
+    def matters(name: str) -> bool:
+        of_samples = name == "sigma_small" and not config.use_kl
+        of_batch = name in ("schedule_sampler", "batch_size", "cond_noise")
+        return (name in FREE_FLAGS and not of_samples) or of_batch or is_of_objective(config, name)
+
+    flag = changed_flag(config, start.config, matters)
+    if flag:
+        return flag
+    if start.state.data_crc != data.crc:
+        return f"--data_file {data.path}: was another one before"
+    if data.pictures and start.state.cond_crc != data.pictures.crc:
+        return f"--cond_file {data.pictures.path}: was another one before"
+    return ""
+
+
+def val_loss_changed(config: Config, val_crc: int, start: ModelFile) -> bool:
+    """Whether validation losses mean something else than those before a checkpoint. val_crc: of the validation data; 0: there is none."""
+    of_objective = changed_flag(config, start.config, lambda name: is_of_objective(config, name))
+    return bool(of_objective) or start.state.val_crc not in (0, val_crc)
 
 
 def announce(trainer: Trainer, data: Data, start: ModelFile | None) -> None:
@@ -876,7 +908,7 @@ def announce(trainer: Trainer, data: Data, start: ModelFile | None) -> None:
         if was != now and first_step < config.max_steps:
             order = f"the order of the data goes by batches, so that image {now * first_step} of it comes next, not {was * first_step}"
             print(f"--batch_size {now}: was {was} before; {order}")
-        why = changed_loss(config, data, start)
+        why = changed_loss(config, data, start) if first_step < config.max_steps else ""
         if why:  # what the guard compares with can't be compared any more: it would skip every step
             print(f"{why}, so the first 100 steps show anew which losses and gradient norms are usual")
             trainer.state.guard = (0.0, 0.0, 0.0, 0.0, 0.0)
@@ -922,18 +954,23 @@ def draw_samples(trainer: Trainer, folder: RunFolder, screen: Screen, data: Data
 def train(config: Config, data: Data, start: ModelFile | None, device: torch.device, preset: int) -> int:
     """A training run. preset: preset_checksum of its preset. Returns the program's exit code, which after a signal is a shell's for it: what comes next
     must not go on with a model that is half trained (python train_unet.py && next)."""
+    program.need_packages(("torch", "PIL", "tqdm", "matplotlib"))  # for grids and loss.png, before hours of training and not after them
     val_data = read_validation_data(config)
     if start and not config.resume_checkpoint:  # --init takes the weights alone
         start = ModelFile(start.config, start.weights_to_use(config.use_ema))
     trainer = Trainer(config, device, start)
     state, first_step = trainer.state, trainer.state.step
-    state.preset = preset
+    state.preset, state.val_crc = preset, val_data.crc if val_data else 0
     state.data_images, state.data_crc, state.cond_crc = len(data.images), data.crc, data.pictures.crc if data.pictures else 0
     announce(trainer, data, start)
     lacks_snapshot = lacks_file(config, first_step, f"ema_{first_step:07d}.bin", config.ema_snapshots)
     lacks_grid = lacks_file(config, first_step, f"samples_{first_step:07d}.png", config.sample_interval)
     last = first_step >= config.max_steps
+    incomparable = config.resume_checkpoint != "" and val_loss_changed(config, state.val_crc, start)
     if last and not lacks_snapshot and not lacks_grid:
+        if config.keep_best and os.path.exists(f"{config.output_dir}/model_{first_step:07d}.bin"):
+            with run_folder(config, start, incomparable):  # which makes the link to the best checkpoint, if a kill has cost it
+                pass
         print(f"nothing to do: step {first_step} of {config.max_steps} is reached; a larger --max_steps goes on")
         return 0
 
@@ -946,10 +983,11 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
         return keeper.saved == state.step and (not config.ema_snapshots or keeper.snapshot == state.step)
 
     seconds, mean, stopped = 0.0, 0.0, ""  # seconds: a recent step's, smoothed
-    with run_folder(config, start) as (folder, log, keeper), stop_on_signal() as stop:
+    with run_folder(config, start, incomparable) as (folder, log, keeper), stop_on_signal() as stop:
         screen = Screen(stop)
         keeper.tell = screen.tell
         if lacks_snapshot:
+            keeper.snapshot = first_step - 1  # so that it stays due if it can't be written now
             keeper.save_snapshot(trainer.snapshot(), first_step)
         if lacks_grid:
             draw_samples(trainer, folder, screen, val_data or data)

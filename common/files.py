@@ -126,7 +126,7 @@ def atomic_write(path: str, chunks: Iterable[Any]) -> None:
 def write_folder(path: str, own: tuple[str, ...], make: Callable[[Path], None]) -> None:
     """make(a path beside it) makes a folder, which appears whole or not at all. own: the files and the folders/ that such folders have, the first being
     in all. One that is there is replaced if it is empty, or has that first file and nothing but its own."""
-    target = Path(path)
+    target = Path(os.path.realpath(path))  # a link stays one, and what it leads to is replaced
     if os.path.lexists(target):
         check_replaceable(target, own)
     try:

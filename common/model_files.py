@@ -46,7 +46,7 @@ FIELDS: dict[str, tuple] = {
     "magic": (0, "<i4"), "version": (1, "<i4"), "contents": (2, "<i4"), "crc": (3, "<u4"), "parameters": (4, "<u8"), "image_size": (6, "<i4", 2),
     "levels": (22, "<i4"), "channel_mult": (23, "<f4", 8), "resolutions": (31, "<i4"), "attention_resolutions": (32, "<i4", 8),
     "step": (64, "<u8"), "seed": (66, "<u8"), "updates": (81, "<i4"), "bad_total": (82, "<i4"), "bad_in_row": (83, "<i4"),
-    "data_images": (84, "<u8"), "data_crc": (86, "<u4"), "cond_crc": (113, "<u4"), "preset": (117, "<u4"), "guard": (88, "<f8", 5), "more_emas": (98, "<i4"), "more_rates": (99, "<f4", MOST_EMAS - 1),
+    "data_images": (84, "<u8"), "data_crc": (86, "<u4"), "cond_crc": (113, "<u4"), "preset": (117, "<u4"), "val_crc": (118, "<u4"), "guard": (88, "<f8", 5), "more_emas": (98, "<i4"), "more_rates": (99, "<f4", MOST_EMAS - 1),
     "ema_rate": (79, "<f4"), "data_file": (128, "S512"), "cond": (62, "<i4", 2),
 }  # fmt: skip
 FIELDS |= {name: (slot, "<f4" if FLAGS[name].type == "float" else "<i4") for name, slot in SLOTS.items() if name not in FIELDS}
@@ -88,6 +88,7 @@ class TrainingState:
     data_crc: int = 0
     cond_crc: int = 0  # of --cond_file
     preset: int = 0  # config.preset_checksum; 0: written by an older program
+    val_crc: int = 0  # of --val_data_file; 0: there is none, or the file is older
     guard: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -174,7 +175,7 @@ def pack_header(file: ModelFile) -> np.ndarray:
         elif name == "cond_file":
             continue  # it lies behind data_file
         elif name == "data_file":
-            value = "\0".join([value, values["cond_file"]]).encode()
+            value = "\0".join([value, values["cond_file"]]).encode(errors="surrogateescape")  # a name need not be UTF-8
         elif name == "cond":  # a word's number, and lowres's factor
             kind, _, factor = value.partition(":")
             value = PICTURE_KINDS.index(kind), int(factor or 0)
@@ -196,7 +197,7 @@ def unpack_header(header: np.ndarray) -> tuple[Config, TrainingState]:
     values["channel_mult"] = values["channel_mult"][: values["levels"]]
     values["attention_resolutions"] = values["attention_resolutions"][: values["resolutions"]]
     values["ema_rate"] = [values["ema_rate"], *values["more_rates"][: max(values["more_emas"], 0)]]
-    values["data_file"], _, values["cond_file"] = values["data_file"].decode(errors="replace").partition("\0")
+    values["data_file"], _, values["cond_file"] = values["data_file"].decode(errors="surrogateescape").partition("\0")
     kind, factor = values["cond"]
     check_field("", "cond", kind, 0, len(PICTURE_KINDS) - 1)
     values["cond"] = PICTURE_KINDS[kind] + (f":{factor}" if factor else "")

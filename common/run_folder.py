@@ -55,8 +55,10 @@ def progress_line(config: Config, r: StepResult, skipped: int, seconds: float, m
 
 
 def complete_row(row: str) -> str:
-    """A row of log.csv with all columns: programs of before wrote no seconds."""
-    return row.replace("\n", ",\n") if row.count(",") == LOG_COLUMNS.count(",") - 1 else row
+    """A row of log.csv with as many columns as it has: programs of before wrote no seconds, and something else may have damaged a row."""
+    columns = LOG_COLUMNS.count(",") + 1
+    fields = row.rstrip("\n").split(",")[:columns]
+    return ",".join(fields + [""] * (columns - len(fields))) + "\n"
 
 
 def seconds_of(rows: list[str]) -> float:
@@ -203,7 +205,7 @@ class Log:
 
     def reader(self) -> IO[str]:
         try:
-            return io.TextIOWrapper(files.open_file("log.csv", self.folder.descriptor))
+            return io.TextIOWrapper(files.open_file("log.csv", self.folder.descriptor), errors="replace")
         except OSError as e:
             e.filename = self.path
             raise
@@ -448,8 +450,9 @@ def lacks_file(config: Config, step: int, name: str, interval: int) -> bool:
 
 
 @contextlib.contextmanager
-def run_folder(config: Config, start: ModelFile | None) -> Iterator[tuple[RunFolder, Log, Keeper]]:
-    """The output folder as this process's alone, for a run that starts there or is resumed."""
+def run_folder(config: Config, start: ModelFile | None, incomparable: bool = False) -> Iterator[tuple[RunFolder, Log, Keeper]]:
+    """The output folder as this process's alone, for a run that starts there or is resumed. incomparable: its validation losses mean something else
+    than those before."""
     step = start.state.step if config.resume_checkpoint else 0
     folder = RunFolder(config.output_dir)
     with lock_folder(folder.path, folder.descriptor):
@@ -460,14 +463,19 @@ def run_folder(config: Config, start: ModelFile | None) -> Iterator[tuple[RunFol
         folder.leave_later_snapshots(step)
         best_step = folder.best_step() if config.keep_best and step else None
         log = Log(folder, step)
-        best_loss = log.val_loss(best_step) if best_step is not None else math.inf
+        best_loss = log.val_loss(best_step) if best_step is not None and not incomparable else math.inf
         if best_step is not None and math.isinf(best_loss):
-            told = f"log.csv has no validation loss of its step {best_step}, so the next checkpoint becomes the best"
-            print(f"{folder.name(BEST)}: {told}", flush=True)
+            why = (
+                "its validation loss can't be compared with those of this run"
+                if incomparable
+                else f"log.csv has no validation loss of its step {best_step}"
+            )
+            print(f"{folder.name(BEST)}: {why}, so the next checkpoint becomes the best", flush=True)
         keeper = Keeper(folder, config.keep_checkpoints, step, best_loss if config.keep_best else None)
         # The run may have been killed after it wrote its best checkpoint, and before it made best.bin a link to it.
         newest = f"model_{step:07d}.bin"
-        if step and config.keep_best and (best_step is None or math.isfinite(best_loss)) and newest in folder.checkpoints().values():
+        known = best_step is None or math.isfinite(best_loss)
+        if step and config.keep_best and known and not incomparable and newest in folder.checkpoints().values():
             keeper.val_loss = log.val_loss(step)
             keeper.keep_best(newest)
         yield folder, log, keeper

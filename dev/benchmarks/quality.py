@@ -339,7 +339,12 @@ def read_samples(path: str, data: Data) -> torch.Tensor:
     images = open_data(path).images
     if images.shape[1:] != data.images.shape[1:] or len(images) < 2 * FEATURES:
         raise UserError(f"--samples {path}: holds {len(images)} images of {images.shape[1:]}, not {2 * FEATURES} or more of {data.images.shape[1:]}")
-    return to_floats(images) if images.dtype == np.uint8 else torch.from_numpy(np.array(images))
+    if images.dtype == np.uint8:
+        return to_floats(images)
+    floats = torch.from_numpy(np.array(images))
+    if not torch.isfinite(floats).all():
+        raise UserError(f"--samples {path}: holds values that are not finite; the model that drew them is broken")
+    return floats
 
 
 def draw_samples(path: str, count: int, flags: dict[str, Any], backend: str, train_crc: int) -> torch.Tensor:
@@ -393,6 +398,8 @@ def run(argv: list[str]) -> None:
         if args.plot:
             raise UserError(f"--plot {args.plot}: draws the classifier's figures; leave it out with --features inception")
         return judge_by_inception(args, flags)
+    if args.plot and not args.runs:
+        raise UserError(f"--plot {args.plot}: draws how the figures of --runs change over training; name runs, or leave it out")
     args.num_samples = 2000 if args.num_samples is None else args.num_samples
     if args.num_samples < 2 * FEATURES:
         raise UserError(f"--num_samples {args.num_samples}: must be at least {2 * FEATURES}, twice the number of features")

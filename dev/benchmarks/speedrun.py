@@ -68,6 +68,7 @@ if __name__ == "__main__":  # before PyTorch
 import csv
 import dataclasses
 import json
+import re
 import shlex
 import statistics
 import subprocess
@@ -158,7 +159,10 @@ class Contest:
         classes = None if labels is None else torch.from_numpy(labels[~held].astype(np.int64)).to(device)
         if judge_file and pathlib.Path(judge_file).exists():
             self.classifier = quality.build_classifier(*training.shape[1:], len(training) if classes is None else int(classes.max()) + 1)
-            self.classifier.load_state_dict(torch.load(judge_file, map_location="cpu", weights_only=True))
+            try:
+                self.classifier.load_state_dict(torch.load(judge_file, map_location="cpu", weights_only=True))
+            except Exception:  # PyTorch has many for a file that is none of its own
+                raise UserError(f"--judge {judge_file}: is no judge of this data; leave the flag out, or name a file that is not there") from None
             self.classifier.to(device).eval()
         else:
             self.classifier = quality.train_classifier(training.to(device), classes, EXEMPLAR_EPOCHS if classes is None else 10)
@@ -364,7 +368,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     for flag, path in (("--output", args.output), ("--plot", args.plot), ("--judge", args.judge)):
         if path:
             files.check_output(flag, path, [args.data_file, args.program, *args.earlier])
-    if not args.seeds.replace(",", "").isdigit():
+    if not re.fullmatch(r"\d+(,\d+)*", args.seeds):
         raise UserError(f"--seeds {args.seeds}: must be numbers with commas, such as 0,1,2")
     for flag, value in (("--moments", args.moments), ("--rival_moments", args.rival_moments)):
         if value < 1:
@@ -377,6 +381,13 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UserError("--rivals: without --recipes it needs --rival_seconds, how long each trains")
     if not args.rivals and not args.recipes and not args.earlier:
         raise UserError("--recipes: names none, so name --rivals or --earlier")
+    if args.plot and not args.plot.endswith((".png", ".pdf", ".svg")):
+        raise UserError(f"--plot {args.plot}: must end in .png, .pdf or .svg")
+    for recipe in args.recipes:  # before hours of training, and not when its turn comes
+        try:
+            parse_flags(shlex.split(recipe), FLAGS)
+        except ValueError as error:
+            raise UserError(f"--recipes {recipe}: can't be read ({error})") from None
     speedrun_rivals.check(args.rivals)
 
 

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import fcntl
 import gzip
+import io
 import os
 import re
 import resource
@@ -946,6 +947,29 @@ def test_a_damaged_log_does_no_harm(run: Callable, data: Path, tmp_path: Path) -
     log.write_text(log.read_text() + "".join(row + "\n" for row in rows) + "0,1\n" + "9" * 2000 + "\n1,")
     run([*TINY, "--data_file", data, "--max_steps", "4", "--resume_checkpoint", "latest"], binary="asan")
     assert all(len(row) == 15 and row[14] < 1e10 for row in shown_run(tmp_path / "out")["rows"])
+
+
+def test_a_damaged_log_does_no_harm_to_the_twin(run: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps as many columns of a row as there are, and reads what is no UTF-8."""
+    run([*TINY, "--data_file", data, "--max_steps", "2"])
+    log = tmp_path / "out/log.csv"
+    log.write_bytes(log.read_bytes() + b"2,0.9\n2,1,1,1,1,1,1,1,1,1,1,1,1\n1,\xff\n")
+    monkeypatch.chdir(tmp_path)
+    assert train_unet.run([*TINY, "--max_steps", "4", "--resume_checkpoint", "latest", "--device", "cpu"]) == 0
+    assert (tmp_path / "out/loss.png").exists() and checkpoints(tmp_path / "out")[-1] == 4
+
+
+def test_a_data_file_whose_name_is_no_utf8(run: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system takes any bytes for a name. Both programs write it into their checkpoints, and find it again."""
+    name = os.fsdecode(b"d\xff.bin")
+    (tmp_path / name).write_bytes(data.read_bytes())
+    run([*TINY, "--data_file", name, "--max_steps", "1"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), errors="surrogateescape"))
+    assert train_unet.run(["--max_steps", "2", "--resume_checkpoint", "latest", "--sample_interval", "0", "--device", "cpu"]) == 0
+    assert train_unet.run(["--convert", "out/model_0000002.bin", "m.pt"]) == 0
+    run(["--max_steps", "3", "--resume_checkpoint", "latest", "--sample_interval", "0"])
+    assert checkpoints(tmp_path / "out")[-1] == 3
 
 
 def test_a_reader_that_goes_away_loses_nothing(data: Path, tmp_path: Path) -> None:

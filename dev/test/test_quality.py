@@ -257,6 +257,7 @@ def test_what_is_refused(fashion: Path, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.bin").write_bytes(data_bytes(make_images(200, 1, 32, 32)))
     (tmp_path / "few.bin").write_bytes(data_bytes(make_images(20, 1, 32, 32)))
+    (tmp_path / "nan.bin").write_bytes(data_bytes(np.full((200, 1, 32, 32), np.nan, np.float32)))
     (tmp_path / "empty").mkdir()
     whole = ["--data_file", str(fashion)]
     for words, told in (
@@ -268,6 +269,8 @@ def test_what_is_refused(fashion: Path, tmp_path: Path, monkeypatch: pytest.Monk
         (["--samples", "few.bin", *whole], "few.bin: holds 20 images"),
         (["--samples", "small.bin", *whole, "--num_samples", "9"], "--num_samples 9: must be at least 128"),
         (["--runs", "empty", *whole, "--backend", "abacus"], "abacus"),
+        (["--samples", "small.bin", *whole, "--plot", "p.png"], "--plot p.png: draws how the figures of --runs"),
+        (["--samples", "nan.bin", *whole], "nan.bin: holds values that are not finite"),
     ):
         with pytest.raises(twin.UserError) as e:
             quality.run(words)

@@ -115,6 +115,8 @@ def test_a_run(tmp_path: Path, make_data: object) -> None:
 
 def test_what_it_refuses(tmp_path: Path, make_data: object, capfd: pytest.CaptureFixture) -> None:
     few = make_data("few.bin", make_images(20, 1, 8, 8))
+    judge = tmp_path / "junk.pt"
+    judge.write_bytes(b"junk")
     for words, told in (
         (["--data_file", few], "at least 640"),
         (["--seeds", "a"], "--seeds a: "),
@@ -124,6 +126,11 @@ def test_what_it_refuses(tmp_path: Path, make_data: object, capfd: pytest.Captur
         (["--rivals", "guided", "--rival_seconds", "-1"], "--rival_seconds -1: "),
         (["--rivals", "guided", "--recipes"], "it needs --rival_seconds"),
         (["--recipes"], "--recipes: names none"),
+        (["--seeds", "0,"], "--seeds 0,: "),
+        (["--plot", "x.foo"], "--plot x.foo: must end in .png"),
+        (["--recipes", "", "--lr 'x"], "--recipes --lr 'x: can't be read"),
+        (["--recipes", "", "--lrr 1"], "--lrr: there is no such flag"),
+        (["--judge", judge, "--data_file", make_data("many.bin", make_images(640, 1, 8, 8))], "junk.pt: is no judge of this data"),
     ):
         code = run_program("speedrun", lambda _, words=words: speedrun.run([*map(str, words)]))
         error = capfd.readouterr().err

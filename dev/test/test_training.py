@@ -235,6 +235,43 @@ def test_a_kill_before_the_best_checkpoint_is_linked(data: Path, tmp_path: Path,
     assert checkpoints(folder) == [8] and (folder / "best.bin").read_bytes() == checkpoint
 
 
+@pytest.mark.parametrize("program", ["cpp", pytest.param("twin", marks=pytest.mark.long)])
+def test_a_finished_run_gets_the_link_to_its_best_checkpoint(data: Path, tmp_path: Path, program: str) -> None:
+    """Killed between its last checkpoint and the link, it has nothing else to do."""
+    validated = flags("--val_interval 1 --keep_best True --val_data_file", data, QUIET)
+    assert start(flags(TINY, validated, "--max_steps 2 --data_file", data), tmp_path, program).wait(120) == 0
+    folder = tmp_path / "out"
+    log = (folder / "log.csv").read_bytes()
+    (folder / "best.bin").unlink()
+    process = start(flags("--resume_checkpoint latest", validated), tmp_path, program)
+    told, err = process.communicate(timeout=120)
+    assert "nothing to do" in told and err == "" and process.returncode == 0
+    assert (folder / "best.bin").read_bytes() == (folder / model_name(2)).read_bytes() and (folder / "log.csv").read_bytes() == log
+
+
+@pytest.mark.parametrize("what", ["--vlb_weight", "--val_data_file"])
+@pytest.mark.parametrize("program", ["cpp", pytest.param("twin", marks=pytest.mark.long)])
+def test_the_best_checkpoint_of_another_loss(data: Path, tmp_path: Path, make_data: Callable, program: str, what: str) -> None:
+    """Validation losses that mean something else can't be compared: the next checkpoint becomes the best, however large its loss."""
+    validated = flags("--val_interval 1 --save_interval 2 --keep_best True --val_data_file", data, QUIET)
+    assert start(flags(TINY, validated, "--learn_sigma True --max_steps 2 --data_file", data), tmp_path, program).wait(120) == 0
+    other = flags(what, 1000 if what == "--vlb_weight" else make_data("other.bin", make_images(24, seed=5), np.arange(24) % 3, 3))
+    for steps, more in ((4, []), (6, other)):
+        process = start(flags("--resume_checkpoint latest --lr 0 --max_steps", steps, validated, more), tmp_path, program)
+        told, err = process.communicate(timeout=120)
+        assert process.returncode == 0 and err == ""
+        assert ("best.bin: its validation loss can't be compared with those of this run" in told) == (more != [])
+    assert read_checkpoint(tmp_path / "out/best.bin").step == 6
+
+
+def test_another_length_of_a_tuning(run: Callable, data: Path, tmp_path: Path) -> None:
+    """Without --ect_d the length of its stages follows from --max_steps, and so do its losses."""
+    run(flags(TINY, "--objective edm --max_steps 1 --output_dir edm --data_file", data))
+    run(flags(TINY, "--objective ect --max_steps 8 --init", f"edm/{model_name(1)}", "--data_file", data))
+    assert "--ect_d 2: was 1 before, so" in run(flags("--resume_checkpoint latest --max_steps 16", QUIET)).out
+    assert "before" not in run(flags("--resume_checkpoint latest --max_steps 16", QUIET)).out
+
+
 @pytest.mark.parametrize("program", ["cpp", "twin"])
 def test_another_loss_starts_the_guard_anew(
     run: Callable, data: Path, tmp_path: Path, program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

@@ -173,6 +173,9 @@ def wait_for_step(p: subprocess.Popen) -> None:
 def test_rank_0_prepares_a_folder(ranks: Callable, program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, and longer than --rank_timeout: the others wait for what is alive. What goes wrong with it ends all."""
     (tmp_path / "tools").mkdir()
+    copy = tmp_path / "tools/train_unet"  # beside which there is no .venv, whose Python it would take
+    shutil.copy(program, copy)
+    (tmp_path / "tools/prepare_data.py").symlink_to(ROOT / "prepare_data.py")
     python = tmp_path / "tools/python3"
     python.write_text(f'#!/bin/sh\necho x >>{tmp_path}/calls\nsleep 7\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
@@ -180,13 +183,13 @@ def test_rank_0_prepares_a_folder(ranks: Callable, program: Path, tmp_path: Path
     (tmp_path / "pets").mkdir()
     for k, image in enumerate(make_images(8, 3)):
         Image.fromarray(image.transpose(1, 2, 0)).save(tmp_path / f"pets/{k}.png")
-    done = ranks(2, flags(TINY, "--data_dir pets --image_size 8 --max_steps 2 --rank_timeout 5"))
+    done = ranks([[copy, *flags(TINY, "--data_dir pets --image_size 8 --max_steps 2 --rank_timeout 5")]] * 2)
     assert done.out.count("pets.bin: prepared from pets") == done.out.count("step 2/2") == 1
     assert "have waited for 5 s for rank 0" in done.err and "it is alive" in done.err
-    done = ranks(2, flags(TINY, "--data_dir pets --image_size 8 --max_steps 2 --output_dir again"))
+    done = ranks([[copy, *flags(TINY, "--data_dir pets --image_size 8 --max_steps 2 --output_dir again")]] * 2)
     assert done.out.count("pets.bin: is up to date with pets") == 1 and (tmp_path / "calls").read_text() == "x\n"
     python.write_text("#!/bin/sh\necho no picture >&2\nexit 1\n")
-    done = ranks(2, flags(TINY, "--data_dir pets --image_size 16 --max_steps 2 --output_dir third"), code=1)
+    done = ranks([[copy, *flags(TINY, "--data_dir pets --image_size 16 --max_steps 2 --output_dir third")]] * 2, code=1)
     assert "no picture" in done.err and len(own_sentences(done.err)) == 1 and "--data_dir pets: was not prepared" in done.err
 
 
