@@ -17,101 +17,101 @@
 //   3651     8. Diffusion: noise schedules, objectives, samplers
 //   3957         the level of a training sample, drawn, and its share of the loss
 //   4439         samplers
-//   5023     9. Data: .bin files that may be larger than memory, the order of their images
-//   5598    10. Model files: weights and checkpoints, initial weights
-//   5984    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   6003         the learning rate, the verdict on a step, averages of the weights
-//   6098         what a trainer holds
-//   6279         a step
-//   6648    12. A run: log, guard, checkpoints, resume, samples
-//   6675         the log in memory, as the page shows it
-//   6803         what a run holds
-//   6892         the log and the status line
-//   7090         checkpoints, snapshots and grids
-//   7374         the start of a run: new, from a file's weights, or resumed
-//   7675         how a run begins and ends
-//   7842         the loop over the steps
-//   7954         train: a whole run, from the first check to the exit code
-//   8017         samples, without a run
-//   8190    13. main: the command line, then a run or samples
-//   8523         what ranks must have in common
-//   8597         main
-//   8801  Part II. The device
-//   8804    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8888    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8958    16. The GPU: what all kernels share
-//   9029         Launches, which may overlap
-//   9076         Decisions: what kernels are chosen with
-//   9131         Single instructions: shared memory, mbarriers, clusters
-//   9226         Activations: pieces of 16 bytes
-//   9568         each_kernel: a thread for an element
-//   9582         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9752         Swizzle: how rows lie in shared memory
-//   9773         Hopper (sm_90a): TMA, wgmma and what goes with them
-//  10055         building blocks of Hopper's kernels (sm_90a)
-//  10370    17. Small operations: resampling, embeddings, diffusion
-//  10373         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10581         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10947         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11501    18. Group norm
-//  11504         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12065         groupnorm_backward_whole: an image's slab in shared memory
-//  12468    19. Attention
-//  12576         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13138         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13285         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13988    20. Convolution
-//  14037         ConvOut: results, 4 channels of a pixel at a time
-//  14285         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14354         conv_halo: 3x3, stride 1, any GPU
-//  14779         conv_gather: any kernel size and stride, any GPU
-//  15051         conv_few: the first and the last layer
-//  15235         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15846         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15973         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16467         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16929         conv_weight_tma: weight gradients (sm_90a)
-//  17240         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17558         FP8 in training: weights and gradients are rounded
-//  17673    21. The optimiser
-//  17676         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17937         muon: directions for matrices of weights
-//  18370    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18373         groupnorm_backward
-//  18541         attention: forward and, where a has dout, backward
-//  18605         convolution: forward and input gradient
-//  19120         convolution: weight gradients
-//  19505    23. The GPU: memory, copies, repeated work
-//  19736    24. Between ranks: from device to device
+//   5026     9. Data: .bin files that may be larger than memory, the order of their images
+//   5601    10. Model files: weights and checkpoints, initial weights
+//   5987    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   6006         the learning rate, the verdict on a step, averages of the weights
+//   6101         what a trainer holds
+//   6282         a step
+//   6651    12. A run: log, guard, checkpoints, resume, samples
+//   6678         the log in memory, as the page shows it
+//   6806         what a run holds
+//   6895         the log and the status line
+//   7093         checkpoints, snapshots and grids
+//   7377         the start of a run: new, from a file's weights, or resumed
+//   7678         how a run begins and ends
+//   7845         the loop over the steps
+//   7957         train: a whole run, from the first check to the exit code
+//   8020         samples, without a run
+//   8193    13. main: the command line, then a run or samples
+//   8526         what ranks must have in common
+//   8600         main
+//   8804  Part II. The device
+//   8807    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8891    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8961    16. The GPU: what all kernels share
+//   9032         Launches, which may overlap
+//   9079         Decisions: what kernels are chosen with
+//   9134         Single instructions: shared memory, mbarriers, clusters
+//   9229         Activations: pieces of 16 bytes
+//   9571         each_kernel: a thread for an element
+//   9585         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9755         Swizzle: how rows lie in shared memory
+//   9776         Hopper (sm_90a): TMA, wgmma and what goes with them
+//  10058         building blocks of Hopper's kernels (sm_90a)
+//  10373    17. Small operations: resampling, embeddings, diffusion
+//  10376         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10584         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10950         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11504    18. Group norm
+//  11507         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12068         groupnorm_backward_whole: an image's slab in shared memory
+//  12471    19. Attention
+//  12579         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13141         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13288         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13991    20. Convolution
+//  14040         ConvOut: results, 4 channels of a pixel at a time
+//  14288         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14357         conv_halo: 3x3, stride 1, any GPU
+//  14782         conv_gather: any kernel size and stride, any GPU
+//  15054         conv_few: the first and the last layer
+//  15238         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15849         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15976         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16470         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16932         conv_weight_tma: weight gradients (sm_90a)
+//  17243         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17561         FP8 in training: weights and gradients are rounded
+//  17676    21. The optimiser
+//  17679         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17940         muon: directions for matrices of weights
+//  18373    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18376         groupnorm_backward
+//  18544         attention: forward and, where a has dout, backward
+//  18608         convolution: forward and input gradient
+//  19123         convolution: weight gradients
+//  19508    23. The GPU: memory, copies, repeated work
+//  19739    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8797, run_program 8733, train 7960, run_step 7893, train_step 6575, load_batch 5551 (read_image 5112),
-//     send 19707 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19638):
-//     step_gradients 6424: draw_levels 10965 (the formulas: draw_level 4028), forward_and_loss 6343, q_sample_forward
-//     11179, unet_forward 3542, forward_layer 3527 (a function of the layer's kind, such as forward_conv 2547),
-//     loss_forward_backward 11297, unet_backward 3616, which calls such a function as backward_conv 2554 of each layer
-//     (input gradients: conv_backward_input 19085) and, by launch_waiting 3578 on the side stream,
-//     conv_backward_weights 19498; finish_gradients 12418 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17728;
-//     judge_step 17776 (the verdict: judge_batch 6071), update_slice 6537, adamw_update 17908 (adamw_kernel 17853),
-//     next_step 17782, record_step 17788; later collect_steps 7846
-//   --optimizer muon: muon_updates 6183 says which weights; update_slice 6537, update_by_muon 6528 (with the formulas),
-//     muon_momentum 17979, orthogonalise 18347 (with muon_kernel above it), adamw_kernel 17853 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11371): sample_batch 4932, plan_route 4680,
-//     device_step 4728, euler_step 4470 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18968 draws all of its roads):
-//     forward_conv 2547; conv_forward 19008, with conv_product above it, which asks conv_is_wgmma 18613;
-//     on Hopper, large images: pick_conv_tiles_3x3 18915; conv_tiles 16452, with conv_tiles_kernel above it;
-//     Accumulators 10286 (its function multiply); Wgmma 9840;
-//     on Hopper, small images: pick_conv_small 18767; conv_small 16915, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9840;
-//     on any other GPU pick_conv_halo_bf16 18680; conv_halo 14766, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9636
-//   why several GPUs compute the bits of one: step_gradients 6424
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 426, Silu 8851, with_nonlinearity 8861 (a case);
-//     BEHIND_NORMS, above add_norm 2778, chooses it. The embedding has SiLU as a layer: silu_forward 10865
+//     main 8800, run_program 8736, train 7963, run_step 7896, train_step 6578, load_batch 5554 (read_image 5115),
+//     send 19710 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19641):
+//     step_gradients 6427: draw_levels 10968 (the formulas: draw_level 4028), forward_and_loss 6346, q_sample_forward
+//     11182, unet_forward 3542, forward_layer 3527 (a function of the layer's kind, such as forward_conv 2547),
+//     loss_forward_backward 11300, unet_backward 3616, which calls such a function as backward_conv 2554 of each layer
+//     (input gradients: conv_backward_input 19088) and, by launch_waiting 3578 on the side stream,
+//     conv_backward_weights 19501; finish_gradients 12421 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17731;
+//     judge_step 17779 (the verdict: judge_batch 6074), update_slice 6540, adamw_update 17911 (adamw_kernel 17856),
+//     next_step 17785, record_step 17791; later collect_steps 7849
+//   --optimizer muon: muon_updates 6186 says which weights; update_slice 6540, update_by_muon 6531 (with the formulas),
+//     muon_momentum 17982, orthogonalise 18350 (with muon_kernel above it), adamw_kernel 17856 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11374): sample_batch 4935, plan_route 4683,
+//     device_step 4731, euler_step 4470 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 18971 draws all of its roads):
+//     forward_conv 2547; conv_forward 19011, with conv_product above it, which asks conv_is_wgmma 18616;
+//     on Hopper, large images: pick_conv_tiles_3x3 18918; conv_tiles 16455, with conv_tiles_kernel above it;
+//     Accumulators 10289 (its function multiply); Wgmma 9843;
+//     on Hopper, small images: pick_conv_small 18770; conv_small 16918, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9843;
+//     on any other GPU pick_conv_halo_bf16 18683; conv_halo 14769, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9639
+//   why several GPUs compute the bits of one: step_gradients 6427
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 426, Silu 8854, with_nonlinearity 8864 (a case);
+//     BEHIND_NORMS, above add_norm 2778, chooses it. The embedding has SiLU as a layer: silu_forward 10868
 //   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3884
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 549, and beside each other edm_question
 //     3719, ask 3754, frame_of 3767, sigma_draws 3774, has_steps_of_t 3781; the head of their section lists the changes
@@ -119,31 +119,31 @@
 //     with what follows it; a function such as add_resblock 2830 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 319, with a list of all places above it: element_named 1416,
-//     forward_and_loss 6343, ElementOf 8822, with_act 9095 (act_has_wgmma below it), unpack_bf16 9241 and all below it
-//     to load_two 9305, mma 9636, tma_type 10009, adamw_kernel 17853 (adamw_update below it), conv_product 18968
-//   the settings, to their values: parse_command_line 1612, take_aliases 1640, complete_config 8713
-//     (apply_preset 1528, take_model_file 8346, take_ect_defaults 8376), take_data_shape 8425 (take_labels 8405),
+//     forward_and_loss 6346, ElementOf 8825, with_act 9098 (act_has_wgmma below it), unpack_bf16 9244 and all below it
+//     to load_two 9308, mma 9639, tma_type 10012, adamw_kernel 17856 (adamw_update below it), conv_product 18971
+//   the settings, to their values: parse_command_line 1612, take_aliases 1640, complete_config 8716
+//     (apply_preset 1528, take_model_file 8349, take_ect_defaults 8379), take_data_shape 8428 (take_labels 8408),
 //     check_model 1909, check_run 2059
 //   FP8 (--precision fp8): choose_fp8 3029 chooses the convolutions, and above it stands a table of what is rounded,
 //     by which factor, and where. plan_fp8 3104 and plan_fp8_gradients 3119 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3164 for samples, make_fp8_training 3208 for training; add_fp8_args 2311
 //     hands them to the layers. forward_conv 2547, backward_conv 2554 and weight_work 2284 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19070 makes an input gradient a forward convolution; conv_product_fp8 19001 picks the
-//     kernel, multiply_fp8 10320 and WgmmaFp8 9883 multiply; weight gradients: conv_weight_fp8_kernel 17503;
-//     print_fp8 7620 says whether it pays
+//     conv_backward_input_fp8 19073 makes an input gradient a forward convolution; conv_product_fp8 19004 picks the
+//     kernel, multiply_fp8 10323 and WgmmaFp8 9886 multiply; weight gradients: conv_weight_fp8_kernel 17506;
+//     print_fp8 7623 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
 //     die, refuse or must (host/files.h), of wrong 1493 (a flag's value), or of a function beside it whose name ends in
 //     _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7108. Its
-//     reasons are found in judge_batch 6071, by healthy and suspicious above it. For a damaged header they stand in
-//     check_field 5793 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
-//     5160, for a checkpoint's counters in check_resume 8483. unknown_word 1402 prints the message for a word of a flag
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7111. Its
+//     reasons are found in judge_batch 6074, by healthy and suspicious above it. For a damaged header they stand in
+//     check_field 5796 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
+//     5163, for a checkpoint's counters in check_resume 8486. unknown_word 1402 prints the message for a word of a flag
 //     that some place does not know. Such a place calls it itself or through meaning 1408.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7362 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 7134 that a file could not be written yet.
-//     stop_run 7108 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7365 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 7137 that a file could not be written yet.
+//     stop_run 7111 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -4619,6 +4619,9 @@ static std::vector<double> sampler_sigmas(const Config& c, const std::vector<dou
     if (frame == Frame::DDPM) { // such a model is only trained on sigmas between those of its first and last timestep
         high = std::min(high, known.back());
         low = std::max(low, known.front());
+        if (low > high)
+            die("--sigma_min %g, --sigma_max %g: there is no sigma between them that this model knows: %.3g to %.3g",
+                c.sigma_min, c.sigma_max, known.front(), known.back());
     }
     for (int i = 0; i < N; i++) {
         const double t = high / (1 + high) * (1 - (double)i / N);

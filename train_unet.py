@@ -348,7 +348,11 @@ def noise_route(config: Config, diffusion: Diffusion) -> list[Noise]:
         return [Noise(1.0, t / (1 - t)) for t in times]
     low, high = config.mid_t if config.sampler == "consistency" else config.sigma_min, config.sigma_max
     if config.objective == "ddpm":  # as far as the model knows them
-        low, high = max(low, float(diffusion.sigmas[0])), min(high, float(diffusion.sigmas[-1]))
+        known = float(diffusion.sigmas[0]), float(diffusion.sigmas[-1])
+        low, high = max(low, known[0]), min(high, known[1])
+        if low > high:
+            told = f"there is no sigma between them that this model knows: {known[0]:.3g} to {known[1]:.3g}"
+            raise UserError(f"--sigma_min {config.sigma_min:g}, --sigma_max {config.sigma_max:g}: {told}")
     start, end = high ** (1 / config.rho), low ** (1 / config.rho)  # Karras et al. 2022, eq. 5
     sigmas = [(start + i / max(n - 1, 1) * (end - start)) ** config.rho for i in range(n)]
     if n > 1:

@@ -562,6 +562,10 @@ def test_sampling_what_the_model_cannot(refused: Callable, tmp_path: Path) -> No
     refused([*given, "--predict", "v"], "--predict v", "init.bin", "eps")
     refused([*given, "--objective", "edm"], "--objective edm", "init.bin", "ddpm")
     refused(flags(given, "--sampler heun --timestep_respacing 1001"), "--timestep_respacing 1001", "1000")
+    few = "--sampler euler --sigma_min 1e-4 --sigma_max 1e-3"
+    refused(flags(given, few), "--sigma_min 0.0001, --sigma_max 0.001: there is no sigma between them that this model knows")
+    with pytest.raises(twin.UserError, match="there is no sigma between them that this model knows"):
+        twin.run([*flags("--preset fashion32 --device cpu --sample 2 --init", tmp_path / "init.bin", few)])
 
 
 @pytest.mark.long
