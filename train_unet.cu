@@ -8183,8 +8183,9 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     std::string how = c.sampler;
     if (c.can_churn() && c.S_churn > 0) how += text(", churn %g", c.S_churn);
     if (c.guided()) how += text(", guidance %g", c.guidance_scale);
-    const bool has_interval = c.guidance_min > 0 || c.guidance_max < BIG;
-    if (c.guided() && has_interval) how += text(" where sigma is %g to %g", c.guidance_min, c.guidance_max);
+    const bool has_end = c.guidance_max < BIG;
+    if (c.guided() && has_end) how += text(" where sigma is %g to %g", c.guidance_min, c.guidance_max);
+    else if (c.guided() && c.guidance_min > 0) how += text(" where sigma is at least %g", c.guidance_min);
     printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, how.c_str(),
            evaluations, seconds, c.sample / seconds, c.output.c_str());
 }
