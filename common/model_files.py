@@ -441,7 +441,10 @@ def read_pt(path: str, flags: dict[str, Any]) -> ModelFile:
         raise damaged
     if "config" not in saved:  # somebody else's: a state_dict, perhaps under a name
         tensors = next((saved[k] for k in ("model", "state_dict") if isinstance(saved.get(k), dict)), saved)
+        average = saved.get("ema")
         saved = {"model": {k: v for k, v in tensors.items() if isinstance(v, Tensor)}}
+        if isinstance(average, dict) and average.keys() == tensors.keys():  # the same tensors, averaged
+            saved["ema"] = {k: v for k, v in average.items() if isinstance(v, Tensor)}
     saved["weights"] = saved.pop("model", {})
     sections = {name: saved[name] for name in SECTIONS if name in saved}
     history = saved.get(HISTORY)

@@ -96,6 +96,17 @@ def test_round_trip_through_every_format(checkpoint: Path, tmp_path: Path) -> No
         assert (tmp_path / "f.bin").read_bytes() == source.read_bytes()
 
 
+def test_the_average_in_somebody_elses_file_is_kept(checkpoint: Path, tmp_path: Path) -> None:
+    """A .pt that says nothing of its model, which flags do then, may hold the weights and their average."""
+    source = twin.read_model(str(checkpoint))
+    tensors = {name: model_files.to_state_dict(source.config, array) for name, array in (("model", source.weights), ("ema", source.weights / 2))}
+    torch.save(tensors | {"steps": 3}, tmp_path / "theirs.pt")
+    words = [w for name in model_files.SAVED_FLAGS if name != "cond" for w in (f"--{name}", str(format_value(name, getattr(source.config, name))))]
+    twin.run(["--convert", str(tmp_path / "theirs.pt"), str(tmp_path / "ours.bin"), *words])
+    ours = twin.read_model(str(tmp_path / "ours.bin"))
+    assert np.array_equal(ours.weights, source.weights) and np.array_equal(ours.ema, source.weights / 2)
+
+
 def test_header_is_the_configuration(checkpoint: Path, data: Path) -> None:
     model = read_checkpoint(checkpoint)
     h, f = model.header, model.header.view("<f4")
