@@ -27,91 +27,91 @@
 //   6678         the log in memory, as the page shows it
 //   6806         what a run holds
 //   6895         the log and the status line
-//   7093         checkpoints, snapshots and grids
-//   7377         the start of a run: new, from a file's weights, or resumed
-//   7678         how a run begins and ends
-//   7845         the loop over the steps
-//   7957         train: a whole run, from the first check to the exit code
-//   8020         samples, without a run
-//   8193    13. main: the command line, then a run or samples
-//   8526         what ranks must have in common
-//   8600         main
-//   8804  Part II. The device
-//   8807    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8891    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8961    16. The GPU: what all kernels share
-//   9032         Launches, which may overlap
-//   9079         Decisions: what kernels are chosen with
-//   9134         Single instructions: shared memory, mbarriers, clusters
-//   9229         Activations: pieces of 16 bytes
-//   9571         each_kernel: a thread for an element
-//   9585         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9755         Swizzle: how rows lie in shared memory
-//   9776         Hopper (sm_90a): TMA, wgmma and what goes with them
-//  10058         building blocks of Hopper's kernels (sm_90a)
-//  10373    17. Small operations: resampling, embeddings, diffusion
-//  10376         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10584         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10950         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11504    18. Group norm
-//  11507         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12068         groupnorm_backward_whole: an image's slab in shared memory
-//  12471    19. Attention
-//  12579         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13141         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13288         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13991    20. Convolution
-//  14040         ConvOut: results, 4 channels of a pixel at a time
-//  14288         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14357         conv_halo: 3x3, stride 1, any GPU
-//  14782         conv_gather: any kernel size and stride, any GPU
-//  15054         conv_few: the first and the last layer
-//  15238         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15849         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15976         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16470         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16932         conv_weight_tma: weight gradients (sm_90a)
-//  17243         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17561         FP8 in training: weights and gradients are rounded
-//  17676    21. The optimiser
-//  17679         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17940         muon: directions for matrices of weights
-//  18373    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18376         groupnorm_backward
-//  18544         attention: forward and, where a has dout, backward
-//  18608         convolution: forward and input gradient
-//  19123         convolution: weight gradients
-//  19508    23. The GPU: memory, copies, repeated work
-//  19739    24. Between ranks: from device to device
+//   7094         checkpoints, snapshots and grids
+//   7378         the start of a run: new, from a file's weights, or resumed
+//   7680         how a run begins and ends
+//   7847         the loop over the steps
+//   7959         train: a whole run, from the first check to the exit code
+//   8022         samples, without a run
+//   8196    13. main: the command line, then a run or samples
+//   8529         what ranks must have in common
+//   8603         main
+//   8807  Part II. The device
+//   8810    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8894    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8964    16. The GPU: what all kernels share
+//   9035         Launches, which may overlap
+//   9082         Decisions: what kernels are chosen with
+//   9137         Single instructions: shared memory, mbarriers, clusters
+//   9232         Activations: pieces of 16 bytes
+//   9574         each_kernel: a thread for an element
+//   9588         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9758         Swizzle: how rows lie in shared memory
+//   9779         Hopper (sm_90a): TMA, wgmma and what goes with them
+//  10061         building blocks of Hopper's kernels (sm_90a)
+//  10376    17. Small operations: resampling, embeddings, diffusion
+//  10379         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10587         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10953         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11507    18. Group norm
+//  11510         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12071         groupnorm_backward_whole: an image's slab in shared memory
+//  12474    19. Attention
+//  12582         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13144         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13291         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  13994    20. Convolution
+//  14043         ConvOut: results, 4 channels of a pixel at a time
+//  14291         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14361         conv_halo: 3x3, stride 1, any GPU
+//  14786         conv_gather: any kernel size and stride, any GPU
+//  15058         conv_few: the first and the last layer
+//  15242         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15853         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  15980         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16474         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16936         conv_weight_tma: weight gradients (sm_90a)
+//  17247         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17565         FP8 in training: weights and gradients are rounded
+//  17680    21. The optimiser
+//  17683         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17944         muon: directions for matrices of weights
+//  18377    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18380         groupnorm_backward
+//  18548         attention: forward and, where a has dout, backward
+//  18612         convolution: forward and input gradient
+//  19127         convolution: weight gradients
+//  19512    23. The GPU: memory, copies, repeated work
+//  19743    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8800, run_program 8736, train 7963, run_step 7896, train_step 6578, load_batch 5554 (read_image 5115),
-//     send 19710 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19641):
-//     step_gradients 6427: draw_levels 10968 (the formulas: draw_level 4028), forward_and_loss 6346, q_sample_forward
-//     11182, unet_forward 3542, forward_layer 3527 (a function of the layer's kind, such as forward_conv 2547),
-//     loss_forward_backward 11300, unet_backward 3616, which calls such a function as backward_conv 2554 of each layer
-//     (input gradients: conv_backward_input 19088) and, by launch_waiting 3578 on the side stream,
-//     conv_backward_weights 19501; finish_gradients 12421 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17731;
-//     judge_step 17779 (the verdict: judge_batch 6074), update_slice 6540, adamw_update 17911 (adamw_kernel 17856),
-//     next_step 17785, record_step 17791; later collect_steps 7849
+//     main 8803, run_program 8739, train 7965, run_step 7898, train_step 6578, load_batch 5554 (read_image 5115),
+//     send 19714 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19645):
+//     step_gradients 6427: draw_levels 10971 (the formulas: draw_level 4028), forward_and_loss 6346, q_sample_forward
+//     11185, unet_forward 3542, forward_layer 3527 (a function of the layer's kind, such as forward_conv 2547),
+//     loss_forward_backward 11303, unet_backward 3616, which calls such a function as backward_conv 2554 of each layer
+//     (input gradients: conv_backward_input 19092) and, by launch_waiting 3578 on the side stream,
+//     conv_backward_weights 19505; finish_gradients 12424 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17735;
+//     judge_step 17783 (the verdict: judge_batch 6074), update_slice 6540, adamw_update 17915 (adamw_kernel 17860),
+//     next_step 17789, record_step 17795; later collect_steps 7851
 //   --optimizer muon: muon_updates 6186 says which weights; update_slice 6540, update_by_muon 6531 (with the formulas),
-//     muon_momentum 17982, orthogonalise 18350 (with muon_kernel above it), adamw_kernel 17856 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11374): sample_batch 4935, plan_route 4683,
+//     muon_momentum 17986, orthogonalise 18354 (with muon_kernel above it), adamw_kernel 17860 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11377): sample_batch 4935, plan_route 4683,
 //     device_step 4731, euler_step 4470 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18971 draws all of its roads):
-//     forward_conv 2547; conv_forward 19011, with conv_product above it, which asks conv_is_wgmma 18616;
-//     on Hopper, large images: pick_conv_tiles_3x3 18918; conv_tiles 16455, with conv_tiles_kernel above it;
-//     Accumulators 10289 (its function multiply); Wgmma 9843;
-//     on Hopper, small images: pick_conv_small 18770; conv_small 16918, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9843;
-//     on any other GPU pick_conv_halo_bf16 18683; conv_halo 14769, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9639
+//   a convolution, to the tensor cores (a table above conv_product 18975 draws all of its roads):
+//     forward_conv 2547; conv_forward 19015, with conv_product above it, which asks conv_is_wgmma 18620;
+//     on Hopper, large images: pick_conv_tiles_3x3 18922; conv_tiles 16459, with conv_tiles_kernel above it;
+//     Accumulators 10292 (its function multiply); Wgmma 9846;
+//     on Hopper, small images: pick_conv_small 18774; conv_small 16922, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9846;
+//     on any other GPU pick_conv_halo_bf16 18687; conv_halo 14773, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9642
 //   why several GPUs compute the bits of one: step_gradients 6427
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 426, Silu 8854, with_nonlinearity 8864 (a case);
-//     BEHIND_NORMS, above add_norm 2778, chooses it. The embedding has SiLU as a layer: silu_forward 10868
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 426, Silu 8857, with_nonlinearity 8867 (a case);
+//     BEHIND_NORMS, above add_norm 2778, chooses it. The embedding has SiLU as a layer: silu_forward 10871
 //   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3884
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 549, and beside each other edm_question
 //     3719, ask 3754, frame_of 3767, sigma_draws 3774, has_steps_of_t 3781; the head of their section lists the changes
@@ -119,31 +119,31 @@
 //     with what follows it; a function such as add_resblock 2830 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 319, with a list of all places above it: element_named 1416,
-//     forward_and_loss 6346, ElementOf 8825, with_act 9098 (act_has_wgmma below it), unpack_bf16 9244 and all below it
-//     to load_two 9308, mma 9639, tma_type 10012, adamw_kernel 17856 (adamw_update below it), conv_product 18971
-//   the settings, to their values: parse_command_line 1612, take_aliases 1640, complete_config 8716
-//     (apply_preset 1528, take_model_file 8349, take_ect_defaults 8379), take_data_shape 8428 (take_labels 8408),
+//     forward_and_loss 6346, ElementOf 8828, with_act 9101 (act_has_wgmma below it), unpack_bf16 9247 and all below it
+//     to load_two 9311, mma 9642, tma_type 10015, adamw_kernel 17860 (adamw_update below it), conv_product 18975
+//   the settings, to their values: parse_command_line 1612, take_aliases 1640, complete_config 8719
+//     (apply_preset 1528, take_model_file 8352, take_ect_defaults 8382), take_data_shape 8431 (take_labels 8411),
 //     check_model 1909, check_run 2059
 //   FP8 (--precision fp8): choose_fp8 3029 chooses the convolutions, and above it stands a table of what is rounded,
 //     by which factor, and where. plan_fp8 3104 and plan_fp8_gradients 3119 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3164 for samples, make_fp8_training 3208 for training; add_fp8_args 2311
 //     hands them to the layers. forward_conv 2547, backward_conv 2554 and weight_work 2284 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19073 makes an input gradient a forward convolution; conv_product_fp8 19004 picks the
-//     kernel, multiply_fp8 10323 and WgmmaFp8 9886 multiply; weight gradients: conv_weight_fp8_kernel 17506;
-//     print_fp8 7623 says whether it pays
+//     conv_backward_input_fp8 19077 makes an input gradient a forward convolution; conv_product_fp8 19008 picks the
+//     kernel, multiply_fp8 10326 and WgmmaFp8 9889 multiply; weight gradients: conv_weight_fp8_kernel 17510;
+//     print_fp8 7625 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
 //     die, refuse or must (host/files.h), of wrong 1493 (a flag's value), or of a function beside it whose name ends in
 //     _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7111. Its
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7112. Its
 //     reasons are found in judge_batch 6074, by healthy and suspicious above it. For a damaged header they stand in
 //     check_field 5796 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
-//     5163, for a checkpoint's counters in check_resume 8486. unknown_word 1402 prints the message for a word of a flag
+//     5163, for a checkpoint's counters in check_resume 8489. unknown_word 1402 prints the message for a word of a flag
 //     that some place does not know. Such a place calls it itself or through meaning 1408.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7365 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 7137 that a file could not be written yet.
-//     stop_run 7111 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7366 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 7138 that a file could not be written yet.
+//     stop_run 7112 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -728,7 +728,7 @@ struct MuonTiles { // the tiles of the results of all matrices
 struct MuonWork {
     std::vector<MuonMatrix> matrices;
     size_t squares_size = 0; // how many numbers the squares (short_side, short_side) of all matrices have together
-    // These are in the GPU's memory:
+    // The arrays that these members point to are in the GPU's memory:
     const MuonMatrix* on_device = nullptr; // the same list of matrices
     MuonTiles square_tiles;                // of results (short_side, short_side)
     MuonTiles tiles;                       // of results (rows, columns)
@@ -1274,7 +1274,7 @@ struct Flag {
     const char* name;
     std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
     int slot;               // the value's place in the header of a model file (section 10); 0: no such place
-    bool free;              // true: the command line may set another value than a model file holds
+    bool free;              // of a setting of the model: it may differ from that in a model file (take_from_file)
     const char* objectives; // the only objectives that use the flag, "a|b"; "": all objectives use it
     const char* heading;    // the heading above the flag in --help
     const char* help;
@@ -6945,8 +6945,9 @@ static void open_log(Run* run) {
     // Rows are appended. O_NOFOLLOW: if somebody has put a link in the place of log.csv meanwhile, it is not followed.
     run->log_file = openat(run->folder.descriptor, "log.csv", O_WRONLY | O_APPEND | O_CLOEXEC | O_NOFOLLOW);
     if (run->log_file < 0) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
-    // The loss of best.bin is not found if the run goes on from a step before best.bin's step, or if log.csv was cut or
-    // removed.
+    // If best.bin's loss is known, or there is no best.bin, nothing is left to do. The loss is unknown in three cases:
+    // validation losses now mean something else than before (val_loss_changed); or the run goes on from a step before
+    // best.bin's step; or log.csv was cut or removed. Then the user is told.
     if (best < 0 || std::isfinite(run->best_loss)) return;
     const std::string why = run->val_loss_changed ? "its validation loss can't be compared with those of this run"
                                                   : text("log.csv has no validation loss of its step %ld", best);
@@ -7422,8 +7423,9 @@ static void restore_history(const Trainer& tr, const ModelFile& m) {
     if (bytes) copy_to_device(tr.history, history.data(), bytes);
 }
 
-// Returns a text that names the first flag, of those for which matters(flag) is true, whose value is another one than
-// in the checkpoint m; "": all have the same value.
+// Compares the flags for which matters(flag) is true with their values in the checkpoint m. Returns a text about the
+// first flag whose value has changed: its name, its new value and its old value. "": none has changed. Flags that the
+// checkpoint does not hold are not compared.
 static std::string changed_flag(const Config& c, const ModelFile& m, auto matters) {
     for (const Flag& f : FLAGS) {
         if (!f.slot || !matters(f) || !slot_is_used(m.header, f)) continue;
@@ -14302,7 +14304,8 @@ template <class T> using FragmentA = uint32_t[4 * PARTS<T>]; // 16 rows x 16 k
 template <class T> using FragmentB = uint32_t[2 * PARTS<T>]; // 16 k x 8 columns
 
 // Returns where a chunk lies in a swizzled row of shared memory, in bytes from the row's beginning. key: the
-// swizzle_key of the row.
+// swizzle_key of the row. With floats a chunk is two pieces of 16 bytes. The function returns the place of the first
+// piece (later the high parts). The second piece (the low parts) lies at this place ^ 16.
 template <class T> INLINE uint32_t chunk_place(int chunk, int key) { return (chunk * PARTS<T> ^ key) << 4; }
 
 // Returns the place that lies `channels` channels after `place` in the same row. XOR finds it, whatever the key is: the
@@ -14858,9 +14861,9 @@ struct GatherTile : ProductTile<1, PIXEL_WARPS_, CHANNELS_, WARP_CHANNELS_, 1> {
     static constexpr int PER_SM = CHANNELS_ == 128 ? 2 : PER_SM_OF_64_CHANNELS;
 };
 
-// The weights of a stage, arranged as in HaloWeights. Forward: a row is an output channel, and its chunks are the
-// channels of the slice. BACKWARD: a row is an input channel of the slice, and its chunks are the block's output
-// channels.
+// The weights of a stage: one tap, arranged as a tap in HaloWeights. Forward: a row is an output channel, and its
+// chunks are the channels of the slice. BACKWARD: a row is a channel of dout, in the slice, and its chunks are the
+// channels of the input's gradient that the block computes.
 template <class Tile, bool BACKWARD> struct GatherWeights {
     typedef typename Tile::T T;
     static constexpr int ROWS = BACKWARD ? Tile::SLICE : Tile::CHANNELS;
@@ -19514,9 +19517,9 @@ static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* 
 // CUDA events order the work of different streams: a stream waits for an event of another stream, while the host goes
 // on.
 
-// Returns the largest number of parts that a tensor's Stats can have for an image of H x W pixels. A part holds sums
-// over a convolution's tile, or over 8 rows of a tile. The smallest parts are 8 x 8 pixels, or 64 consecutive pixels
-// (conv_gather).
+// Returns the largest number of parts that a tensor's Stats can have for an image of H x W pixels. How large a part is
+// depends on the kernel that writes the tensor: it may be a tile, a piece of a tile, or the whole image. The smallest
+// parts are squares of 8 x 8 pixels, or 64 consecutive pixels (conv_gather).
 static int max_stat_parts(int H, int W) { return ceil_div(H, 8) * ceil_div(W, 8); }
 
 // A kernel that does nothing. code_version asks the runtime for which architecture this kernel was compiled. All
