@@ -15,135 +15,135 @@
 //   3242         gradients, and buffers
 //   3512     7. Forward and backward: two walks over the list
 //   3651     8. Diffusion: noise schedules, objectives, samplers
-//   3957         the level of a training sample, drawn, and its share of the loss
-//   4439         samplers
-//   5026     9. Data: .bin files that may be larger than memory, the order of their images
-//   5601    10. Model files: weights and checkpoints, initial weights
-//   5987    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   6006         the learning rate, the verdict on a step, averages of the weights
-//   6101         what a trainer holds
-//   6282         a step
-//   6651    12. A run: log, guard, checkpoints, resume, samples
-//   6678         the log in memory, as the page shows it
-//   6806         what a run holds
-//   6895         the log and the status line
-//   7094         checkpoints, snapshots and grids
-//   7378         the start of a run: new, from a file's weights, or resumed
-//   7680         how a run begins and ends
-//   7847         the loop over the steps
-//   7959         train: a whole run, from the first check to the exit code
-//   8022         samples, without a run
-//   8196    13. main: the command line, then a run or samples
-//   8529         what ranks must have in common
-//   8603         main
-//   8807  Part II. The device
-//   8810    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8894    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8964    16. The GPU: what all kernels share
-//   9035         Launches, which may overlap
-//   9082         Decisions: what kernels are chosen with
-//   9137         Single instructions: shared memory, mbarriers, clusters
-//   9232         Activations: pieces of 16 bytes
-//   9574         each_kernel: a thread for an element
-//   9588         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9758         Swizzle: how rows lie in shared memory
-//   9779         Hopper (sm_90a): TMA, wgmma and what goes with them
-//  10061         building blocks of Hopper's kernels (sm_90a)
-//  10376    17. Small operations: resampling, embeddings, diffusion
-//  10379         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10587         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10953         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11507    18. Group norm
-//  11510         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12071         groupnorm_backward_whole: an image's slab in shared memory
-//  12474    19. Attention
-//  12582         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13144         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13291         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  13994    20. Convolution
-//  14043         ConvOut: results, 4 channels of a pixel at a time
-//  14291         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14361         conv_halo: 3x3, stride 1, any GPU
-//  14786         conv_gather: any kernel size and stride, any GPU
-//  15058         conv_few: the first and the last layer
-//  15242         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15853         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  15980         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16474         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16936         conv_weight_tma: weight gradients (sm_90a)
-//  17247         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17565         FP8 in training: weights and gradients are rounded
-//  17680    21. The optimiser
-//  17683         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17944         muon: directions for matrices of weights
-//  18377    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18380         groupnorm_backward
-//  18548         attention: forward and, where a has dout, backward
-//  18612         convolution: forward and input gradient
-//  19127         convolution: weight gradients
-//  19512    23. The GPU: memory, copies, repeated work
-//  19743    24. Between ranks: from device to device
+//   3958         the level of a training sample, drawn, and its share of the loss
+//   4442         samplers
+//   5034     9. Data: .bin files that may be larger than memory, the order of their images
+//   5615    10. Model files: weights and checkpoints, initial weights
+//   6004    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   6023         the learning rate, the verdict on a step, averages of the weights
+//   6118         what a trainer holds
+//   6299         a step
+//   6668    12. A run: log, guard, checkpoints, resume, samples
+//   6695         the log in memory, as the page shows it
+//   6823         what a run holds
+//   6912         the log and the status line
+//   7111         checkpoints, snapshots and grids
+//   7395         the start of a run: new, from a file's weights, or resumed
+//   7697         how a run begins and ends
+//   7864         the loop over the steps
+//   7976         train: a whole run, from the first check to the exit code
+//   8039         samples, without a run
+//   8213    13. main: the command line, then a run or samples
+//   8546         what ranks must have in common
+//   8620         main
+//   8824  Part II. The device
+//   8827    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8911    15. The CPU: the device is the host; operations are in dev/reference.h
+//   8981    16. The GPU: what all kernels share
+//   9052         Launches, which may overlap
+//   9099         Decisions: what kernels are chosen with
+//   9154         Single instructions: shared memory, mbarriers, clusters
+//   9250         Activations: pieces of 16 bytes
+//   9593         each_kernel: a thread for an element
+//   9607         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9777         Swizzle: how rows lie in shared memory
+//   9798         Hopper (sm_90a): TMA, wgmma and what goes with them
+//  10082         building blocks of Hopper's kernels (sm_90a)
+//  10399    17. Small operations: resampling, embeddings, diffusion
+//  10402         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10611         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  10979         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11536    18. Group norm
+//  11539         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12101         groupnorm_backward_whole: an image's slab in shared memory
+//  12505    19. Attention
+//  12613         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13175         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13322         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14025    20. Convolution
+//  14074         ConvOut: results, 4 channels of a pixel at a time
+//  14322         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14392         conv_halo: 3x3, stride 1, any GPU
+//  14817         conv_gather: any kernel size and stride, any GPU
+//  15089         conv_few: the first and the last layer
+//  15273         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15884         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16014         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16514         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  16980         conv_weight_tma: weight gradients (sm_90a)
+//  17292         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17615         FP8 in training: weights and gradients are rounded
+//  17731    21. The optimiser
+//  17734         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  17995         muon: directions for matrices of weights
+//  18434    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18437         groupnorm_backward
+//  18607         attention: forward and, where a has dout, backward
+//  18671         convolution: forward and input gradient
+//  19191         convolution: weight gradients
+//  19579    23. The GPU: memory, copies, repeated work
+//  19812    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8803, run_program 8739, train 7965, run_step 7898, train_step 6578, load_batch 5554 (read_image 5115),
-//     send 19714 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19645):
-//     step_gradients 6427: draw_levels 10971 (the formulas: draw_level 4028), forward_and_loss 6346, q_sample_forward
-//     11185, unet_forward 3542, forward_layer 3527 (a function of the layer's kind, such as forward_conv 2547),
-//     loss_forward_backward 11303, unet_backward 3616, which calls such a function as backward_conv 2554 of each layer
-//     (input gradients: conv_backward_input 19092) and, by launch_waiting 3578 on the side stream,
-//     conv_backward_weights 19505; finish_gradients 12424 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17735;
-//     judge_step 17783 (the verdict: judge_batch 6074), update_slice 6540, adamw_update 17915 (adamw_kernel 17860),
-//     next_step 17789, record_step 17795; later collect_steps 7851
-//   --optimizer muon: muon_updates 6186 says which weights; update_slice 6540, update_by_muon 6531 (with the formulas),
-//     muon_momentum 17986, orthogonalise 18354 (with muon_kernel above it), adamw_kernel 17860 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11377): sample_batch 4935, plan_route 4683,
-//     device_step 4731, euler_step 4470 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 18975 draws all of its roads):
-//     forward_conv 2547; conv_forward 19015, with conv_product above it, which asks conv_is_wgmma 18620;
-//     on Hopper, large images: pick_conv_tiles_3x3 18922; conv_tiles 16459, with conv_tiles_kernel above it;
-//     Accumulators 10292 (its function multiply); Wgmma 9846;
-//     on Hopper, small images: pick_conv_small 18774; conv_small 16922, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9846;
-//     on any other GPU pick_conv_halo_bf16 18687; conv_halo 14773, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9642
-//   why several GPUs compute the bits of one: step_gradients 6427
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 426, Silu 8857, with_nonlinearity 8867 (a case);
-//     BEHIND_NORMS, above add_norm 2778, chooses it. The embedding has SiLU as a layer: silu_forward 10871
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3884
+//     main 8820, run_program 8756, train 7982, run_step 7915, train_step 6595, load_batch 5568 (read_image 5125),
+//     send 19782 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19713):
+//     step_gradients 6444: draw_levels 10998 (the formulas: draw_level 4030), forward_and_loss 6363, q_sample_forward
+//     11213, unet_forward 3542, forward_layer 3527 (a function of the layer's kind, such as forward_conv 2547),
+//     loss_forward_backward 11331, unet_backward 3616, which calls such a function as backward_conv 2554 of each layer
+//     (input gradients: conv_backward_input 19156) and, by launch_waiting 3578 on the side stream,
+//     conv_backward_weights 19572; finish_gradients 12455 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17786;
+//     judge_step 17834 (the verdict: judge_batch 6091), update_slice 6557, adamw_update 17966 (adamw_kernel 17911),
+//     next_step 17840, record_step 17846; later collect_steps 7868
+//   --optimizer muon: muon_updates 6203 says which weights; update_slice 6557, update_by_muon 6548 (with the formulas),
+//     muon_momentum 18038, orthogonalise 18411 (with muon_kernel above it), adamw_kernel 17911 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11405): sample_batch 4942, plan_route 4689,
+//     device_step 4737, euler_step 4474 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 19038 draws all of its roads):
+//     forward_conv 2547; conv_forward 19078, with conv_product above it, which asks conv_is_wgmma 18680;
+//     on Hopper, large images: pick_conv_tiles_3x3 18984; conv_tiles 16499, with conv_tiles_kernel above it;
+//     Accumulators 10315 (its function multiply); Wgmma 9866;
+//     on Hopper, small images: pick_conv_small 18836; conv_small 16966, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9866;
+//     on any other GPU pick_conv_halo_bf16 18749; conv_halo 14804, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9661
+//   why several GPUs compute the bits of one: step_gradients 6444
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 426, Silu 8874, with_nonlinearity 8884 (a case);
+//     BEHIND_NORMS, above add_norm 2778, chooses it. The embedding has SiLU as a layer: silu_forward 10897
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3885
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 549, and beside each other edm_question
 //     3719, ask 3754, frame_of 3767, sigma_draws 3774, has_steps_of_t 3781; the head of their section lists the changes
 //   to add a kind of layer: a list of all places stands above LayerKind 2439; an example is forward_linear 2467
 //     with what follows it; a function such as add_resblock 2830 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 319, with a list of all places above it: element_named 1416,
-//     forward_and_loss 6346, ElementOf 8828, with_act 9101 (act_has_wgmma below it), unpack_bf16 9247 and all below it
-//     to load_two 9311, mma 9642, tma_type 10015, adamw_kernel 17860 (adamw_update below it), conv_product 18975
-//   the settings, to their values: parse_command_line 1612, take_aliases 1640, complete_config 8719
-//     (apply_preset 1528, take_model_file 8352, take_ect_defaults 8382), take_data_shape 8431 (take_labels 8411),
+//     forward_and_loss 6363, ElementOf 8845, with_act 9118 (act_has_wgmma below it), unpack_bf16 9266 and all below it
+//     to load_two 9330, mma 9661, tma_type 10036, adamw_kernel 17911 (adamw_update below it), conv_product 19038
+//   the settings, to their values: parse_command_line 1612, take_aliases 1640, complete_config 8736
+//     (apply_preset 1528, take_model_file 8369, take_ect_defaults 8399), take_data_shape 8448 (take_labels 8428),
 //     check_model 1909, check_run 2059
 //   FP8 (--precision fp8): choose_fp8 3029 chooses the convolutions, and above it stands a table of what is rounded,
 //     by which factor, and where. plan_fp8 3104 and plan_fp8_gradients 3119 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3164 for samples, make_fp8_training 3208 for training; add_fp8_args 2311
 //     hands them to the layers. forward_conv 2547, backward_conv 2554 and weight_work 2284 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19077 makes an input gradient a forward convolution; conv_product_fp8 19008 picks the
-//     kernel, multiply_fp8 10326 and WgmmaFp8 9889 multiply; weight gradients: conv_weight_fp8_kernel 17510;
-//     print_fp8 7625 says whether it pays
+//     conv_backward_input_fp8 19141 makes an input gradient a forward convolution; conv_product_fp8 19071 picks the
+//     kernel, multiply_fp8 10349 and WgmmaFp8 9910 multiply; weight gradients: conv_weight_fp8_kernel 17559;
+//     print_fp8 7642 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
 //     die, refuse or must (host/files.h), of wrong 1493 (a flag's value), or of a function beside it whose name ends in
 //     _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7112. Its
-//     reasons are found in judge_batch 6074, by healthy and suspicious above it. For a damaged header they stand in
-//     check_field 5796 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
-//     5163, for a checkpoint's counters in check_resume 8489. unknown_word 1402 prints the message for a word of a flag
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7129. Its
+//     reasons are found in judge_batch 6091, by healthy and suspicious above it. For a damaged header they stand in
+//     check_field 5812 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
+//     5173, for a checkpoint's counters in check_resume 8506. unknown_word 1402 prints the message for a word of a flag
 //     that some place does not know. Such a place calls it itself or through meaning 1408.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7366 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 7138 that a file could not be written yet.
-//     stop_run 7112 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7383 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 7155 that a file could not be written yet.
+//     stop_run 7129 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -3529,9 +3529,9 @@ static void forward_layer(const Walk& walk, const Layer& l) {
     mark({.layer = &l});
     LayerArgs a = layer_args(walk, l);
     l.kind->forward(a);
-    // If a norm reads the output, l.kind->forward has also summed the output and its square over the pixels, in several
-    // parts (Stats). It has set a.out_stats.parts to the number of these parts. The number is kept in the tensor: there
-    // layer_args finds it when the norm is computed.
+    // If a norm reads the output, l.kind->forward has also summed the output and its square over the pixels, in one or
+    // more parts (Stats). It has set a.out_stats.parts to the number of these parts. The number is kept in the tensor,
+    // where layer_args finds it when the norm is computed.
     walk.net->tensors[l.out].parts = a.out_stats.parts;
 }
 
@@ -3561,8 +3561,8 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
 static float* output_gradient(UNet* net) { return buffer_data<float>(net, net->layers.back().dout); }
 
 // Collects the weight gradients of convolutions during the backward pass. They wait until they fill the GPU together,
-// or until some layer needs one of them to be complete (plan_waits). Then they are all computed together, on the side
-// stream.
+// or until some layer needs one of them to be complete (plan_waits), or until the backward pass is almost over
+// (unet_backward). Then they are all computed together, on the side stream.
 struct WeightGradients {
     UNet* net;
     const std::function<void(size_t, Stream*)>& done; // see unet_backward
@@ -3610,9 +3610,9 @@ struct WeightGradients {
 };
 
 // The backward pass. It computes grads, the gradients of the parameters, from output_gradient and from what the forward
-// pass of these B samples left in memory. done(n, stream) is called each time that weight gradients have been launched
-// on `stream`. When that work is finished, the gradients from grads[n] on are complete. So with several ranks, `done`
-// can begin to send these gradients while the backward pass computes the others (step_gradients).
+// pass of these B samples left in memory. If `done` is given, done(n, stream) is called each time that weight gradients
+// have been launched on `stream`. When these are finished, the gradients from grads[n] on are complete. So with several
+// ranks, `done` can begin to send these gradients while the backward pass computes the others (step_gradients).
 static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B,
                           const std::function<void(size_t, Stream*)>& done = nullptr) {
     const Walk walk{net, weights, dropout, B, grads};
@@ -3629,20 +3629,20 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         LayerArgs a = layer_args(walk, l);
         if (l.kind == &CONV) {
             // If l reads net->input, l is the network's first convolution. After it, only the embedding's layers are
-            // left in the backward pass. They wait for the weight gradients of the convolutions that read the
-            // embedding, because the embedding's gradient (demb) is computed together with those. They need not wait
-            // for l's weight gradient. So the weight gradients that are waiting now are launched alone, before l's
-            // weight gradient is added.
+            // left in the backward pass. Without --use_scale_shift_norm, convolutions read the embedding, and the
+            // embedding's gradient (demb) is computed together with their weight gradients. Then the embedding's layers
+            // wait for those weight gradients, but they need not wait for l's. So the weight gradients that are waiting
+            // now are launched alone, before l's weight gradient is added.
             if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.launch_waiting();
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
             if (l.rounds_dout) round_gradient(a.dout_fp8, a.dout, (size_t)B * a.Hout * a.Wout * a.Cout);
             weight_gradients.add(i, a);
-            if (!a.d1.dx && !a.d2.dx) continue; // the layer reads the images (or their patches), which need no gradient
+            if (!a.d1.dx && !a.d2.dx) continue; // the network's first convolution: its input needs no gradient
         }
         mark({.layer = &l, .pass = BACKWARD});
         l.kind->backward(a);
     }
-    mark({"finish gradients"}); // on a GPU, groupnorm_backward has left a part of each norm's dweight and dbias undone
+    mark({"finish gradients"}); // on a GPU, terms of the norms' dweight and dbias still have to be added up
     finish_gradients();
     weight_gradients.wait_for(weight_gradients.last);
 }
@@ -3851,7 +3851,8 @@ HD static inline NoiseLevel teacher_level(const Objective& o, double t) {
     return make_level(teacher);
 }
 
-// Returns alpha_bar (T): alpha_bar[t] is the product of 1 - beta over all timesteps from 0 to t.
+// Returns alpha_bar (T), where T is --diffusion_steps. alpha_bar[t] is the product of 1 - beta over all timesteps from
+// 0 to t.
 //   linear: beta rises from 0.0001 to 0.02 (Ho et al. 2020, section 4); both limits are multiplied by 1000 / T
 //   cosine: 1 - beta = f(t + 1) / f(t), where f(t) = cos^2((t / T + 0.008) / 1.008 pi / 2); beta is at most 0.999
 //           (Nichol & Dhariwal 2021, eq. 17). In the code, `cosine` is f as a function of t / T
@@ -3956,12 +3957,13 @@ static Objective make_objective(const Config& c) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the level of a training sample, drawn, and its share of the loss
 // These functions compute how noisy a sample of a training step is, and what its loss consists of. Each works on one
-// sample or one value. The CPU (dev/reference.h) calls them in loops, and the GPU's kernels call them in each thread.
+// sample, one timestep or one value. The CPU (dev/reference.h) calls them in loops, and the GPU's kernels call them in
+// each thread.
 
-// --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): the probability of drawing t is
-// proportional to the root mean square of the latest HISTORY (10) losses of samples with this t. A sample's loss is
-// then multiplied by `importance`, which is 1 / (T times the probability of the sample's t). So the expected loss is
-// the same as with uniform t.
+// --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): apart from a small share that is the
+// same for all t (EVEN_SHARE), the probability of drawing t is proportional to the root mean square of the latest
+// HISTORY (10) losses of samples with this t. A sample's loss is then multiplied by `importance`, which is 1 / (T times
+// the probability of the sample's t). So the expected loss is the same as with uniform t.
 constexpr double EVEN_SHARE = 0.001; // this share of the probability is divided equally among all t
 
 // Stores the losses of those samples of a batch whose timestep is t. row: the floats that are kept for t: its latest
@@ -3982,9 +3984,9 @@ HD static inline double remember_losses(float* row, int t, const NoiseLevel* lev
 }
 
 // Draws t for --schedule_sampler loss-second-moment, and returns its level. u: a random number in [0, 1). The interval
-// [0, 1) is divided into one part for each t, whose length is the probability of this t. The drawn t is the one whose
-// part contains u. While some t has fewer than HISTORY losses (then o.rms_losses[t] is -1), all t have the same
-// probability.
+// [0, 1) is divided into one part for each t. The length of the part is the probability of this t. The drawn t is the
+// one whose part contains u. While some t has fewer than HISTORY losses, all t have the same probability. (Then
+// o.rms_losses[t] is -1 for such a t. Before the first step of a new run it is 0 for all t.)
 HD static inline NoiseLevel draw_weighted_level(const Objective& o, double u) {
     double sum = 0, least = 0;
     for (int t = 0; t < o.steps; t++) {
@@ -4142,8 +4144,8 @@ constexpr int FILTER = 12; // the number of sym6's coefficients, which are calle
 constexpr int AROUND = 7;
 HD static inline int fine_size(int size) { return 2 * (size + FILTER / 2); } // how many rows (columns) the canvas has
 
-// Returns tap k of sym6 (Daubechies 1992, table 6.2); 0 if k is not from 0 to 11. All taps add up to sqrt(2). Those
-// with even k add up to half of that, and so do those with odd k.
+// Returns tap k of sym6 (Daubechies 1992, "Ten Lectures on Wavelets"); 0 if k is not from 0 to 11. All taps add up to
+// sqrt(2). Those with even k add up to half of that, and so do those with odd k.
 HD static inline float sym6(int k) {
     const float taps[FILTER] = {0.015404109327027373f, 0.0034907120842174702f, -0.11799011114819057f,
                                 -0.048311742585633f,   0.4910559419267466f,    0.787641141030194f,
@@ -4250,9 +4252,10 @@ HD static inline float square_mean(const void* channel, int bytes, int y, int x,
     return sum / (float)(factor * factor);
 }
 
-// The standard deviation of the noise on a picture is --cond_noise times a factor, which is drawn uniformly from
-// [0, 1). (Ho et al. 2021, "Cascaded Diffusion Models": a network that was trained on coarse pictures with different
-// amounts of noise is not disturbed by the errors of a sampled coarse picture.)
+// In training with --cond lowres, noise is added to the small pictures. Its standard deviation is --cond_noise times a
+// factor, which is drawn uniformly from [0, 1) for each picture. (Ho et al. 2021, "Cascaded Diffusion Models": a
+// network that was trained on coarse pictures with different amounts of noise is not disturbed by the errors of a
+// sampled coarse picture.)
 // NOISE_STRENGTH is the number of the quartet of random words that this factor is drawn from. The noise itself uses
 // quartets with lower numbers.
 constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF;
@@ -4439,8 +4442,9 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
 // --- samplers
 // A sampler makes an image out of noise in steps. All samplers work on x = x_0 + sigma noise, whatever the model was
 // trained on. (A model of T timesteps is shown x_t = signal x; then sigma^2 = (1 - alpha_bar) / alpha_bar.) From step
-// to step sigma falls, and at the end it is 0. In each step the network's answer is computed and turned into x0, its
-// estimate of x_0. Papers write D(x; sigma) for x0. The slope of the ODE that takes noise away is then
+// to step sigma falls (with --inpaint it also rises again: see step_order), and at the end it is 0. In each step the
+// network's answer is computed and turned into x0, its estimate of x_0. Papers write D(x; sigma) for x0. The slope of
+// the ODE that takes noise away is then
 //
 //   dx / dsigma = (x - x0) / sigma                                     (Karras et al. 2022, eq. 1 and 3)
 //
@@ -4601,7 +4605,9 @@ static double karras_sigma(const Config& c, double high, double low, int i, int 
 //   ddpm, ddim    the sigmas of the timesteps that --timestep_respacing keeps
 //   consistency   Karras's schedule from sigma_max to mid_t. So if there are two steps, their sigmas are sigma_max and
 //                 mid_t. (Geng et al. 2024 take two steps, at 80 and 0.821.)
-//   others        Karras's schedule. For a model of flow instead: equal steps of t = sigma / (1 + sigma)
+//   others        Karras's schedule from sigma_max to sigma_min. For a model of flow instead: equal steps of
+//                 t = sigma / (1 + sigma), from sigma_max to 0
+// With a model of ddpm, the sigmas of the last two rows stay between those of its first and last timestep.
 static std::vector<double> sampler_sigmas(const Config& c, const std::vector<double>& known) {
     const std::vector<int> kept = space_timesteps(c.diffusion_steps, c.timestep_respacing);
     const int N = (int)kept.size();
@@ -4802,9 +4808,9 @@ static SamplerPlan plan_sampler(const Config& c) {
     return plan;
 }
 
-// A sampler's memory. Members marked (device) point to device memory. B is the number of images in the network's batch
-// (see make_sampler). One batch is sampled after the other, so the device memory does not depend on the number of all
-// images.
+// A sampler's memory. Members marked (device) point to device memory. B is the number of samples in the network's
+// batch. With guidance, an image is two samples (see make_sampler). One batch is sampled after the other, so the device
+// memory does not depend on the number of all images.
 struct Sampler {
     SamplerPlan plan;
     SamplerStep* steps; // (device) the plan's steps
@@ -4882,8 +4888,8 @@ static void put_labels(const Config& c, Sampler* s, int64_t first, int B, int co
     copy_to_device(s->labels, labels.data(), labels.size() * sizeof(int));
 }
 
-// A row holds cond_dim numbers, and then the numbers that describe an augmentation. The numbers of the augmentation are
-// zeros, because a sampled image is not changed.
+// A row holds cond_dim numbers and then, with --augment, the numbers that describe an augmentation. The numbers of the
+// augmentation are zeros, because a sampled image is not changed.
 static void put_values(const Config& c, Sampler* s, int64_t first, int B, int copies) {
     const size_t row_size = c.num_values();
     std::vector<float> values(B * copies * row_size);
@@ -4905,8 +4911,9 @@ static void put_pictures(const Config& c, Sampler* s, int64_t first, int B, int 
 }
 
 // With --start_from or --inpaint: multiplies a batch's given images by plan.image and writes them to the network's
-// input x (copies B, n). With --inpaint, plan.image is 0, because sampling begins with noise alone. Then the function
-// also copies the given images and their masks to the arrays that keep_known reads.
+// input x (copies * B, n). n: the number of values of an image. With --inpaint, plan.image is 0, because sampling
+// begins with noise alone. Then the function also copies the given images and their masks to the arrays that keep_known
+// reads.
 static void put_given_images(float* x, Sampler* s, int64_t first, int B, int copies, int n) {
     const size_t bytes = n * sizeof(float);
     for (int b = 0; b < B; b++) {
@@ -4927,11 +4934,11 @@ static void put_given_images(float* x, Sampler* s, int64_t first, int B, int cop
     }
 }
 
-// Samples images first .. first + B - 1 of a seed. An image does not depend on B. The images are left in net's input
-// tensor. With guidance, this tensor first holds all images with their conditions, and after them the same images
-// without conditions. tell is called after each step, to show the progress. Its argument is B times the share of the
-// steps that are done: the work so far, counted in images. If a signal asks the program to stop (stop_signal), the
-// function returns early, with unfinished images.
+// Samples images first .. first + B - 1 of a seed. The noise of an image does not depend on B. The images are left in
+// net's input tensor. With guidance, this tensor holds all images twice, because the network computes an answer with
+// the conditions and an answer without them. tell is called after each step, to show the progress. Its argument is B
+// times the share of the steps that are done: the work so far, counted in images. If a signal asks the program to stop
+// (stop_signal), the function returns early, with unfinished images.
 static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, auto tell) {
     const Config& c = net->config;
     const int HW = c.H * c.W;
@@ -4985,9 +4992,10 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     for (Graph& graph : graphs) free_graph(&graph);
 }
 
-// Samples n images. Rank 0 returns them (n, H, W, C); most of their values lie between -1 and 1. In each round of the
-// loop, every rank samples at most one batch. A batch is up to net->B images, with guidance up to half of that. After a
-// signal (stop_signal) the function returns early, and the caller must not use the images.
+// Samples n images. Rank 0 returns them (n, H, W, C); most of their values lie between -1 and 1. Other ranks return an
+// empty vector. In each round of the loop, every rank samples at most one batch. A batch is up to net->B images, with
+// guidance up to half of that. After a signal (stop_signal) the function returns early, and the caller must not use the
+// images.
 static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, int n) {
     const Config& c = net->config;
     const size_t size = (size_t)c.H * c.W * c.in_channels; // the number of values of an image
@@ -5017,17 +5025,18 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
         if (!world.rank) copy_to_host(&images[i * size], made, count * size * sizeof(float));
     }
     const bool terminal = terminal_columns() > 0;
-    if (told > start && (terminal || !stop_signal)) // on a terminal the line is wiped
+    if (told > start && (terminal || !stop_signal)) // if progress was shown: wipes it, or prints a last line
         show_status(terminal ? "" : "sampling: 100 %, took " + duration(now() - start));
     return images;
 }
 
 // =====================================================================================================================
 // 9. Data: .bin files that may be larger than memory, the order of their images
-// A data file consists of a header, images (N, C, H, W) of uint8 or float32, labels (N), and for each image K numbers
-// (N, K) that a model may be conditioned on (--cond_dim; docs/FORMATS.md). The images stay on the disk: a step reads
-// only its own images. The operating system is asked to fetch them into memory a few batches before the step. Labels
-// and numbers are kept in memory. The program also reads data files of unet.cu, another program that trains UNets.
+// A data file begins with a header and images (N, C, H, W) of uint8 or float32. After them, a file may have labels (N),
+// K numbers for each image (N, K) that a model may be conditioned on (--cond_dim), the names of these numbers, and
+// checksums of the images (docs/FORMATS.md). The images stay on the disk: a step reads only its own images. The
+// operating system is asked to fetch them into memory a few batches before the step. Labels and numbers are kept in
+// memory. The program also reads data files of unet.cu, another program that trains UNets.
 //
 // The functions, in the order in which they run: if --data_dir names a folder of pictures, take_data_dir makes a data
 // file of them. open_dataset checks the file, once. For each step, load_batch sends the images to the device; it calls
@@ -5070,7 +5079,8 @@ struct Dataset : InputFile {
     int K = 0;          // how many numbers each image has
     int name_bytes = 0; // the number of bytes of the numbers' names
     // The header's checksum. The header itself holds a checksum of all that follows it (in version 2: of all that
-    // follows the images, which includes the images' checksums). So header_crc identifies the whole file.
+    // follows the images, which includes the images' checksums). So header_crc identifies the whole file. For a file of
+    // unet.cu it is 0.
     uint32_t header_crc = 0;
     std::vector<int32_t> labels;     // (N), or empty
     std::vector<float> values;       // (N, K): the numbers
@@ -5225,8 +5235,9 @@ static void read_behind_images(Dataset* d, uint32_t body_crc) {
     take_values(d, behind);
 }
 
-// Opens a data file and checks it. If the file is longer than READ_AT_START, its images are not read here. In a file of
-// version 2, read_image checks each image when a step reads it.
+// Opens a data file and checks it. If the file is longer than READ_AT_START, its images are not read here. read_image
+// checks an image's checksum each time that a step reads the image. But a long file of version 1 or of unet.cu has no
+// checksums of single images, so its images are not checked.
 static Dataset open_dataset(const std::string& path) {
     const char* hint = "prepare_data.py makes such files; make unpacks data/fashion32.bin and data/emoji64.bin";
     Dataset d;
@@ -5296,14 +5307,16 @@ static bool is_up_to_date(const std::string& path, const Config& c, int64_t chan
     return fits && changed <= nanoseconds(st.st_mtim);
 }
 
-// Returns the Python that prepares --data_dir. If there is a virtual environment in the program's folder (.venv, which
-// `make python` makes), it is that one's, because it has the packages that prepare_data.py needs.
+// Returns the Python interpreter that runs prepare_data.py. If the program's folder has a virtual environment (.venv,
+// which `make python` makes), this is the environment's interpreter, because the environment has the packages that
+// prepare_data.py needs. Otherwise it is python3.
 static std::string preparing_python(const std::string& own_folder) {
     const std::string own = own_folder + "/.venv/bin/python";
     return exists(own) ? own : "python3";
 }
 
-// Returns the words of the command that makes a data file of the pictures in --data_dir. program: prepare_data.py.
+// Returns the words of the command that makes a data file of the pictures in --data_dir. program: the path of
+// prepare_data.py. file: the data file's path.
 static std::vector<std::string> prepare_command(const Config& c, const std::string& python, const std::string& program,
                                                 const std::string& file) {
     const std::string size = size_text(c.H, c.W);
@@ -5355,7 +5368,8 @@ static void prepare_folder(const Config& c, const std::string& file) {
     printf("%s: prepared from %s\n", file.c_str(), c.data_dir.c_str());
 }
 
-// Sets --data_file to the file that is made of --data_dir. Rank 0 makes the file, and the other ranks wait.
+// Sets --data_file to the file that is made of --data_dir. Rank 0 makes the file, and the other ranks wait. where: what
+// an error message begins with.
 static void take_data_dir(Config* c, const std::string& where) {
     // parse_model computes the size (c->H, c->W) that the pictures get. Here only an error in --image_size matters.
     // Other errors are found later (take_data_shape).
@@ -5425,8 +5439,8 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
     const int HW = c.H * c.W;
     const int C = c.in_channels;
     std::vector<float> picture;
-    // In training, a picture may also be mirrored, be left out or, if it is a small one, have noise (put_pictures of
-    // section 11). Here it is not changed.
+    // In training, the image may be changed first (--augment, --random_flip), the picture may be left out, and a small
+    // picture may have noise (step_gradients, put_pictures of section 11). Here nothing of this is done.
     if (c.picture_kind == PictureKind::LOWRES) {
         const int factor = c.picture_factor;
         const int w = c.W / factor;
@@ -5542,11 +5556,11 @@ static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
     return false;
 }
 
-// Sends n samples of a batch to the device: images (n, C, H, W), labels (n), numbers (n, num_values), and the pictures
-// (n, cond_channels, H, W) that the images are conditioned on. Images and pictures are sent as their files hold them,
-// as bytes or floats. The device turns bytes into floats where it reads them (q_sample_forward). A row of the numbers
-// ends with the numbers that describe the image's augmentation. They are zeros here; the device writes them later
-// (augment_if_asked).
+// Sends n samples of a batch to the device: images (n, C, H, W), labels (n), numbers (n, num_values) and, with
+// --cond_file, the pictures (n, cond_channels, H, W) that the images are conditioned on. Images and pictures are sent
+// as their files hold them, as bytes or floats. The device turns bytes into floats where it reads them (image_value,
+// canvas_value). With --augment, a row of the numbers ends with the numbers that describe the image's augmentation.
+// They are zeros here; the device writes them later (augment_if_asked).
 // The batch is the samples at positions first .. first + B - 1 of the stream. This rank sends n = own_images of them.
 // In training, these are the rank's microbatches, one after the other, and some images lose their class and their
 // numbers (--class_dropout). Outside of training the rank sends all B samples.
@@ -5631,7 +5645,9 @@ constexpr int SLOT_MULT = 23;        // channel_mult, MOST_LEVELS floats
 constexpr int SLOT_RESOLUTIONS = 31; // how many numbers attention_resolutions has
 constexpr int SLOT_ATTENTION = 32;   // attention_resolutions, MOST_LEVELS numbers
 constexpr int SLOT_MAX_PERIOD = 40;
-constexpr int SLOT_DIFFUSION = 41; // diffusion_steps; slots from here to SLOT_PATCH_SIZE - 1 are about the diffusion
+// diffusion_steps. The slots from here to SLOT_PATCH_SIZE - 1 are about the diffusion and its loss, except
+// SLOT_CLASS_DROPOUT.
+constexpr int SLOT_DIFFUSION = 41;
 constexpr int SLOT_OBJECTIVE = 43;
 constexpr int SLOT_VLB_WEIGHT = 47;
 constexpr int SLOT_SIGMA_SMALL = 49;
@@ -5658,7 +5674,7 @@ constexpr int SLOT_UNUSED_TOO = 87; // a slot without a meaning, which is 0
 constexpr int SLOT_GUARD = 88;      // 40 bytes: the run's Guard
 constexpr int SLOT_EMAS = 98;       // how many averages there are besides the first; the next slots hold their rates
 constexpr int SLOT_SAMPLER = 106;   // schedule_sampler
-constexpr int SLOT_ECT = 107;       // with --objective ect: the first slot of this objective's flags
+constexpr int SLOT_ECT = 107;       // ect_q; the other flags whose names begin with ect_ follow, except ect_frame
 constexpr int SLOT_ECT_D = 110;
 constexpr int SLOT_ECT_END = 113;  // the first slot after these flags
 constexpr int SLOT_COND_CRC = 113; // with cond_channels: the header_crc of --cond_file
@@ -5752,7 +5768,7 @@ static bool same_value(const std::string& name, const std::string& a, const std:
 
 // A model file that was checked. Its arrays are read later, when the network has been built. They are numbered in the
 // file's order: 0 is the weights, 1 is the first average, 2 and 3 are AdamW's moments, and from 4 on there are further
-// averages.
+// averages. (For a matrix that Muon updates, array 2 holds Muon's momentum.)
 struct ModelFile : InputFile {
     // Returns whether the file holds everything that these bits stand for (HAS_EMA, HAS_TRAINING).
     bool has(int bits) const {
@@ -5960,7 +5976,8 @@ static std::array<float, 4> initial_values(const UNet& net, size_t param, size_t
 }
 
 // Returns initial weights. They are drawn from the same distributions as in guided-diffusion:
-//   convolutions, linear layers   weights and biases are uniform between -1 / sqrt(fan_in) and 1 / sqrt(fan_in)
+//   convolutions, linear layers   weights and biases are uniform between -1 / sqrt(fan_in) and 1 / sqrt(fan_in). The
+//                                 projection of an image's numbers (VALUES) is a linear layer without a bias
 //   class embeddings              weights are standard normal
 //   norms                         weights are 1, biases are 0
 //   last layers                   weights and biases are 0 in the last layer of each residual block, of each attention
@@ -9040,10 +9057,10 @@ Stream* const MAIN_STREAM = &device;
 //   kernel B        |-- prepares --|waits |---- blocks run ----|
 //                                         ^ await_previous_kernel returns
 //
-// B's blocks start as soon as all blocks of A have called await_previous_kernel and a multiprocessor has room for them.
-// So A may still be running when B starts. Therefore B calls await_previous_kernel before it reads what A writes, and
-// before it writes to global memory. (A kernel that does not call await_previous_kernel is launched without overlap:
-// see launch_behind.)
+// B's blocks start as soon as each block of A has called await_previous_kernel or has ended, and a multiprocessor has
+// room for them. So A may still be running when B starts. Therefore B calls await_previous_kernel before it reads what
+// A writes, and before it writes to global memory. (A kernel that does not call await_previous_kernel is launched
+// without overlap: see launch_behind.)
 // Before this call, B may compute addresses, read its parameters, and read what kernels before A wrote. Those kernels
 // have ended: A's own calls of await_previous_kernel have waited for them before B could start.
 // cluster: how many neighbouring blocks can access each other's shared memory (1: no cluster).
@@ -9146,7 +9163,8 @@ constexpr bool CLUSTERS = ARCH >= 900;
 // Waits until the kernels before this one have ended and their writes can be seen (see launch_on). After that, it lets
 // the next kernel start. The two instructions must stand in this order. Suppose that kernels A, B, C follow each other.
 // In the opposite order, B would let C start while A still runs. Then what A writes might be missing when C reads it
-// before C's own wait, as launch_on allows.
+// before C's own wait, as launch_on allows. (GPUs before sm_90 do not overlap kernels of a stream, so there is nothing
+// to wait for.)
 INLINE void await_previous_kernel() {
     if (CLUSTERS) PTX("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;");
 }
@@ -9231,9 +9249,10 @@ INLINE void arrive_at_block(uint32_t barrier) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Activations: pieces of 16 bytes
 // A piece is 16 bytes: VEC<T> neighbouring channels of a pixel, 8 bf16 or 4 floats. Threads load and store whole
-// pieces, because 16 bytes are the most that one instruction loads on most of the GPUs. Channel counts are multiples of
-// 32, so a pixel is a whole number of pieces. Kernels unpack a piece to floats, compute with the floats, and round each
-// result once, when they pack it.
+// pieces, because 16 bytes are the most that one instruction loads on most of the GPUs. Activations have a multiple of
+// 32 channels, so a pixel is a whole number of pieces. (What the network itself reads and returns has fewer channels:
+// see conv_few.) Kernels unpack a piece to floats, compute with the floats, and round each result once, when they pack
+// it.
 template <class T> constexpr int VEC = 16 / sizeof(T);
 static int act_vec() { return 16 / (int)act_bytes(); }
 
@@ -9742,7 +9761,7 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
         if constexpr (PARTS<T> == 1) mma<T>(at(first), a[first % NA], b[first / NA]);
         else {
             float sum[AT_ONCE][4] = {};
-            // low high', high low', high high': the smallest product first
+            // low high', high low', high high': the two small products first
             UNROLL_FOR (int product = 0; product < 3; product++)
                 UNROLL_FOR (int i = 0; i < AT_ONCE; i++)
                     mma_fp16(sum[i], a[(first + i) % NA] + 4 * (product == 0),
@@ -9767,8 +9786,8 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
 //   row 2    2 3 0 1 6 7 4 5
 //
 // With 4 chunks to a row (64 bytes), two rows fill the 32 banks together, and the key is r / 2 % 4. With 2 chunks to a
-// row the key is r / 4 % 2. With an odd number of chunks no key is needed (it is 0), because the rows begin at
-// different banks anyway.
+// row the key is r / 4 % 2. (An odd multiple of 4 or of 2 chunks, such as 6, has the same key as 4 or 2.) With an odd
+// number of chunks no key is needed (it is 0), because the rows begin at different banks anyway.
 template <int CHUNKS> INLINE int swizzle_key(int row) {
     // CHUNKS is a multiple of 2^BITS. BITS is as large as possible, but at most 3.
     constexpr int BITS = std::min(3, std::countr_zero((unsigned)CHUNKS));
@@ -9837,7 +9856,8 @@ template <int N> struct Wgmma;
 //                                         OP5: the descriptor of B; OP6: its major; OP7: ADD
 //
 //   ...            the same registers of D, as C++ operands of the asm: "+f"(d[0]), "+f"(d[1]), ...
-// In the instruction, "1, 1, 1" means: add to D, do not negate A, do not negate B.
+// In the instruction, "1, 1, 1" means: add to D, do not negate A, do not negate B. If A is in registers, the first of
+// the three is the predicate p in place of 1. IF_NOT_0 sets p to true if ADD is not 0.
 #define PRODUCT_64(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
 #define IF_NOT_0(OP) "{.reg .pred p; setp.ne.b32 p, " OP ", 0; "
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -9880,8 +9900,9 @@ WGMMA(256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_96
 //   a[0]   row g,      k = 4 t .. 4 t + 3            a[2]   row g,      k = 16 + 4 t .. 16 + 4 t + 3
 //   a[1]   row g + 8,  k = 4 t .. 4 t + 3            a[3]   row g + 8,  k = 16 + 4 t .. 16 + 4 t + 3
 //
-// For an input gradient, one operand holds weights (e4m3) and the other one gradients (e5m2). The gradients are B in
-// conv_tiles (e4m3.e5m2), and A in conv_small (e5m2.e4m3). For a weight gradient, A holds gradients and B activations.
+// In a forward convolution, both operands are e4m3: weights and activations. For an input gradient, one operand holds
+// weights (e4m3) and the other one gradients (e5m2). The gradients are B in conv_tiles (e4m3.e5m2), and A in conv_small
+// (e5m2.e4m3). For a weight gradient, A holds gradients and B activations (e5m2.e4m3).
 // In all FP8 products the tensor cores keep only 14 bits of a sum. This is enough here, because at most a few hundred
 // wgmma instructions add to the same sum (docs/LEARNT.md, MAX_FP8_PRODUCTS).
 template <int N, Element A, Element B> struct WgmmaFp8;
@@ -10059,11 +10080,12 @@ static CUtensorMap tensor_map(const void* p, const int64_t (&dims)[4], const int
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- building blocks of Hopper's kernels (sm_90a)
-// Such a kernel's threads have a few roles, each of which is a loop over tiles. One thread loads. One to three
-// warpgroups multiply and finish their tiles. Other warps store results or add up statistics. Roles exchange data
-// through rings of stages in shared memory (Pipeline). The structs below hold only numbers (addresses in shared
-// memory, counters, sums), and all their functions are inlined. So the compiler keeps the structs in registers. If some
-// code took the address of such a struct, the struct would lie in local memory, which is slower.
+// Such a kernel's threads have a few roles, each of which is a loop over tiles. In most kernels one thread loads, and
+// one or more warpgroups multiply and finish their tiles. Some kernels have further roles, such as warps that store
+// results, add up sums, or transpose an operand. Roles exchange data through rings of stages in shared memory
+// (Pipeline). The structs below hold only numbers (addresses in shared memory, counters, sums), and all their functions
+// are inlined. So the compiler keeps the structs in registers. If some code took the address of such a struct, the
+// struct would lie in local memory, which is slower.
 
 // Returns how many bytes of dynamic shared memory each block can have if a multiprocessor runs `blocks` of them. In
 // addition, a kernel's __shared__ variables may have 128 bytes.
@@ -10124,9 +10146,9 @@ struct SharedMemory {
 struct Stage {
     uint32_t address, full; // the addresses of the stage's memory and of its full barrier
 };
-// All threads of a warp call this when they have filled a stage, or their part of it, with ordinary stores. The fence
-// is needed if TMA or wgmma reads the stage. Then one thread arrives at `full`, the stage's full barrier, for the whole
-// warp.
+// All threads of a warp call this when they have filled a stage, or their part of it, with ordinary stores. First comes
+// a fence, which is needed if TMA or wgmma reads the stage. Then one thread arrives at `full`, the stage's full
+// barrier, for the whole warp.
 INLINE void warp_stored(uint32_t full) {
     fence_async();
     __syncwarp();
@@ -10197,8 +10219,9 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
         if (wait) mbarrier_wait(stage(i).full, 0);
         return stage(i).address;
     }
-    // For a reader: releases a stage. Stages are released in the order in which they arrived. If several threads read a
-    // stage together, only one of them frees the stage: the thread whose argument `speaks` is true.
+    // For a reader: releases a stage. Stages are released in the order in which they arrived. All threads that count as
+    // one reader together (a warpgroup or a warp) call release, because each of them has its own `done`. But only one
+    // of them arrives at the empty barrier: the thread whose argument `speaks` is true.
     INLINE void release(bool speaks = (threadIdx.x & 127) == 0) {
         const int i = hand_over();
         if (speaks) free(i);
@@ -10377,10 +10400,11 @@ template <bool TAKE_TURNS> struct Turn {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-// Used when: a tensor changes its size without a convolution. PICK is used when only the pixels in even rows and
-//   columns of a convolution's result are kept.
+// Used when: a tensor changes its size without a convolution. Convolutions also call these functions: PICK, if only the
+//   pixels in even rows and columns of their result are kept; spread (the reverse of PICK), for the gradients of a
+//   convolution with stride 2; and REPEAT, if the upsampled input is materialised.
 // How: a block loops over pixels of an image for a few pieces of channels. If statistics of the result are wanted, the
-//   block also sums what it writes.
+//   block also sums what it writes. In the backward pass, a block computes one row of an image.
 // Costs: memory traffic. No element is read or written twice.
 //
 // Statistics (Stats) are two numbers of each image and channel: the sums, over all pixels, of x and of x^2. The group
@@ -10585,9 +10609,10 @@ static void join_channels(float* out, const float* x, const float* cond, int B, 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- linear, silu, timestep and label embedding: fp32 (B, C) throughout
-// Used when: the embedding of t and of the class goes to every residual block.
+// Used when: the embedding is computed (of t, and of the class and the numbers that the network is conditioned on), and
+//   projected for every residual block.
 // How: a warp computes partial sums for 32 images: of 8 or 16 outputs (forward), or of 64 input gradients (backward).
-//   The partial sums are added in a fixed order.
+//   The partial sums are added in a fixed order. In the backward pass, the same warp computes weight gradients, too.
 // Costs: mostly latencies. Each weight is read once for every 32 images, and there are too few images to keep the GPU
 //   busy.
 
@@ -10629,8 +10654,8 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
     const float shift = column < Cout ? bias[column] : 0;
     // Copies a part of the array `from` (end rows, Cin columns) to the array `to` in shared memory. The part consists
     // of rows first, first + 1, ..., and of 64 quads of each row, beginning with column k0. What lies beyond the array
-    // `from` becomes 0. Quad i of row r is stored at place i ^ (r & swap). With swap = 7, lanes that read the same quad
-    // of different rows use different banks.
+    // `from` becomes 0. Quad i of row r is stored at place i ^ (r & swap). For x, swap is 7: then lanes that read the
+    // same quad of different rows use different banks. For weights, swap is 0, because all lanes read the same quad.
     auto load = [&](auto& to, const float* from, int first, int end, int k0, int swap) {
         UNROLL_FOR (int i = threadIdx.x; i < (int)(sizeof(to) / sizeof(float4)); i += 256) {
             const int r = i / QUADS; // the row
@@ -10778,7 +10803,8 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
             __syncwarp();
             load_linear_stage(shared.stages[warp][place ^ 1], p, o0 + stride, b0, tile);
             const LinearStage& now = shared.stages[warp][place];
-            if (tile == 0) { // dbias: a lane adds up 8 images of an output, then 4 lanes add up their sums
+            // dbias does not depend on the inputs, so only the blocks of the first tile of inputs compute it.
+            if (tile == 0) { // a lane adds up 8 images of an output, then 4 lanes add up their sums
                 const float4* const d = (const float4*)&now.dout[bias_output][bias_row * 8];
                 const float4 u = d[0];
                 const float4 v = d[1];
@@ -10810,7 +10836,7 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
         }
         // The warps' dx of these images are added up through shared memory.
         copies_arrived<0>();
-        __syncthreads(); // all have read the stages and the last images' sums, which may now be overwritten
+        __syncthreads(); // all have read the stages and shared.sums of the previous 32 images: both may be overwritten
         if (!p.parts) continue;
         UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) {
             shared.sums[warp][b][lane] = dx[b];
@@ -10922,8 +10948,8 @@ static void label_embedding_backward(GradOf<float> dx, float* dtable, const floa
     });
 }
 
-// out (B, C) = x + values (B, K) weight (C, K)^T. `values` holds the K numbers of each image that the network is
-// conditioned on (--cond_dim). Each thread computes one element of out. Its loop over K is short, because K is usually
+// out (B, C) = x + values (B, K) weight (C, K)^T. The network is conditioned on K numbers for each image (--cond_dim).
+// `values` holds these numbers. Each thread computes one element of out. Its loop over K is short, because K is usually
 // small.
 static void values_embedding_forward(float* out, const float* x, const float* weight, const float* values, int B, int K,
                                      int C, Stream* stream = MAIN_STREAM) {
@@ -10954,7 +10980,8 @@ static void values_embedding_backward(GradOf<float> dx, float* dweight, const fl
 // Used when: most of these operations run once in each training step, or once in each step of a sampler.
 // How: each(n, f) runs f(i) for every i < n, each in a thread of its own (section 16). In q_sample and in a sampler's
 //   step, each thread works on four values, because one quartet of Philox gives four random numbers (each_quad). Losses
-//   are summed in double, in a fixed order. The formulas are in section 8 ("Diffusion") and in dev/reference.h.
+//   are summed in double, in a fixed order. The formulas are in section 8 ("Diffusion") and in dev/reference.h. Only
+//   the images of a data file may be bytes instead of fp32 (image_value).
 // Costs: memory traffic. It is small, because images are much smaller than activations.
 
 // Philox makes random words in quartets. This function returns the four words of the quartet with number `quartet`, for
@@ -10977,8 +11004,8 @@ static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, cons
     });
 }
 
-// draw_teachers uses the same random words as draw_levels for each sample. So it draws the student's sigma again, which
-// is the noise level that draw_levels has drawn. Then it computes the teacher's smaller sigma from the student's sigma.
+// For each sample, draw_teachers uses the same random words as draw_levels. So it draws again the sigma that
+// draw_levels has drawn for the student. From this sigma it computes the teacher's smaller sigma.
 static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key) {
     each(B, [=] __device__(size_t b) {
         const NoiseLevel l = draw_teacher(o, random_words(key, 0, (int)b));
@@ -11070,8 +11097,9 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
     });
 }
 
-// picture_is_mirrored returns whether the picture of sample b is mirrored. A picture is mirrored if its image is
-// mirrored. picture_is_left_out returns whether the picture of sample b is replaced by zeros (--cond_dropout).
+// picture_is_mirrored returns whether the picture of sample b is mirrored (--random_flip). A picture is mirrored if its
+// image is mirrored, because both use the same random draw. picture_is_left_out returns whether the picture of sample b
+// is replaced by zeros (--cond_dropout).
 INLINE bool picture_is_mirrored(const PictureDraws& draws, int b) {
     return draws.random_flip && (random_words(of_purpose(draws.key, RANDOM_FLIP), 0, b).w[0] & 1);
 }
@@ -11449,7 +11477,8 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
     if (denoising.rank >= 0) launch_behind(sampler_threshold_kernel, B, 1024, 0, view, steps, denoising, key.step);
     each_quad(B, n, [=, d = denoising] __device__(int b, int e) {
         const SamplerStep s = steps[*key.step];
-        // Dynamic thresholding (Imagen, Saharia et al. 2022): an image with larger |x0| has a larger limit.
+        // Without dynamic thresholding (d.rank < 0) the limit is 1. With dynamic thresholding (Imagen, Saharia et al.
+        // 2022), an image with larger |x0| has a larger limit, and no image has a limit below 1.
         const float limit = d.rank < 0 ? 1.0f : fmaxf(d.threshold[b], 1.0f);
         float z[4] = {};
         if (s.sigma > 0) normals(z, random_words(key, e / 4, b));
@@ -11538,7 +11567,8 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 //   into its own part of shared memory, so that these loads need no registers. The first loads begin before the
 //   coefficients are computed. The backward pass is two kernels. The first kernel computes the sums of dz and dz x over
 //   each chunk, and the second kernel computes dx. Each block of the second kernel adds up the chunks' sums for the
-//   groups of its slab. For each slab, one block also computes the image's part of the parameters' gradients.
+//   groups of its slab. For each slab of an image, one block also computes the image's part of the parameters'
+//   gradients.
 // Costs: Memory traffic. Forward: x is read and out is written. Backward: x and dout are read twice, and dx is
 //   written. An image is only divided into so many chunks that all blocks run at the same time. So the time to start a
 //   block is spent only once. (In a very large batch an image is one chunk, and blocks still wait for others.)
@@ -11565,7 +11595,7 @@ struct NormArgs {
     float* dscale_shift = nullptr;                // its layout is that of scale_shift
     float2* sums = nullptr;                       // (B, C): each image's part of dbias and dweight
 
-    // The members below are computed from those above, once, on the host.
+    // The members below are computed from those above, once, on the host. (norm_grid sets `chunk`.)
     int C = s.C1 + s.C2;
     int Cg = C / s.groups; // how many channels a group has
     int log_slab = C % NORM_SLAB ? 5 : 6;
@@ -11969,8 +11999,8 @@ INLINE float2 group_terms(double sum, double product, float mean, float rstd, co
 // also written in FP8, Fp8GradOf<T>.
 // grid (chunks of pixels, slabs of channels, images). Each thread works on the channels and pixels of its NormColumn.
 // `chunks` is the number of chunks in the first pass; this pass may divide the pixels into another number of chunks.
-// Shared memory: each thread's next PIXELS pieces of x, dout and an addend; the coefficients of the slab's channels
-// (scale, shift) and of their groups (x_factor, offset).
+// Shared memory: each thread's next PIXELS pieces of x, dout and the first addend (add1); the coefficients of the
+// slab's channels (scale, shift) and of their groups (x_factor, offset).
 //   1. Every thread starts the loads of its first pixels.
 //   2. For each group of the slab, eight threads add up the chunks' sums. x_factor and offset follow from these sums.
 //   3. The blocks of the first chunk also compute this image's part of the parameters' gradients.
@@ -12080,7 +12110,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 //     3. each warp adds up the sums of its threads; if a cluster has several blocks, each block adds up the sums of its
 //        warps, and writes the totals into the shared memory of all blocks
 //     4. every block computes x_factor and offset of every group from the sums of all warps or blocks
-//     5. dx = scale dz - (x_factor x + offset), from x and dz in shared memory
+//     5. dx = scale dz - (x_factor x + offset) + addends, from x and dz in shared memory
+//     6. one block of the cluster computes the image's part of the parameters' gradients, from the sums of step 3
 //
 // Costs: x and dout are read once. On 8x8 images the threads wait most of the time. They wait for x, and for their
 //   instructions, which the GPU has to fetch before they run for the first time. So most loops over pixels and over
@@ -12118,7 +12149,7 @@ struct NormWhole {
     int threads; // threads of a block
     int slab;    // how many channels a slab has
     int log_columns, log_warps;
-    int chunks; // how many blocks a cluster has
+    int chunks; // how many blocks a cluster has; 0: groupnorm_backward makes two passes instead (plan_norm_whole)
     int chunk;  // how many pixels a chunk has
 
     HD int rows() const { return 32 << log_warps >> log_columns; } // how many pixels a block works on at a time
@@ -12325,8 +12356,8 @@ template <class T, bool DROPOUT> struct NormSlab {
 };
 
 // grid (chunks of pixels, slabs of channels, images). The blocks that work on the chunks of one image and one slab form
-// a cluster. NormSlab describes what a thread works on and what lies in shared memory. The five steps are listed above
-// ("How"). GRAD is GradOf<T>, or, if a dx is also written in FP8, Fp8GradOf<T>.
+// a cluster. NormSlab describes what a thread works on and what lies in shared memory. The six steps are listed at the
+// head of groupnorm_backward_whole ("How"). GRAD is GradOf<T>, or, if a dx is also written in FP8, Fp8GradOf<T>.
 template <class T, bool DROPOUT, class GRAD>
 static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     groupnorm_backward_whole_kernel(GRAD dx1, GRAD dx2, const T* dout, NormArgs a, NormWhole w) {
@@ -12385,8 +12416,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     }
 }
 
-// norm_sums_kernel sums the gradients of many group norms' parameters over the batch, in one launch. This struct is one
-// of these norms.
+// groupnorm_backward leaves each image's part of a norm's dbias and dweight in memory. norm_sums_kernel adds these
+// parts up over the images, for many group norms in one launch. This struct describes one of these norms.
 struct NormSums {
     const float2* sums; // (B, C): each image's part of dbias and dweight
     float *dweight, *dbias;
@@ -15876,14 +15907,16 @@ static __global__ void __launch_bounds__(128, 4 - N)
 // call of Wgmma<N>::add, which is one instruction wgmma.m64nNk16. In conv_small, A and B change places: A is pixels and
 // B is weights, and multiply_small starts the products. conv_weight_tma multiplies dout by x, and has its own drawing.
 //
-// In FP8 a slice has 128 channels, so its rows have 128 bytes, too. All of the above stays as it is, except that the
-// instruction is wgmma.m64nNk32, and the function that starts it is multiply_fp8. Each value was multiplied by a factor
-// before it was rounded to FP8. In training the factors never change: FP8_X_FACTOR for x, FP8_WEIGHT_FACTOR for
-// weights, and for gradients the number that choose_gradient_factor returns. For --sample, each norm has a factor for
-// its output x, and each output channel has a factor for its weights (make_fp8_weights). So, apart from rounding, the
-// sum of the products of the FP8 numbers is the true sum times both factors. ConvTma::factors holds 1 / (the product of
-// both factors), and the kernels multiply the sums by this number before they add anything to them. An input gradient
-// in FP8 is computed as a forward convolution of dout (conv_backward_input_fp8).
+// In FP8 a slice of conv_tiles and conv_small has 128 channels, so its rows have 128 bytes, too. What is said above of
+// these two kernels stays as it is, except that the instruction is wgmma.m64nNk32, and the functions that start it have
+// the name multiply_fp8. (For weight gradients FP8 has a kernel of its own, conv_weight_fp8.) Each value was multiplied
+// by a factor before it was rounded to FP8. In training the factors never change: FP8_X_FACTOR for x, FP8_WEIGHT_FACTOR
+// for weights, and for gradients the number that choose_gradient_factor returns. For --sample, each norm has a factor
+// for its output x, and each output channel has a factor for its weights (make_fp8_weights). So, apart from rounding,
+// the sum of the products of the FP8 numbers is the true sum times both factors. For each output channel,
+// ConvTma::factors holds 1 / (the product of both factors). The kernels multiply the channel's sums by this number
+// before they add bias, embedding, addend or the products of a skip connection. An input gradient in FP8 is computed as
+// a forward convolution of dout (conv_backward_input_fp8).
 
 // The tensor maps of a tensor that has one part or two parts. Two parts are concatenated inputs, or their gradients.
 // Each part is divided into slices of 64 channels (in FP8, of 128). So no slice has channels of both parts.
@@ -15903,7 +15936,8 @@ struct TmaParts {
     INLINE int row(int slice, int width = SLICE_CHANNELS) const {
         return (is_second(slice) ? C1 : 0) + channel(slice, width);
     }
-    // FP8: does the slice have 64 channels at most? Then two products of 32 channels are enough, instead of four.
+    // FP8: does the slice have 64 channels at most? Then two products of 32 channels are enough, instead of four. Only
+    // the last slice can be so small. (An input in FP8 has only one part, so all its channels are C1.)
     INLINE bool is_half_slice(int slice) const { return slice == slices - 1 && (C1 - 1) % 128 < 64; }
 };
 // The arguments of the kernels of conv_tiles and conv_small. TMA reads a CUtensorMap by its address. So this struct is
@@ -15944,7 +15978,7 @@ static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const 
 struct TmaBoxes {
     int rows, columns, images; // the size of a tile: rows and columns in each of so many images
     int result_channels;       // channels of a box of results
-    int weight_rows;           // in the forward pass: output channels of a box of weights
+    int weight_rows;           // output channels of a box of weights (not used if BACKWARD: then a box has 64 x 64)
 };
 // Sets all members of a ConvTma except pixel_stages, weight_stages and one_image.
 static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
@@ -15955,7 +15989,7 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
     const int borders = p.s.kernel - 1;
     ConvTma t = {};
     constexpr int CHANNELS = SLICE_CHANNELS;
-    const Element in = is_fp8(p.s.in) ? Element::FP8 : Element::BF16; // the element of x and weight: one byte, or two
+    const Element in = is_fp8(p.s.in) ? Element::FP8 : Element::BF16; // TMA sees no difference between the FP8 types
     const int width = slice_channels(in);
     t.x = tma_parts(p.x1, p.x2, p.Cin1, p.Cin2, p, width, box.columns + borders, box.rows + borders, box.images, in);
     t.skip = tma_parts(k.x1, k.x2, k.C1, k.C2, p, CHANNELS, box.columns, box.rows, box.images);
@@ -15978,9 +16012,9 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-// Used when: 3x3 on images larger than 32 x 32; 3x3 that also computes a skip connection, on images of 16 or more rows
-//   (conv_takes_skip); 1x1.
-//   On images of 9 to 32 rows, pick_conv_small chooses conv_tiles if conv_tiles is faster than conv_small.
+// Used when: 3x3 on images with more than 32 rows or columns; 3x3 that also computes a skip connection, on images of 16
+//   or more rows (conv_takes_skip); 1x1.
+//   On smaller images with more than 8 rows, pick_conv_small chooses conv_tiles if it is faster than conv_small.
 // How: A tile is 8 x ROWS pixels (8 across, ROWS down) and OUT_SLICES slices of 64 output channels. The products are
 //   D[64 OUT_SLICES channels][8 x ROWS pixels], with A = weights and B = pixels, as drawn above. The dimension N of a
 //   product is the number of pixels, up to 256. So products are large even if there are only 64 output channels. Blocks
@@ -15998,7 +16032,8 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 //   Template parameters:
 //     TAPS         9: 3x3; 1: 1x1
 //     BACKWARD     true: the result is the input's gradient
-//     STEPS        how many products of 16 channels a tap of a slice has: 4, or 2 if the only slice has 32 channels
+//     STEPS        bf16: how many products of 16 channels a tap of a slice has: 4, or 2 if the only slice has 32
+//                  channels. (In FP8 a tap has 4 products of 32 channels, or 2: see ELEMENT.)
 //     RESIDENT     true: all weights stay in shared memory, and a stage has pixels of one tile. The two warpgroups take
 //                  turns with tiles and with the tensor cores. A 3x3 convolution may also compute the skip
 //                  connection that is added to its result. The slices of the skip connection's input follow those of
@@ -16011,10 +16046,10 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 //                  of the products (is_half_slice). Sums begin as 0, and are scaled after the last product of x. The
 //                  skip connection stays in bf16, so its products are added after the scaling.
 //   From the top down: conv_tiles launches conv_tiles_kernel. The kernel's warpgroups call Accumulators::multiply (in
-//   FP8 multiply_fp8) for each slice and tap. This function calls Wgmma<8 ROWS>::add (in FP8 that of WgmmaFp8)
-//   STEPS x OUT_SLICES times.
-// Costs: a block reads the halo of a tile once for all output channels that the block computes. It reads streamed
-//   weights once for two tiles.
+//   FP8 multiply_fp8) for each slice and tap. This function calls Wgmma<8 ROWS>::add STEPS x OUT_SLICES times. (In FP8
+//   it calls that of WgmmaFp8, 4 x OUT_SLICES or 2 x OUT_SLICES times.)
+// Costs: a block reads the halo of a tile once for all output channels that the block computes. It reads resident
+//   weights only once, and streamed weights once for two tiles.
 template <int TAPS_, int ROWS_, int OUT_SLICES_, bool RESIDENT_, bool BACKWARD_, int STEPS_ = 4,
           Element ELEMENT_ = Element::BF16>
 struct ConvTiles {
@@ -16216,8 +16251,9 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
     }
 }
 
-// What a warpgroup does with a tile's sums: it adds embedding and addend, and rounds the sums to bf16. It writes these
-// results to shared memory, one row for each pixel, and adds up the results for the statistics.
+// What a warpgroup does with a tile's sums: it adds embedding and addend, and rounds the sums to bf16. (In FP8 it first
+// multiplies the sums by the factors, and also adds the bias.) It writes these results to shared memory, one row for
+// each pixel, and adds up the results for the statistics.
 //
 //   d[b] of thread t: channels c and c + 8 of slice b,      ->    a stage: 8 x ROWS rows (pixels) of 64 channels
 //   for pixels 2 (t % 4) and 2 (t % 4) + 1 of all image rows       stmatrix transposes 8 x 8 matrices on the way
@@ -16230,7 +16266,7 @@ template <class T> struct Epilogue {
     int lane_place;                  // the place in a stage, in bytes, that this lane gives to ldmatrix and stmatrix
     float bias[T::OUT_SLICES][2];    // bias of channels c and c + 8 of each slice of 64 channels
     float emb[2];                    // embedding of channels c and c + 8, for one slice of 64 channels
-    float factors[T::OUT_SLICES][2]; // FP8: the factors of the same channels
+    float factors[T::OUT_SLICES][2]; // FP8: ConvTma::factors of channels c and c + 8 of each slice of 64 channels
 
     INLINE explicit Epilogue(const TileWork<T>& work) : work(work), p(work.p) {
         const int warp = threadIdx.x >> 5 & 3;
@@ -16256,9 +16292,10 @@ template <class T> struct Epilogue {
             emb[k] = wanted ? p.out.emb[(size_t)n * p.out.emb_stride + channel] : 0;
         }
     }
-    // Adds the addend to d. d[4 j ... 4 j + 7] belong to image rows j and j + 1. They are four pairs, and each pair
-    // belongs to two neighbouring pixels. The pairs belong to (row j, channel c), (row j, channel c + 8),
-    // (row j + 1, channel c) and (row j + 1, channel c + 8).
+    // Adds the addend to d. place: the address that this lane gives to ldmatrix for image rows 0 and 1 of the tile.
+    // d[4 j ... 4 j + 7] belong to image rows j and j + 1, where j is even. They are four pairs, and each pair belongs
+    // to two neighbouring pixels. The pairs belong to (row j, channel c), (row j, channel c + 8), (row j + 1, channel
+    // c) and (row j + 1, channel c + 8).
     // In D a pixel is a column, but in shared memory a pixel is a row. So ldmatrix and stmatrix transpose 8 x 8
     // matrices. In shared memory an image row of 8 pixels takes up 1024 bytes.
     INLINE void add_addend(float (&d)[T::PIXELS / 2], uint32_t place) const {
@@ -16318,7 +16355,8 @@ template <class T> struct Epilogue {
             if (channel + 8 < p.out.Cout1) to[channel + 8] = make_double2(sums[r][2], sums[r][3]);
         }
     }
-    // Finishes a tile, one slice of 64 channels after the other. Each result is handed over to the warp that stores.
+    // Finishes a tile, one slice of 64 channels after the other. When the results of a slice are in their stage, this
+    // function hands the stage over to the warp that stores.
     INLINE void finish(auto& acc, const TileWalk& tile, auto& pixels, const Results& results, int warpgroup) {
         const int h = tile.h * T::ROWS;
         const int w = tile.w * 8;
@@ -16348,8 +16386,8 @@ template <class T> struct Epilogue {
     }
 };
 
-// The life of one stage of pixels, which holds slice s of a tile. Time goes from left to right. Each line shows one
-// role, or one barrier:
+// The life of one stage of pixels in a 3x3. The stage holds slice s of a tile. Time goes from left to right. Each line
+// shows one role, or one barrier:
 //
 //   warp 8         acquire, tma_load                                                       acquire: waits .... tma_load
 //                         |                                                                                   ^
@@ -16377,9 +16415,10 @@ template <class T> struct Epilogue {
 //      cores.
 //   2. For each slice and tap, the warpgroup waits for pixels and weights, and starts their products. Then it releases
 //      the stages that earlier products have read.
-//   3. It does the same for the slices of the skip connection, which have one tap each.
-//   4. With resident weights it passes the turn to the other warpgroup. Then it waits for its own products, and
-//      finishes the tile (Epilogue).
+//   3. If the kernel also computes a skip connection, the warpgroup does the same for the slices of the skip
+//      connection's input, which have one tap each. (FP8: before that, it scales the sums.)
+//   4. With resident weights it passes the turn to the other warpgroup. With resident or streamed weights, it then
+//      waits for its own products, and finishes the tile (Epilogue).
 template <class T> // T: a ConvTiles
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
@@ -16424,7 +16463,8 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
                 else acc.template multiply_fp8<4, T::ELEMENT>(weight, halo.shifted(tap));
                 // The products of this tap may still run while the next products are started. After the wait, all
                 // earlier products have ended. So the stages that the earlier products have read are released, except
-                // the stages for results.
+                // the stages for results. Resident weights are never released. So with resident weights the wait is
+                // needed only at RELEASE_TAP, where a stage of pixels is released.
                 if (!T::RESIDENT || (s && tap == T::RELEASE_TAP)) wgmma_wait<1>();
                 if (!T::RESIDENT && (s || tap)) weights.release();
                 if (tap == T::RELEASE_TAP && s && s <= work.first_result) pixels.release();
@@ -16472,8 +16512,8 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-// Used when: images are so small that there are too few tiles for conv_tiles' persistent blocks (pick_conv_small
-// decides by costs).
+// Used when: 3x3 without a skip connection, on images of up to 32 x 32. Such images often have too few tiles for
+//   conv_tiles' persistent blocks. If conv_tiles is faster nevertheless, pick_conv_small chooses conv_tiles.
 // How: A block computes one tile: 8 x TILE_W pixels of each of IMAGES images, and N output channels. Each warpgroup
 //   computes a square of 8 x 8 pixels. Its products are D[64 pixels][N channels] += A * B, with A = pixels and B =
 //   weights. One more warp loads.
@@ -16487,8 +16527,8 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //
 //     shared memory: | barriers | HALOS halos | WEIGHT_STAGES steps of weights | results | pushed sums | shifts |
 //
-//   The shifts are the sums of bias and embedding. There are pushed sums only if SPLIT = 2: the other block of the
-//   cluster sends them.
+//   The shifts are the sums of bias and embedding. (In FP8 the factors lie behind them.) There are pushed sums only if
+//   SPLIT = 2: the other block of the cluster sends them.
 //   SPLIT = 2: the two blocks of a cluster work on the same tile. Each of them computes half of the steps. At the end
 //   each block sends the sums of N / 2 channels to the other block, and finishes the N / 2 channels that it keeps:
 //
@@ -16496,8 +16536,9 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //     block 1: steps of the second half   sums of channels 0 .. N - 1     keeps N / 2 .. N - 1,  adds those of block 0
 //
 //   From the top down: pick_conv_small (section 22) picks a tile. conv_small launches conv_small_kernel. The kernel's
-//   warpgroups call multiply_small. For each step it calls Wgmma<N>::add STEP_TAPS x K times, where K is the number of
-//   products of a tap (4 or 2).
+//   warpgroups call multiply_small. For each step, multiply_small calls Wgmma<N>::add STEP_TAPS x K times, where K is
+//   the number of products of a tap (4 or 2). In FP8 it calls that of WgmmaFp8, and is_half_slice decides between 4 and
+//   2 products.
 //   ELEMENT: the element of pixels and weights (BF16, FP8 or FP8_GRADIENT), as ConvTiles explains.
 // Costs: a tile's halo is read once for every N output channels. The weights of N channels are read once for every
 //   tile.
@@ -16538,7 +16579,8 @@ struct SmallTile {
     // threads writes up to two floats. For FP8 there is also room for the factors of these channels.
     static constexpr int SHIFTS_BYTES = CONSUMERS * (IS_FP8 ? 16 : 8);
     // The rest of the shared memory is for weights. A step needs the weights of STEP_TAPS taps of a slice. BACKWARD:
-    // the weights of a tap are loaded as WEIGHT_BOXES boxes, each of 64 output channels.
+    // the weights of a tap are loaded as WEIGHT_BOXES boxes. Each box has 64 of the block's N channels, which are input
+    // channels of the layer, and 64 output channels of the layer.
     static constexpr int FIXED =
         HALOS * HALO_ROOM + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
@@ -16621,7 +16663,8 @@ template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos,
 
 // Role: multiply. For each tap of this block's steps: d (64 pixels, N output channels) += the tap's pixels (64, input
 // channels of a slice) x the tap's weights (input channels of a slice, N).
-// K: the number of products for each tap. A product sums over 16 input channels (FP8: over 32).
+// K: bf16: the number of products for each tap. Each product sums over 16 input channels. FP8 does not use K. There
+// each product sums over 32 input channels, and is_half_slice decides whether a tap has two products or four.
 template <int K, class T>
 INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights, int wg, auto& d) {
     using Product = Wgmma<T::N>;
@@ -16680,8 +16723,9 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
 }
 
 // What a warpgroup does with its sums d. Unlike in conv_tiles, the rows of d are pixels, and its columns are channels.
-// The warpgroup adds the sums of the cluster's other block (SPLIT = 2), the addend, bias and embedding. It rounds the
-// results and writes them to boxes of BOX channels in shared memory. Then it adds up the results for the statistics.
+// If SPLIT = 2, the warpgroup adds the sums of the cluster's other block. In FP8 it then multiplies the sums by the
+// factors. It adds bias, embedding and addend. It rounds the results and writes them to boxes of BOX channels in shared
+// memory. Then it adds up the results for the statistics.
 //
 //   d of lane t, for each group j of 8 channels:   (pixel t / 4, 2 channels), (pixel t / 4 + 8, the same channels)
 //   results:   boxes of 64 pixels x BOX channels; a warp has 16 pixels of each box
@@ -16689,7 +16733,7 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
 // A thread block runs this code only once, so the GPU has to fetch each instruction before it runs. Most of the code's
 // time is spent on this, because only about 20 bytes of instructions arrive in a cycle. Therefore the code must be
 // short. Loops over d have to be unrolled nevertheless, because d must stay in registers. But the statistics are
-// computed without d, by loops over the 16 pixels of each warp that are not unrolled (sum_pixels).
+// computed without d: sum_pixels reads the results from shared memory, so its outer loops need not be unrolled.
 template <class T> struct SmallEpilogue {
     const SmallWork<T>& work;
     const ConvTma& p;
@@ -16799,7 +16843,7 @@ template <class T> struct SmallEpilogue {
         constexpr int PIXELS_AT_ONCE = 32 / WORDS;
         constexpr int LOADS = 8 / PIXELS_AT_ONCE;
         const int c = lane % WORDS * 2;
-        // The warp has 2 rows of 8 pixels. Row r, column c of them is in the image if r < rows and c < columns.
+        // The warp's 16 pixels are 2 rows of 8 pixels. Pixel i is in the image if i / 8 < rows and i % 8 < columns.
         const int rows = at.n < p.B ? p.H - (at.h + warp * 2) : 0;
         const int columns = p.W - at.w;
         NO_UNROLL_FOR (int box = 0; box < T::OUT_N / T::BOX; box++) {
@@ -16848,10 +16892,10 @@ template <class T> struct SmallEpilogue {
 // The phases of a block:
 //   1. One thread initialises the barriers and starts to load the weights of the first WEIGHT_STAGES steps.
 //   2. The loading warp loads halos, addends, and further weights. The warpgroups multiply all steps.
-//   3. Each warpgroup exchanges sums with the cluster's other block (SPLIT = 2). It adds bias, embedding and addend,
-//      rounds the sums, and adds up the results for the statistics.
+//   3. Each warpgroup exchanges sums with the cluster's other block (SPLIT = 2). In FP8 it multiplies the sums by the
+//      factors. It adds bias, embedding and addend, rounds the sums, and adds up the results for the statistics.
 //   4. One thread of each warpgroup stores the results by TMA. All threads of the warpgroup store the statistics.
-template <class T, int K_STEPS> // T: a SmallTile; K_STEPS: how many products each tap needs, 4 or 2
+template <class T, int K_STEPS> // T: a SmallTile; K_STEPS: how many products each tap needs, 4 or 2 (FP8 ignores it)
 static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
     SharedMemory shared(T::BARRIERS);
@@ -16963,7 +17007,7 @@ template <class T> static void conv_small(const ConvCall& p) {
 //
 //   Shared memory: | barriers | a ring of STAGES, each a pixel tile: X_PARTS slices of x, DOUT_PARTS slices of dout |
 // Costs: the time to read x and dout from the L2 (large tensors: from memory), or the time of the products, whichever
-//   is longer. In addition the time to write the partials and to add them up.
+//   is longer. If there are partials, it also takes time to write them and to add them up.
 template <int KERNEL_, int WARPGROUPS_, int TILE_W_, int STAGES_> struct WeightTile {
     static constexpr int KERNEL = KERNEL_;
     static constexpr int WARPGROUPS = WARPGROUPS_;
@@ -17203,8 +17247,9 @@ template <class T> INLINE void put_dweight(const auto& work, int tap, int co_til
     tma_stores_read();
 }
 
-// Roles: warps 0 .. 4 WARPGROUPS - 1 multiply, warp LOADER loads, and the BIAS_WARPS warps after it sum dout. After all
-// pixel tiles of the range, each warpgroup writes its sums to dweight or to the partials.
+// Roles: warps 0 .. 4 WARPGROUPS - 1 multiply, warp LOADER loads, and the BIAS_WARPS warps after it sum dout, if this
+// block has to (sums_bias). After all pixel tiles of the range, each warpgroup writes its sums to dweight or, if there
+// are several ranges, to the partials.
 template <class T> // T: a WeightTile
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(const __grid_constant__ TmaBatch b) {
 #if __CUDA_ARCH__ == 900
@@ -17303,7 +17348,7 @@ template <int TILE_W_, int STAGES_X, int STAGES_DOUT, int STAGES_STRIPS> struct 
     static constexpr int LOADER = 12;
     static constexpr int TRANSPOSERS = 3;
     static constexpr int THREADS = (LOADER + 1 + TRANSPOSERS) * 32;
-    static constexpr int BIAS_WARPS = 0; // WeightBlock: warps that only sum dout
+    static constexpr int BIAS_WARPS = 0; // no warp only sums dout: a warpgroup that multiplies also does this
     // A pixel of a tile has 64 channels, which are 64 bytes.
     static constexpr int PIXEL_BYTES = SLICE_CHANNELS * (int)bytes_of(Element::FP8);
     static constexpr int X_ROWS = TILE_H + 2;
@@ -17317,7 +17362,8 @@ template <int TILE_W_, int STAGES_X, int STAGES_DOUT, int STAGES_STRIPS> struct 
     static constexpr int STRIP = SLICE_CHANNELS / 8 * CHANNELS_8;
     static constexpr int STRIP_ROWS = 16 / TILE_W; // rows of x in a strip
     static constexpr int STRIPS = X_ROWS - (STRIP_ROWS - 1);
-    // Stage 0 has a matrix of ones behind its strips (32 values of k, 8 columns), for the sums of dout.
+    // Stage 0 of the ring of strips has a matrix of ones behind its strips (32 values of k, 8 columns). SumsOfDout
+    // multiplies dout by this matrix.
     static constexpr int ONES_AT = STRIPS * STRIP;
     static constexpr int ONES_BYTES = 32 * 8;
     // The bytes of a stage of each of the three rings, and the number of stages of each ring.
@@ -17381,10 +17427,12 @@ template <class T> INLINE void transpose_tiles(const WeightBlock<T>& work, auto&
     const int lane = threadIdx.x & 31;
     const int half = lane >> 4;
     const int quad = lane & 15; // the lane's channels are 4 quad .. 4 quad + 3
-    // `from` is the place of the lane's channels in strip 0, before the swizzle, and `to` is where they are written.
-    // The lane reads pixel i, or i ^ 1 if half is 1. A stage begins at a multiple of 1 KB, and a strip at a multiple of
-    // 8 pixels. So the XOR with i / 2 % 4 * 16 below is TMA's swizzle of rows of 64 bytes. The 16 pixels of a strip
-    // follow each other in memory, also if they are two rows, because x has no border to the left and to the right.
+    // `from` is the place, before the swizzle, of the lane's channels in the first pixel that the lane reads in strip
+    // 0. This is pixel 0 or, if half is 1, pixel 1. `to` is where the first of these channels is written, in bytes from
+    // the beginning of a strip. As its i-th pixel the lane reads pixel i, or i ^ 1 if half is 1. A stage begins at a
+    // multiple of 1 KB, and a strip at a multiple of 8 pixels. So the XOR with i / 2 % 4 * 16 below is TMA's swizzle of
+    // rows of 64 bytes. The 16 pixels of a strip follow each other in memory, also if they are two rows, because x has
+    // no border to the left and to the right.
     const int from = quad * 4 + half * T::PIXEL_BYTES;
     const int to = quad / 2 * T::CHANNELS_8 + quad % 2 * 64;
     for (int t = work.first; t < work.end; t++) {
@@ -17431,8 +17479,8 @@ template <class T> struct SumsOfDout {
     float d[4] = {};
     float total[2] = {};
 
-    // Is called after the products of a tile have been started. At the end of an image, or of the block's range, this
-    // function waits for the products and stores the image's sums.
+    // multiply_tiles_fp8 calls this function when it has started all products of a pixel tile. At the end of an image,
+    // or of the block's range, this function waits for the products and stores the image's sums.
     INLINE void end_tile(bool last) {
         left--;
         if (left > 0 && !last) return;
@@ -17488,7 +17536,8 @@ INLINE void multiply_tiles_fp8(const WeightBlock<T>& work, auto& douts, auto& st
             part_channels(a[s % 2], pixels);
             // At step 1 only step 0 of this tile may still run, so all products of the tile before are done.
             if (s == 1 && t > work.first) strips.release();
-            // All of dout's tile is in registers now, so its stage is free before the products end.
+            // Now this warp has loaded all that it needs of dout's tile into registers. So it releases the stage
+            // before the products end.
             if (s == T::STEPS - 1) {
                 __syncwarp();
                 douts.release(lane == 0);
@@ -17532,7 +17581,8 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_fp8_kernel(c
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
         if (warp > T::LOADER) {
             // These warps read only what the loading thread has loaded, so they need not wait for the previous kernel.
-            // But the next kernel may start when all threads have called await_previous_kernel, or have ended.
+            // But the next kernel may start only when all threads have called await_previous_kernel, or have ended. So
+            // these warps call it here, and the next kernel can start early.
             await_previous_kernel();
             transpose_tiles<T>(work, xs, strips, warp - T::LOADER - 1);
         } else if ((threadIdx.x & 31) == 0) {
@@ -17563,8 +17613,9 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_fp8_kernel(c
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- FP8 in training: weights and gradients are rounded
-// Used when: round_weights runs at the beginning of each step. round_gradient runs before an input gradient, if the
-//   kernel that wrote dout did not also write dout in FP8.
+// Used when: round_weights runs at the beginning of each step. round_gradient runs before a convolution's
+//   weight gradient and input gradient, if one of them reads dout in FP8 and no group norm's kernel has written dout in
+//   FP8 (plan_fp8_gradients).
 // How: A block of round_weights_kernel rounds a tile of 64 output channels x 64 input channels of one tap. It writes
 //   the tile to `weights`, in the order of the bf16 weights, unless the layer's turned_alone is true. It always writes
 //   the tile to `turned`, where input and output channels have changed places. For this the tile goes through shared
@@ -17685,15 +17736,15 @@ static void round_gradient(Fp8Copy fp8, const act* dout, size_t n) {
 // How: The squares of the gradient are summed in stretches of a fixed size. So the norm has the same bits for any
 //   number of GPUs (see the comments above step_gradients). The GPU itself decides whether and how to update the
 //   weights (judge_step), so the host need not wait for the norm.
-// Costs: memory traffic. adamw_kernel reads sum, params, ema, m and v. It writes params, ema, m, v and the bf16 copy.
-//   With --optimizer muon the kernels of `muon` run before it.
+// Costs: memory traffic. adamw_kernel reads sum, params, ema, m and v. It writes params, ema, m and v and, if
+//   activations are bf16, the bf16 copy. With --optimizer muon the kernels of `muon` run before it.
 
 // Adds up the gradients of all ranks, in the order of the ranks, and writes the result to `sum`. If `add` is true, the
 // old content of `sum` is the first term: the sum over the earlier microbatches of this step. The kernel also writes
 // |sum|^2 of each stretch to the array `squares` of this rank, and to the same array of every rank whose memory this
 // rank can write to. This rank's slice is the part of the flat arrays that this rank updates (Slice). There is one
-// block for each stretch of this slice. A stretch has STRETCH floats. A quad is 4 neighbouring floats. A thread adds up
-// QUADS quads of the stretch, which are 1024 quads apart.
+// block for each stretch of this slice. A stretch has STRETCH floats. A quad is 4 neighbouring floats. A thread works
+// on QUADS quads of the stretch, which are 1024 quads apart: for each of them, it adds up the ranks' gradients.
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     sum_gradients_kernel(float* sum,                                         // a flat array
                          const __grid_constant__ Everywhere<double> squares, // one number for each stretch
@@ -17744,7 +17795,7 @@ static void sum_gradients(float* sum, const Everywhere<double>& squares, const R
 // up the sums of its threads, and then thread 0 adds up the sums of the 8 warps. At the end thread 0 decides
 // (judge_batch).
 static __global__ void __launch_bounds__(256)
-    judge_step_kernel(StepState* state,      // the norm and the decision are written to it
+    judge_step_kernel(StepState* state,      // the norm, the losses and the decision are written to it
                       const double* squares, // (stretches): |gradient|^2 of each stretch
                       size_t stretches,
                       const double* loss,  // (B): losses of all ranks' samples
@@ -17754,7 +17805,7 @@ static __global__ void __launch_bounds__(256)
     __shared__ LossSums warps[8];
     __shared__ double warp_squares[8];
     LossSums mine{};
-    double square = 0; // |gradient|^2
+    double square = 0; // first this thread's part of |gradient|^2; in thread 0, at the end, the whole
     UNROLL_8_FOR (size_t i = threadIdx.x; i < stretches; i += 256) {
         square += squares[i];
     }
@@ -17843,7 +17894,7 @@ INLINE AdamWFactors adamw_factors(const StepState* state, const AdamW& h) {
 
 // AdamW (Loshchilov & Hutter 2019) and the average of the parameters, for one rank's slice:
 //
-//   g   = clip sum                                            sum: the gradient, added up over all ranks
+//   g   = clip sum                                            sum: the gradient of the step's whole batch
 //   m   = beta1 m + (1 - beta1) g
 //   v   = beta2 v + (1 - beta2) g^2
 //   p   = decay p - step_size m / (sqrt(v) / root + eps)      p: the parameter
@@ -17949,9 +18000,10 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 //   operands pass through a ring of stages in shared memory, as in conv_gather (section 20). Parts of that section and
 //   of section 16 are used here, too: copy_channels, channels_on, chunk_place, places, take_apart_copies; FragmentA,
 //   load_fragment, multiply. Their comments speak of channels. Here these are neighbouring numbers of a line
-//   (MuonOperand explains lines). X, A and B are stored in the type of the activations, T, but directions always as
-//   floats. A and B are symmetric. So only those of their tiles are computed that lie on the diagonal or above it, and
-//   each element above the diagonal is stored at two places.
+//   (MuonOperand explains lines). In the five iterations X, A and B are stored in the type of the activations, T. The
+//   momentum before them and the directions after them are always floats. A and B are symmetric. So only those of their
+//   tiles are computed that lie on the diagonal or above it, and each element above the diagonal is stored at two
+//   places.
 // Costs: with S and L for a matrix's short and long side, about 16 S S L + 5 S S S operations on the tensor cores, and
 //   more if S is only a few tiles, since a tile on the diagonal is computed whole. (A multiplication and an addition
 //   count as two operations. S S L of the operations are for the norm |X|. With floats, each product of two numbers
@@ -17992,11 +18044,12 @@ static void muon_momentum(float* X, const Update& u, const StepState* state, Ada
 enum class MuonProduct {
     GRAM,       // the Gram matrix A = X X^T, or X^T X if X has more rows than columns
     POLYNOMIAL, // B = b A + c A A
-    NEXT        // the next X: a X + B X, or a X + X B
+    NEXT        // the next X: a X + B X, or a X + X B if X has more rows than columns
 };
 
-// Copies Muon's matrices from X, a flat array, to Y in type T. grid: the tiles of the matrices. If A is not null, each
-// matrix is divided by |X|. A holds the Gram matrices X X^T (or X^T X), and the trace of a Gram matrix is |X|^2.
+// Copies Muon's matrices from X, a flat array of floats, to Y, a flat array of T. grid: the tiles of the matrices. If A
+// is null, the matrices are copied as they are. Otherwise each matrix is divided by |X|. For this, A contains the Gram
+// matrices X X^T (or X^T X): the trace of a Gram matrix is |X|^2.
 template <class T>
 static __global__ void __launch_bounds__(256)
     muon_copy_kernel(T* Y, const float* X, const T* A, const MuonMatrix* matrices, MuonTiles tiles,
@@ -18028,8 +18081,8 @@ static __global__ void __launch_bounds__(256)
     }
 }
 
-// An operand of a product: `rows` rows of K numbers, along which the product sums. In memory it consists of lines,
-// which begin `pitch` numbers apart.
+// An operand of a product has `rows` rows of K numbers. The product sums over k, the index within a row. In memory the
+// operand consists of lines, which begin `pitch` numbers apart.
 //   not TRANSPOSED   a line holds one row: its values for k = 0, 1, 2, ...
 //   TRANSPOSED       a line holds the values of all rows for one k: of rows 0, 1, 2, ...
 template <class T_, bool TRANSPOSED_> struct MuonOperand {
@@ -18041,7 +18094,8 @@ template <class T_, bool TRANSPOSED_> struct MuonOperand {
 
 // A block has this many threads, 2 x 2 warps.
 constexpr int MUON_THREADS = 128;
-// In shared memory, a line has this many numbers: of one row for 64 k, or if TRANSPOSED of 64 rows for one k.
+// In shared memory, a line has this many numbers: those of one row for 64 values of k or, if TRANSPOSED, those of 64
+// rows for one k.
 constexpr int MUON_LINE = 64;
 
 // A tile of a result has 64 N rows and 64 N columns. For it, slices of the operands pass through a ring of stages. A
@@ -18207,7 +18261,7 @@ template <class T> struct MuonIteration {
     bool is_last;
 };
 
-// Stores an element of a symmetric matrix (S, S) at both of its places (which are one on the diagonal).
+// Stores an element of a symmetric matrix (S, S) at both of its places. (On the diagonal both are the same place.)
 template <class T> INLINE void store_symmetric(T* matrix, int S, int row, int column, float v) {
     matrix[(size_t)row * S + column] = (T)v;
     matrix[(size_t)column * S + row] = (T)v;
@@ -18228,8 +18282,9 @@ static __global__ void __launch_bounds__(MUON_THREADS, (MuonRing<T, N>::PER_SM))
     T* const A = work.A + m.square_offset;
     T* const B = work.B + m.square_offset;
 
-    // muon_multiply computes left right^T. So as the right operand, X_columns gives X, because it is X^T. A and B are
-    // symmetric, so each of them is its own transpose. An operand is {p, rows, K, pitch}. The products are:
+    // muon_multiply computes left right^T. X_columns is X^T. So if X_columns is the right operand, the product is
+    // left X. A and B are symmetric, so each of them is its own transpose. An operand is {p, rows, K, pitch}. The
+    // products are:
     //
     //                  X is wide           X is tall
     //   GRAM           X X^T               X^T X
@@ -18295,8 +18350,9 @@ static __global__ void __launch_bounds__(MUON_THREADS, (MuonRing<T, N>::PER_SM))
 }
 
 // Makes the list of the tiles of all results of a launch. of_squares: the results are (short_side, short_side), as GRAM
-// and POLYNOMIAL have them; otherwise (rows, columns), as NEXT has them. Large tiles read the operands less often, but
-// there must be enough of them for all multiprocessors, on each of which two blocks run at a time.
+// and POLYNOMIAL have them; otherwise (rows, columns), as NEXT has them. Squares are symmetric, so the list has only
+// their tiles on the diagonal and above it. Large tiles read the operands less often. But a multiprocessor of Hopper
+// runs two blocks of large tiles at a time, so there must be at least two tiles for each multiprocessor.
 static MuonTiles muon_tiles(const MuonWork& muon, bool of_squares) {
     auto cut = [&](int size) {
         std::vector<MuonTile> list;
@@ -18312,7 +18368,8 @@ static MuonTiles muon_tiles(const MuonWork& muon, bool of_squares) {
     };
     int size = 128;
     std::vector<MuonTile> list = cut(size);
-    // (The stages of floats would be too large for tiles of 128 x 128.)
+    // Smaller tiles are used if there are too few large ones, and always with floats: for tiles of 128 x 128, the
+    // stages of floats would not fit into shared memory.
     if (act_parts() > 1 || (int)list.size() < 2 * gpu.sms) {
         size = 64;
         list = cut(size);
@@ -18384,11 +18441,13 @@ static void orthogonalise(float* X, const MuonWork& muon, const StepState* state
 //
 //   time = START + (number of waves of blocks) * hypot(latency, throughput)
 //
-// latency: the time that a block waits even if there are few blocks. It waits for loads, and for the rounds in which
-// sums are added and exchanged. throughput: the time that all blocks on one multiprocessor need together for their
-// bytes and instructions. (In the code the variable `throughput` is the time of a single block.) Latency and throughput
-// overlap in part, so together they take less time than their sum, and more than the larger of both. hypot also lies
-// between these limits. The argument `tensors` is the number of tensors of the size of x that are read or written.
+// A wave is as many blocks as the GPU runs at the same time. There is at least one wave. If there are more, their
+// number may be a fraction, such as 1.5, and LAST_WAVE is added to it. latency: the time that a block waits even if
+// there are few blocks. It waits for loads, and for the rounds in which sums are added and exchanged. throughput: the
+// time that all blocks on one multiprocessor need together for their bytes and instructions. (In the code the variable
+// `throughput` is the time of a single block.) Latency and throughput overlap in part, so together they take less time
+// than their sum, and more than the larger of both. hypot also lies between these limits. The argument `tensors` is the
+// number of tensors of the size of x that are read or written.
 static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensors) {
     // How many microseconds each of these takes:
     constexpr double START = 1.9;    // a launch, and the wait for the previous kernel
@@ -18616,7 +18675,8 @@ static void attention_backward(act* dqkv,              // (B, T, 3C)
 static bool conv_is_halo(const ConvShape& s) { return s.kernel == 3 && s.stride == 1; }
 
 // Can Hopper's kernels compute this convolution? If so, conv_weight_tma or, in FP8, conv_weight_fp8 always computes its
-// weight gradient. On other GPUs act_has_wgmma is false, because start_device has set gpu.wgmma to false.
+// weight gradient. act_has_wgmma is false if activations are fp32, and on other GPUs, because start_device has set
+// gpu.wgmma to false there.
 static bool conv_is_wgmma(const ConvShape& s) {
     return act_has_wgmma() && s.stride == 1 && !s.upsample && !conv_is_few(s);
 }
@@ -18642,13 +18702,15 @@ static size_t conv_detour_bytes(const ConvShape& s) {
     if (conv_is_few(s)) return few_bytes(s);
     if (!s.upsample && !conv_takes_detour(s)) return 0;
     const ConvShape one = conv_without_detour(s);
-    const int channels = s.upsample ? s.C1 : s.Cout; // of the upsampled input, or of the gradient with zeros put in
+    // What lies in the workspace has the channels of the input (upsampled) or, for stride 2, those of the output: it is
+    // the output of the convolution with stride 1 (forward), or the gradient with zeros put in (backward).
+    const int channels = s.upsample ? s.C1 : s.Cout;
     const size_t bytes = (size_t)one.B * one.H * one.W * channels * act_bytes();
     return (bytes + 255) / 256 * 256;
 }
 
-// Does this layer's weight gradient never share a launch with the weight gradients of other layers? Such a layer is
-// first replaced by another convolution, whose shape conv_weight_shape returns.
+// Must this layer's weight gradient be computed alone, without sharing a launch with those of other layers? Such a
+// layer is first replaced by another convolution, whose shape conv_weight_shape returns.
 static bool conv_weight_alone(const ConvShape& s) { return conv_is_few(s) || conv_takes_detour(s); }
 static ConvShape conv_weight_shape(const ConvShape& s) {
     return conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
@@ -18786,7 +18848,7 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
         const int tiles = count_tiles(p, T::IMAGES, 8, T::TILE_W);
         const int blocks = tiles * ceil_div(p.Cout, T::N) * T::SPLIT;
         const int64_t rounds = ceil_div(blocks, gpu.sms * T::PER_SM);
-        const bool half_slice = is_32 && T::N <= 64; // 32 channels need half the products of a slice
+        const bool half_slice = is_32 && T::N <= 64; // half the products suffice, but only tiles of N <= 64 can do this
         const bool alone = blocks <= gpu.sms;
         int block = alone ? cost.block_alone : cost.block_full;
         int tap = alone ? cost.tap_alone : cost.tap_full;
@@ -18797,7 +18859,7 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
         }
         way.consider(rounds * (block + tap * taps / T::SPLIT), conv_small<T>);
     };
-    //          SmallTile: warpgroups, N, images, split, blocks per multiprocessor
+    // SmallTile<BACKWARD, warpgroups, N (output channels), images, SPLIT, blocks per multiprocessor, element>
     using Square = SmallTile<BACKWARD, 1, 64, 1, 1, 2, E>;          // a square of 8 x 8 pixels and 64 channels
     using SquareShared = SmallTile<BACKWARD, 1, 64, 1, 2, 2, E>;    // two blocks share a tile's taps
     using TwoImagesShared = SmallTile<BACKWARD, 2, 64, 2, 2, 1, E>; // as SquareShared, and two images share weights
@@ -18817,7 +18879,7 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
         consider(Wide32(), SmallCosts{1040, 129, 1040, 124});
         consider(Wide192(), SmallCosts{3160, 422, 4500, 470});
     }
-    if (p.H <= 8) return way.best(p); // conv_tiles is for taller images: its tiles have 16 rows or more
+    if (p.H <= 8) return way.best(p); // conv_tiles is for taller images: its tiles for 3x3 have at least 16 rows
 
     // conv_tiles has persistent blocks. Its time, in ns, is once + (tiles of the busiest block / n) * each. `once` is
     // the part of the time that does not depend on the number of tiles, and `each` is the time of n tiles. (Here a tile
@@ -18865,13 +18927,13 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
     const int64_t bytes = slices * slice_bytes + T::OUT_SLICES * tile_bytes * (add ? 2 : 1);
     // ahead: how many bytes can be on their way to shared memory at the same time. A tile's results and the slices that
     // are being multiplied occupy some stages. Only the other stages can be loaded meanwhile. A load takes 1800 cycles,
-    // so ahead / 1800 bytes arrive in a cycle.
+    // so ahead / 1800 bytes arrive in a cycle. (For streamed weights the formula leaves this limit out.)
     const int64_t ahead = std::max(1, stages - T::OUT_SLICES - 2) * tile_bytes;
     const int64_t bytes_per_cycle = T::RESIDENT ? std::min(L2_BYTES, ahead / 1800) : L2_BYTES;
     const int64_t longest = std::max(products, bytes / bytes_per_cycle);
 
-    // The cycles after a unit's products, for adding, rounding and storing. If there are few stages, the next unit has
-    // to wait until this is done.
+    // The cycles after a unit's products, for adding, rounding and storing. If weights are streamed and there are few
+    // stages, the next unit has to wait until this is done.
     const bool tight = !T::RESIDENT && stages < T::OUT_SLICES + 2;
     int64_t end = T::OUT_SLICES * T::PIXELS * (add || p.out.stats ? 10 : 6);
     if (tight) end += 3000;
@@ -18887,10 +18949,10 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
 // Picks the fastest tile of conv_tiles for 1x1.
 template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
     ConvCall p = c;
-    // A 1x1 convolution can treat all images as one image of width 8. Then all tiles are full. This is impossible with
-    // an embedding, which differs from image to image. With statistics it is only possible if the pixels of an image
-    // are a multiple of 64. Then no part of the statistics, which may be as small as 8 x 8 pixels, belongs to two
-    // images.
+    // A 1x1 convolution can treat all images as one image of width 8, if the number of pixels of an image is a multiple
+    // of 8. Then all tiles are full, except perhaps the last one. This is impossible with an embedding, which differs
+    // from image to image. With statistics the number must be a multiple of 64. Then no part of the statistics, which
+    // may be as small as 8 x 8 pixels, belongs to two images.
     const int HW = p.H * p.W;
     const bool as_one = !p.out.emb && HW % 8 == 0 && (!p.out.stats || HW % 64 == 0);
     if (as_one) {
@@ -18971,7 +19033,8 @@ static bool conv_is_small(const ConvCall& c) {
 //   wgmma m64nNk16 (k32)         wgmma m64nNk16 (k32)         mma.sync m16n8k16            mma.sync m16n8k16
 //
 // An input's gradient goes from conv_backward_input through the same functions, with BACKWARD = true. In FP8 it goes
-// through conv_backward_input_fp8 and conv_product_fp8, with BACKWARD = false.
+// through conv_backward_input_fp8 and conv_product_fp8, with BACKWARD = false. (The network's last convolution has few
+// channels. Its input gradient is computed by conv_forward, as a 1x1 convolution of rows: see ConvFew.)
 template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const ConvShape& s = c.s;
     const ConvOut& o = c.out;
@@ -18980,10 +19043,10 @@ template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     // Of the kernels for any GPU, only conv_halo can upsample, and store the last layer's fp32.
     const bool needs_halo = s.upsample || s.out != act_element;
 
-    // conv_is_wgmma is true on a Hopper GPU, for convolutions in bf16 with stride 1, without upsampling, and with more
-    // than a few channels. Hopper's kernels always store all parts of the result, and add at most one addend to each
-    // part. So they are not used if a part of the result is not wanted, or if a part has two addends. If there are two
-    // parts, the first one must consist of whole slices of 64 channels.
+    // conv_is_wgmma is true on a Hopper GPU, for convolutions in bf16 with stride 1, without upsampling, whose numbers
+    // of channels are multiples of 32 (conv_is_few). Hopper's kernels always store all parts of the result, and add at
+    // most one addend to each part. So they are not used if a part of the result is not wanted, or if a part has two
+    // addends. If there are two parts, the first one must consist of whole slices of 64 channels.
     const bool all_parts = o.part1.dx && (!o.Cout2 || (o.part2.dx && o.Cout1 % 64 == 0));
     const bool second_addends = o.part1.add2 || o.part2.add2;
     const bool wgmma = conv_is_wgmma(s) && all_parts && !second_addends;
@@ -19025,7 +19088,8 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
     }
     // Stride 2: one way is to compute all pixels with stride 1, and to keep one of every 2 x 2 pixels. This takes four
     // times as many products, but by the faster kernels, which use wgmma (so the activations are bf16). If there are
-    // few pixels, these products take so little time that this way is faster. It can't add a residual.
+    // few pixels, these products take so little time that this way is faster. It can't add a residual. The other way is
+    // conv_gather, which computes only the pixels that are kept (conv_product).
     const bool few_pixels = s.B * s.H * s.W <= 1 << 16;
     if (detour && !residual && few_pixels) {
         const ConvShape one = conv_without_detour(s);
@@ -19132,7 +19196,8 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 //                             as a whole (plan_weights), gives out the workspace (put_partials), and launches:
 //       conv_weight_tma, conv_weight_fp8, conv_weight_halo or conv_weight_gather     once for each kind
 //       conv_weight_sum                                             once, for the partials of all kinds
-//     conv_weight_one         a layer that is first replaced by another one: few channels, stride 2, upsampling
+//     conv_weight_one         a layer that is first replaced by another one: few channels or, if the new one can use
+//                             wgmma, stride 2 or upsampling (conv_takes_detour)
 //
 // A plan is the number of ranges (splits) into which the pixels are divided and, for conv_weight_tma, the number of
 // warpgroups of a block (conv_weight_fp8's always have three). More ranges keep more multiprocessors busy, but each
@@ -19186,7 +19251,8 @@ static WeightCosts weight_costs(const ConvWeight& p) {
 
 // Sets how the tiles of 64 channels are divided among the blocks of conv_weight_tma and conv_weight_fp8. `warpgroups`
 // is the number of warpgroups of a block of conv_weight_tma. 3x3: a block computes one tile of Cin and one tile of
-// Cout. 1x1: a block computes up to three tiles of Cin, and up to one tile of Cout for each warpgroup.
+// Cout. 1x1: a block computes up to three tiles of Cin, and up to one tile of Cout for each warpgroup. (For portable
+// kernels, plan_weight calls this function to set co_tiles. Then it sets block_co and block_ci itself.)
 static void set_warpgroups(ConvWeight* p, int warpgroups) {
     // Returns how many tiles a block computes if it may compute at most `most`, and all tiles are divided as equally as
     // possible.
@@ -19452,7 +19518,8 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Stream* stre
     });
 }
 
-// Computes the weight gradient of a layer that is first replaced by another one (conv_weight_alone):
+// Computes the weight gradient of a layer that is first replaced by another one (conv_weight_alone). Layers with
+// upsampling or stride 2 come here only if the new layer can use wgmma (conv_takes_detour):
 //   few channels   The layer becomes a 1x1 convolution of rows (see the comments above ConvFew). The weight gradient of
 //                  that convolution is computed first. From it, conv_few_gradient computes the layer's own gradient.
 //   upsampling     x is first upsampled. Then the layer is a convolution without upsampling.
@@ -19576,7 +19643,8 @@ static int code_version(int number) {
     return code.ptxVersion;
 }
 
-// Chooses the GPU, fills in `gpu` (the properties that the choice of kernels depends on), and makes the streams.
+// Chooses the GPU, fills in `gpu` (the properties that the choice of kernels depends on), sets act_element, and makes
+// the streams.
 static void start_device(const std::string& precision, int number) {
     number = choose_device(number);
     CUDA_CHECK(cudaSetDevice(number));
@@ -19728,8 +19796,9 @@ static void grow(char** memory, size_t* bytes, size_t wanted) {
 // Allocates memory that operations need: a workspace for the main stream, which all its operations share, and for
 // training also a workspace for the side stream, and memory for the sums of group norms.
 static void reserve(const Workspace& most, bool training) {
-    // The side stream's workspace has room for the partials of most batches of layers (WEIGHT_BATCH). A partial has
-    // 16384 bytes. If the partials of a batch need more room, conv_weight_batch computes its layers in two halves.
+    // A batch is up to WEIGHT_BATCH layers whose weight gradients are computed together. The side stream's workspace
+    // has room for the partials of most batches. A partial has 16384 bytes. If the partials of a batch need more room,
+    // conv_weight_batch computes its layers in two halves.
     const size_t for_most_batches = (size_t)2 * MAX_WEIGHT_PARTIALS * 16384;
     if (training) {
         grow(&device.norm_sums, &device.norm_sums_bytes, most.sums);
@@ -19900,7 +19969,8 @@ template <class F> static void send_directly(void* to, size_t bytes, const Strea
 }
 
 // The next two functions are operations of the interface. They use direct copies if the receiving array (recvbuf or
-// all) is memory that the ranks have opened. Otherwise they use NCCL.
+// all) is memory that the ranks have opened. Otherwise they use NCCL. A direct all_gather copies only to other ranks,
+// so this rank's own array must already lie in its place in `all`.
 static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Stream* stream) {
     auto part = [&](int r) { return (const char*)sendbuf + r * bytes; };
     if (at_rank(recvbuf, 0)) return send_directly(recvbuf, bytes, *stream, part);
