@@ -6,144 +6,144 @@
 // Map (make map renews the line numbers)
 //    247  Part I. The program
 //    250     1. Types at the interface: what operations are called with
-//    778     2. The interface: all that the program asks of a device
-//   1155     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1258     4. Configuration: flags, presets, help, what can work and what cannot
-//   2075     5. The network: a list of layers, made of guided-diffusion's flags
-//   3090     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3100         FP8: its buffers, its factors, and weights in FP8
-//   3242         gradients, and buffers
-//   3512     7. Forward and backward: two walks over the list
-//   3651     8. Diffusion: noise schedules, objectives, samplers
-//   3958         the level of a training sample, drawn, and its share of the loss
-//   4442         samplers
-//   5034     9. Data: .bin files that may be larger than memory, the order of their images
-//   5615    10. Model files: weights and checkpoints, initial weights
-//   6004    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   6023         the learning rate, the verdict on a step, averages of the weights
-//   6118         what a trainer holds
-//   6299         a step
-//   6668    12. A run: log, guard, checkpoints, resume, samples
-//   6695         the log in memory, as the page shows it
-//   6823         what a run holds
-//   6912         the log and the status line
-//   7111         checkpoints, snapshots and grids
-//   7395         the start of a run: new, from a file's weights, or resumed
-//   7697         how a run begins and ends
-//   7864         the loop over the steps
-//   7976         train: a whole run, from the first check to the exit code
-//   8039         samples, without a run
-//   8213    13. main: the command line, then a run or samples
-//   8546         what ranks must have in common
-//   8620         main
-//   8824  Part II. The device
-//   8827    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8911    15. The CPU: the device is the host; operations are in dev/reference.h
-//   8981    16. The GPU: what all kernels share
-//   9052         Launches, which may overlap
-//   9099         Decisions: what kernels are chosen with
-//   9154         Single instructions: shared memory, mbarriers, clusters
-//   9250         Activations: pieces of 16 bytes
-//   9593         each_kernel: a thread for an element
-//   9607         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9777         Swizzle: how rows lie in shared memory
-//   9798         Hopper (sm_90a): TMA, wgmma and what goes with them
-//  10082         building blocks of Hopper's kernels (sm_90a)
-//  10399    17. Small operations: resampling, embeddings, diffusion
-//  10402         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10611         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  10979         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11536    18. Group norm
-//  11539         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12101         groupnorm_backward_whole: an image's slab in shared memory
-//  12505    19. Attention
-//  12613         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13175         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13322         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14025    20. Convolution
-//  14074         ConvOut: results, 4 channels of a pixel at a time
-//  14322         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14392         conv_halo: 3x3, stride 1, any GPU
-//  14817         conv_gather: any kernel size and stride, any GPU
-//  15089         conv_few: the first and the last layer
-//  15273         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15884         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16014         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16514         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  16980         conv_weight_tma: weight gradients (sm_90a)
-//  17292         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17615         FP8 in training: weights and gradients are rounded
-//  17731    21. The optimiser
-//  17734         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  17995         muon: directions for matrices of weights
-//  18434    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18437         groupnorm_backward
-//  18607         attention: forward and, where a has dout, backward
-//  18671         convolution: forward and input gradient
-//  19191         convolution: weight gradients
-//  19579    23. The GPU: memory, copies, repeated work
-//  19812    24. Between ranks: from device to device
+//    782     2. The interface: all that the program asks of a device
+//   1162     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1266     4. Configuration: flags, presets, help, what can work and what cannot
+//   2086     5. The network: a list of layers, made of guided-diffusion's flags
+//   3114     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3124         FP8: its buffers, its factors, and weights in FP8
+//   3266         gradients, and buffers
+//   3537     7. Forward and backward: two walks over the list
+//   3676     8. Diffusion: noise schedules, objectives, samplers
+//   3983         the level of a training sample, drawn, and its share of the loss
+//   4467         samplers
+//   5059     9. Data: .bin files that may be larger than memory, the order of their images
+//   5640    10. Model files: weights and checkpoints, initial weights
+//   6029    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   6048         the learning rate, the verdict on a step, averages of the weights
+//   6143         what a trainer holds
+//   6324         a step
+//   6693    12. A run: log, guard, checkpoints, resume, samples
+//   6720         the log in memory, as the page shows it
+//   6848         what a run holds
+//   6937         the log and the status line
+//   7136         checkpoints, snapshots and grids
+//   7420         the start of a run: new, from a file's weights, or resumed
+//   7724         how a run begins and ends
+//   7891         the loop over the steps
+//   8003         train: a whole run, from the first check to the exit code
+//   8066         samples, without a run
+//   8240    13. main: the command line, then a run or samples
+//   8573         what ranks must have in common
+//   8647         main
+//   8851  Part II. The device
+//   8854    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8938    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9008    16. The GPU: what all kernels share
+//   9079         Launches, which may overlap
+//   9126         Decisions: what kernels are chosen with
+//   9181         Single instructions: shared memory, mbarriers, clusters
+//   9277         Activations: pieces of 16 bytes
+//   9620         each_kernel: a thread for an element
+//   9634         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9804         Swizzle: how rows lie in shared memory
+//   9825         Hopper (sm_90a): TMA, wgmma and what goes with them
+//  10109         building blocks of Hopper's kernels (sm_90a)
+//  10426    17. Small operations: resampling, embeddings, diffusion
+//  10429         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10638         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11006         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11563    18. Group norm
+//  11566         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12128         groupnorm_backward_whole: an image's slab in shared memory
+//  12532    19. Attention
+//  12640         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13202         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13349         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14052    20. Convolution
+//  14101         ConvOut: results, 4 channels of a pixel at a time
+//  14349         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14419         conv_halo: 3x3, stride 1, any GPU
+//  14844         conv_gather: any kernel size and stride, any GPU
+//  15116         conv_few: the first and the last layer
+//  15300         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15911         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16041         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16541         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17007         conv_weight_tma: weight gradients (sm_90a)
+//  17319         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17642         FP8 in training: weights and gradients are rounded
+//  17758    21. The optimiser
+//  17761         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18022         muon: directions for matrices of weights
+//  18461    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18464         groupnorm_backward
+//  18634         attention: forward and, where a has dout, backward
+//  18698         convolution: forward and input gradient
+//  19218         convolution: weight gradients
+//  19606    23. The GPU: memory, copies, repeated work
+//  19839    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8820, run_program 8756, train 7982, run_step 7915, train_step 6595, load_batch 5568 (read_image 5125),
-//     send 19782 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19713):
-//     step_gradients 6444: draw_levels 10998 (the formulas: draw_level 4030), forward_and_loss 6363, q_sample_forward
-//     11213, unet_forward 3542, forward_layer 3527 (a function of the layer's kind, such as forward_conv 2547),
-//     loss_forward_backward 11331, unet_backward 3616, which calls such a function as backward_conv 2554 of each layer
-//     (input gradients: conv_backward_input 19156) and, by launch_waiting 3578 on the side stream,
-//     conv_backward_weights 19572; finish_gradients 12455 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17786;
-//     judge_step 17834 (the verdict: judge_batch 6091), update_slice 6557, adamw_update 17966 (adamw_kernel 17911),
-//     next_step 17840, record_step 17846; later collect_steps 7868
-//   --optimizer muon: muon_updates 6203 says which weights; update_slice 6557, update_by_muon 6548 (with the formulas),
-//     muon_momentum 18038, orthogonalise 18411 (with muon_kernel above it), adamw_kernel 17911 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11405): sample_batch 4942, plan_route 4689,
-//     device_step 4737, euler_step 4474 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19038 draws all of its roads):
-//     forward_conv 2547; conv_forward 19078, with conv_product above it, which asks conv_is_wgmma 18680;
-//     on Hopper, large images: pick_conv_tiles_3x3 18984; conv_tiles 16499, with conv_tiles_kernel above it;
-//     Accumulators 10315 (its function multiply); Wgmma 9866;
-//     on Hopper, small images: pick_conv_small 18836; conv_small 16966, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9866;
-//     on any other GPU pick_conv_halo_bf16 18749; conv_halo 14804, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9661
-//   why several GPUs compute the bits of one: step_gradients 6444
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 426, Silu 8874, with_nonlinearity 8884 (a case);
-//     BEHIND_NORMS, above add_norm 2778, chooses it. The embedding has SiLU as a layer: silu_forward 10897
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3885
-//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 549, and beside each other edm_question
-//     3719, ask 3754, frame_of 3767, sigma_draws 3774, has_steps_of_t 3781; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2439; an example is forward_linear 2467
-//     with what follows it; a function such as add_resblock 2830 puts the layer into the network; its operation
+//     main 8847, run_program 8783, train 8009, run_step 7942, train_step 6620, load_batch 5593 (read_image 5150),
+//     send 19809 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19740):
+//     step_gradients 6469: draw_levels 11025 (the formulas: draw_level 4055), forward_and_loss 6388, q_sample_forward
+//     11240, unet_forward 3567, forward_layer 3552 (a function of the layer's kind, such as forward_conv 2568),
+//     loss_forward_backward 11358, unet_backward 3641, which calls such a function as backward_conv 2575 of each layer
+//     (input gradients: conv_backward_input 19183) and, by launch_waiting 3603 on the side stream,
+//     conv_backward_weights 19599; finish_gradients 12482 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17813;
+//     judge_step 17861 (the verdict: judge_batch 6116), update_slice 6582, adamw_update 17993 (adamw_kernel 17938),
+//     next_step 17867, record_step 17873; later collect_steps 7895
+//   --optimizer muon: muon_updates 6228 says which weights; update_slice 6582, update_by_muon 6573 (with the formulas),
+//     muon_momentum 18065, orthogonalise 18438 (with muon_kernel above it), adamw_kernel 17938 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11432): sample_batch 4967, plan_route 4714,
+//     device_step 4762, euler_step 4499 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 19065 draws all of its roads):
+//     forward_conv 2568; conv_forward 19105, with conv_product above it, which asks conv_is_wgmma 18707;
+//     on Hopper, large images: pick_conv_tiles_3x3 19011; conv_tiles 16526, with conv_tiles_kernel above it;
+//     Accumulators 10342 (its function multiply); Wgmma 9893;
+//     on Hopper, small images: pick_conv_small 18863; conv_small 16993, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9893;
+//     on any other GPU pick_conv_halo_bf16 18776; conv_halo 14831, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9688
+//   why several GPUs compute the bits of one: step_gradients 6469
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 427, Silu 8901, with_nonlinearity 8911 (a case);
+//     BEHIND_NORMS, above add_norm 2799, chooses it. The embedding has SiLU as a layer: silu_forward 10924
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3910
+//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 550, and beside each other edm_question
+//     3744, ask 3779, frame_of 3792, sigma_draws 3799, has_steps_of_t 3806; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2460; an example is forward_linear 2488
+//     with what follows it; a function such as add_resblock 2852 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
-//   to add an element type beside bf16: Element 319, with a list of all places above it: element_named 1416,
-//     forward_and_loss 6363, ElementOf 8845, with_act 9118 (act_has_wgmma below it), unpack_bf16 9266 and all below it
-//     to load_two 9330, mma 9661, tma_type 10036, adamw_kernel 17911 (adamw_update below it), conv_product 19038
-//   the settings, to their values: parse_command_line 1612, take_aliases 1640, complete_config 8736
-//     (apply_preset 1528, take_model_file 8369, take_ect_defaults 8399), take_data_shape 8448 (take_labels 8428),
-//     check_model 1909, check_run 2059
-//   FP8 (--precision fp8): choose_fp8 3029 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3104 and plan_fp8_gradients 3119 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3164 for samples, make_fp8_training 3208 for training; add_fp8_args 2311
-//     hands them to the layers. forward_conv 2547, backward_conv 2554 and weight_work 2284 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19141 makes an input gradient a forward convolution; conv_product_fp8 19071 picks the
-//     kernel, multiply_fp8 10349 and WgmmaFp8 9910 multiply; weight gradients: conv_weight_fp8_kernel 17559;
-//     print_fp8 7642 says whether it pays
+//   to add an element type beside bf16: Element 320, with a list of all places above it: element_named 1425,
+//     forward_and_loss 6388, ElementOf 8872, with_act 9145 (act_has_wgmma below it), unpack_bf16 9293 and all below it
+//     to load_two 9357, mma 9688, tma_type 10063, adamw_kernel 17938 (adamw_update below it), conv_product 19065
+//   the settings, to their values: parse_command_line 1621, take_aliases 1649, complete_config 8763
+//     (apply_preset 1537, take_model_file 8396, take_ect_defaults 8426), take_data_shape 8475 (take_labels 8455),
+//     check_model 1919, check_run 2070
+//   FP8 (--precision fp8): choose_fp8 3053 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3128 and plan_fp8_gradients 3143 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3188 for samples, make_fp8_training 3232 for training; add_fp8_args 2331
+//     hands them to the layers. forward_conv 2568, backward_conv 2575 and weight_work 2304 choose between bf16 and FP8;
+//     conv_backward_input_fp8 19168 makes an input gradient a forward convolution; conv_product_fp8 19098 picks the
+//     kernel, multiply_fp8 10376 and WgmmaFp8 9937 multiply; weight gradients: conv_weight_fp8_kernel 17586;
+//     print_fp8 7669 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
-//     die, refuse or must (host/files.h), of wrong 1493 (a flag's value), or of a function beside it whose name ends in
+//     die, refuse or must (host/files.h), of wrong 1502 (a flag's value), or of a function beside it whose name ends in
 //     _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7129. Its
-//     reasons are found in judge_batch 6091, by healthy and suspicious above it. For a damaged header they stand in
-//     check_field 5812 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
-//     5173, for a checkpoint's counters in check_resume 8506. unknown_word 1402 prints the message for a word of a flag
-//     that some place does not know. Such a place calls it itself or through meaning 1408.
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7154. Its
+//     reasons are found in judge_batch 6116, by healthy and suspicious above it. For a damaged header they stand in
+//     check_field 5837 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
+//     5198, for a checkpoint's counters in check_resume 8533. unknown_word 1411 prints the message for a word of a flag
+//     that some place does not know. Such a place calls it itself or through meaning 1417.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7383 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 7155 that a file could not be written yet.
-//     stop_run 7129 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7408 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 7180 that a file could not be written yet.
+//     stop_run 7154 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -278,8 +278,9 @@ static const char* const PRESET_ELSE = "fashion32";
 // function might end without a return.
 #define ALL_CASES_RETURN __builtin_unreachable();
 
-// The format in which a number of a tensor is stored. Arithmetic is in fp32, whatever the format. With --precision fp8
-// some tensors are FP8, or have a copy in FP8: see choose_fp8. The FP8 copy of a gradient is FP8_GRADIENT.
+// The format in which a number of a tensor is stored. Sums are computed in fp32 or double, whatever the format. With
+// --precision fp8 some tensors are FP8, or have a copy in FP8: see choose_fp8. The FP8 copy of a gradient is
+// FP8_GRADIENT.
 //
 // To store activations as a new element type, change these places. (The CPU build knows fp32 alone.)
 //
@@ -396,9 +397,9 @@ struct Fp8Copy {
 };
 
 // --precision fp8, in training: a convolution's input x and its weights are multiplied by these factors before they are
-// rounded to FP8 (e4m3). The factors are powers of 2, so multiplying by them rounds nothing. If a value of x is above
-// 28 = 448 / 16, or a weight is above 3.5 = 448 / 128, it becomes 448, the largest number of e4m3.
-// choose_gradient_factor returns the factor of gradients.
+// rounded to FP8 (e4m3). The factors are powers of 2, so multiplying by them rounds nothing. 448 is the largest number
+// of e4m3. So the largest |x| that FP8 can hold is 28 = 448 / 16, and the largest |weight| is 3.5 = 448 / 128. Larger
+// numbers are rounded to these. choose_gradient_factor returns the factor of gradients.
 constexpr float FP8_X_FACTOR = 16;
 constexpr float FP8_WEIGHT_FACTOR = 128;
 
@@ -412,9 +413,9 @@ struct WeightRounding {
     bool turned_alone = false;
 };
 
-// A convolution is 1x1 or 3x3 (padding kernel / 2). Its input (B, H, W, C1 + C2) is one array, or two arrays of C1 and
-// C2 channels. With upsample = 1 the convolution is 3x3, its stride is 1, and it reads its input enlarged to 2H x 2W:
-// each pixel becomes 2 x 2 equal pixels.
+// A convolution is 1x1 or 3x3 (padding kernel / 2). Its input (B, H, W, C1 + C2) is one array. Only a 1x1 convolution
+// may also have an input of two arrays, with C1 and C2 channels. With upsample = 1 the convolution is 3x3, its stride
+// is 1, and it reads its input enlarged to 2H x 2W: each pixel becomes 2 x 2 equal pixels.
 struct ConvShape {
     int B, H, W, C1, C2, Cout, kernel, stride, upsample;
     // The elements of the input and of the output. What the network itself reads and returns is FP32.
@@ -531,7 +532,7 @@ struct NoiseLevel {
     float signal, sigma;           // the network's input x = signal x0 + sigma noise
     float target_x0, target_noise; // the network's target = target_x0 x0 + target_noise noise
     float x0_x, x0_out;            // the estimate of x0 that follows from the network's output: x0_x x + x0_out output
-    float weight;                  // the weight of the squared error
+    float weight;                  // the weight of the squared error; ect: of the distance (see tuning_loss)
     float kl = 0;                  // kl, log_var, log_ratio and range are for the variational bound: see bound_term
     float log_var = 0;
     float log_ratio = 0;
@@ -557,7 +558,7 @@ enum class TuningWeight : uint8_t { GAP, SNR };
 // student_level.
 struct Tuning {
     float q = 0, k = 0, b = 0, c = 0; // q = 0: there is no consistency tuning
-    int64_t d = 1; // how many steps a stage has: the stage's number, which is the paper's `a`, grows by 1 every d steps
+    int64_t d = 1;                    // how many steps a stage has. The stage's number, from 1 on, is the paper's `a`
     TuningWeight weight = TuningWeight::GAP;
     const int64_t* step = nullptr; // device: the number of the run's step, from which `a` is computed
     HD bool on() const { return q > 0; }
@@ -590,7 +591,7 @@ struct Objective {
     const NoiseLevel* levels; // device: (steps), the level of each t; null: sigma is drawn, see SigmaDraws
     int steps;                // how many timesteps t there are
     SigmaDraws draws;
-    float sigma_data; // of edm: the standard deviation of the data
+    float sigma_data; // of edm and ect: the standard deviation of the data
     float mse, bound;
     // Device: (steps), the root mean square of the latest losses of each t, see remember_losses. The larger it is, the
     // more often this t is drawn (draw_weighted_level). Null: all t have the same probability.
@@ -599,7 +600,8 @@ struct Objective {
     Tuning tuning{};
 };
 
-// A sampler's step from x to x'. The array m is what the sampler remembers from one step to the next, z is new noise,
+// A sampler's step from x to x'. Here x is the network's input, and x' is its input in the next step. (device_step, in
+// section 8, calls them u and u'.) The array m is what the sampler remembers from one step to the next, z is new noise,
 // and out is the network's answer. limit leaves its argument as it is, or limits it (see Denoising):
 //   x0 = limit(x0_x x + x0_out out)
 //   x' = next_x x + next_x0 x0 + next_m m + sigma z
@@ -628,7 +630,7 @@ struct Denoising {
     bool limit, guided;
     int rank;
     float* threshold; // device: (B), memory for s of each image
-    float* m;         // device: (B, HW, C), what the sampler remembers
+    float* m;         // device: (B, HW, C), what the sampler remembers; null: this sampler remembers nothing
 };
 
 // How the learning rate changes after the warm-up: see lr_factor.
@@ -641,15 +643,16 @@ struct AdamW {
     int64_t warmup_steps, max_steps;
 };
 
-// Ranks share the work of the optimiser. Weights, gradients, moments and averages are flat arrays of n floats (n is a
-// multiple of 4), with padding after them. An array is cut into segments. Each segment is cut into one part for every
-// rank. Each part is cut into `stretches` stretches of STRETCH floats. With two ranks and three segments:
+// Ranks share the work of the optimiser. Weights and gradients are flat arrays of n floats (n is a multiple of 4), with
+// padding after them. An array is cut into segments. Each segment is cut into one part for every rank. Each part is cut
+// into `stretches` stretches of STRETCH floats. With two ranks and three segments:
 //
 //   | rank 0 | rank 1 | rank 0 | rank 1 | rank 0 | rank 1 |
 //   |    segment 0    |    segment 1    |    segment 2    |
 //
-// A rank owns its parts of all segments. These parts together are called its slice. Each segment has parts of all
-// ranks. So the gradients of one segment can be sent to their owners while those of another segment are still computed.
+// A rank owns its parts of all segments. These parts together are called its slice. Of the moments and averages, a rank
+// stores only its slice, in which its parts follow each other directly. Each segment has parts of all ranks. So the
+// gradients of one segment can be sent to their owners while those of another segment are still computed.
 // The weights that the network reads in fp32, not from a copy, lie at the beginning of the array (Update::plain).
 //
 // How many floats a stretch has. For the norm of the gradient, sum_gradients adds up the squares of each stretch alone.
@@ -693,7 +696,8 @@ template <class T> struct Everywhere {
 
 // adamw_update works on these arrays. params, copy (the weights in the activations' type) and sum are flat arrays. ema,
 // m and v hold only this rank's slice. New weights are written to this rank and to all ranks whose memory this rank can
-// write to. The network reads the first `plain` weights from params, in fp32, and all other weights from copy.
+// write to. The network reads the first `plain` weights from params, in fp32, and all other weights from copy. (With
+// --precision fp8, round_weights then makes FP8 copies of some of these.)
 struct Update {
     Everywhere<float> params;
     Everywhere<act> copy;
@@ -732,7 +736,7 @@ struct MuonWork {
     const MuonMatrix* on_device = nullptr; // the same list of matrices
     MuonTiles square_tiles;                // of results (short_side, short_side)
     MuonTiles tiles;                       // of results (rows, columns)
-    act* X = nullptr;                      // a flat array: a copy of the momentum in the activations' type
+    act* X = nullptr;                      // a flat array in the activations' type: at first a copy of the momentum
     act *A = nullptr, *B = nullptr;        // squares of each matrix X: A = X X^T (or X^T X), and B = b A + c A A
 };
 // Muon's constants (Jordan et al. 2024): the decay of the momentum, and the coefficients a, b and c of the polynomial
@@ -750,7 +754,7 @@ HD static inline float muon_scale(const MuonMatrix& m) { return 0.2f * sqrtf((fl
 // The running mean and variance of the loss, and those of the gradient's norm. The function `healthy` compares each new
 // step with these numbers. Only healthy steps change the numbers.
 struct Guard {
-    double n; // how many healthy steps there were
+    double n; // how many healthy steps there were; a resumed run may begin again at 0 (compare_with_checkpoint)
     double mean_loss, var_loss, mean_norm, var_norm;
 };
 
@@ -845,8 +849,8 @@ static void groupnorm_backward(Grad dx1, Grad dx2,           // as x1 and x2
 // FP8_WEIGHT_FACTOR before it is rounded. In `turned`, the weights are in the order in which input gradients read them.
 // round_gradient writes a copy of dout, an array of n gradients (n is a multiple of 16), in e5m2.
 static void round_weights(uint8_t* weights, // flat: (Cout, tap, Cin) of each convolution that has Layer::fp8
-                          uint8_t* turned,  // flat: (Cin, 8 - tap, Cout) of each convolution
-                          const act* copy,  // flat: the weights in bf16, from which both are made
+                          uint8_t* turned,  // flat: (Cin, 8 - tap, Cout) of each convolution in `works`
+                          const act* copy,  // flat: the weights in act_element, from which both are made
                           const std::vector<WeightRounding>& works);
 static void round_gradient(Fp8Copy fp8, const act* dout, size_t n);
 
@@ -860,7 +864,7 @@ static void attention_backward(act* dqkv,       // as qkv
                                const act* qkv, const act* out, const SoftmaxRow* rows, int B, int T, int C, int heads);
 
 // downsample: the average of 2 x 2 pixels (an odd last row or column is not read). upsample: each pixel becomes 2 x 2
-// equal pixels. H and W are those of the input x.
+// equal pixels. H and W are those of x, the input of the forward function, in the backward functions, too.
 static void downsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C);
 static void downsample_backward(Grad dx, const act* dout, int B, int H, int W, int C);
 static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C);
@@ -1039,7 +1043,8 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 // Writes n weights to copy, in the activations' type. If activations are fp32, there is no copy, so nothing is written.
 static void cast_params(act* copy, const float* params, size_t n);
 static void next_step(int64_t* step); // adds 1 to *step, after all draws of the step
-// Copies the state after step i to records[i % count]. From there the host reads it later, for the log.
+// Copies *state to records[i % count], where i is the number of the step that has just ended (state->step - 1). From
+// there the host reads it later, for the log.
 static void record_step(StepState* records, const StepState* state, int count);
 
 // How many bytes of memory operations need beside their arrays (0 on a CPU).
@@ -1059,8 +1064,9 @@ struct Workspace {
 static void reserve(const Workspace& most, bool training);
 
 // These functions send data from device to device between ranks (host/ranks.h). They work on a stream, in multiples of
-// 4 bytes, and may be recorded in a Graph. A single rank does not call them. Calls between begin_exchange and
-// end_exchange become one launch.
+// 4 bytes, and may be recorded in a Graph. A single rank does not call them. If NCCL sends the data, the calls between
+// begin_exchange and end_exchange become one launch. If the ranks write to each other's memory (world.direct),
+// end_exchange makes the main stream wait until the data of all ranks has arrived.
 //   all_to_all   rank r receives part r of the sendbuf of every other rank s, as part s of its recvbuf
 //   all_gather   copies the arrays `own` of all ranks to `all`, in the ranks' order. `own` may point to the place in
 //                `all` where this rank's array belongs
@@ -1070,8 +1076,9 @@ static void begin_exchange();
 static void end_exchange();
 
 // open_alloc returns device memory. If world.direct is true, other ranks may write to it, and all_to_all and all_gather
-// write to it directly. at_rank returns the address in rank r's memory that corresponds to p. meet makes each device
-// wait until all devices have called it.
+// write to it directly. at_rank returns the address in rank r's memory that corresponds to p, or null if p is not in
+// memory of open_alloc that other ranks may write to. If world.direct is true, meet makes each device wait until all
+// devices have called it. Otherwise meet does nothing, because only direct writes need it.
 static void* open_alloc(size_t bytes);
 [[maybe_unused]] static void* at_rank(void* p, int r);
 static void meet();
@@ -1100,8 +1107,8 @@ static void copy_to_device(void* to, const void* host, size_t bytes);
 static void copy_to_host(void* host, const void* from, size_t bytes);
 static int max_stat_parts(int H, int W); // the largest Stats::parts of a tensor of this size
 
-// A list of launches that is repeated with the same pointers. On a GPU it is recorded once, and then repeated as one
-// launch.
+// A list of launches that is repeated with the same pointers. On a GPU, replay(g, work) records the launches of work()
+// at its first call, and repeats them as one launch. On a CPU, it calls work() each time.
 struct Graph {
     void* exec = nullptr;
     size_t nodes = 0; // how many launches the graph contains
@@ -1109,9 +1116,9 @@ struct Graph {
 template <class F> static void replay(Graph* g, F work);
 static void free_graph(Graph* g);
 
-// run_beside runs work on the side stream, at the same time as work on the main stream. ticket: a number that the
+// run_beside runs work on the side stream, at the same time as later work on the main stream. ticket: a number that the
 // caller chooses for this work. wait_for_side(ticket) makes the main stream wait until two things have ended: the work
-// with this ticket, and all earlier work of the side stream.
+// with this ticket, and all earlier work of the side stream. (On a CPU, run_beside returns when the work has ended.)
 template <class F> static void run_beside(int ticket, F work); // work(Stream*)
 static void wait_for_side(int ticket);
 // Each of these switches allows something that makes the program faster. dev/bench turns them off, for its profile and
@@ -1228,7 +1235,8 @@ HD static inline void normals(float z[4], const Words& r) {
     }
 }
 
-// Dropout drops an element if its random word is below this threshold.
+// Something that is left out with probability p (an element by dropout, a class, a picture) is left out if its random
+// word is below this threshold.
 HD static inline uint32_t dropout_threshold(float p) { return (uint32_t)((double)p * 4294967296.0); }
 
 // In each epoch the images 0 to n - 1 are in another order. Returns the number of the image at position pos. A Feistel
@@ -1259,10 +1267,11 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 // Flags have guided-diffusion's names. A preset is a list of flags. The command line has priority over a preset. The
 // flags and presets themselves are in common/flags.h, which the Python programs read, too.
 //
-// The functions run in this order: parse_command_line, take_aliases, apply_preset, and then take_model_file (section
-// 13), whose values replace those of the preset, but not those of the command line. In a run, check_run is next. Then
-// take_data_shape (section 13) sets flags that are still open, and calls check_model. With --sample there is no
-// training data, and run_program calls check_model itself. The checks find flags that cannot work, alone or together.
+// The functions run in this order: parse_command_line, take_aliases, apply_preset, and then, if there is a model file,
+// take_model_file (section 13). The values of a model file replace those of the preset, but not those of the command
+// line. In a run, check_run is next. Then take_data_shape (section 13) sets flags that are still open, and calls
+// check_model. With --sample there is no training data, and run_program calls check_model itself. The checks find flags
+// that cannot work, alone or together.
 
 constexpr double BIG = 1e9;
 struct Config;
@@ -1274,7 +1283,7 @@ struct Flag {
     const char* name;
     std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
     int slot;               // the value's place in the header of a model file (section 10); 0: no such place
-    bool free;              // of a setting of the model: it may differ from that in a model file (take_from_file)
+    bool free;              // a flag of the model: whether its value may differ from a model file's (take_from_file)
     const char* objectives; // the only objectives that use the flag, "a|b"; "": all objectives use it
     const char* heading;    // the heading above the flag in --help
     const char* help;
@@ -1502,8 +1511,8 @@ static std::set<std::string> left_out_of_preset(const Config& c) {
     if (c.objective != "ddpm") names.insert({"predict", "min_snr_gamma", "learn_sigma"});
     // The preset's min_snr_gamma suits the preset's own --predict, and with --use_kl it is not allowed.
     if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma");
-    // The preset's churn and guidance suit the preset's sampler. With --start_from or --inpaint (changes_images),
-    // S_churn is not allowed (check_model).
+    // The preset's churn and guidance suit the preset's sampler, and samples that are made of noise alone. With
+    // --start_from or --inpaint (changes_images), S_churn is not even allowed (check_model).
     if (c.given("sampler") || c.changes_images()) names.insert({"S_churn", "guidance_scale"});
     if (c.given("guidance_scale")) names.insert({"guidance_min", "guidance_max"}); // they suit the preset's scale
     if (c.given("class_cond") && !c.class_cond) names.insert({"class_dropout", "guidance_scale"});
@@ -1753,7 +1762,8 @@ static std::string parse_cond(Config* c) {
 }
 
 // Parses --channel_mult, which has a number for each level. A level has this number times --num_channels channels.
-// Without the flag, the function uses guided-diffusion's numbers for images of this height.
+// Without the flag, the function uses guided-diffusion's numbers for images of this height. If there are none, the flag
+// is needed.
 static std::string parse_channel_mult(Config* c) {
     static const std::map<int, const char*> DEFAULTS = {
         {512, "0.5,1,1,2,2,4,4"}, {256, "1,1,2,2,4,4"}, {128, "1,1,2,3,4"}, {64, "1,2,3,4"}};
@@ -1941,7 +1951,8 @@ static std::string check_model(Config* c) {
                 "must be given for --class_cond True: the data has none; or use --class_cond False");
     note_unless(c->class_cond || c->cond_dim || !c->class_dropout, "class_dropout",
                 "has nothing to leave out without --class_cond True or --cond_dim");
-    // With other objectives, flags that only --objective ddpm uses must keep their defaults.
+    // Only --objective ddpm uses these flags. With other objectives they must keep their defaults, because a user who
+    // sets one of them expects that it does something.
     Config plain;
     for (auto name : {"predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"}) {
         const Flag& f = *find_flag(name);
@@ -2004,8 +2015,8 @@ static void parse_ema_rate(Config* c, const std::string& where) {
            wrong(c, "ema_rate", text("must be a number from 0 to 1, or up to %d of them with commas%s", most, beside)));
 }
 
-// --objective ect: checks that q^a stays below LARGEST_GAP_DIVISOR until the run ends. a is the number of the stage.
-// ect_stage returns how many steps a stage has.
+// --objective ect: checks that q^a stays below LARGEST_GAP_DIVISOR until the run ends. a is the number of the stage,
+// from 1 on. So in the last stage, a is the number of all stages. ect_stage returns how many steps a stage has.
 static void check_ect_stages(Config* c, const std::string& where) {
     if (c->objective != "ect") return;
     // q^a < LARGEST_GAP_DIVISOR holds up to a = log(LARGEST_GAP_DIVISOR) / log(q), which is 19 for q = 2.
@@ -2039,7 +2050,7 @@ static void check_microbatch(Config* c, const std::string& where) {
     const int before = c->microbatch;
     const bool works = before <= share && share % c->micro() == 0;
     if (works) {
-        if (N > 1) c->microbatch = c->micro();
+        if (N > 1) c->microbatch = c->micro(); // 0 becomes the share, so a resumed run on other ranks can keep it
         return;
     }
     // A microbatch that does not work is an error if the user has set it, or if there is only one process. Otherwise
@@ -2092,24 +2103,29 @@ static void check_run(Config* c, const std::string& where) {
 //   attention block  x -> norm -> qkv (conv 1x1) -> attention -> conv 1x1 + x
 //
 // [ | ] stands for the channels of the layer before, followed by those of the skip. The other brackets, except
-// [x1 | x2], enclose what only some networks or blocks have.
+// [x1 | x2], enclose what only some networks or blocks have. The numbers are the resolutions for images of 64 x 64.
+// With --use_scale_shift_norm the embedding is not added after the first convolution: it scales and shifts the result
+// of the second norm instead.
 // The shortcut is the block's input, at half or double its resolution if the block changes the resolution. If the
 // number of channels changes, the shortcut is a 1x1 convolution of that input (a skip connection, see Words).
 // The drawing of the network is simplified. At the resolution of `middle` there are also residual blocks with skips.
 // The output of each `half` is also a skip. Every skip ends in a residual block, also the uppermost one: in the second
-// half of the network, a level has one residual block more than in the first half (add_output_blocks).
+// half of the network, a level has one residual block more than in the first half (add_output_blocks). With
+// --resblock_updown, `half` and `double` are residual blocks, too, but these have no skip as an input.
 //
 // A layer has a kind (LayerKind): what it computes. It also has indices of tensors, parameters and buffers. An index is
 // -1 if the layer has no such tensor, parameter or buffer.
 //
-// The functions run in this order: build_unet calls add_embedding, add_input_blocks, add_output_blocks, place_params;
-// section 6 plans the memory; then section 7 walks over the list, and calls a function of each layer's kind (its
-// forward or its backward function) with what layer_args returns for the layer.
+// The functions run in this order: build_unet calls add_embedding, add_input_blocks, add_resblock and
+// add_attention_block (for `middle`), add_output_blocks, choose_fp8 (with --precision fp8) and place_params; section 6
+// plans the memory; then section 7 walks over the list, and calls a function of each layer's kind (its forward or its
+// backward function) with what layer_args returns for the layer.
 
 // How a parameter is initialised: see init_params.
 enum ParamInit { INIT_UNIFORM, INIT_NORMAL, INIT_ONE, INIT_ZERO };
 
-// A parameter. Its offset, in floats, is the same in all flat arrays: weights, gradients, moments, averages.
+// A parameter. Its offset, in floats, is the same in all flat arrays, such as those of the weights and of the
+// gradients. (Moments and averages are slices of flat arrays: see Slice.)
 struct Param {
     std::string name;
     std::vector<int> shape; // as in PyTorch
@@ -2122,7 +2138,8 @@ struct Param {
 // An activation (B, H, W, C).
 struct Tensor {
     int H = 0, W = 0, C = 0;
-    Element element = Element::FP32; // act_element; FP32 for input, output, embeddings and patches; FP8: see plan_fp8
+    Element element = Element::FP32; // act_element; FP32 if the kind of the layer that writes it has fp32 (LayerKind),
+                                     // and for the network's input and the last convolution's output; FP8: see plan_fp8
     int buffer = -1;                 // the buffer of its values
     int stats = -1;                  // if a group norm reads this tensor: the buffer of Stats::sums
     bool fp8 = false;                // a convolution reads this tensor in FP8 (in walks that use FP8)
@@ -2160,7 +2177,7 @@ struct Layer {
     GradPlan d1{}, d2{};      // the buffers of the gradients of x1 and x2
     int dout = -1, demb = -1; // the buffers of the gradients of out, and of the layer's columns of the embedding
     int dout_fp8 = -1;        // CONV with fp8_gradient: the buffer of dout in FP8
-    bool rounds_dout = false; // CONV with fp8_gradient: this layer writes dout_fp8, not the layer that writes dout
+    bool rounds_dout = false; // CONV with fp8_gradient: unet_backward makes dout_fp8 from dout; false: a norm writes it
     int after = -1;           // backward: this layer waits until the weight gradient of layer `after` is complete
     int skip = -1;            // CONV, forward: the layer of the skip connection that this layer also computes, and adds
     bool fused = false;       // forward: the next layer's operation also computes this layer
@@ -2218,9 +2235,11 @@ struct Fp8Weights {
     // Training:
     const uint8_t* turned = nullptr;        // the same weights in the order in which input gradients read them
     const float* gradient_factor = nullptr; // (1): gradients are multiplied by this before they are rounded
-    const float* dx_factors = nullptr;      // (C), all equal: the sums of an input gradient are multiplied by these
+    const float* dx_factors = nullptr;      // all equal, one for each channel of a layer's input: the sums of an input
+                                            // gradient are multiplied by these
 };
 // The parameters of a network. fp32: all of them. copy: the convolutions' weights once more, in the activations' type.
+// (If activations are fp32, fp32 and copy are the same array.)
 struct Weights {
     const float* fp32 = nullptr;
     const act* copy = nullptr;
@@ -2267,7 +2286,8 @@ struct LayerArgs {
     float *dweight, *dbias, *demb;
 
     // For FP8. These pointers are null if the walk or the layer does not use FP8.
-    const act *weight_fp8, *turned_fp8;        // CONV: its weights in Fp8Weights::weights (then x1 is FP8) and turned
+    const act *weight_fp8, *turned_fp8;        // CONV: its weights in Fp8Weights::weights, and those in
+                                               // Fp8Weights::turned. If weight_fp8 is not null, x1 is FP8, too
     const float *factors_fp8, *dx_factors_fp8; // CONV: factors of the sums of products (see conv_forward)
     Fp8Copy out_fp8;                           // GROUPNORM: its result, in FP8 alone
     Fp8Copy dout_fp8;                          // CONV: dout in FP8
@@ -2429,8 +2449,9 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 //   2. a line that adds such a layer to the list: add_layer(net, {.kind = &...}, ...) in a function like add_resblock
 //   3. its operation: a prototype in section 2, a kernel in Part II, loops in dev/reference.h. If its kernel needs a
 //      workspace, the function that says how large also needs a prototype, and returns 0 in section 15 (the CPU)
-//   4. muon_updates, if AdamW should update its weights with --optimizer muon. AdamW must update weights of two or more
-//      dimensions, unless they make a matrix whose sides are multiples of 32 (see make_muon)
+//   4. muon_updates, if AdamW should update its weights also with --optimizer muon. Without this change, Muon updates
+//      all its weights of two or more dimensions. Muon can't do that if a side of the matrix that make_muon makes of
+//      such a weight is not a multiple of 32
 //   5. if a flag chooses the kind: the flag's row, as the list for an objective describes it (section 8), and the same
 //      layer in common/model.py. A model file does not name its layers: check_size only notices if the number of
 //      parameters is another
@@ -2442,7 +2463,7 @@ struct LayerKind {
     void (*backward)(LayerArgs&) = nullptr; // null: its input needs no gradient
     enum Reads { INPUT = 1, OUTPUT = 2, EMB = 4 };
     int backward_reads = 0; // which tensors of the forward pass the backward pass reads
-    bool embedding = false; // true: of the embedding, which runs at the same time as later layers (unet_forward)
+    bool embedding = false; // its layers are the embedding's, which run at the same time as later ones (unet_forward)
     bool fp32 = embedding;  // its tensors are FP32, whatever act_element is
     bool sums = false;      // it writes out_stats, so a group norm may read its output (see add_norm)
 
@@ -2729,9 +2750,9 @@ static int add_params(UNet* net, const std::string& name, Shape shape, ParamInit
     return weight;
 }
 
-// Adds the weight and the bias of a layer of kind CONV. The weight is special in three ways: kernels read a copy of it
-// in bf16 (param_group), its gradient comes later than others (WeightGradients), and files hold its elements in another
-// order (permute_param).
+// Adds the weight and the bias of a layer of kind CONV. The weight is special in three ways. Unless activations are
+// fp32, kernels read a copy of it in the activations' type (param_group). Its gradient comes later than others
+// (WeightGradients). Files hold its elements in another order (permute_param).
 static int add_conv_params(UNet* net, const std::string& name, Shape shape, ParamInit init, int heads = 0) {
     const int weight = add_params(net, name, shape, init, heads);
     net->params[weight].of_conv = true;
@@ -2808,10 +2829,11 @@ static int add_resample(UNet* net, Resample resample, const std::string& name, i
 }
 
 // Ends a residual block or an attention block. The block consists of the layers from `first` on. Returns its output.
-// With --use_checkpoint (Chen et al. 2016, arXiv:1604.06174) only the inputs and the output of such a block are kept.
-// Before the block's backward pass its layers are computed again, except for the last one and, in a residual block, the
-// layer whose result the last one adds: the shortcut or, if there is none, the layer that changes the resolution of the
-// block's input (see add_resblock). The backward passes of the block's layers do not read the results of these layers.
+// With --use_checkpoint (Chen et al. 2016, arXiv:1604.06174) only the input tensors and the output tensor of such a
+// block are kept. Before the block's backward pass its layers are computed again, except for two layers, whose results
+// the backward passes of the block's layers do not read. One is the last layer. The other is the layer in the block
+// whose result the last one adds, if there is such a layer: the 1x1 convolution of the shortcut or, without it, the
+// layer that changes the resolution of the block's input (see add_resblock).
 static int end_block(UNet* net, size_t first) {
     const Layer last = net->layers.back();
     const int end = (int)net->layers.size() - 1;
@@ -2823,10 +2845,10 @@ static int end_block(UNet* net, size_t first) {
 }
 
 // Adds a residual block: group norm, SiLU, convolution, embedding; then group norm, SiLU, dropout, convolution, plus
-// the block's input. If the number of channels changes, the input goes through a 1x1 convolution (the shortcut) before
-// it is added. The embedding is added after the first convolution. With --use_scale_shift_norm it scales and shifts the
-// result of the second norm instead. With UP or DOWN, the resolution changes after the first SiLU. The resolution of
-// the input that is added at the end changes, too.
+// the block's input. If the number of channels changes, the input goes through a 1x1 convolution before it is added.
+// The embedding is added after the first convolution. With --use_scale_shift_norm it scales and shifts the result of
+// the second norm instead. With UP or DOWN, the resolution changes after the first SiLU. The resolution of the input
+// that is added at the end changes, too.
 static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int Cout, Resample resample = SAME) {
     const Config& c = net->config;
     const int Cin = net->tensor(x1).C + net->tensor(x2).C;
@@ -2857,8 +2879,8 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
     add_params(net, name + ".emb_layers.1", {columns, 4 * c.num_channels});
     h = add_norm(net, norm2);
 
-    // The second convolution adds the block's input to its result. In the state_dict its parameters come before the
-    // shortcut's. So its parameters are added here, before the shortcut, although its layer comes after the shortcut.
+    // The second convolution adds the block's input to its result. In the state_dict its parameters come before those
+    // of the shortcut's 1x1 convolution. So they are added first here, although its layer is the last one of the block.
     Layer conv2{.name = name + ".out_layers.3", .x1 = h, .kernel = 3};
     conv2.weight = add_conv_params(net, conv2.name, {Cout, Cout, 3, 3}, INIT_ZERO);
     const Layer shortcut{.name = name + ".skip_connection", .x1 = x1, .x2 = x2};
@@ -2924,10 +2946,11 @@ static int add_upsample(UNet* net, const std::string& name, int x, int ch) {
     return add_resample(net, UP, name, x);
 }
 
-// Adds the encoder: at each level residual blocks (and attention), then a layer or block that halves the resolution.
-// Returns the tensors that the decoder reads. guided-diffusion numbers the blocks of all levels, beginning with
-// input_blocks.0, which is the first convolution. After this number, .0 stands for the residual block, or for what
-// halves the resolution, and .1 stands for attention.
+// Adds the encoder: the first convolution, and at each level residual blocks (at some levels with attention). After
+// each level except the lowest one, a layer or block halves the resolution. Returns the tensors that the decoder reads.
+// guided-diffusion numbers the blocks of all levels, beginning with input_blocks.0, which is the first convolution.
+// After this number, .0 stands for the convolution, the residual block, or what halves the resolution, and .1 stands
+// for attention.
 static std::vector<int> add_input_blocks(UNet* net, int x) {
     const Config& c = net->config;
     int input_block = 0;
@@ -2949,7 +2972,8 @@ static std::vector<int> add_input_blocks(UNet* net, int x) {
 }
 
 // Adds the decoder. Each of its residual blocks reads [h | a tensor of the encoder], where h is the output of the
-// previous block. The decoder reads the encoder's tensors in reverse order. A level of the decoder has one residual
+// previous block. (With --resblock_updown, add_upsample adds residual blocks, too. They read h alone, and are not
+// counted here.) The decoder reads the encoder's tensors in reverse order. A level of the decoder has one residual
 // block more than the same level of the encoder. The encoder's tensor that this additional block reads is the output of
 // the encoder's first convolution, or of the layer or block that halved the resolution before this level.
 static int add_output_blocks(UNet* net, int h, std::vector<int> encoder_outputs) {
@@ -3011,11 +3035,11 @@ constexpr int FP8_SPARED = 4;
 //   fp8            The forward product is in FP8, and so is the weight gradient. The convolution reads the result of a
 //                  group norm. Such a result is a tensor of values of about 1, so one factor is right for all of them.
 //                  The norm itself can write FP8. (make_fp8_weights and make_fp8_training look for that norm.)
-//   fp8_gradient   In training, the input gradient is in FP8. It reads the gradient of the output, and one factor is
-//                  right for the gradients of all layers (choose_gradient_factor). Input gradients in FP8 did no
-//                  damage, even at the ends of the network (docs/LEARNT.md). Only the first and the last convolution
-//                  are left out. The first one has no input gradient. The last one has few output channels, and their
-//                  gradient is fp32.
+//   fp8_gradient   In training, the input gradient is computed in FP8, from the gradient of the convolution's output.
+//                  One factor is right for the gradients of all layers (choose_gradient_factor). Input gradients in FP8
+//                  did no damage, even at the ends of the network (docs/LEARNT.md). Only the first and the last
+//                  convolution are left out. The first one has no input gradient. The last one has few output channels,
+//                  and their gradient is fp32.
 // All other tensors, among them the convolutions' results, keep their element. What is rounded in training:
 //
 //   what                  format   its factor               rounded by                         undone by
@@ -3088,19 +3112,19 @@ static UNet build_unet(const Config& c) {
 
 // =====================================================================================================================
 // 6. The plan: what the backward pass adds where, and where in memory each buffer lies
-// All of a network's activations and gradients lie in one allocation, the arena. Two buffers may share a place if
-// they are never in use at the same time. Time is counted in layers. L is the number of layers. Time 0 is when the
-// batch is drawn, time 1 + i is the forward pass of layer i, L + 1 is the loss, and 2 L + 1 - i is the backward pass of
-// layer i.
+// All of a network's activations, and the gradients of activations, lie in one allocation, the arena. Two buffers may
+// share a place if they are never in use at the same time. Time is counted in layers. L is the number of layers. Time 0
+// is when the batch is drawn, time 1 + i is the forward pass of layer i, L + 1 is the loss, and 2 L + 1 - i is the
+// backward pass of layer i.
 //
-// The functions run in this order: plan_memory calls plan_fp8, plan_gradients, plan_fp8_gradients, plan_waits,
-// plan_fusions, plan_lifetimes and place_buffers.
+// The functions run in this order: plan_memory calls plan_fp8; for training plan_gradients, plan_fp8_gradients and
+// plan_waits; then plan_fusions, plan_lifetimes, place_buffers and check_memory.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- FP8: its buffers, its factors, and weights in FP8
 // --precision fp8: plans the memory of the inputs that convolutions read in FP8. The group norm that makes such an
-// input writes it in FP8 alone. When sampling, the input's buffer is half as large as without FP8. In training the
-// buffer stays as large as without FP8, because validation and grids compute in bf16, with the same buffers.
+// input writes it in FP8 alone. When sampling, the input's buffer has one byte for each number. In training the buffer
+// stays as large as without FP8, because validation and grids compute without FP8, with the same buffers.
 static void plan_fp8(UNet* net, bool training) {
     for (const Layer& conv : net->layers) {
         if (!conv.fp8) continue;
@@ -3264,7 +3288,7 @@ static void plan_gradients(UNet* net) {
     contribute(net->output);
     for (int i = (int)net->layers.size() - 1; i >= 0; i--) {
         Layer& l = net->layers[i];
-        if (waiting[l.out].empty()) continue; // nobody needs this gradient: the layer has no backward pass
+        if (waiting[l.out].empty()) continue; // l has no backward pass, so no layer writes the gradient of its output
         if (waiting[l.out].size() != 1) die("internal error: the gradient of %s is not complete", l.name.c_str());
         l.dout = waiting[l.out][0];
         if (l.residual >= 0) waiting[l.residual].push_back(l.dout);
@@ -3444,18 +3468,19 @@ static void check_memory(UNet* net, bool training) {
     const Config& c = net->config;
     const double fp8_bytes = c.precision == "fp8" ? bytes_of(Element::FP8) : 0;
     const double muon_bytes = c.muon() ? 3 * act_bytes() : 0;
-    // Returns how much memory the weights need, and the arrays of the same length, if so many images are computed at a
-    // time. For sampling, a parameter needs at most a weight, its copy, and a copy in FP8. For training it needs a
-    // weight, a gradient, two moments, its averages, copies of the weight and of the first average, and two copies in
-    // FP8. If gradients of several microbatches or ranks are added up, there is a second array of gradients. Ranks
-    // share the moments and averages. Muon also needs a copy of the momentum and, for each matrix, two squares
-    // (MuonMatrix), of which each is at most as large as its matrix. Workspaces are not counted.
+    const double copy_bytes = weights_have_copy() ? act_bytes() : 0;
+    // Returns how many GiB the weights need, and the arrays of the same length. images: how many images are computed at
+    // a time. For sampling, a parameter needs at most a weight, its copy in bf16, and a copy in FP8. For training it
+    // needs at most a weight, a gradient, two moments, its averages, copies of the weight and of the first average in
+    // bf16, and two copies in FP8. If gradients of several microbatches or ranks are added up, there is a second array
+    // of gradients. Ranks share the moments and averages. Muon also needs a copy of the momentum and, for each matrix,
+    // two squares (MuonMatrix), of which each is at most as large as its matrix. Workspaces are not counted.
     auto weights_of = [&](int images) {
         const bool adds_up = world.size > 1 || c.batch_size > images;
         const double shared_arrays = (2.0 + (double)c.emas.size()) / world.size;
         const double arrays = 1 + (adds_up ? 2 : 1) + shared_arrays;
-        const double sampling_bytes = sizeof(float) + act_bytes() + fp8_bytes;
-        const double training_bytes = arrays * sizeof(float) + 2 * act_bytes() + 2 * fp8_bytes + muon_bytes;
+        const double sampling_bytes = sizeof(float) + copy_bytes + fp8_bytes;
+        const double training_bytes = arrays * sizeof(float) + 2 * copy_bytes + 2 * fp8_bytes + muon_bytes;
         return net->flat_size * (training ? training_bytes : sampling_bytes) / GIB;
     };
     const int B = net->B;
@@ -7610,7 +7635,9 @@ static void print_memory(const Config& c, const UNet& net, const MuonWork& muon)
     // What the allocated memory is used for. `rest` is the memory that belongs to none of the other uses.
     const double all = device_bytes / GIB;
     const double weights = array + c.emas.size() * slice + copies;
-    const double grads = world.size > 1 ? 2 * array : array; // a rank also receives gradients from other ranks
+    // There is a second array of gradients if those of several microbatches or ranks are added up (Trainer::sum).
+    const bool adds_up = world.size > 1 || c.batch_size > c.micro();
+    const double grads = adds_up ? 2 * array : array;
     double moments = 2 * slice;
     if (muon.X) moments += net.flat_size * act_bytes() / GIB; // only a GPU has this copy of Muon's momentum
     const double arena = net.arena_bytes / GIB;
