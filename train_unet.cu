@@ -20,98 +20,98 @@
 //   5059     9. Data: .bin files that may be larger than memory, the order of their images
 //   5640    10. Model files: weights and checkpoints, initial weights
 //   6029    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   6048         the learning rate, the verdict on a step, averages of the weights
-//   6143         what a trainer holds
-//   6324         a step
-//   6693    12. A run: log, guard, checkpoints, resume, samples
-//   6720         the log in memory, as the page shows it
-//   6848         what a run holds
-//   6937         the log and the status line
-//   7136         checkpoints, snapshots and grids
-//   7420         the start of a run: new, from a file's weights, or resumed
-//   7724         how a run begins and ends
-//   7891         the loop over the steps
-//   8003         train: a whole run, from the first check to the exit code
-//   8066         samples, without a run
-//   8240    13. main: the command line, then a run or samples
-//   8573         what ranks must have in common
-//   8647         main
-//   8851  Part II. The device
-//   8854    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8938    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9008    16. The GPU: what all kernels share
-//   9079         Launches, which may overlap
-//   9126         Decisions: what kernels are chosen with
-//   9181         Single instructions: shared memory, mbarriers, clusters
-//   9277         Activations: pieces of 16 bytes
-//   9620         each_kernel: a thread for an element
-//   9634         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9804         Swizzle: how rows lie in shared memory
-//   9825         Hopper (sm_90a): TMA, wgmma and what goes with them
-//  10109         building blocks of Hopper's kernels (sm_90a)
-//  10426    17. Small operations: resampling, embeddings, diffusion
-//  10429         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10638         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11006         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11563    18. Group norm
-//  11566         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12128         groupnorm_backward_whole: an image's slab in shared memory
-//  12532    19. Attention
-//  12640         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13202         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13349         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14052    20. Convolution
-//  14101         ConvOut: results, 4 channels of a pixel at a time
-//  14349         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14419         conv_halo: 3x3, stride 1, any GPU
-//  14844         conv_gather: any kernel size and stride, any GPU
-//  15116         conv_few: the first and the last layer
-//  15300         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15911         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16041         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16541         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17007         conv_weight_tma: weight gradients (sm_90a)
-//  17319         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17642         FP8 in training: weights and gradients are rounded
-//  17758    21. The optimiser
-//  17761         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18022         muon: directions for matrices of weights
-//  18461    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18464         groupnorm_backward
-//  18634         attention: forward and, where a has dout, backward
-//  18698         convolution: forward and input gradient
-//  19218         convolution: weight gradients
-//  19606    23. The GPU: memory, copies, repeated work
-//  19839    24. Between ranks: from device to device
+//   6050         the learning rate, the verdict on a step, averages of the weights
+//   6145         what a trainer holds
+//   6328         a step
+//   6700    12. A run: log, guard, checkpoints, resume, samples
+//   6729         the log in memory, as the page shows it
+//   6858         what a run holds
+//   6947         the log and the status line
+//   7146         checkpoints, snapshots and grids
+//   7430         the start of a run: new, from a file's weights, or resumed
+//   7734         how a run begins and ends
+//   7903         the loop over the steps
+//   8016         train: a whole run, from the first check to the exit code
+//   8080         samples, without a run
+//   8255    13. main: the command line, then a run or samples
+//   8591         what ranks must have in common
+//   8665         main
+//   8870  Part II. The device
+//   8873    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8957    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9027    16. The GPU: what all kernels share
+//   9098         Launches, which may overlap
+//   9145         Decisions: what kernels are chosen with
+//   9200         Single instructions: shared memory, mbarriers, clusters
+//   9296         Activations: pieces of 16 bytes
+//   9639         each_kernel: a thread for an element
+//   9653         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9823         Swizzle: how rows lie in shared memory
+//   9844         Hopper (sm_90a): TMA, wgmma and what goes with them
+//  10128         building blocks of Hopper's kernels (sm_90a)
+//  10445    17. Small operations: resampling, embeddings, diffusion
+//  10448         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10657         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11025         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11582    18. Group norm
+//  11585         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12147         groupnorm_backward_whole: an image's slab in shared memory
+//  12551    19. Attention
+//  12659         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13221         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13368         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14071    20. Convolution
+//  14120         ConvOut: results, 4 channels of a pixel at a time
+//  14368         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14438         conv_halo: 3x3, stride 1, any GPU
+//  14863         conv_gather: any kernel size and stride, any GPU
+//  15135         conv_few: the first and the last layer
+//  15319         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15930         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16060         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16560         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17026         conv_weight_tma: weight gradients (sm_90a)
+//  17338         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17661         FP8 in training: weights and gradients are rounded
+//  17777    21. The optimiser
+//  17780         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18041         muon: directions for matrices of weights
+//  18480    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18483         groupnorm_backward
+//  18653         attention: forward and, where a has dout, backward
+//  18717         convolution: forward and input gradient
+//  19237         convolution: weight gradients
+//  19625    23. The GPU: memory, copies, repeated work
+//  19858    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8847, run_program 8783, train 8009, run_step 7942, train_step 6620, load_batch 5593 (read_image 5150),
-//     send 19809 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19740):
-//     step_gradients 6469: draw_levels 11025 (the formulas: draw_level 4055), forward_and_loss 6388, q_sample_forward
-//     11240, unet_forward 3567, forward_layer 3552 (a function of the layer's kind, such as forward_conv 2568),
-//     loss_forward_backward 11358, unet_backward 3641, which calls such a function as backward_conv 2575 of each layer
-//     (input gradients: conv_backward_input 19183) and, by launch_waiting 3603 on the side stream,
-//     conv_backward_weights 19599; finish_gradients 12482 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17813;
-//     judge_step 17861 (the verdict: judge_batch 6116), update_slice 6582, adamw_update 17993 (adamw_kernel 17938),
-//     next_step 17867, record_step 17873; later collect_steps 7895
-//   --optimizer muon: muon_updates 6228 says which weights; update_slice 6582, update_by_muon 6573 (with the formulas),
-//     muon_momentum 18065, orthogonalise 18438 (with muon_kernel above it), adamw_kernel 17938 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11432): sample_batch 4967, plan_route 4714,
+//     main 8866, run_program 8802, train 8023, run_step 7954, train_step 6627, load_batch 5593 (read_image 5150),
+//     send 19828 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19759):
+//     step_gradients 6473: draw_levels 11044 (the formulas: draw_level 4055), forward_and_loss 6392, q_sample_forward
+//     11259, unet_forward 3567, forward_layer 3552 (a function of the layer's kind, such as forward_conv 2568),
+//     loss_forward_backward 11377, unet_backward 3641, which calls such a function as backward_conv 2575 of each layer
+//     (input gradients: conv_backward_input 19202) and, by launch_waiting 3603 on the side stream,
+//     conv_backward_weights 19618; finish_gradients 12501 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17832;
+//     judge_step 17880 (the verdict: judge_batch 6118), update_slice 6589, adamw_update 18012 (adamw_kernel 17957),
+//     next_step 17886, record_step 17892; later collect_steps 7907
+//   --optimizer muon: muon_updates 6231 says which weights; update_slice 6589, update_by_muon 6579 (with the formulas),
+//     muon_momentum 18084, orthogonalise 18457 (with muon_kernel above it), adamw_kernel 17957 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11451): sample_batch 4967, plan_route 4714,
 //     device_step 4762, euler_step 4499 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19065 draws all of its roads):
-//     forward_conv 2568; conv_forward 19105, with conv_product above it, which asks conv_is_wgmma 18707;
-//     on Hopper, large images: pick_conv_tiles_3x3 19011; conv_tiles 16526, with conv_tiles_kernel above it;
-//     Accumulators 10342 (its function multiply); Wgmma 9893;
-//     on Hopper, small images: pick_conv_small 18863; conv_small 16993, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9893;
-//     on any other GPU pick_conv_halo_bf16 18776; conv_halo 14831, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9688
-//   why several GPUs compute the bits of one: step_gradients 6469
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 427, Silu 8901, with_nonlinearity 8911 (a case);
-//     BEHIND_NORMS, above add_norm 2799, chooses it. The embedding has SiLU as a layer: silu_forward 10924
+//   a convolution, to the tensor cores (a table above conv_product 19084 draws all of its roads):
+//     forward_conv 2568; conv_forward 19124, with conv_product above it, which asks conv_is_wgmma 18726;
+//     on Hopper, large images: pick_conv_tiles_3x3 19030; conv_tiles 16545, with conv_tiles_kernel above it;
+//     Accumulators 10361 (its function multiply); Wgmma 9912;
+//     on Hopper, small images: pick_conv_small 18882; conv_small 17012, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9912;
+//     on any other GPU pick_conv_halo_bf16 18795; conv_halo 14850, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9707
+//   why several GPUs compute the bits of one: step_gradients 6473
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 427, Silu 8920, with_nonlinearity 8930 (a case);
+//     BEHIND_NORMS, above add_norm 2799, chooses it. The embedding has SiLU as a layer: silu_forward 10943
 //   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3910
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 550, and beside each other edm_question
 //     3744, ask 3779, frame_of 3792, sigma_draws 3799, has_steps_of_t 3806; the head of their section lists the changes
@@ -119,31 +119,31 @@
 //     with what follows it; a function such as add_resblock 2852 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 320, with a list of all places above it: element_named 1425,
-//     forward_and_loss 6388, ElementOf 8872, with_act 9145 (act_has_wgmma below it), unpack_bf16 9293 and all below it
-//     to load_two 9357, mma 9688, tma_type 10063, adamw_kernel 17938 (adamw_update below it), conv_product 19065
-//   the settings, to their values: parse_command_line 1621, take_aliases 1649, complete_config 8763
-//     (apply_preset 1537, take_model_file 8396, take_ect_defaults 8426), take_data_shape 8475 (take_labels 8455),
+//     forward_and_loss 6392, ElementOf 8891, with_act 9164 (act_has_wgmma below it), unpack_bf16 9312 and all below it
+//     to load_two 9376, mma 9707, tma_type 10082, adamw_kernel 17957 (adamw_update below it), conv_product 19084
+//   the settings, to their values: parse_command_line 1621, take_aliases 1649, complete_config 8782
+//     (apply_preset 1537, take_model_file 8412, take_ect_defaults 8442), take_data_shape 8492 (take_labels 8471),
 //     check_model 1919, check_run 2070
 //   FP8 (--precision fp8): choose_fp8 3053 chooses the convolutions, and above it stands a table of what is rounded,
 //     by which factor, and where. plan_fp8 3128 and plan_fp8_gradients 3143 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3188 for samples, make_fp8_training 3232 for training; add_fp8_args 2331
 //     hands them to the layers. forward_conv 2568, backward_conv 2575 and weight_work 2304 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19168 makes an input gradient a forward convolution; conv_product_fp8 19098 picks the
-//     kernel, multiply_fp8 10376 and WgmmaFp8 9937 multiply; weight gradients: conv_weight_fp8_kernel 17586;
-//     print_fp8 7669 says whether it pays
+//     conv_backward_input_fp8 19187 makes an input gradient a forward convolution; conv_product_fp8 19117 picks the
+//     kernel, multiply_fp8 10395 and WgmmaFp8 9956 multiply; weight gradients: conv_weight_fp8_kernel 17605;
+//     print_fp8 7679 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
 //     die, refuse or must (host/files.h), of wrong 1502 (a flag's value), or of a function beside it whose name ends in
 //     _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7154. Its
-//     reasons are found in judge_batch 6116, by healthy and suspicious above it. For a damaged header they stand in
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7164. Its
+//     reasons are found in judge_batch 6118, by healthy and suspicious above it. For a damaged header they stand in
 //     check_field 5837 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
-//     5198, for a checkpoint's counters in check_resume 8533. unknown_word 1411 prints the message for a word of a flag
+//     5198, for a checkpoint's counters in check_resume 8551. unknown_word 1411 prints the message for a word of a flag
 //     that some place does not know. Such a place calls it itself or through meaning 1417.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7408 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 7180 that a file could not be written yet.
-//     stop_run 7154 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7418 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 7190 that a file could not be written yet.
+//     stop_run 7164 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -6039,10 +6039,12 @@ static std::vector<float> init_params(const UNet& net) {
 //
 // Time goes from left to right. Each ^ is a place where the main stream waits for the side stream: first for the
 // embedding, and later for weight gradients, before the memory that they read is used for something else (plan_waits).
+// Gradients are sent during the backward pass only if the GPUs write into each other's memory. With NCCL and MPI they
+// are sent after it (step_gradients). In the CPU build there are no streams: all of this runs one after the other.
 //
-// The functions, in the order in which they run: make_trainer runs once. Then train_step runs for each step. It calls
-// load_batch, step_gradients (which calls forward_and_loss and unet_backward), judge_step and update_slice. From time
-// to time validation_loss is called.
+// The functions, in the order in which they run: make_trainer runs once. Then train_step runs for each step. Its main
+// calls are load_batch, step_gradients (which calls forward_and_loss and unet_backward), judge_step, update_slice and
+// record_step. From time to time validation_loss is called.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the learning rate, the verdict on a step, averages of the weights
@@ -6101,8 +6103,8 @@ struct LossSums {
     int count[4];
 };
 HD static inline void add_loss(LossSums* s, double loss, int quarter) {
-    // A loop over constant indices, so that a kernel can keep s in registers. For s->sum[quarter] it would have to keep
-    // s in memory, because registers can't be indexed by a variable.
+    // This loop has constant indices, so that a kernel can keep s in registers. For s->sum[quarter] the kernel would
+    // have to keep s in memory, because registers can't be indexed by a variable.
     for (int q = 0; q < 4; q++) {
         if (q != quarter) continue;
         s->sum[q] += loss;
@@ -6168,11 +6170,12 @@ struct Trainer {
     // A flat array. At the places of this rank's slice, it holds the sum of the gradients of all microbatches of the
     // step. With several ranks, `sum` and `received` are the same array. They use different places in it: what another
     // rank sends is received at the places of that rank's slice. With one rank and one microbatch, `sum` and `grads`
-    // are the same array. With one rank and several microbatches, `sum` is a separate array.
+    // are the same array. With one rank and several microbatches, `sum` is a separate array. (With --optimizer muon,
+    // update_by_muon replaces the sums of Muon's matrices by directions.)
     float* sum;
     // Each of these arrays is a slice: it holds this rank's part.
     float *m, *v;             // AdamW's moments. Where Muon updates a matrix, m is its momentum, and v is not used
-    std::vector<float*> emas; // the averages, one for each --ema_rate
+    std::vector<float*> emas; // the averages of the weights, one for each rate in Config::emas
 
     // --optimizer muon
     MuonWork muon;      // the matrices that Muon updates
@@ -6180,7 +6183,7 @@ struct Trainer {
 
     double* squares;            // for each stretch (see Slice), the sum of the squares of the step's gradient
     StepState *state, *records; // the state after the newest step, and the states after the latest RECORDS steps
-    Upload batch[2];            // this rank's images of a batch, and what the network is told of them: see load_batch
+    Upload batch[2];            // this rank's images of a batch, with their labels, numbers and pictures (load_batch)
     Graph graph[2];             // graph[i]: a training step on batch[i]
     float* target;              // (micro, H, W, C): the answer that the network should give
     float* t;                   // (B): what the network is told about the noise level of each sample
@@ -6249,7 +6252,8 @@ static void make_muon(Trainer* tr) {
     prepare_muon(&muon, tr->own.whole());
 }
 
-// Makes the network and all arrays of a trainer. The arrays are zero; start_weights or restore fills them.
+// Makes the network and all arrays of a trainer. The weights, averages and moments are zero here. start_weights or
+// restore fills them, but the moments of a new run stay zero.
 static Trainer make_trainer(const Config& c, const Dataset& data) {
     Trainer tr{};
     tr.net = build_unet(c);
@@ -6323,10 +6327,9 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- a step
 
-// With several ranks: every rank sends its parts of a flat array to all other ranks, except the parts of segments that
-// begin behind the first n parameters. bytes: how many bytes of the array belong to a stretch. (In Trainer::squares
-// this is one double.) slice: this rank's parts, one after the other; null: they are already in their places in the
-// flat array.
+// With several ranks: every rank sends its parts of a flat array to all other ranks. Only segments that hold some of
+// the first n parameters are sent. bytes: how many bytes of the array belong to a stretch. (In Trainer::squares this is
+// one double.) slice: this rank's parts, one after the other; null: they are already in their places in the flat array.
 static void gather(void* flat, const void* slice, size_t bytes, const Slice& own, size_t n) {
     begin_exchange();
     for (int s = 0; s < own.segments && own.at(s, 0) < n; s++) {
@@ -6359,7 +6362,8 @@ static Pixels augment_if_asked(Trainer* tr, float* out, Pixels images, float* to
 }
 
 // Puts B pictures where the network reads them (net->cond). With --cond they are made of the images; otherwise they are
-// copied from `pictures`. In training, a picture is mirrored if its image is mirrored, and some pictures are left out.
+// copied from `pictures`. In training, a picture is mirrored if its image is mirrored, some pictures are left out
+// (--cond_dropout), and small pictures get noise (--cond_noise).
 static void put_pictures(Trainer* tr, Pixels images, Pixels pictures, int B, RandomKey key, bool training) {
     const Config& c = tr->net.config;
     const int C = c.in_channels;
@@ -6379,12 +6383,12 @@ static void put_pictures(Trainer* tr, Pixels images, Pixels pictures, int B, Ran
     }
 }
 
-// Computes the loss of samples first .. first + B - 1 of a step. images: the images of these samples. bytes: the size
-// of a value of an image. Before the call, the samples' noise levels have been drawn, and what the network is told
-// about the samples has been set in tr->net (labels, values, cond). Writes the losses to tr->loss + first, and the
-// gradient of the loss to output_gradient(net). In training, this is the gradient of the mean loss of the step's whole
-// batch. Validation uses other random draws, and neither dropout nor flips nor FP8. With --objective ect, the teacher's
-// answer is computed first, with the same draws.
+// Computes the loss of samples first .. first + B - 1 of a step, or of a round of validation. images: the images of
+// these samples. bytes: the size of a value of an image. Before the call, the samples' noise levels have been drawn,
+// and what the network is told about the samples has been set in tr->net (labels, values, cond). Writes the losses to
+// tr->loss + first, and the gradient of the loss to output_gradient(net). In training, this is the gradient of the mean
+// loss of the step's whole batch. Validation does not use the gradient. It uses other random draws, and neither dropout
+// nor flips nor FP8. With --objective ect, the teacher's answer is computed first, with the same draws.
 static void forward_and_loss(Trainer* tr, const Objective& o, const void* images, int bytes, int first, int B,
                              RandomKey key, Dropout dropout, bool training) {
     const Config& c = tr->net.config;
@@ -6449,8 +6453,8 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
 //    g(k N + N - 1), which are the next terms of the sum. Every rank sends each part of its gradient to the rank that
 //    owns this part. The owner adds its own part and the received parts to its sum, in the order of the ranks
 //    (sum_gradients). So each float is summed by one rank, in the order in which a single rank would sum it. The
-//    kernels that compute a microbatch's gradient never add it to the sum. They would add the old sum and their own
-//    partial sums in another order.
+//    kernels that compute a microbatch's gradient never add it to the sum. If they did, they would add the old sum and
+//    their own partial sums in another order.
 // 4. The same norm. The squares are summed by stretches of STRETCH floats at fixed places of the flat array. A stretch
 //    belongs to one rank. The order in which the rank sums it does not depend on the rank's other stretches. All ranks
 //    receive the sums of all stretches and add them up in the same fixed order (judge_step). A flat array has padding
@@ -6494,7 +6498,9 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads;
         if (k > 0) {
             mark({"draw t, noise; q_sample"});
-            meet(); // waits until all ranks have read their `received`, because this round overwrites it
+            // This round overwrites `received` of all ranks. So with direct copies (world.direct), wait until all ranks
+            // have read it. With NCCL and MPI, meet does nothing: there a rank receives only when it is ready to.
+            meet();
         }
         tr->net.labels = labels + k * B;
         tr->net.values = values + (size_t)k * B * c.num_values();
@@ -6513,7 +6519,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         // The backward pass goes from the last layer to the first, and completes gradients in this order. So the last
         // segment of the flat array (see Slice) is sent first. complete_from: from this place of the flat array on, all
         // gradients are complete.
-        int unsent = own.segments; // the segments before this one are not sent yet
+        int unsent = own.segments; // segments 0 to unsent - 1 are not sent yet
         const std::function<void(size_t, Stream*)> send_gradients = [&](size_t complete_from, Stream* stream) {
             while (unsent && own.at(unsent - 1, 0) >= complete_from) {
                 unsent--;
@@ -6577,8 +6583,9 @@ static void update_by_muon(Trainer* tr, const Update& update) {
     mark({"AdamW, EMA"});
 }
 
-// Does the optimiser's part of a step, for this rank's slice. Then all ranks exchange their new weights in the form
-// that kernels read: the first plain_size weights in fp32, and the other weights in the copy.
+// Does the optimiser's part of a step, for this rank's slice. All ranks get the new weights in the form that kernels
+// read: the first plain_size weights in fp32, and the other weights in the copy. With world.direct, adamw_update itself
+// writes them to all ranks. Otherwise they are gathered after it.
 static void update_slice(Trainer* tr) {
     const Config& c = tr->net.config;
     const Slice& own = tr->own;
@@ -6698,14 +6705,16 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 //   model_STEP.bin    a checkpoint, from which the run can be resumed, every --save_interval steps
 //   ema_STEP.bin      two averages of the weights, every --ema_snapshots steps
 //   best.bin          with --keep_best: the checkpoint that has the lowest validation loss
-// If there are several ranks, only rank 0 writes. A full disk does not end a run at once. Rows of the log and pictures
-// that could not be written are kept in memory and tried again. Instead of a checkpoint that could not be written, a
-// checkpoint of a later step is written.
+// Files that are written every so many steps are also written at the end of the run. If there are several ranks, only
+// rank 0 writes. A full disk does not end a run at once. Rows of the log and grids that could not be written are kept
+// in memory and tried again. Instead of a checkpoint or an ema_STEP.bin that could not be written, one of a later step
+// is written.
 //
 // These functions do a run, in this order: train makes the Run; start_weights or restore fills its arrays; then
 // run_step is called again and again. run_step calls train_step (section 11). When something is due, run_step also
-// calls collect_steps, which logs the steps that the device has done, and then save_checkpoint, save_snapshot or
-// save_grid. At the end finish_complete or finish_stopped is called. Without a run, sample_and_stop draws images.
+// calls collect_steps, which logs the steps that the device has done. After it, run_step calls those of save_snapshot,
+// save_checkpoint and save_grid that are due. At the end save_at_the_end is called, and then finish_complete or
+// finish_stopped. Without a run, sample_and_stop draws images.
 
 // If a checkpoint or a snapshot can't be written, the program tries again every RETRY_AFTER seconds, for PATIENCE
 // seconds at most, while training goes on. Ten minutes are enough for somebody who sees the message to make room. If
@@ -6739,8 +6748,8 @@ static LogValues parse_row(const std::string& row) {
 }
 
 // Summarises some neighbouring rows of log.csv for the page. While a run is short, each part summarises one row. The
-// losses of skipped steps are left out of low, high and sum. The arrays `sum` and `n` hold one element for each of the
-// nine columns from loss to val_loss.
+// arrays `sum` and `n` hold one element for each of the nine columns from loss to val_loss. For a skipped step, the
+// value in the column loss is left out of low, high, sum and n, but the values in the other columns are counted.
 struct LogPart {
     int64_t first;   // the first row's step
     int64_t last;    // the last row's step
@@ -6772,13 +6781,13 @@ struct LogSummary {
     static constexpr size_t MAX_PARTS = 4096;
     std::vector<LogPart> parts;
     int64_t rows = 1; // how many rows a part summarises; this number is doubled when parts are joined
-    Guard guard{};    // judges the rows again, because a row does not say whether its step was skipped
-    int skipped = 0;  // how many of the latest rows the guard has found bad, since the last good row
-    int most_skipped = Config{}.max_bad_steps; // so many bad rows in a row end a run
+    Guard guard{};    // the run's guard after the newest row; add_read computes it again, since rows do not hold it
+    int skipped = 0;  // of the rows that add_read has added: how many were bad since the last good one
+    int most_skipped = Config{}.max_bad_steps; // a run ends after so many bad steps, one after the other
     double mean = 0;    // the mean loss over about the latest tenth of the steps, at most about 50 steps
     double seconds = 0; // the length of the run when the last row's step was done
-    // Both add a row, which must be the next row of the log. add_read is for rows of log.csv. It finds out by its guard
-    // whether the run skipped the row's step.
+    // Both functions add a row, which must be the next row of the log. add_read is for rows that are read from log.csv.
+    // It finds out by its guard whether the run skipped the row's step.
     void add(const std::string& row, bool is_skipped);
     void add_read(const std::string& row);
 };
@@ -6836,8 +6845,9 @@ void LogSummary::add(const std::string& row, bool is_skipped) {
 void LogSummary::add_read(const std::string& row) {
     const LogValues values = parse_row(row);
     // The run's guard judged the step by the same rule as the guard here. But a resumed run may have started its guard
-    // anew (compare_with_checkpoint), and the rows do not say so. If the guard here finds most_skipped rows in a row
-    // bad, the run must have done this, because otherwise it would have ended. So the guard here starts anew, too.
+    // anew (compare_with_checkpoint), and the rows do not say so. If the guard here finds most_skipped rows bad, one
+    // after the other, the run must have started its guard anew, because otherwise it would have ended. So the guard
+    // here starts anew, too.
     if (skipped == most_skipped) guard = Guard{};
     const bool is_skipped = !healthy(&guard, values[COLUMN_LOSS], values[COLUMN_GRAD_NORM]);
     skipped = is_skipped ? skipped + 1 : 0;
@@ -6883,8 +6893,8 @@ struct Run {
     // Checkpoints and snapshots of the averages. Updates are the steps that were not skipped.
     int64_t saved_step = 0;        // the step of the newest checkpoint; 0: there is none
     int64_t saved_updates = 0;     // how many updates had been done when that checkpoint was written
-    int64_t proven_step = -1;      // the step of the newest checkpoint after which a good step was seen
-    int64_t snapshot_step = 0;     // the step of the newest snapshot
+    int64_t proven_step = -1;      // the step of the newest checkpoint that is known to be good (prove_checkpoint)
+    int64_t snapshot_step = 0;     // the step of the newest snapshot or, before there is one, the step resumed from
     int64_t snapshot_updates = 0;  // how many updates had been done when that snapshot was written
     bool val_loss_changed = false; // validation losses mean something else than those before the run was resumed
     double best_loss = INFINITY;   // at rank 0: the validation loss of best.bin; infinite: unknown, or no best.bin
@@ -6987,9 +6997,9 @@ static void open_log(Run* run) {
     // Rows are appended. O_NOFOLLOW: if somebody has put a link in the place of log.csv meanwhile, it is not followed.
     run->log_file = openat(run->folder.descriptor, "log.csv", O_WRONLY | O_APPEND | O_CLOEXEC | O_NOFOLLOW);
     if (run->log_file < 0) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
-    // If best.bin's loss is known, or there is no best.bin, nothing is left to do. The loss is unknown in three cases:
-    // validation losses now mean something else than before (val_loss_changed); or the run goes on from a step before
-    // best.bin's step; or log.csv was cut or removed. Then the user is told.
+    // If best.bin's loss is known, or best is -1 (see best_step), nothing is left to do. The loss is unknown in three
+    // cases: validation losses now mean something else than before (val_loss_changed); or the run goes on from a step
+    // before best.bin's step; or log.csv was cut or removed. Then the user is told.
     if (best < 0 || std::isfinite(run->best_loss)) return;
     const std::string why = run->val_loss_changed ? "its validation loss can't be compared with those of this run"
                                                   : text("log.csv has no validation loss of its step %ld", best);
@@ -7180,7 +7190,7 @@ static std::string saved_so_far(const Run& run) {
 static bool is_written(Run* run, Retries* retries, const std::string& name, const std::string& failure, int error) {
     if (!world.rank) check_folder(run);
     // Print a message at the first failure, and at the first success after failures. End the run if the failures have
-    // lasted for PATIENCE seconds.
+    // lasted for PATIENCE seconds, or at once if it is hopeless to wait.
     if (error && !retries->failing_since) {
         retries->failing_since = now();
         tell(run, "%s: %s; it is tried again for %.0f minutes\n", name.c_str(), failure.c_str(), PATIENCE / 60);
@@ -7282,7 +7292,7 @@ static void save_checkpoint(Run* run) {
     h.slot[SLOT_BAD_IN_ROW] = (int)s.bad_in_row;
     h.set(SLOT_GUARD, s.guard);
     h.set(SLOT_PRESET, preset_checksum(c.preset, c.default_preset));
-    // These slots identify the data that the run trains on.
+    // These slots identify the run's data: the training images, the validation images, and the pictures.
     h.set(SLOT_IMAGES, tr.data.count);
     h.set(SLOT_DATA_CRC, tr.data.header_crc);
     h.set(SLOT_VAL_CRC, run->val.header_crc);
@@ -7294,7 +7304,7 @@ static void save_checkpoint(Run* run) {
     h.slot[SLOT_EMAS] = (int)c.emas.size() - 1;
     for (size_t k = 1; k < c.emas.size(); k++) h.set(SLOT_EMAS + (int)k, c.emas[k]);
 
-    // The arrays in the order of the format, and the history of losses after them.
+    // Collect the arrays in the order of the format. In the file, the history of losses follows them.
     std::vector<float> history(tr.history ? (size_t)c.diffusion_steps * (HISTORY + 1) : 0);
     if (tr.history) copy_to_host(history.data(), tr.history, history.size() * sizeof(float));
     std::vector<float*> arrays = {tr.params, tr.emas[0], tr.m, tr.v};
@@ -7452,7 +7462,7 @@ static int array_for_average(const Config& c, const ModelFile& m, int k) {
 // timestep t there are HISTORY + 1 numbers. The first HISTORY numbers are places for losses, and the last number is how
 // many of these places are filled.
 static void restore_history(const Trainer& tr, const ModelFile& m) {
-    std::vector<float> history(tr.history ? m.history() : 0); // empty if this run or the file's draws t uniformly
+    std::vector<float> history(tr.history ? m.history() : 0); // empty if t is drawn uniformly, now or in the old run
     const size_t bytes = history.size() * sizeof(float);
     m.read(history.data(), bytes, m.size - bytes);
     for (size_t i = 0; i < history.size(); i++) {
@@ -7526,14 +7536,14 @@ static void compare_with_checkpoint(Run* run, const ModelFile& m) {
     copy_to_device(run->trainer.state, &run->state, sizeof run->state);
 }
 
-// Gives a resumed run the state that is in its checkpoint: weights, AdamW's moments, averages, the counters and the
-// guard of StepState, and the history of losses.
+// Gives a resumed run the state that is in its checkpoint: weights, the optimiser's moments, averages, the counters and
+// the guard of StepState, and the history of losses.
 static void restore(Run* run, const ModelFile& m) {
     const Config& c = run->config;
     Trainer& tr = run->trainer;
     run->state = m.state();
     const StepState& s = run->state;
-    // Every rank reads all weights, but keeps only its own slices of AdamW's moments and of the averages.
+    // Every rank reads all weights, but keeps only its own slices of the moments and of the averages.
     copy_slice(tr.params, read_array(m, tr.net, 0), slice_of(tr.net.flat_size));
     copy_slice(tr.m, read_array(m, tr.net, 2), tr.own);
     copy_slice(tr.v, read_array(m, tr.net, 3), tr.own);
@@ -7567,7 +7577,7 @@ static void restore(Run* run, const ModelFile& m) {
 
 // Ends the program if this run must not write into the output folder. A folder may hold one run only. So a new run
 // needs a folder that holds no run. A resumed run needs its own folder, or a folder that holds no run. resume: the path
-// of the checkpoint that the run goes on from; "": the run is new.
+// of the checkpoint that the run goes on from; "": the run is new. resume_step: the step of that checkpoint.
 static void check_output_dir(const Config& c, const Folder& output, const std::string& resume, int64_t resume_step) {
     // If the folder has a best.bin but no other checkpoint, best.bin belongs to another run. With --keep_best this run
     // would replace it. That is allowed only if this run goes on from this best.bin.
@@ -7647,9 +7657,9 @@ static void print_memory(const Config& c, const UNet& net, const MuonWork& muon)
            all, weights, grads, moments, net.B, arena, rest);
 }
 
-// Returns the flags of the run's preset, with their values. A flag is left out if a model file or the data has replaced
-// its value. (If the command line has replaced the value, the flag is kept: print_start prints the command line's flags
-// after those of the preset.)
+// Returns the flags of the run's preset, with their values. A flag is left out if the run has another value for it, for
+// example because a model file or the data has replaced it. (If the command line has replaced the value, the flag is
+// kept: print_start prints the command line's flags after those of the preset.)
 static std::string preset_in_force(const Config& c) {
     std::string kept;
     std::istringstream words(PRESETS.at(c.preset)); // --name value --name value
@@ -7809,8 +7819,9 @@ static void take_folder(Run* run, const std::string& resume) {
     leave_later_snapshots(folder, run->first_step);
 }
 
-// Returns whether the folder lacks a grid or a snapshot of the step that a resumed run goes on from. Such a file is
-// missing if the run was killed after it had written its checkpoint and before it wrote this file. prefix and suffix:
+// Returns whether the folder lacks a grid or a snapshot of the step that a resumed run goes on from. A grid is missing
+// if the run was killed or stopped after it had written its checkpoint, and before it wrote the grid. A snapshot is
+// missing if, for example, the disk had no room for it, or --ema_snapshots had another value before. prefix and suffix:
 // the beginning and the end of the file's name. interval: the flag that says after how many steps such a file is
 // written. All ranks call this function together, since only rank 0 knows the folder.
 static bool lacks_file(const Run& run, const char* prefix, const char* suffix, int interval) {
@@ -7856,7 +7867,8 @@ static void finish_complete(Run* run) {
     write_page(run, "done");
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
-    // A resumed run that only had to draw a missing grid has done no step. Then the divisor `steps` is 1 all the same.
+    // A resumed run that only had to write a missing grid or snapshot has done no step. Then the divisor `steps` is 1
+    // all the same.
     const double steps = (double)std::max<int64_t>(s.step - run->first_step, 1);
     const double ms = run->seconds / steps * 1e3;
     const double peak_mib = usage.ru_maxrss / 1024.0; // Linux gives it in KiB
@@ -7989,7 +8001,8 @@ static bool lacks_validation(const Run& run) {
     return c.keep_best && run.stop && unsaved && std::isnan(run.val_loss) && run.issued < c.max_steps;
 }
 
-// Makes the link that keep_best_of_resumed makes, for a run that has done all its steps already.
+// Calls keep_best_of_resumed for a run that has done all its steps already, before the program ends. So best.bin
+// becomes a link to the last checkpoint if this is the best one.
 static void link_best_of_finished(Run* run, const std::string& resume) {
     const std::string checkpoint = text("model_%07ld.bin", run->first_step);
     const bool own_folder = run->folder.descriptor >= 0 && run->folder.has(checkpoint);
@@ -8003,7 +8016,8 @@ static void link_best_of_finished(Run* run, const std::string& resume) {
 // --- train: a whole run, from the first check to the exit code
 
 // Does a whole run. data: the training data. output: the folder of --output_dir, if it exists. resume: the path of the
-// checkpoint to go on from; "": the run is new. start: that checkpoint, or the file of --init.
+// checkpoint to go on from; "": the run is new. start: that checkpoint. In a new run, start is the file of --init;
+// without --init its size is 0.
 // Returns the program's exit code. After a signal the exit code is 128 + the number of the signal, as in a shell. So
 // the command "./train_unet && next" does not start `next` with a model that is half trained.
 static int train(const Config& c, const Dataset& data, Folder output, const std::string& resume,
@@ -8039,7 +8053,7 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
     listen_to_signals();
 
     if (lacks_snapshot) {
-        run.snapshot_step = run.first_step - 1; // so that it stays due if it can't be written now
+        run.snapshot_step = run.first_step - 1; // so that the snapshot stays due if it can't be written now
         run.snapshot_updates = -1;
         save_snapshot(&run);
     }
@@ -8082,7 +8096,7 @@ static int array_to_sample(const Config& c, const ModelFile& m) {
 
 // Returns true if the file holds a model, or data that are no samples. The program must not replace such a file by
 // samples, because the model or the data would be lost. Data are taken for samples if they are like a file that
-// samples_as_data_file makes: floats without labels.
+// samples_as_data_file makes: floats without labels or numbers.
 static bool holds_more_than_samples(const Folder& folder, const std::string& name) {
     // All model files and data files begin with a header of 1024 bytes. Its first slot tells the two kinds apart.
     const int file = openat(folder.descriptor, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
@@ -8092,10 +8106,10 @@ static bool holds_more_than_samples(const Folder& folder, const std::string& nam
     if (!long_enough) return false;
     const int magic = h.slot[SLOT_MAGIC];
     const bool is_model = magic == MODEL_MAGIC || magic == UNET_CU_MODEL_MAGIC;
-    const bool is_data = magic == DATA_MAGIC;
-    const bool has_labels = h.slot[DATA_SLOT_CLASSES] > 0;
+    const bool is_data = magic == DATA_MAGIC || magic == UNET_CU_DATA_MAGIC;
+    const bool has_more = h.slot[DATA_SLOT_CLASSES] > 0 || h.slot[DATA_SLOT_VALUES] > 0;
     const bool are_floats = h.slot[DATA_SLOT_BYTES] == 4;
-    const bool are_samples = is_data && !has_labels && are_floats;
+    const bool are_samples = magic == DATA_MAGIC && are_floats && !has_more;
     return is_model || (is_data && !are_samples);
 }
 
@@ -8117,7 +8131,8 @@ static Folder open_output(const Config& c, const std::string& resume) {
 
     refuse_unless(!is_name_of_run(folder, name), NAME_OF_RUN);
 
-    // A file of this name is not replaced if it holds a model or data that are no samples, or if this program reads it.
+    // If there is a file of this name, it may be replaced only if it is a regular file, this program does not read it,
+    // and it holds neither a model nor data that are no samples.
     struct stat target;
     const bool is_there = !fstatat(folder.descriptor, name.c_str(), &target, 0);
     if (is_there) {
@@ -8186,9 +8201,9 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     float* params = device_copy(flat);
     const Fp8Weights fp8 = make_fp8_weights(net, flat);
 
-    // Makes the sampler. Reads its pictures, if the samples are conditioned on pictures (--cond_channels). Reads its
-    // images: those that sampling starts from (--start_from), or those whose known part stays (--inpaint), with the
-    // masks that say which part is known.
+    // Make the sampler. If the samples are conditioned on pictures (--cond_channels), read the pictures. With
+    // --start_from, read the images that sampling starts from. With --inpaint, read the images whose known part stays,
+    // and the masks that say which part is known.
     Sampler sampler = make_sampler(c, net.B);
     const int C = c.in_channels;
     if (c.cond_channels) sampler.pictures = sample_pictures(c);
@@ -8242,7 +8257,8 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
 // has a value for it:
 //   1. the command line
 //   2. a model file (--init, --resume_checkpoint)
-//   3. the data file: size and channels of its images, and their number of classes if the preset does not set it
+//   3. the data: the images' size and channels, the pictures' channels (--cond_file), and the number of classes if the
+//      preset does not set it
 //   4. the preset; without --preset, the preset that fits the size of the images
 //   5. the flag's default
 // A setting on the command line must agree with the model file, unless this setting may change from run to run.
@@ -8398,8 +8414,8 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     const Header& h = model.header;
     if (resume && !model.has(HAS_EMA | HAS_TRAINING))
         die("%s: holds weights only, no moments to resume from; --init starts a new run from it", path.c_str());
-    // --objective ect tunes a model that was trained with another objective. is_tuned: whether the file holds
-    // such a model.
+    // --objective ect tunes a model that was trained with another objective. is_tuned: whether this run tunes the
+    // model in the file.
     const bool is_tuned = !resume && c->given("objective") && c->objective == "ect" && !is_ect(h);
     const bool from_unet_cu = h.slot[SLOT_MAGIC] == UNET_CU_MODEL_MAGIC;
     if (is_tuned && (from_unet_cu || objective_of(h) == "ddpm"))
@@ -8469,9 +8485,10 @@ static void take_number_of_images(Config* c, const Dataset& d) {
     if (is_default && d.count >= MANY_IMAGES) c->min_snr_gamma = 5;
 }
 
-// Without a model file: takes the size, channels and classes of the images from the data file, except what the command
-// line sets. (If a preset sets num_classes, it stays, too.) Then checks that the data fits the model. where: what
-// messages begin with; "FILE: " if there is a model file, otherwise "".
+// Without a model file: takes the size, channels and classes of the images, and the channels of the pictures, from the
+// data files, except what the command line sets. (If a preset sets num_classes, it stays, too.) Then, with or without a
+// model file, checks that the data fits the model. where: what messages begin with; "FILE: " if there is a model file,
+// otherwise "".
 static void take_data_shape(Config* c, const Dataset& d, const std::string& where) {
     if (where.empty()) {
         if (!c->given("image_size")) c->image_size = size_text(d.H, d.W);
@@ -8529,7 +8546,8 @@ static std::string resume_path(const Config& c, const Folder& output) {
 }
 
 // Checks that the counters of a checkpoint agree with each other, and that the run goes on with the data that it was
-// trained on. If the user gives --data_file, the data may be different.
+// trained on. If the user gives --data_file, the images may be others than before. With --cond_file, the pictures may
+// be others.
 static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) {
     const StepState s = m.state();
     const Guard& g = s.guard;
@@ -8673,9 +8691,10 @@ static std::string preset_refuses(Config c, const char* preset, int patch, int H
 //
 // Images of 32x32 pixels and more get a preset that learns them quickly (docs/LEARNT.md, "Own pictures of other
 // sizes"). If this preset sets --patch_size, its network sees a square of 2x2 pixels as one position. From 128x128
-// pixels on, these squares are 4x4 pixels, so that a step with images of 128x128 takes as long as a step with images of
-// 64x64. All other images get PRESET_ELSE: smaller ones, and those whose sides can't be halved often enough. Later,
-// take_labels and take_number_of_images make the flags fit the labels and the number of the images.
+// pixels on, these squares are 4x4 pixels (2x2 if the sides can't be halved often enough for 4x4), so that a step with
+// images of 128x128 takes as long as a step with images of 64x64. All other images get PRESET_ELSE: smaller ones, and
+// those whose sides can't be halved often enough even for 2x2. Later, take_labels and take_number_of_images make the
+// flags fit the labels and the number of the images.
 static std::string apply_default_preset(Config* c, const Dataset& data) {
     c->default_preset = true;
     apply_flags(c, Config::OF_LABELS); // the preset comes after this, because it may set another --guidance_scale

@@ -28,6 +28,7 @@ from conftest import (
     ROOT,
     TINY,
     TINY_MODEL,
+    UNET_CU_DATA_MAGIC,
     binary_path,
     called,
     checkpoints,
@@ -351,7 +352,13 @@ def test_samples_replace_nothing_of_worth(program: list[str], data: Path, tmp_pa
     for name in "f.bin", "second.bin", "link.bin", "folder/f.bin", str(tmp_path / "f.bin"):
         refuse([*given, name], tmp_path, f"--output {name}: would replace f.bin, which is read")
     shutil.copy(tmp_path / "out" / model_name(2), tmp_path / "another.bin")
-    for name in "d.bin", "another.bin":
+    numbers = bytearray(data_bytes(make_images().astype(np.float32)))
+    numbers[40:44] = (2).to_bytes(4, "little")  # slot 10: each image has two numbers
+    (tmp_path / "numbers.bin").write_bytes(numbers)
+    theirs = np.zeros(1024, "<i4")
+    theirs[0] = UNET_CU_DATA_MAGIC
+    (tmp_path / "theirs.bin").write_bytes(theirs.tobytes())
+    for name in "d.bin", "another.bin", "numbers.bin", "theirs.bin":
         refuse([*given, name], tmp_path, "holds a model or data")
     refuse([*given, "x.bin", "--start_from", "x.bin"], tmp_path)  # which is not there
     call([*program, *flags("--sample 2 --timestep_respacing 2 --init f.bin --output x.bin")], tmp_path)
