@@ -1039,7 +1039,8 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             draw = config.sample_interval and not stopped and (last or step % config.sample_interval == 0)
             if draw:
                 draw_samples(trainer, folder, screen, val_data or data)
-                stopped = stop[0] if stop else ""
+                measured = not config.keep_best or val_loss is not None  # else one step more, whose checkpoint is measured
+                stopped = stop[0] if stop and (measured or last) else ""
             if not log.rows and (last or draw):
                 screen.tell(folder.write_or_wait("loss.png", plot_loss(log)))
         keeper.finish(state.step, save_rest, stop)
