@@ -58,56 +58,56 @@
 //  12147         groupnorm_backward_whole: an image's slab in shared memory
 //  12551    19. Attention
 //  12659         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13221         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13368         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14071    20. Convolution
-//  14120         ConvOut: results, 4 channels of a pixel at a time
-//  14368         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14438         conv_halo: 3x3, stride 1, any GPU
-//  14863         conv_gather: any kernel size and stride, any GPU
-//  15135         conv_few: the first and the last layer
-//  15319         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15930         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16060         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16560         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17026         conv_weight_tma: weight gradients (sm_90a)
-//  17338         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17661         FP8 in training: weights and gradients are rounded
-//  17777    21. The optimiser
-//  17780         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18041         muon: directions for matrices of weights
-//  18480    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18483         groupnorm_backward
-//  18653         attention: forward and, where a has dout, backward
-//  18717         convolution: forward and input gradient
-//  19237         convolution: weight gradients
-//  19625    23. The GPU: memory, copies, repeated work
-//  19858    24. Between ranks: from device to device
+//  13223         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13371         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14080    20. Convolution
+//  14131         ConvOut: results, 4 channels of a pixel at a time
+//  14380         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14451         conv_halo: 3x3, stride 1, any GPU
+//  14876         conv_gather: any kernel size and stride, any GPU
+//  15148         conv_few: the first and the last layer
+//  15332         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15945         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16075         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16575         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17041         conv_weight_tma: weight gradients (sm_90a)
+//  17353         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17676         FP8 in training: weights and gradients are rounded
+//  17792    21. The optimiser
+//  17795         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18056         muon: directions for matrices of weights
+//  18495    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18498         groupnorm_backward
+//  18668         attention: forward and, where a has dout, backward
+//  18732         convolution: forward and input gradient
+//  19252         convolution: weight gradients
+//  19640    23. The GPU: memory, copies, repeated work
+//  19873    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 8866, run_program 8802, train 8023, run_step 7954, train_step 6627, load_batch 5593 (read_image 5150),
-//     send 19828 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19759):
+//     send 19843 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19774):
 //     step_gradients 6473: draw_levels 11044 (the formulas: draw_level 4055), forward_and_loss 6392, q_sample_forward
 //     11259, unet_forward 3567, forward_layer 3552 (a function of the layer's kind, such as forward_conv 2568),
 //     loss_forward_backward 11377, unet_backward 3641, which calls such a function as backward_conv 2575 of each layer
-//     (input gradients: conv_backward_input 19202) and, by launch_waiting 3603 on the side stream,
-//     conv_backward_weights 19618; finish_gradients 12501 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17832;
-//     judge_step 17880 (the verdict: judge_batch 6118), update_slice 6589, adamw_update 18012 (adamw_kernel 17957),
-//     next_step 17886, record_step 17892; later collect_steps 7907
+//     (input gradients: conv_backward_input 19217) and, by launch_waiting 3603 on the side stream,
+//     conv_backward_weights 19633; finish_gradients 12501 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17847;
+//     judge_step 17895 (the verdict: judge_batch 6118), update_slice 6589, adamw_update 18027 (adamw_kernel 17972),
+//     next_step 17901, record_step 17907; later collect_steps 7907
 //   --optimizer muon: muon_updates 6231 says which weights; update_slice 6589, update_by_muon 6579 (with the formulas),
-//     muon_momentum 18084, orthogonalise 18457 (with muon_kernel above it), adamw_kernel 17957 (its `move`)
+//     muon_momentum 18099, orthogonalise 18472 (with muon_kernel above it), adamw_kernel 17972 (its `move`)
 //   pictures, from noise (guidance on the way: device_step, predicted_x0 11451): sample_batch 4967, plan_route 4714,
 //     device_step 4762, euler_step 4499 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19084 draws all of its roads):
-//     forward_conv 2568; conv_forward 19124, with conv_product above it, which asks conv_is_wgmma 18726;
-//     on Hopper, large images: pick_conv_tiles_3x3 19030; conv_tiles 16545, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 19099 draws all of its roads):
+//     forward_conv 2568; conv_forward 19139, with conv_product above it, which asks conv_is_wgmma 18741;
+//     on Hopper, large images: pick_conv_tiles_3x3 19045; conv_tiles 16560, with conv_tiles_kernel above it;
 //     Accumulators 10361 (its function multiply); Wgmma 9912;
-//     on Hopper, small images: pick_conv_small 18882; conv_small 17012, with conv_small_kernel and multiply_small above
+//     on Hopper, small images: pick_conv_small 18897; conv_small 17027, with conv_small_kernel and multiply_small above
 //     it; Wgmma 9912;
-//     on any other GPU pick_conv_halo_bf16 18795; conv_halo 14850, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 18810; conv_halo 14863, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 9707
 //   why several GPUs compute the bits of one: step_gradients 6473
 //   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 427, Silu 8920, with_nonlinearity 8930 (a case);
@@ -120,7 +120,7 @@
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 320, with a list of all places above it: element_named 1425,
 //     forward_and_loss 6392, ElementOf 8891, with_act 9164 (act_has_wgmma below it), unpack_bf16 9312 and all below it
-//     to load_two 9376, mma 9707, tma_type 10082, adamw_kernel 17957 (adamw_update below it), conv_product 19084
+//     to load_two 9376, mma 9707, tma_type 10082, adamw_kernel 17972 (adamw_update below it), conv_product 19099
 //   the settings, to their values: parse_command_line 1621, take_aliases 1649, complete_config 8782
 //     (apply_preset 1537, take_model_file 8412, take_ect_defaults 8442), take_data_shape 8492 (take_labels 8471),
 //     check_model 1919, check_run 2070
@@ -128,8 +128,8 @@
 //     by which factor, and where. plan_fp8 3128 and plan_fp8_gradients 3143 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3188 for samples, make_fp8_training 3232 for training; add_fp8_args 2331
 //     hands them to the layers. forward_conv 2568, backward_conv 2575 and weight_work 2304 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19187 makes an input gradient a forward convolution; conv_product_fp8 19117 picks the
-//     kernel, multiply_fp8 10395 and WgmmaFp8 9956 multiply; weight gradients: conv_weight_fp8_kernel 17605;
+//     conv_backward_input_fp8 19202 makes an input gradient a forward convolution; conv_product_fp8 19132 picks the
+//     kernel, multiply_fp8 10395 and WgmmaFp8 9956 multiply; weight gradients: conv_weight_fp8_kernel 17620;
 //     print_fp8 7679 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
@@ -12561,10 +12561,10 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 // S and P are never written to the GPU's memory (FlashAttention, Dao et al. 2022). A block owns some rows of one head,
 // such as some of the queries: it computes the results of these rows. It reads the rows that its own rows are combined
 // with, such as all keys and values, tile by tile. We say that these rows "stream past" the block's own rows. Hopper's
-// kernels compute bf16 heads of 32 and 64 channels, if T is suitable. Two portable versions compute all other heads. In
-// the backward pass of the portable versions, half of the blocks own queries (and write dq). The other half own keys
-// (and write dk and dv). So every sum is computed by one block, in one order. Both halves run the same code, with own
-// rows A1, A2 and streamed rows B1, B2:
+// kernels compute bf16 heads of 32 and 64 channels, if T is suitable ("Used when", at attention_forward_wgmma). Two
+// portable versions compute all other heads. In the backward pass of the portable versions, half of the blocks own
+// queries (and write dq). The other half own keys (and write dk and dv). So every sum is computed by one block, in one
+// order. Both halves run the same code, with own rows A1, A2 and streamed rows B1, B2:
 //
 //   own     A1   A2     B1   B2        S = A1 B1^T        dP = A2 B2^T
 //   queries q    dout   k    v         dq = dS B1
@@ -12658,7 +12658,8 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
 // Used when: d <= 256 (in fp32 d <= 128), and Hopper's kernels, attention_forward_wgmma and attention_backward_wgmma,
-//   can't be used: in fp32, on other GPUs, or if they do not support d or T.
+//   can't be used: in fp32, on other GPUs, or if they do not support d or T. (Backward: also if the GPU can't run the
+//   cluster of blocks that Hopper's kernel needs.)
 // How: Each warp of a block owns 16 MT rows (queries; backward: queries or keys), so a block owns M = 16 MT x warps. MT
 //   is 1 or 2. The rows that they are combined with stream past through two stages of shared memory, N at a time: while
 //   one stage is multiplied, the other is loaded. SUB (at most 32) of a stage's N rows are multiplied at a time.
@@ -12703,7 +12704,7 @@ template <class T_, int DIM_, int MT_, bool KEEP_> struct AttentionTile {
     static constexpr int DIM = DIM_; // columns of a row in shared memory: at least d; those beyond d hold zeros
     static constexpr int ROW_BYTES = DIM * sizeof(T);
     static constexpr int V = VEC<T>;
-    static constexpr int PARTS = ::PARTS<T>; // 2: each float is multiplied as two fp16 numbers
+    static constexpr int PARTS = ::PARTS<T>; // bf16: 1; fp32: 2, since each float is multiplied as two fp16 numbers
     // true: the fragments of own rows stay in registers; false: they are read again for each product
     static constexpr bool KEEP = KEEP_;
     // Own rows. A warp owns 16 MT of them, and a block owns M of them. With MT = 2, the warp multiplies each streamed
@@ -12826,7 +12827,8 @@ INLINE void load_fragments(uint32_t (&a)[Tile::MT][REGISTERS], const Scores<Tile
         }
 }
 
-// sums += p (rounded to T) x columns c0 ... c0 + 8 CT - 1 of the streamed rows n0 ... n0 + SUB - 1, as in out += P v
+// sums += p x columns c0 ... c0 + 8 CT - 1 of the streamed rows n0 ... n0 + SUB - 1, as in out += P v. For bf16, p is
+// rounded before it is multiplied (load_fragments).
 template <class Tile, int CT, class T>
 INLINE void multiply_add(RowSums<Tile, CT>& sums, const Scores<Tile>& p, const T* streamed, int n0, int c0) {
     constexpr int PARTS = Tile::PARTS;
@@ -13059,9 +13061,9 @@ template <class T> static __global__ void __launch_bounds__(256) attention_dots_
     if (threadIdx.x % 4 == 0 && t < a.T) D[tile.row_index(t)] = dot;
 }
 
-// If T is at most SHORT_T, each block of the backward pass computes D of all queries of its head itself, into shared
-// memory, which saves a launch. For a larger T, attention_dots_kernel computes D before these blocks run. In
-// compute_dots, rows beyond T get the last row's D.
+// If T is at most SHORT_T, each block of attention_backward_kernel computes D of all queries of its head itself, by
+// compute_dots, into shared memory. This saves a launch. For a larger T, attention_dots_kernel computes D before these
+// blocks run. In compute_dots, rows beyond T get the last row's D.
 constexpr int SHORT_T = 64;
 template <class T, int THREADS> INLINE void compute_dots(float* D, const HeadTile& tile, const AttentionCall& a) {
     const auto dout = tile.of_out<const T>(a.dout);
@@ -13166,7 +13168,7 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     const float scale2 = scale * LOG2E; // the factor of scores in the exponent of 2
     OwnRows<Tile> a1, a2;
     RowSums<Tile, CT> sum1 = {};                // dq or dk, before the division by sqrt(d)
-    float sum2[OWNS_KEYS ? MT : 1][CT][4] = {}; // dv
+    float sum2[OWNS_KEYS ? MT : 1][CT][4] = {}; // dv; not used if the block owns queries
     for (int first = 0, stage = 0; first < a.T; first += N, stage ^= 1) {
         copies_committed();
         copies_arrived<0>();
@@ -13278,7 +13280,8 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
     // The values P were not divided by the sum of their row. Instead, the array `out` is divided by it here.
     T* to = tile.of_out<T>(a.to).row(row);
     each_column(a.d, [&](int i, int c) { to[c] = (T)(out[i] / sum); });
-    a.rows[tile.row_index(row)] = SoftmaxRow{top, log2f(sum)}; // all lanes write the same numbers
+    // All lanes write the same numbers. So do the warps that compute the row's other chunks of columns.
+    a.rows[tile.row_index(row)] = SoftmaxRow{top, log2f(sum)};
 }
 
 // grid (B * heads * tiles of T, chunks of d, 2): blocks with z = 0 own keys, blocks with z = 1 own queries. A warp owns
@@ -13306,7 +13309,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
     const float scale = rsqrtf((float)a.d);
     const float scale2 = LOG2E * scale;
     float sum1[GENERAL_COLUMNS] = {}; // dq or dk, before the factor 1 / sqrt(d)
-    float sum2[GENERAL_COLUMNS] = {}; // dv
+    float sum2[GENERAL_COLUMNS] = {}; // dv; not used if the warp owns a query
     for (int j = 0; j < a.T; j++) {   // the streamed row j: a query if the warp owns a key, otherwise a key
         const T* const b1 = operands.B1.row(j);
         const T* const b2 = operands.B2.row(j);
@@ -13366,11 +13369,12 @@ static size_t attention_backward_workspace(int B, int T, int, int heads) { // re
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-// Used when: bf16, heads of 32 or 64 channels, T a multiple of 64. Backward: T = 64, or a multiple of 128 from 256 to
-//   1024; otherwise attention_backward_kernel computes the backward pass.
+// Used when: bf16, heads of 32 or 64 channels, T a multiple of 64. Backward: T = 64, or T is a multiple of 128 from 256
+//   to 1024 and the GPU can run the cluster that is described below (attention_clusters). Otherwise
+//   attention_backward_kernel computes the backward pass.
 // How: A warpgroup owns 64 rows of a head. The rows that these are combined with stream past: TMA copies them to shared
 //   memory, tile by tile. wgmma multiplies the tiles. P (and for dk also dS) is computed in registers. The next product
-//   reads it there, as its operand A.
+//   reads P or dS from these registers, as its operand A.
 //   Forward: warpgroups own queries, and keys and values stream past.
 //   Backward: warpgroups own keys, and queries stream past in chunks of 64. If T = 64, one block computes a head. For a
 //   larger T a cluster of blocks computes it, and each block has 128 of the head's keys in shared memory. All blocks
@@ -13392,7 +13396,8 @@ static size_t attention_backward_workspace(int B, int T, int, int heads) { // re
 //   k, v and out of a head once. Every block of the cluster reads all of the head's q and dout.
 
 struct AttentionTma : AttentionCall {
-    CUtensorMap qkv_rows, dout_rows; // qkv and dout, from which TMA loads boxes of 64 rows of a head
+    // qkv, and (backward pass only) dout. TMA loads boxes of 64 rows of a head from them.
+    CUtensorMap qkv_rows, dout_rows;
     CUtensorMap keys; // qkv again: the forward pass loads keys and values in boxes of AttentionForward::KEYS rows
 };
 
@@ -13462,7 +13467,7 @@ template <int DIM> INLINE Operand head_rows(uint32_t address) {
 }
 // Each of these functions starts products, as one group of wgmma. b lies in shared memory.
 //   multiply_abt   d += a b^T; a lies in shared memory
-//   multiply_ab    d += a b, or with K_MAJOR d += a b^T; a lies in registers. With ADD = 0, d is overwritten: d = a b.
+//   multiply_ab    d += a b, or with K_MAJOR d += a b^T; a lies in registers. With ADD = 0 the product overwrites d.
 //   multiply_atb   d += a^T b; a lies in shared memory, in rows of 64 elements
 template <int DIM, int M> INLINE void multiply_abt(float (&d)[M], const Operand& a, const Operand& b) {
     using Product = Wgmma<2 * M>;
@@ -13599,13 +13604,15 @@ template <int N> struct Softmax {
 
 // out = softmax(q k^T / sqrt(d)) v. grid (B * heads * T / (64 WARPGROUPS)): a block works on 64 WARPGROUPS queries of
 // one head.
-// Shared memory: the block's queries; a ring of keys and a ring of values. Each stage holds a chunk of KEYS rows.
-//   1. The first thread starts the loads of the queries and of as many chunks as there are stages.
+// Shared memory: the block's queries; stages of keys and as many stages of values. Each stage holds a chunk of KEYS
+// rows. If CHUNKS is 0, the stages are two rings. Otherwise there are stages for all chunks, and each is filled once.
+//   1. The first thread starts the loads of the queries and of the first chunks: as many chunks as there are stages, or
+//      all chunks of the head, if it has fewer.
 //   2. Each warp reads its queries into registers. Each warpgroup computes S of chunk 0.
 //   3. In turn i a warpgroup computes the softmax of chunk i. Then it computes two products at the same time. The first
-//      is out += P v of chunk i. The second is the scores of chunk i + 1. After that, if CHUNKS is 0, the first
-//      thread loads a chunk into the stage of chunk i - 1. If it loaded a chunk into the stage of chunk i instead, it
-//      would have to wait for the other warpgroup, which may still read chunk i.
+//      is out += P v of chunk i. The second is the scores of chunk i + 1. After that, if CHUNKS is 0 and chunks are
+//      left to load, the first thread loads the next one into the stage of chunk i - 1. If it used the stage of chunk i
+//      instead, it would have to wait for the other warpgroup (if the block has two), which may still read chunk i.
 //   4. Each row of out is divided by the row's sum and stored. The SoftmaxRows are stored for the backward pass.
 // The compiler overlaps products of wgmma only on two conditions. First, the wait for each product must be in the same
 // turn of the loop as the product. Second, between fence and wait no other instruction may touch the product's
@@ -13699,8 +13706,9 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
 
 // A block of the backward pass. It owns KEYS keys of a head. Each warpgroup that runs key_gradients owns 64 of them.
 // All blocks of a cluster work on the same head, and then on the cluster's next head. For each head, a block does one
-// step for each chunk of 64 queries. A block works on a chunk WARPGROUPS steps later than the block before it in the
-// cluster.
+// step for each chunk of 64 queries. The blocks work on a chunk one after the other, each of them WARPGROUPS steps
+// after the block before it. The last block of the cluster is the one before block 0. (chunk_row says with which chunk
+// each block begins.)
 //
 //   warpgroups 0 ... WARPGROUPS - 1   key_gradients(warpgroup): dk and dv of 64 keys
 //   the last warpgroup                query_gradients: dq, and -D; its first thread loads keys and chunks
@@ -13712,11 +13720,12 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
 //   sums     the block before: a chunk's dq so far        query_gradients
 //   dots     query_gradients of all blocks: -D            key_gradients
 //
-// Blocks send `sums` and `dots` to each other. In these two rings, the receiving block waits at its own `full`
-// barriers, at which the sent bytes are counted (store_to_block). The sending block waits at its own `empty` barriers,
-// at which the receiving block arrives (arrive_at_block). A role that both fills a ring and frees its stages needs two
-// positions in it. keys_to_load, sums_to_send and dots_to_send hold the positions for filling: they are second Pipeline
-// objects that use the same stages and barriers.
+// The blocks of a cluster send `sums` and `dots` to each other. In these two rings, the receiving block waits at its
+// own `full` barriers, at which the sent bytes are counted (store_to_block). The sending block waits at its own `empty`
+// barriers, at which the receiving block arrives (arrive_at_block). (A block that is ALONE has no `sums`, and fills
+// only its own `dots`, see send_dots.) A role that both fills a ring and frees its stages needs two positions in it.
+// keys_to_load, sums_to_send and dots_to_send hold the positions for filling: they are second Pipeline objects that use
+// the same stages and barriers.
 template <class T> struct BackwardBlock {
     static constexpr int DIM = T::DIM;
     static constexpr int WARPGROUPS = T::WARPGROUPS;
@@ -13810,8 +13819,8 @@ template <class T> struct BackwardBlock {
             d[1][k] = load16((const bf16*)p.out + i + 8 * k);
         }
     }
-    // Four neighbouring lanes compute -D of two rows. Each of them sends both values to some of the blocks. (If a block
-    // computes a whole head, the first of these lanes stores both values.)
+    // Four neighbouring lanes compute -D of two rows. Lane i of these four sends both values to blocks i and i + 4 of
+    // the cluster, if it has so many blocks. (If the block is ALONE, the first of these lanes stores both values.)
     INLINE void send_dots(const Dots& d, int tile) {
         float sum = 0;
         UNROLL_FOR (int k = 0; k < DIM / 16; k++) {
@@ -14093,8 +14102,9 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //   k       the index over which a product sums: for weight gradients it counts pixels, in all other kernels input
 //           channels. An instruction of the tensor cores sums over 16 values of k (in FP8 over 32).
 //
-// The kernels are listed here. conv_product and conv_weight_batch in section 22 choose between them. A table above
-// conv_product shows the whole road from a layer to an instruction of the tensor cores.
+// The kernels are listed here. Section 22 chooses between them: conv_product (in FP8 conv_product_fp8), and for weight
+// gradients conv_weight_batch. A table above conv_product shows the whole road from a layer to an instruction of the
+// tensor cores.
 //   mma.sync (sm_80 and later)   conv_halo, conv_gather; for weight gradients conv_weight_halo, conv_weight_gather.
 //                                Elements are bf16 or floats. A float is split into two fp16 numbers. Then a product
 //                                of two floats takes three products of fp16 numbers (take_apart_places).
@@ -14111,10 +14121,11 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 // copied to another layout: ldmatrix.trans or wgmma transposes them on their way to the tensor cores. (FP8 does not use
 // BACKWARD. It has a second, transposed copy of the weights, see conv_backward_input_fp8.)
 //
-// All kernels, except those for weight gradients, end in a similar way. Bias, embedding and addends are added to the
-// fp32 sums of a tile. Then the result is rounded, once. On its way to global memory, a tile goes through shared
-// memory, where its values are put into the order pixels x channels. The statistics for the next group norm are sums of
-// the rounded values, because the norm will read the rounded values.
+// All kernels for outputs and for input gradients end in a similar way. Addends and, in the forward pass, bias and
+// embedding are added to the fp32 sums of a tile. (In FP8 the sums are first multiplied by ConvCall::factors.) Then the
+// result is rounded, once, unless it is stored in fp32. On its way to global memory, a tile goes through shared memory,
+// where its values are put into the order pixels x channels. The statistics for the next group norm (forward pass only)
+// are sums of the rounded values, because the norm will read the rounded values.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- ConvOut: results, 4 channels of a pixel at a time
@@ -14134,8 +14145,9 @@ struct ConvOut {
     ConvSkip skip = {};   // a skip connection that the same kernel computes and adds, instead of an addend
 };
 
-// The arguments of each function that launches a kernel for a convolution. If BACKWARD, the input x1 is dout: then Cin1
-// is the layer's Cout, Cout is the layer's number of input channels, and the output has the size of the layer's input.
+// The arguments of conv_halo, conv_gather, conv_tiles and conv_small, the functions that launch the kernels. If
+// BACKWARD, the input x1 is dout: then Cin1 is the layer's Cout, Cout is the layer's number of input channels, and the
+// output has the size of the layer's input.
 struct ConvCall {
     ConvShape s;
     int B = 0, H = 0, W = 0;     // images, rows and columns of the output
@@ -14407,7 +14419,8 @@ template <class T, bool TRANSPOSED> INLINE void load_fragment(FragmentA<T>& a, u
     }
 }
 // Loads two fragments B at once. ldmatrix loads four matrices of 8 x 8, and two of them are one fragment B. In general,
-// a row in shared memory holds numbers of one column of B, in the order of k. If TRANSPOSED, it holds numbers of one k.
+// a row in shared memory holds numbers of one column of B, in the order of k. If TRANSPOSED, it holds numbers of one k,
+// in the order of the columns of B, and ldmatrix transposes each matrix.
 template <class T, bool TRANSPOSED>
 INLINE void load_fragments(FragmentB<T>& b0, FragmentB<T>& b1, uint32_t place, int offset = 0) {
     UNROLL_FOR (int part = 0; part < PARTS<T>; part++) {
@@ -14651,8 +14664,8 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         const int k0 = slice * Tile::SLICE;
         const int place_of_tap = kh(i) * 3 + kw;
         const int tap = BACKWARD ? 8 - place_of_tap : place_of_tap;
-        const int k = k0 + (BACKWARD ? row(i) + first_row : chunk * 8); // input channel
-        const int c = c0 + (BACKWARD ? chunk * 8 : row(i) + first_row); // output channel
+        const int k = k0 + (BACKWARD ? row(i) + first_row : chunk * 8); // channel of the input (BACKWARD: of dout)
+        const int c = c0 + (BACKWARD ? chunk * 8 : row(i) + first_row); // channel of the output (BACKWARD: of dx)
         const bool valid = k < p.Cin1 && c < p.Cout;                    // if false, the copy writes zeros
         int C = BACKWARD ? p.Cout : p.Cin1;                             // the distance from tap to tap in p.weight
         asm volatile("" : "+r"(C)); // otherwise the compiler would keep many multiples of C in registers
@@ -14960,8 +14973,8 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
         const T* const weight = (const T*)p.weight;
         UNROLL_FOR (int i = 0; i < COPIES; i++) {
             const int r = row + i * ROWS_AT_ONCE;
-            const int c = c0 + (BACKWARD ? chunk * 8 : r); // output channel
-            const int k = BACKWARD ? r : chunk * 8;        // input channel, in the slice
+            const int c = c0 + (BACKWARD ? chunk * 8 : r); // channel of the output (BACKWARD: of dx)
+            const int k = BACKWARD ? r : chunk * 8;        // channel, in the slice, of the input (BACKWARD: of dout)
             const bool valid = c < p.Cout && k0 + k < C;   // if false, the copy writes zeros
             const uint32_t index = BACKWARD ? ((weight_k0 + k) * p.taps + tap) * p.Cout + c
                                             : (c * p.taps + tap) * (p.Cin1 + p.Cin2) + weight_k0 + k;
@@ -15363,7 +15376,7 @@ struct ConvWeight : WeightWork {
     int warpgroups;         // warpgroups of a block of conv_weight_tma or conv_weight_fp8
     int block_co, block_ci; // how many tiles of output channels and of input channels a block computes
     int co_tiles;           // tiles of 64 channels of Cout
-    int input_groups;       // on Hopper: the channel_tiles are this many groups, of block_ci tiles each
+    int input_groups;       // on Hopper: the channel_tiles are this many groups, of at most block_ci tiles each
 };
 
 // Layers are collected until their weight gradients together take this many cycles (25 us). Then conv_weight_batch
@@ -15483,9 +15496,10 @@ INLINE void sum_weights(const ConvWeight& p, int block) {
     }
     to.set(sum);
 }
-// Writes dbias, the sum of the partials of all pairs (range, image), and demb, the sum of each image's partials. A
-// block computes 8 channels, with 32 threads for each channel. Each of these 32 threads adds up some of the images or,
-// if all images are treated as one, some of the ranges.
+// Writes dbias, the sum of the partials of all pairs (range, image), and demb, the sum of each image's partials. (A
+// gradient that is not wanted has a null pointer, and is not written.) A block computes 8 channels, with 32 threads for
+// each channel. Each of these 32 threads adds up some of the images or, if all images are treated as one, some of the
+// ranges.
 INLINE void sum_biases(const ConvWeight& p, int block) {
     __shared__ double totals[32][8];
     const int x = threadIdx.x;
@@ -15528,7 +15542,7 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
 // as a product of fragments, too: dout^T times a matrix of ones.
 template <class T, int M> struct BiasSum {
     const ConvWeight& p;
-    bool sums_bias; // false: another warp sums these channels, and this warp does nothing
+    bool sums_bias; // false: another warp, of this or another block, sums these channels, and this warp does nothing
     int split, co;
     int first;                                // the block's first pixel tile
     int per_image = p.tiles_h * p.tiles_w;    // pixel tiles of an image
@@ -15757,8 +15771,9 @@ static __global__ void __launch_bounds__(384, 1)
     });
 }
 
-// conv_weight_gather: any convolution. A block computes N x N tiles of 64 x 64 weights, of one tap. It has 2 x 2 warps.
-// Each warp computes a quarter of these weights: 2 N x 4 N fragments. Tiles of 64 pixels pass through a ring of stages:
+// conv_weight_gather: any kernel size and stride, without upsampling. A block computes N x N tiles of 64 x 64 weights,
+// of one tap. It has 2 x 2 warps. Each warp computes a quarter of these weights: 2 N x 4 N fragments. Tiles of 64
+// pixels pass through a ring of stages:
 //
 //     a stage:   | x: 64 pixels of 64 N channels, as the tap reads them | dout: 64 pixels of 64 N channels |
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGE = 2 * 64 * N * 64 * sizeof(T); // bytes
