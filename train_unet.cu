@@ -9,141 +9,141 @@
 //    782     2. The interface: all that the program asks of a device
 //   1162     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //   1266     4. Configuration: flags, presets, help, what can work and what cannot
-//   2086     5. The network: a list of layers, made of guided-diffusion's flags
-//   3114     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3124         FP8: its buffers, its factors, and weights in FP8
-//   3266         gradients, and buffers
-//   3537     7. Forward and backward: two walks over the list
-//   3676     8. Diffusion: noise schedules, objectives, samplers
-//   3983         the level of a training sample, drawn, and its share of the loss
-//   4467         samplers
-//   5059     9. Data: .bin files that may be larger than memory, the order of their images
-//   5640    10. Model files: weights and checkpoints, initial weights
-//   6029    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   6050         the learning rate, the verdict on a step, averages of the weights
-//   6145         what a trainer holds
-//   6328         a step
-//   6700    12. A run: log, guard, checkpoints, resume, samples
-//   6729         the log in memory, as the page shows it
-//   6858         what a run holds
-//   6947         the log and the status line
-//   7146         checkpoints, snapshots and grids
-//   7430         the start of a run: new, from a file's weights, or resumed
-//   7734         how a run begins and ends
-//   7903         the loop over the steps
-//   8016         train: a whole run, from the first check to the exit code
-//   8080         samples, without a run
-//   8255    13. main: the command line, then a run or samples
-//   8591         what ranks must have in common
-//   8665         main
-//   8870  Part II. The device
-//   8873    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8957    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9027    16. The GPU: what all kernels share
-//   9098         Launches, which may overlap
-//   9145         Decisions: what kernels are chosen with
-//   9200         Single instructions: shared memory, mbarriers, clusters
-//   9296         Activations: pieces of 16 bytes
-//   9639         each_kernel: a thread for an element
-//   9653         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9823         Swizzle: how rows lie in shared memory
-//   9844         Hopper (sm_90a): TMA, wgmma and what goes with them
-//  10128         building blocks of Hopper's kernels (sm_90a)
-//  10445    17. Small operations: resampling, embeddings, diffusion
-//  10448         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10657         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11025         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11582    18. Group norm
-//  11585         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12147         groupnorm_backward_whole: an image's slab in shared memory
-//  12551    19. Attention
-//  12659         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13223         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13371         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14080    20. Convolution
-//  14131         ConvOut: results, 4 channels of a pixel at a time
-//  14380         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14451         conv_halo: 3x3, stride 1, any GPU
-//  14876         conv_gather: any kernel size and stride, any GPU
-//  15148         conv_few: the first and the last layer
-//  15332         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15945         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16075         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16575         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17041         conv_weight_tma: weight gradients (sm_90a)
-//  17353         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17676         FP8 in training: weights and gradients are rounded
-//  17792    21. The optimiser
-//  17795         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18056         muon: directions for matrices of weights
-//  18495    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18498         groupnorm_backward
-//  18668         attention: forward and, where a has dout, backward
-//  18732         convolution: forward and input gradient
-//  19252         convolution: weight gradients
-//  19640    23. The GPU: memory, copies, repeated work
-//  19873    24. Between ranks: from device to device
+//   2087     5. The network: a list of layers, made of guided-diffusion's flags
+//   3115     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3125         FP8: its buffers, its factors, and weights in FP8
+//   3267         gradients, and buffers
+//   3539     7. Forward and backward: two walks over the list
+//   3678     8. Diffusion: noise schedules, objectives, samplers
+//   3985         the level of a training sample, drawn, and its share of the loss
+//   4469         samplers
+//   5061     9. Data: .bin files that may be larger than memory, the order of their images
+//   5642    10. Model files: weights and checkpoints, initial weights
+//   6031    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   6052         the learning rate, the verdict on a step, averages of the weights
+//   6147         what a trainer holds
+//   6330         a step
+//   6702    12. A run: log, guard, checkpoints, resume, samples
+//   6731         the log in memory, as the page shows it
+//   6860         what a run holds
+//   6949         the log and the status line
+//   7148         checkpoints, snapshots and grids
+//   7432         the start of a run: new, from a file's weights, or resumed
+//   7736         how a run begins and ends
+//   7905         the loop over the steps
+//   8018         train: a whole run, from the first check to the exit code
+//   8082         samples, without a run
+//   8257    13. main: the command line, then a run or samples
+//   8593         what ranks must have in common
+//   8667         main
+//   8872  Part II. The device
+//   8875    14. What all devices share: elements, nonlinearities, patches of pixels
+//   8959    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9029    16. The GPU: what all kernels share
+//   9100         Launches, which may overlap
+//   9147         Decisions: what kernels are chosen with
+//   9202         Single instructions: shared memory, mbarriers, clusters
+//   9298         Activations: pieces of 16 bytes
+//   9641         each_kernel: a thread for an element
+//   9655         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9825         Swizzle: how rows lie in shared memory
+//   9846         Hopper (sm_90a): TMA, wgmma and what goes with them
+//  10130         building blocks of Hopper's kernels (sm_90a)
+//  10447    17. Small operations: resampling, embeddings, diffusion
+//  10450         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10659         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11027         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11584    18. Group norm
+//  11587         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12149         groupnorm_backward_whole: an image's slab in shared memory
+//  12553    19. Attention
+//  12661         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13225         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13373         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14082    20. Convolution
+//  14133         ConvOut: results, 4 channels of a pixel at a time
+//  14382         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14453         conv_halo: 3x3, stride 1, any GPU
+//  14878         conv_gather: any kernel size and stride, any GPU
+//  15150         conv_few: the first and the last layer
+//  15334         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  15947         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16077         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16579         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17045         conv_weight_tma: weight gradients (sm_90a)
+//  17357         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17680         FP8 in training: weights and gradients are rounded
+//  17796    21. The optimiser
+//  17799         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18060         muon: directions for matrices of weights
+//  18499    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18502         groupnorm_backward
+//  18672         attention: forward and, where a has dout, backward
+//  18736         convolution: forward and input gradient
+//  19256         convolution: weight gradients
+//  19644    23. The GPU: memory, copies, repeated work
+//  19877    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8866, run_program 8802, train 8023, run_step 7954, train_step 6627, load_batch 5593 (read_image 5150),
-//     send 19843 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19774):
-//     step_gradients 6473: draw_levels 11044 (the formulas: draw_level 4055), forward_and_loss 6392, q_sample_forward
-//     11259, unet_forward 3567, forward_layer 3552 (a function of the layer's kind, such as forward_conv 2568),
-//     loss_forward_backward 11377, unet_backward 3641, which calls such a function as backward_conv 2575 of each layer
-//     (input gradients: conv_backward_input 19217) and, by launch_waiting 3603 on the side stream,
-//     conv_backward_weights 19633; finish_gradients 12501 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17847;
-//     judge_step 17895 (the verdict: judge_batch 6118), update_slice 6589, adamw_update 18027 (adamw_kernel 17972),
-//     next_step 17901, record_step 17907; later collect_steps 7907
-//   --optimizer muon: muon_updates 6231 says which weights; update_slice 6589, update_by_muon 6579 (with the formulas),
-//     muon_momentum 18099, orthogonalise 18472 (with muon_kernel above it), adamw_kernel 17972 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11451): sample_batch 4967, plan_route 4714,
-//     device_step 4762, euler_step 4499 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19099 draws all of its roads):
-//     forward_conv 2568; conv_forward 19139, with conv_product above it, which asks conv_is_wgmma 18741;
-//     on Hopper, large images: pick_conv_tiles_3x3 19045; conv_tiles 16560, with conv_tiles_kernel above it;
-//     Accumulators 10361 (its function multiply); Wgmma 9912;
-//     on Hopper, small images: pick_conv_small 18897; conv_small 17027, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9912;
-//     on any other GPU pick_conv_halo_bf16 18810; conv_halo 14863, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9707
-//   why several GPUs compute the bits of one: step_gradients 6473
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 427, Silu 8920, with_nonlinearity 8930 (a case);
-//     BEHIND_NORMS, above add_norm 2799, chooses it. The embedding has SiLU as a layer: silu_forward 10943
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3910
+//     main 8868, run_program 8804, train 8025, run_step 7956, train_step 6629, load_batch 5595 (read_image 5152),
+//     send 19847 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19778):
+//     step_gradients 6475: draw_levels 11046 (the formulas: draw_level 4057), forward_and_loss 6394, q_sample_forward
+//     11261, unet_forward 3569, forward_layer 3554 (a function of the layer's kind, such as forward_conv 2569),
+//     loss_forward_backward 11379, unet_backward 3643, which calls such a function as backward_conv 2576 of each layer
+//     (input gradients: conv_backward_input 19221) and, by launch_waiting 3605 on the side stream,
+//     conv_backward_weights 19637; finish_gradients 12503 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17851;
+//     judge_step 17899 (the verdict: judge_batch 6120), update_slice 6591, adamw_update 18031 (adamw_kernel 17976),
+//     next_step 17905, record_step 17911; later collect_steps 7909
+//   --optimizer muon: muon_updates 6233 says which weights; update_slice 6591, update_by_muon 6581 (with the formulas),
+//     muon_momentum 18103, orthogonalise 18476 (with muon_kernel above it), adamw_kernel 17976 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11453): sample_batch 4969, plan_route 4716,
+//     device_step 4764, euler_step 4501 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 19103 draws all of its roads):
+//     forward_conv 2569; conv_forward 19143, with conv_product above it, which asks conv_is_wgmma 18745;
+//     on Hopper, large images: pick_conv_tiles_3x3 19049; conv_tiles 16564, with conv_tiles_kernel above it;
+//     Accumulators 10363 (its function multiply); Wgmma 9914;
+//     on Hopper, small images: pick_conv_small 18901; conv_small 17031, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9914;
+//     on any other GPU pick_conv_halo_bf16 18814; conv_halo 14865, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9709
+//   why several GPUs compute the bits of one: step_gradients 6475
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 427, Silu 8922, with_nonlinearity 8932 (a case);
+//     BEHIND_NORMS, above add_norm 2800, chooses it. The embedding has SiLU as a layer: silu_forward 10945
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3912
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 550, and beside each other edm_question
-//     3744, ask 3779, frame_of 3792, sigma_draws 3799, has_steps_of_t 3806; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2460; an example is forward_linear 2488
-//     with what follows it; a function such as add_resblock 2852 puts the layer into the network; its operation
+//     3746, ask 3781, frame_of 3794, sigma_draws 3801, has_steps_of_t 3808; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2461; an example is forward_linear 2489
+//     with what follows it; a function such as add_resblock 2853 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 320, with a list of all places above it: element_named 1425,
-//     forward_and_loss 6392, ElementOf 8891, with_act 9164 (act_has_wgmma below it), unpack_bf16 9312 and all below it
-//     to load_two 9376, mma 9707, tma_type 10082, adamw_kernel 17972 (adamw_update below it), conv_product 19099
-//   the settings, to their values: parse_command_line 1621, take_aliases 1649, complete_config 8782
-//     (apply_preset 1537, take_model_file 8412, take_ect_defaults 8442), take_data_shape 8492 (take_labels 8471),
-//     check_model 1919, check_run 2070
-//   FP8 (--precision fp8): choose_fp8 3053 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3128 and plan_fp8_gradients 3143 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3188 for samples, make_fp8_training 3232 for training; add_fp8_args 2331
-//     hands them to the layers. forward_conv 2568, backward_conv 2575 and weight_work 2304 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19202 makes an input gradient a forward convolution; conv_product_fp8 19132 picks the
-//     kernel, multiply_fp8 10395 and WgmmaFp8 9956 multiply; weight gradients: conv_weight_fp8_kernel 17620;
-//     print_fp8 7679 says whether it pays
+//     forward_and_loss 6394, ElementOf 8893, with_act 9166 (act_has_wgmma below it), unpack_bf16 9314 and all below it
+//     to load_two 9378, mma 9709, tma_type 10084, adamw_kernel 17976 (adamw_update below it), conv_product 19103
+//   the settings, to their values: parse_command_line 1621, take_aliases 1650, complete_config 8784
+//     (apply_preset 1537, take_model_file 8414, take_ect_defaults 8444), take_data_shape 8494 (take_labels 8473),
+//     check_model 1920, check_run 2071
+//   FP8 (--precision fp8): choose_fp8 3054 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3129 and plan_fp8_gradients 3144 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3189 for samples, make_fp8_training 3233 for training; add_fp8_args 2332
+//     hands them to the layers. forward_conv 2569, backward_conv 2576 and weight_work 2305 choose between bf16 and FP8;
+//     conv_backward_input_fp8 19206 makes an input gradient a forward convolution; conv_product_fp8 19136 picks the
+//     kernel, multiply_fp8 10397 and WgmmaFp8 9958 multiply; weight gradients: conv_weight_fp8_kernel 17624;
+//     print_fp8 7681 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
 //     die, refuse or must (host/files.h), of wrong 1502 (a flag's value), or of a function beside it whose name ends in
 //     _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7164. Its
-//     reasons are found in judge_batch 6118, by healthy and suspicious above it. For a damaged header they stand in
-//     check_field 5837 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
-//     5198, for a checkpoint's counters in check_resume 8551. unknown_word 1411 prints the message for a word of a flag
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7166. Its
+//     reasons are found in judge_batch 6120, by healthy and suspicious above it. For a damaged header they stand in
+//     check_field 5839 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
+//     5200, for a checkpoint's counters in check_resume 8553. unknown_word 1411 prints the message for a word of a flag
 //     that some place does not know. Such a place calls it itself or through meaning 1417.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7418 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 7190 that a file could not be written yet.
-//     stop_run 7164 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7420 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 7192 that a file could not be written yet.
+//     stop_run 7166 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -1385,10 +1385,10 @@ constexpr int MORE_EMAS = 7; // how many averages of the weights there may be at
 // --objective ect: the largest q^a that is allowed (q and a: see Tuning). The gap between the sigmas of student and
 // teacher is divided by q^a. With a larger q^a, fp32's rounding would make the two sigmas equal.
 constexpr double LARGEST_GAP_DIVISOR = 1e6;
-// The averages of --ema_snapshots weight the parameters of each step by a power of the step's number (Karras et al.
-// 2024, appendix C). These are the exponents. From snapshots of the two averages, train_unet.py --ema_sigma_rel later
-// computes averages with other exponents. With --ema_snapshots the list of rates (Config::emas) contains the two
-// exponents, too.
+// The averages of --ema_snapshots are weighted means: the parameters after update k have a weight that is about
+// proportional to a power of k (Karras et al. 2024, appendix C). These are the two exponents. From snapshots of the two
+// averages, train_unet.py --ema_sigma_rel later computes averages with other exponents. With --ema_snapshots the list
+// of rates (Config::emas) contains the two exponents, too.
 constexpr float POWER_EMAS[2] = {16.97f, 6.94f};
 
 // Returns the row of a flag, or null if there is no such flag.
@@ -1644,8 +1644,9 @@ static void parse_command_line(Config* c, int argc, char** argv) {
     }
 }
 
-// Some of guided-diffusion's flags are other names for values of our flags. If one is given, it sets our flag, which
-// must not be given with another value.
+// Some of guided-diffusion's flags say what our flags say by other names: --predict_xstart True is our --predict x0. If
+// such a flag is given, this function sets ours. If ours is given, too, its value must be the same. (But the
+// channel_mult of an upsampler, and warmup_steps, are only set if they are not given.)
 static void take_aliases(Config* c) {
     // Sets a flag to the value that its alias stands for.
     auto take = [&](const char* alias, const char* name, const std::string& value) {
@@ -3505,7 +3506,8 @@ static void plan_memory(UNet* net, int B, bool training) {
         die("--batch_size %d: so many images of %s at a time are more than 2^31 pixels; "
             "a smaller --microbatch (or --batch_size) works",
             B, net->config.image_size.c_str());
-    // Each of these functions needs the results of the functions before it.
+    // The order matters. For example, plan_gradients reads the `residual` that plan_fusions removes, and plan_lifetimes
+    // must know all buffers and all fused layers.
     net->B = B;
     plan_fp8(net, training);
     if (training) {
@@ -16141,8 +16143,10 @@ struct ConvTiles {
     // Weights.
     static constexpr int WEIGHT_BYTES = OUT_SLICES * BYTES_OF_64_ROWS; // bytes of the weights of one tap of one slice
     static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4;         // stages of weights, if weights are streamed
-    // How many image rows one part of the statistics sums, unless the whole tile is one part (ConvTma::one_image). A
-    // tile of a 1x1 can have pixels of several images, because pick_conv_tiles_1x1 may treat all images as one.
+    // A part of the statistics is a sum over this many rows of a tile's pixels, unless the whole tile is one part
+    // (ConvTma::one_image). The tiles of a 1x1 convolution may contain pixels of several images, because
+    // pick_conv_tiles_1x1 may treat all images as one. So their parts are small (8 rows of 8 pixels): then no part
+    // belongs to two images.
     static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;
     static constexpr int MAX_STAGES = 16;
     static constexpr int BARRIERS = 128; // at most 5 for each stage of pixels, and 2 for each stage of weights
