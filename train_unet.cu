@@ -6,144 +6,144 @@
 // Map (make map renews the line numbers)
 //    247  Part I. The program
 //    250     1. Types at the interface: what operations are called with
-//    782     2. The interface: all that the program asks of a device
-//   1162     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1266     4. Configuration: flags, presets, help, what can work and what cannot
-//   2087     5. The network: a list of layers, made of guided-diffusion's flags
-//   3115     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3125         FP8: its buffers, its factors, and weights in FP8
-//   3267         gradients, and buffers
-//   3539     7. Forward and backward: two walks over the list
-//   3678     8. Diffusion: noise schedules, objectives, samplers
-//   3985         the level of a training sample, drawn, and its share of the loss
-//   4469         samplers
-//   5061     9. Data: .bin files that may be larger than memory, the order of their images
-//   5642    10. Model files: weights and checkpoints, initial weights
-//   6031    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   6052         the learning rate, the verdict on a step, averages of the weights
-//   6147         what a trainer holds
-//   6330         a step
-//   6702    12. A run: log, guard, checkpoints, resume, samples
-//   6731         the log in memory, as the page shows it
-//   6860         what a run holds
-//   6949         the log and the status line
-//   7148         checkpoints, snapshots and grids
-//   7432         the start of a run: new, from a file's weights, or resumed
-//   7736         how a run begins and ends
-//   7905         the loop over the steps
-//   8018         train: a whole run, from the first check to the exit code
-//   8082         samples, without a run
-//   8257    13. main: the command line, then a run or samples
-//   8593         what ranks must have in common
-//   8667         main
-//   8872  Part II. The device
-//   8875    14. What all devices share: elements, nonlinearities, patches of pixels
-//   8959    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9029    16. The GPU: what all kernels share
-//   9100         Launches, which may overlap
-//   9147         Decisions: what kernels are chosen with
-//   9202         Single instructions: shared memory, mbarriers, clusters
-//   9298         Activations: pieces of 16 bytes
-//   9641         each_kernel: a thread for an element
-//   9655         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9825         Swizzle: how rows lie in shared memory
-//   9846         Hopper (sm_90a): TMA, wgmma and what goes with them
-//  10130         building blocks of Hopper's kernels (sm_90a)
-//  10447    17. Small operations: resampling, embeddings, diffusion
-//  10450         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10659         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11027         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11584    18. Group norm
-//  11587         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12149         groupnorm_backward_whole: an image's slab in shared memory
-//  12553    19. Attention
-//  12661         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13225         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13373         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14082    20. Convolution
-//  14133         ConvOut: results, 4 channels of a pixel at a time
-//  14382         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14453         conv_halo: 3x3, stride 1, any GPU
-//  14878         conv_gather: any kernel size and stride, any GPU
-//  15150         conv_few: the first and the last layer
-//  15334         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  15947         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16077         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16579         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17045         conv_weight_tma: weight gradients (sm_90a)
-//  17357         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17680         FP8 in training: weights and gradients are rounded
-//  17796    21. The optimiser
-//  17799         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18060         muon: directions for matrices of weights
-//  18499    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18502         groupnorm_backward
-//  18672         attention: forward and, where a has dout, backward
-//  18736         convolution: forward and input gradient
-//  19256         convolution: weight gradients
-//  19644    23. The GPU: memory, copies, repeated work
-//  19877    24. Between ranks: from device to device
+//    789     2. The interface: all that the program asks of a device
+//   1171     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1275     4. Configuration: flags, presets, help, what can work and what cannot
+//   2101     5. The network: a list of layers, made of guided-diffusion's flags
+//   3133     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3143         FP8: its buffers, its factors, and weights in FP8
+//   3285         gradients, and buffers
+//   3558     7. Forward and backward: two walks over the list
+//   3700     8. Diffusion: noise schedules, objectives, samplers
+//   4008         the level of a training sample, drawn, and its share of the loss
+//   4493         samplers
+//   5087     9. Data: .bin files that may be larger than memory, the order of their images
+//   5669    10. Model files: weights and checkpoints, initial weights
+//   6060    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   6081         the learning rate, the verdict on a step, averages of the weights
+//   6176         what a trainer holds
+//   6359         a step
+//   6733    12. A run: log, guard, checkpoints, resume, samples
+//   6764         the log in memory, as the page shows it
+//   6893         what a run holds
+//   6982         the log and the status line
+//   7181         checkpoints, snapshots and grids
+//   7466         the start of a run: new, from a file's weights, or resumed
+//   7771         how a run begins and ends
+//   7941         the loop over the steps
+//   8054         train: a whole run, from the first check to the exit code
+//   8118         samples, without a run
+//   8293    13. main: the command line, then a run or samples
+//   8635         what ranks must have in common
+//   8709         main
+//   8916  Part II. The device
+//   8919    14. What all devices share: elements, nonlinearities, patches of pixels
+//   9003    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9073    16. The GPU: what all kernels share
+//   9145         Launches, which may overlap
+//   9192         Decisions: what kernels are chosen with
+//   9247         Single instructions: shared memory, mbarriers, clusters
+//   9343         Activations: pieces of 16 bytes
+//   9686         each_kernel: a thread for an element
+//   9700         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9870         Swizzle: how rows lie in shared memory
+//   9891         Hopper (sm_90a): TMA, wgmma and what goes with them
+//  10176         building blocks of Hopper's kernels (sm_90a)
+//  10494    17. Small operations: resampling, embeddings, diffusion
+//  10497         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10710         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11078         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11636    18. Group norm
+//  11639         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12202         groupnorm_backward_whole: an image's slab in shared memory
+//  12607    19. Attention
+//  12715         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13280         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13428         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14137    20. Convolution
+//  14191         ConvOut: results, 4 channels of a pixel at a time
+//  14440         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14511         conv_halo: 3x3, stride 1, any GPU
+//  14936         conv_gather: any kernel size and stride, any GPU
+//  15209         conv_few: the first and the last layer
+//  15395         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16009         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16140         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16643         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17109         conv_weight_tma: weight gradients (sm_90a)
+//  17424         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17750         FP8 in training: weights and gradients are rounded
+//  17866    21. The optimiser
+//  17869         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18130         muon: directions for matrices of weights
+//  18571    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18574         groupnorm_backward
+//  18744         attention: forward and, where a has dout, backward
+//  18809         convolution: forward and input gradient
+//  19334         convolution: weight gradients
+//  19722    23. The GPU: memory, copies, repeated work
+//  19955    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8868, run_program 8804, train 8025, run_step 7956, train_step 6629, load_batch 5595 (read_image 5152),
-//     send 19847 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19778):
-//     step_gradients 6475: draw_levels 11046 (the formulas: draw_level 4057), forward_and_loss 6394, q_sample_forward
-//     11261, unet_forward 3569, forward_layer 3554 (a function of the layer's kind, such as forward_conv 2569),
-//     loss_forward_backward 11379, unet_backward 3643, which calls such a function as backward_conv 2576 of each layer
-//     (input gradients: conv_backward_input 19221) and, by launch_waiting 3605 on the side stream,
-//     conv_backward_weights 19637; finish_gradients 12503 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17851;
-//     judge_step 17899 (the verdict: judge_batch 6120), update_slice 6591, adamw_update 18031 (adamw_kernel 17976),
-//     next_step 17905, record_step 17911; later collect_steps 7909
-//   --optimizer muon: muon_updates 6233 says which weights; update_slice 6591, update_by_muon 6581 (with the formulas),
-//     muon_momentum 18103, orthogonalise 18476 (with muon_kernel above it), adamw_kernel 17976 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11453): sample_batch 4969, plan_route 4716,
-//     device_step 4764, euler_step 4501 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19103 draws all of its roads):
-//     forward_conv 2569; conv_forward 19143, with conv_product above it, which asks conv_is_wgmma 18745;
-//     on Hopper, large images: pick_conv_tiles_3x3 19049; conv_tiles 16564, with conv_tiles_kernel above it;
-//     Accumulators 10363 (its function multiply); Wgmma 9914;
-//     on Hopper, small images: pick_conv_small 18901; conv_small 17031, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9914;
-//     on any other GPU pick_conv_halo_bf16 18814; conv_halo 14865, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9709
-//   why several GPUs compute the bits of one: step_gradients 6475
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 427, Silu 8922, with_nonlinearity 8932 (a case);
-//     BEHIND_NORMS, above add_norm 2800, chooses it. The embedding has SiLU as a layer: silu_forward 10945
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3912
-//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 550, and beside each other edm_question
-//     3746, ask 3781, frame_of 3794, sigma_draws 3801, has_steps_of_t 3808; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2461; an example is forward_linear 2489
-//     with what follows it; a function such as add_resblock 2853 puts the layer into the network; its operation
+//     main 8912, run_program 8848, train 8061, run_step 7992, train_step 6660, load_batch 5622 (read_image 5178),
+//     send 19925 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19856):
+//     step_gradients 6505: draw_levels 11097 (the formulas: draw_level 4081), forward_and_loss 6423, q_sample_forward
+//     11312, unet_forward 3589, forward_layer 3574 (a function of the layer's kind, such as forward_conv 2587),
+//     loss_forward_backward 11430, unet_backward 3664, which calls such a function as backward_conv 2594 of each layer
+//     (input gradients: conv_backward_input 19299) and, by launch_waiting 3626 on the side stream,
+//     conv_backward_weights 19715; finish_gradients 12556 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17921;
+//     judge_step 17969 (the verdict: judge_batch 6149), update_slice 6622, adamw_update 18101 (adamw_kernel 18046),
+//     next_step 17975, record_step 17981; later collect_steps 7945
+//   --optimizer muon: muon_updates 6262 says which weights; update_slice 6622, update_by_muon 6612 (with the formulas),
+//     muon_momentum 18173, orthogonalise 18548 (with muon_kernel above it), adamw_kernel 18046 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11504): sample_batch 4995, plan_route 4740,
+//     device_step 4788, euler_step 4525 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 19181 draws all of its roads):
+//     forward_conv 2587; conv_forward 19221, with conv_product above it, which asks conv_is_wgmma 18819;
+//     on Hopper, large images: pick_conv_tiles_3x3 19126; conv_tiles 16628, with conv_tiles_kernel above it;
+//     Accumulators 10410 (its function multiply); Wgmma 9959;
+//     on Hopper, small images: pick_conv_small 18978; conv_small 17095, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9959;
+//     on any other GPU pick_conv_halo_bf16 18891; conv_halo 14923, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9754
+//   why several GPUs compute the bits of one: step_gradients 6505
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 427, Silu 8966, with_nonlinearity 8976 (a case);
+//     BEHIND_NORMS, above add_norm 2818, chooses it. The embedding has SiLU as a layer: silu_forward 10996
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3935
+//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 553, and beside each other edm_question
+//     3769, ask 3804, frame_of 3817, sigma_draws 3824, has_steps_of_t 3831; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2479; an example is forward_linear 2507
+//     with what follows it; a function such as add_resblock 2871 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
-//   to add an element type beside bf16: Element 320, with a list of all places above it: element_named 1425,
-//     forward_and_loss 6394, ElementOf 8893, with_act 9166 (act_has_wgmma below it), unpack_bf16 9314 and all below it
-//     to load_two 9378, mma 9709, tma_type 10084, adamw_kernel 17976 (adamw_update below it), conv_product 19103
-//   the settings, to their values: parse_command_line 1621, take_aliases 1650, complete_config 8784
-//     (apply_preset 1537, take_model_file 8414, take_ect_defaults 8444), take_data_shape 8494 (take_labels 8473),
-//     check_model 1920, check_run 2071
-//   FP8 (--precision fp8): choose_fp8 3054 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3129 and plan_fp8_gradients 3144 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3189 for samples, make_fp8_training 3233 for training; add_fp8_args 2332
-//     hands them to the layers. forward_conv 2569, backward_conv 2576 and weight_work 2305 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19206 makes an input gradient a forward convolution; conv_product_fp8 19136 picks the
-//     kernel, multiply_fp8 10397 and WgmmaFp8 9958 multiply; weight gradients: conv_weight_fp8_kernel 17624;
-//     print_fp8 7681 says whether it pays
+//   to add an element type beside bf16: Element 320, with a list of all places above it: element_named 1437,
+//     forward_and_loss 6423, ElementOf 8937, with_act 9211 (act_has_wgmma below it), unpack_bf16 9359 and all below it
+//     to load_two 9423, mma 9754, tma_type 10130, adamw_kernel 18046 (adamw_update below it), conv_product 19181
+//   the settings, to their values: parse_command_line 1633, take_aliases 1662, complete_config 8828
+//     (apply_preset 1549, take_model_file 8453, take_ect_defaults 8483), take_data_shape 8535 (take_labels 8512),
+//     check_model 1932, check_run 2085
+//   FP8 (--precision fp8): choose_fp8 3072 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3147 and plan_fp8_gradients 3162 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3207 for samples, make_fp8_training 3251 for training; add_fp8_args 2350
+//     hands them to the layers. forward_conv 2587, backward_conv 2594 and weight_work 2323 choose between bf16 and FP8;
+//     conv_backward_input_fp8 19284 makes an input gradient a forward convolution; conv_product_fp8 19214 picks the
+//     kernel, multiply_fp8 10444 and WgmmaFp8 10003 multiply; weight gradients: conv_weight_fp8_kernel 17694;
+//     print_fp8 7716 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
-//     die, refuse or must (host/files.h), of wrong 1502 (a flag's value), or of a function beside it whose name ends in
+//     die, refuse or must (host/files.h), of wrong 1514 (a flag's value), or of a function beside it whose name ends in
 //     _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7166. Its
-//     reasons are found in judge_batch 6120, by healthy and suspicious above it. For a damaged header they stand in
-//     check_field 5839 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
-//     5200, for a checkpoint's counters in check_resume 8553. unknown_word 1411 prints the message for a word of a flag
-//     that some place does not know. Such a place calls it itself or through meaning 1417.
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7199. Its
+//     reasons are found in judge_batch 6149, by healthy and suspicious above it. For a damaged header they stand in
+//     check_field 5868 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
+//     5226, for a checkpoint's counters in check_resume 8594. unknown_word 1423 prints the message for a word of a flag
+//     that some place does not know. Such a place calls it itself or through meaning 1429.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7420 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 7192 that a file could not be written yet.
-//     stop_run 7166 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7454 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 7225 that a file could not be written yet.
+//     stop_run 7199 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -272,8 +272,8 @@ static const char* const PRESET_FROM_32 = "emoji64";
 static const char* const PRESET_ELSE = "fashion32";
 #endif
 
-// Enumerations. Where code depends on an enumerator, there is a switch without a default, or a static_assert. So the
-// compiler names every place that has to be changed for a new enumerator (-Werror=switch).
+// Enumerations. Code that needs a case for every enumerator is a switch without a default, or has a static_assert. So
+// the compiler names all such places if an enumerator is added (-Werror=switch).
 // ALL_CASES_RETURN stands after such a switch if all of its cases return. Without it the compiler would warn that the
 // function might end without a return.
 #define ALL_CASES_RETURN __builtin_unreachable();
@@ -368,8 +368,8 @@ static inline uint8_t fp8_bits(float v, const Fp8Format& f = E4M3) {
     uint32_t bits; // the float's bits: 8 of exponent and 23 of mantissa
     memcpy(&bits, &size, sizeof bits);
     // fp32 stores its exponent plus 127. Below the smallest normal FP8 number, all FP8 numbers are multiples of the
-    // smallest FP8 number above 0. The bits of such a number are the multiple, so |v| is divided by that smallest
-    // number and rounded to an integer.
+    // smallest FP8 number above 0. The bits of such a number, read as an integer, say which multiple it is. So |v| is
+    // divided by that smallest number and rounded to an integer.
     const int smallest_normal = 127 + 1 - f.bias; // the exponent of FP8's smallest normal number, as fp32 stores it
     if ((int)(bits >> 23) < smallest_normal)
         return sign | (uint8_t)std::lrintf(std::ldexp(size, f.bias - 1 + f.mantissa));
@@ -442,8 +442,9 @@ struct WeightWork {
     int emb_stride;
     const act *dout, *x1, *x2;
     ConvShape shape;
-    // A weight gradient is in FP8 if shape.in is FP8 and shape.out is FP8_GRADIENT. Then x1 and dout are arrays of
-    // bytes. Before they were rounded, x1 was multiplied by FP8_X_FACTOR, and dout by *dout_factor.
+    // A weight gradient is computed from FP8 numbers if shape.in is FP8 and shape.out is FP8_GRADIENT. Then x1 and dout
+    // are arrays of bytes. Before they were rounded, x1 was multiplied by FP8_X_FACTOR, and dout by *dout_factor. (The
+    // results dweight, dbias and demb are always fp32.)
     const float* dout_factor = nullptr;
 };
 
@@ -473,7 +474,8 @@ struct SoftmaxRow {
     float top, log_sum;
 };
 
-// A random draw depends on these values and on the sample's place in the batch.
+// A random draw depends on these values, on the sample's place in the batch, and on the draw's own number within the
+// sample (the quartet: see section 3).
 struct RandomKey {
     uint64_t seed;
     uint32_t purpose;    // what is drawn: RANDOM_NOISE or another RandomPurpose
@@ -539,14 +541,15 @@ struct NoiseLevel {
     float range = 0;
     int t_is_0 = 0;  // 1: this is the level of t = 0, where the bound has another formula
     int quarter = 0; // the quarter of all levels that this level lies in: 0 (least noise) to 3; for the log
-    int index = 0;   // ddpm: the timestep t, from 0 to T - 1; for remember_losses
-    // ddpm: 1 / (T times the probability of drawing t). It is a factor of `weight`, and of the bound's weight, too.
+    int index = 0;   // ddpm: the timestep t, from 0 to diffusion_steps - 1; for remember_losses
+    // ddpm: 1 / (diffusion_steps times the probability of drawing t). It is a factor of `weight`, and of the bound's
+    // weight, too.
     float importance = 0;
     float target_teacher = 0; // ect: the teacher's answer (see TuningWeight) times this is added to the target
 };
 
-// The formulas for what a network is shown, told and asked at a noise level: those of ddpm_level, edm_question or
-// flow_question.
+// A Frame says by which formulas a network is shown, told and asked something at a noise level: by those of ddpm_level,
+// edm_question or flow_question.
 enum class Frame : uint8_t { DDPM, EDM, FLOW };
 
 // The weight of a sample's loss with --objective ect. The loss is the distance between two images: the one that the
@@ -554,13 +557,15 @@ enum class Frame : uint8_t { DDPM, EDM, FLOW };
 // makes of an input with less noise, sigma = r. GAP: the weight is 1 / (t - r). SNR: it is 1 / t^2 + 1 / sigma_data^2.
 enum class TuningWeight : uint8_t { GAP, SNR };
 
-// --objective ect, consistency tuning (Geng et al. 2024). The letters are the paper's: see teacher_sigma and
-// student_level.
+// --objective ect, consistency tuning (Geng et al. 2024). The letters are the paper's. The comments above teacher_sigma
+// explain q, k, b and d, and those above tuning_loss explain c.
 struct Tuning {
     float q = 0, k = 0, b = 0, c = 0; // q = 0: there is no consistency tuning
     int64_t d = 1;                    // how many steps a stage has. The stage's number, from 1 on, is the paper's `a`
     TuningWeight weight = TuningWeight::GAP;
-    const int64_t* step = nullptr; // device: the number of the run's step, from which `a` is computed
+    // Device: the number of the step, from which `a` is computed. In training this is the current step, and in
+    // validation it is the run's last step.
+    const int64_t* step = nullptr;
     HD bool on() const { return q > 0; }
 };
 
@@ -655,7 +660,7 @@ struct AdamW {
 // gradients of one segment can be sent to their owners while those of another segment are still computed.
 // The weights that the network reads in fp32, not from a copy, lie at the beginning of the array (Update::plain).
 //
-// How many floats a stretch has. For the norm of the gradient, sum_gradients adds up the squares of each stretch alone.
+// How many floats a stretch has. For the norm of the gradient, sum_gradients makes one sum of squares for each stretch.
 constexpr size_t STRETCH = 1 << 14;
 struct Slice {
     size_t n;
@@ -696,8 +701,9 @@ template <class T> struct Everywhere {
 
 // adamw_update works on these arrays. params, copy (the weights in the activations' type) and sum are flat arrays. ema,
 // m and v hold only this rank's slice. New weights are written to this rank and to all ranks whose memory this rank can
-// write to. The network reads the first `plain` weights from params, in fp32, and all other weights from copy. (With
-// --precision fp8, round_weights then makes FP8 copies of some of these.)
+// write to. The network reads the first `plain` weights from params, in fp32, and all other weights from copy. (If
+// activations are fp32, `plain` includes all weights, and copy is the same array as params. With --precision fp8,
+// round_weights makes FP8 copies of some of the weights in copy.)
 struct Update {
     Everywhere<float> params;
     Everywhere<act> copy;
@@ -744,9 +750,9 @@ struct MuonWork {
 constexpr float MUON_MOMENTUM = 0.95f;
 constexpr int MUON_ITERATIONS = 5;
 constexpr float MUON_A = 3.4445f, MUON_B = -4.7750f, MUON_C = 2.0315f;
-// X is a matrix's momentum (update_by_muon), and |X|^2 is the sum of the squares of its elements. If |X|^2 is below
-// this number, X is only what rounding has left of a gradient of 0. Then the direction is 0, and only the weight decay
-// changes the matrix.
+// X is a matrix's Nesterov momentum (update_by_muon), and |X|^2 is the sum of the squares of the elements of X. If
+// |X|^2 is below this number, X is only what rounding has left of a gradient of 0. Then the direction is 0, and only
+// the weight decay changes the matrix.
 constexpr double MUON_SMALLEST = 1e-28;
 // Returns the factor that makes Muon's updates about as large as AdamW's (Liu et al. 2025, eq. 4).
 HD static inline float muon_scale(const MuonMatrix& m) { return 0.2f * sqrtf((float)m.long_side()); }
@@ -770,8 +776,9 @@ struct StepState {
     Guard guard;
 };
 
-// A residual block's skip connection: a 1x1 convolution of [x1 | x2]. The convolution that adds the result of the skip
-// connection also computes it. weight: (Cout, C1 + C2).
+// A residual block's skip connection: a 1x1 convolution of [x1 | x2]. If conv_takes_skip returns true, the convolution
+// that adds the skip connection's result computes the skip connection, too, and reads this struct. Otherwise the skip
+// connection is computed as a convolution of its own. weight: (Cout, C1 + C2).
 struct ConvSkip {
     const act *x1, *x2, *weight;
     const float* bias;
@@ -799,9 +806,9 @@ HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) /
 // conv_takes_skip returns whether this is possible. With a skip there is no emb and no residual. If s.in is FP8, x1 and
 // weight are FP8, and out = factors * conv(x1, weight) + the same addends (bias and so on). x1 and weight were
 // multiplied by other factors before they were rounded to FP8, and `factors` undoes this.
-// For conv_backward_input, s.out is the element of dout. If s.out is FP8_GRADIENT, dout is in e5m2, weight is the array
-// `turned` of round_weights, in e4m3, and dx1 = factors * (the sums of products). In this case there is only the input
-// x1, and nothing is added to its gradient.
+// conv_backward_input computes the gradients of x1 and x2. Here s.out is the element of dout. If s.out is FP8_GRADIENT,
+// dout is in e5m2, weight is the array `turned` of round_weights, in e4m3, and dx1 = factors * (the sums of products).
+// In this case there is only the input x1, and nothing is added to its gradient.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
 static void conv_forward(act* out,                            // (B, Ho, Wo, Cout)
                          Stats* stats,                        // [of out]
@@ -885,7 +892,8 @@ static void take_pictures(float* cond,          // (B, H, W, K)
                           const void* pictures, // (B, K, H, W), of 1 or 4 bytes a value
                           PictureDraws draws, int B, int K, int H, int W, int bytes);
 // --cond lowres. shrink_images makes small pictures. Each of their pixels is the mean of a square of factor x factor
-// pixels of the image, plus noise. enlarge_pictures enlarges the small pictures to the size of the images.
+// pixels of the image. If draws.noise is above 0, noise is added. enlarge_pictures enlarges the small pictures to the
+// size of the images.
 static void shrink_images(float* small,       // (B, H / factor, W / factor, C)
                           const void* images, // (B, C, H, W)
                           int factor, PictureDraws draws, int B, int C, int H, int W, int bytes);
@@ -916,8 +924,8 @@ static void silu_backward(GradOf<float> dx, const float* dout, const float* x, s
 // Turns the number t of each sample into sinusoids of different frequencies f_i:
 // out (B, dim) = [cos(t f_i), sin(t f_i)], f_i = max_period^(-i / (dim / 2)); dim is even
 static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period, Stream* stream);
-// Adds a row of a table to the embedding x of each sample: out = x + table[label]. In the backward pass, the row of a
-// label in dtable is the sum of dout over the samples with this label.
+// Adds a row of a table to the embedding x of each sample: out = x + table[label]. In the backward pass dx is dout
+// (plus addends), and the row of a label in dtable is the sum of dout over the samples with this label.
 static void label_embedding_forward(float* out,         // (B, C)
                                     const float* x,     // (B, C)
                                     const float* table, // (rows, C)
@@ -928,7 +936,7 @@ static void label_embedding_backward(GradOf<float> dx,  // as x
                                      const float* dout, // as out
                                      const int* labels, int B, int rows, int C);
 // Adds a projection of each sample's K numbers to its embedding x: out = x + values weight^T. The backward function
-// computes dweight = dout^T values.
+// computes dx = dout (plus addends) and dweight = dout^T values.
 static void values_embedding_forward(float* out,          // (B, C)
                                      const float* x,      // (B, C)
                                      const float* weight, // (C, K)
@@ -956,12 +964,13 @@ static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective
 static void q_sample_forward(float* x_t, float* target, // (B, H, W, C)
                              const NoiseLevel* levels,  // (B)
                              const float* teacher,      // [as target]: the teacher's answer
-                             const void* images, // x_0 (B, C, H, W): uint8 if bytes is 1, float32 in [-1, 1] if it is 4
-                             bool random_flip,   // whether to mirror each image with probability 1/2
+                             const void* images,        // x_0 (B, C, H, W): uint8 if bytes is 1, float32 if bytes is 4
+                             bool random_flip,          // whether to mirror each image with probability 1/2
                              RandomKey noise_key, RandomKey flip_key, int B, int C, int H, int W, int bytes);
 // Computes the loss that objective o chooses. The loss of a sample is a mean over its values. dout is the gradient of
-// factor * (the sum of the samples' losses) with respect to out, the network's answer. If the objective has no
-// variational bound (o.bound = 0), the gradient of the output channels after the first C is 0.
+// factor * (the sum of the samples' losses) with respect to out, the network's answer, with one exception: if o.mse is
+// above 0, the variational bound adds nothing to the gradient of the first C channels (see Objective). If there is no
+// bound (o.bound = 0), the gradient of the other channels is 0.
 static void loss_forward_backward(double* loss,             // (B)
                                   float* dout,              // as out
                                   const float* out,         // (B, HW, Cout)
@@ -988,7 +997,7 @@ static void augment_images(float* out,          // (B, C, H, W)
                            const void* images, // (B, C, H, W), of 1 or 4 bytes a value
                            float p, RandomKey key, int B, int C, int H, int W, int bytes);
 // With --schedule_sampler loss-second-moment: writes the losses of the step's samples to history, and computes
-// rms_losses from history (remember_losses).
+// rms_losses from history (remember_losses). T: the number of timesteps (--diffusion_steps).
 static void update_rms_losses(double* rms_losses,       // (T)
                               float* history,           // (T, HISTORY + 1)
                               const NoiseLevel* levels, // (B)
@@ -1049,7 +1058,7 @@ static void record_step(StepState* records, const StepState* state, int count);
 
 // How many bytes of memory operations need beside their arrays (0 on a CPU).
 static size_t conv_workspace(ConvShape s);           // for the weight gradient
-static size_t conv_detour_bytes(const ConvShape& s); // for a changed input, output or dout (see conv_without_detour)
+static size_t conv_detour_bytes(const ConvShape& s); // for the arrays of another convolution that replaces this one
 static size_t groupnorm_backward_workspace(const NormShape& s);
 static size_t norm_sums_bytes(const NormShape& s); // for sums that are kept until finish_gradients
 static size_t attention_backward_workspace(int B, int T, int C, int heads);
@@ -1129,7 +1138,7 @@ static struct Allowed {
     bool beside = true;  // run_beside has a stream of its own; false: it uses the main stream
     bool batches = true; // one launch computes the weight gradients of several layers
     bool graphs = true;  // repeated work is one launch
-    // start_device reads `beside` and the next two switches. So they must be set before start_device is called.
+    // start_device reads `beside`, `clusters` and `hopper`. So these three must be set before start_device is called.
     bool clusters = true; // kernels may use clusters: blocks that access each other's shared memory
     bool hopper = true;   // kernels with instructions that only Hopper has, in place of kernels for any GPU
 } allowed;
@@ -1267,9 +1276,10 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 // Flags have guided-diffusion's names. A preset is a list of flags. The command line has priority over a preset. The
 // flags and presets themselves are in common/flags.h, which the Python programs read, too.
 //
-// The functions run in this order: parse_command_line, take_aliases, apply_preset, and then, if there is a model file,
-// take_model_file (section 13). The values of a model file replace those of the preset, but not those of the command
-// line. In a run, check_run is next. Then take_data_shape (section 13) sets flags that are still open, and calls
+// The main functions run in this order: parse_command_line, take_aliases, apply_preset, and then, if there is a model
+// file, take_model_file (section 13). The values of a model file replace those of the preset, but not those of the
+// command line. In a run, check_run is next. Then take_data_shape (section 13) is called. If there is no model file, it
+// takes the images' size, channels and classes from the data, where the command line does not give them. Then it calls
 // check_model. With --sample there is no training data, and run_program calls check_model itself. The checks find flags
 // that cannot work, alone or together.
 
@@ -1358,7 +1368,7 @@ struct Config {
     int height(size_t level) const { return H / patch() >> level; } // each level after the first halves the height
     bool has_attention(size_t level) const { return std::ranges::count(attention_heights, height(level)) > 0; }
 
-    // Returns how many images a process computes at a time.
+    // Returns how many images a process computes at a time in training: the size of a microbatch.
     int micro() const { return microbatch > 0 ? microbatch : batch_size / world.size; }
     bool null_class() const { return class_cond && class_dropout > 0; } // the class table's last row means "no class"
     bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
@@ -1406,8 +1416,10 @@ static std::vector<std::string> choices(const Flag& f) {
     return words;
 }
 
-// Ends the program, because a flag is set to a word that some place of the program does not know. Whoever adds a word
-// to common/flags.h finds all such places by this message: a new word is never silently taken for an old one.
+// Ends the program, because a flag is set to a word that some place of the program does not know. Most places that
+// depend on a flag's word call this function, so whoever adds a word to common/flags.h finds these places by this
+// message. But a place that only compares the flag with one word (such as Config::muon) takes a new word for one of the
+// other old words, without a message.
 [[noreturn]] static void unknown_word(const char* flag, const std::string& word) {
     die("--%s %s: a part of this program does not know that word yet; choose another one", flag, word.c_str());
 }
@@ -2051,7 +2063,9 @@ static void check_microbatch(Config* c, const std::string& where) {
     const int before = c->microbatch;
     const bool works = before <= share && share % c->micro() == 0;
     if (works) {
-        if (N > 1) c->microbatch = c->micro(); // 0 becomes the share, so a resumed run on other ranks can keep it
+        // 0 becomes the share. So a checkpoint holds this number, and a run that is resumed with another number of
+        // ranks can keep the same microbatch.
+        if (N > 1) c->microbatch = c->micro();
         return;
     }
     // A microbatch that does not work is an error if the user has set it, or if there is only one process. Otherwise
@@ -2125,8 +2139,8 @@ static void check_run(Config* c, const std::string& where) {
 // How a parameter is initialised: see init_params.
 enum ParamInit { INIT_UNIFORM, INIT_NORMAL, INIT_ONE, INIT_ZERO };
 
-// A parameter. Its offset, in floats, is the same in all flat arrays, such as those of the weights and of the
-// gradients. (Moments and averages are slices of flat arrays: see Slice.)
+// A parameter. Its offset, counted in elements, is the same in all flat arrays, such as those of the weights, of their
+// copies and of the gradients. (Moments and averages are slices of flat arrays: see Slice.)
 struct Param {
     std::string name;
     std::vector<int> shape; // as in PyTorch
@@ -2174,7 +2188,7 @@ struct Layer {
     int saved = -1;     // the buffer of what the forward pass keeps: GROUPNORM mean and rstd, ATTENTION SoftmaxRows
     int block_end = -1; // --use_checkpoint: this layer is computed again before the backward pass of layer block_end
 
-    // The plan (see plan_gradients, plan_waits, plan_fusions).
+    // The plan (see plan_gradients, plan_fp8_gradients, plan_waits, plan_fusions).
     GradPlan d1{}, d2{};      // the buffers of the gradients of x1 and x2
     int dout = -1, demb = -1; // the buffers of the gradients of out, and of the layer's columns of the embedding
     int dout_fp8 = -1;        // CONV with fp8_gradient: the buffer of dout in FP8
@@ -2186,9 +2200,11 @@ struct Layer {
 
 // A part of the arena: the memory of a tensor, a gradient, or something else that a layer keeps.
 struct Buffer {
-    size_t bytes;                           // how many bytes the buffer has for one sample
-    int first_use = INT_MAX, last_use = -1; // the first and the last time at which it is in use (see plan_lifetimes)
-    size_t offset = 0;                      // the buffer's first byte in the arena
+    size_t bytes; // how many bytes the buffer has for one sample
+    // The first and the last time at which the buffer is in use (plan_lifetimes). The head of section 6 says how time
+    // is counted.
+    int first_use = INT_MAX, last_use = -1;
+    size_t offset = 0; // the buffer's first byte in the arena
     // If the tensor in this buffer is computed again (--use_checkpoint), the index of the buffer for the new result. If
     // not, this buffer's own index.
     int again;
@@ -2200,9 +2216,9 @@ struct UNet {
     std::vector<Tensor> tensors;
     std::vector<Layer> layers;
     std::vector<Buffer> buffers;
-    size_t num_params = 0;                 // how many parameters there are, without padding
+    size_t num_params = 0;                 // how many numbers all parameters have together, without padding
     size_t flat_size = 0;                  // how many floats a flat array has, with padding
-    size_t plain_size = 0;                 // the first plain_size floats are read in fp32, not from a copy
+    size_t plain_size = 0;                 // kernels read the first plain_size weights in fp32, not from a copy
     int input = -1, emb = -1, output = -1; // indices of tensors; emb: the embedding's projections for all blocks
     int residual_blocks = 0;
     double flops = 0; // floating-point operations of one image's forward pass; a multiply-add is 2 of them
@@ -2234,7 +2250,8 @@ struct Fp8Weights {
     const uint8_t* weights = nullptr;
     const float* factors = nullptr; // the factors of norms' results and of convolutions' sums: see make_fp8_weights
     // Training:
-    const uint8_t* turned = nullptr;        // the same weights in the order in which input gradients read them
+    const uint8_t* turned = nullptr;        // the weights of all convolutions with Layer::fp8_gradient, in the order in
+                                            // which input gradients read them
     const float* gradient_factor = nullptr; // (1): gradients are multiplied by this before they are rounded
     const float* dx_factors = nullptr;      // all equal, one for each channel of a layer's input: the sums of an input
                                             // gradient are multiplied by these
@@ -2301,7 +2318,8 @@ struct LayerArgs {
         const Element in = net->tensor(layer->x1).element, to = net->tensor(layer->out).element;
         return {B, H, W, Cin, C2, Cout, layer->kernel, layer->stride, layer->upsample, in, to};
     }
-    // CONV: the weight gradient to compute. It is in FP8 if the layer's forward product was (choose_fp8).
+    // CONV: what is needed to compute the weight gradient. The weight gradient is computed from FP8 numbers if the
+    // layer's forward product was (choose_fp8).
     WeightWork weight_work() const {
         WeightWork w{dweight, dbias, demb, emb_stride, dout, x1, x2, conv()};
         if (!weight_fp8) return w;
@@ -2454,8 +2472,8 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 //      all its weights of two or more dimensions. Muon can't do that if a side of the matrix that make_muon makes of
 //      such a weight is not a multiple of 32
 //   5. if a flag chooses the kind: the flag's row, as the list for an objective describes it (section 8), and the same
-//      layer in common/model.py. A model file does not name its layers: check_size only notices if the number of
-//      parameters is another
+//      layer in common/model.py. A model file does not name its layers. If a file was made with other layers,
+//      check_size notices this only if the total number of parameters is another
 static double no_flops(const LayerArgs&) { return 0; }
 static Workspace no_workspace(const LayerArgs&) { return {}; }
 struct LayerKind {
@@ -3429,7 +3447,8 @@ static void plan_lifetimes(UNet* net) {
         use(back, {l.d2.d, l.d2.add1, l.d2.add2, l.d2.fp8});
         if (l.out == net->output) use(L + 1, {l.dout}); // the loss writes it
         const bool again = l.block_end >= 0;
-        if (again) use_forward(l, 2 * L + 1 - l.block_end); // just before the backward pass of its block
+        // The layer is computed again just before the backward pass of its block's last layer (block_end).
+        if (again) use_forward(l, 2 * L + 1 - l.block_end);
     }
 }
 
@@ -3462,8 +3481,8 @@ static void place_buffers(UNet* net, int B) {
     }
 }
 
-// Ends the program if the weights and the arena are larger than the device's free memory. The message says which batch
-// would fit.
+// Ends the program if the arena, the weights and, in training, the other arrays of the same length (gradients, moments,
+// averages, copies) need more than the device's free memory. The message says which batch would fit.
 static void check_memory(UNet* net, bool training) {
     const double GIB = 0x1p30;
     const Config& c = net->config;
@@ -3537,9 +3556,10 @@ static void plan_memory(UNet* net, int B, bool training) {
 
 // =====================================================================================================================
 // 7. Forward and backward: two walks over the list
-// A step calls unet_forward, which calls forward_layer for each layer. Then it calls unet_backward, which goes from the
-// last layer to the first. unet_backward does not compute the weight gradient of each convolution at once: it collects
-// several of them, and computes these together on the side stream (WeightGradients).
+// A training step calls unet_forward, which calls forward_layer for each layer. Then it calls unet_backward, which goes
+// from the last layer to the first. unet_backward does not compute the weight gradient of each convolution at once: it
+// collects several of them, and computes these together on the side stream (WeightGradients). Samplers and validation
+// call unet_forward alone.
 
 // `mark` is called before each operation is started. In this program it does nothing. dev/benchmarks/bench.cu replaces
 // it by a function that takes time stamps.
@@ -3588,8 +3608,9 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
 static float* output_gradient(UNet* net) { return buffer_data<float>(net, net->layers.back().dout); }
 
 // Collects the weight gradients of convolutions during the backward pass. They wait until they fill the GPU together,
-// or until some layer needs one of them to be complete (plan_waits), or until the backward pass is almost over
-// (unet_backward). Then they are all computed together, on the side stream.
+// or until some layer needs one of them to be complete (plan_waits), or until the backward pass reaches the network's
+// first convolution or its own end (unet_backward). Then all that wait are computed together, on the side stream. (If
+// allowed.batches is false, each is computed alone, without waiting.)
 struct WeightGradients {
     UNet* net;
     const std::function<void(size_t, Stream*)>& done; // see unet_backward
@@ -3603,10 +3624,10 @@ struct WeightGradients {
     // Launches the weight gradients that wait. After that, the weight gradients of all layers from `last` on have been
     // launched.
     void launch_waiting() {
-        // When this launch's work is finished, all gradients from index complete_from on are complete. So complete_from
-        // must lie after the weights of every convolution whose weight gradient is not launched yet. From plain_size
-        // on, the flat array holds nothing but convolutions' weights. Of the gradients before plain_size, some are only
-        // complete at the end of the backward pass (finish_gradients).
+        // When this launch's work is finished, the flat array of the gradients is complete from index complete_from on.
+        // So complete_from must lie after the weights of every convolution whose weight gradient is not launched yet.
+        // From plain_size on, the flat array holds nothing but convolutions' weights. Of the gradients before
+        // plain_size, some are only complete at the end of the backward pass (finish_gradients).
         size_t complete_from = net->plain_size;
         for (int i = 0; i < last; i++) {
             const Layer& l = net->layers[i];
@@ -3659,7 +3680,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
             // left in the backward pass. Without --use_scale_shift_norm, convolutions read the embedding, and the
             // embedding's gradient (demb) is computed together with their weight gradients. Then the embedding's layers
             // wait for those weight gradients, but they need not wait for l's. So the weight gradients that are waiting
-            // now are launched alone, before l's weight gradient is added.
+            // now are launched alone, before l's weight gradient is added. (With --cond_channels or --patch_size, the
+            // first convolution reads another tensor, and this is not done.)
             if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.launch_waiting();
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
             if (l.rounds_dout) round_gradient(a.dout_fp8, a.dout, (size_t)B * a.Hout * a.Wout * a.Cout);
@@ -3691,10 +3713,11 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //
 //   1. common/flags.h:
 //      its word, added at the end of the row of `objective`, because model files hold the word's place in this row;
-//      rows for its parameters, if it has any. If a model file has to keep a parameter, its row is SAVED(slot, ...),
-//      and check_lists must no longer list this slot as unused. The slots that are still free are those of a run: files
-//      of weights alone do not hold them, so samples would use the flag's default. For a parameter that samples need,
-//      make its slot an exception where model_header and take_model_file test is_of_run, and in check_lists;
+//      rows for its parameters, if it has any. If a model file has to keep a parameter, its row is SAVED(slot, ...) or
+//      FREE(slot, ...), and check_lists must no longer list this slot as unused. All slots that are still unused are
+//      among those of a run: files of weights alone do not hold them, so samples would use the flag's default. For a
+//      parameter that samples need, make its slot an exception where model_header and take_model_file test is_of_run,
+//      and in check_lists;
 //      the rows OBJECTIVES(...). Such a row names the objectives for which the flags below it exist. For parameters
 //      that only the new objective has, add a new row OBJECTIVES above their rows. If the new objective shares
 //      parameters of edm (sigma_data, P_mean, P_std), add its word to OBJECTIVES(of_edm, "edm|ect"). If you forget
@@ -3777,7 +3800,7 @@ HD static inline Question flow_question(double ratio) {
 }
 
 // Returns what the network is shown, told and asked (a Question) if noise and x_0 are mixed in this ratio, by the
-// formulas of `frame`: EDM or flow. It is never called for ddpm, whose levels are a table (ddpm_levels, level_at).
+// formulas of `frame`: EDM or flow. It is never called for ddpm, whose levels are made by ddpm_level.
 HD static inline Question ask(Frame frame, double ratio, double sigma_data) {
     switch (frame) {
     case Frame::DDPM: break;
@@ -3983,9 +4006,9 @@ static Objective make_objective(const Config& c) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the level of a training sample, drawn, and its share of the loss
-// These functions compute how noisy a sample of a training step is, and what its loss consists of. Each works on one
-// sample, one timestep or one value. The CPU (dev/reference.h) calls them in loops, and the GPU's kernels call them in
-// each thread.
+// These functions compute how noisy a sample of training or validation is, how --augment changes its image, what
+// picture --cond makes of the image, and what the sample's loss consists of. Each works on one sample, one timestep or
+// one value. The CPU (dev/reference.h) calls them in loops, and the GPU's kernels call them in each thread.
 
 // --schedule_sampler loss-second-moment (Nichol & Dhariwal 2021, section 3.3): apart from a small share that is the
 // same for all t (EVEN_SHARE), the probability of drawing t is proportional to the root mean square of the latest
@@ -4053,7 +4076,8 @@ HD static inline int quarter_of_normal(float z) {
     return 2 + (z >= UPPER);
 }
 
-// Draws the noise level of a sample. words: the sample's random words.
+// Draws the noise level of a sample of training or validation. With --objective ect, it is the student's level. words:
+// the sample's random words.
 HD static inline NoiseLevel draw_level(const Objective& o, const Words& words) {
     if (o.rms_losses) return draw_weighted_level(o, words.w[0] * 0x1p-32);
     if (o.levels) return o.levels[((uint64_t)words.w[0] * o.steps) >> 32]; // all t have the same probability
@@ -4477,8 +4501,8 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
 //
 // Below, each sampler has a function that computes the coefficients of one step, from x to the next x, which is called
 // x'. In these functions, s is the sigma of x, n is the sigma of x', and z is new noise. m is an image that the sampler
-// remembers from one step to the next. A step replaces x by x'. It also replaces m by m' if .m_x or .m_x0 is not 0. The
-// coefficients are members of a Move, written here as .x, .x0 and so on:
+// remembers from one move to the next. A step is one Move, or (heun) two. A move replaces x by x'. It also replaces m
+// by m' if .m_x or .m_x0 is not 0. The coefficients are members of Move, written here as .x, .x0 and so on:
 //
 //   x' = (.x) x + (.x0) x0 + (.m) m + (.noise) z           m' = (.m_x) x + (.m_x0) x0
 //
@@ -4767,9 +4791,10 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
     const bool keeps_known = move.known_until >= 0;
     const double end = keeps_known ? move.known_until : then; // the sigma of x'
     const double next = signal_at(end);
-    // Guidance acts only in an interval of sigma (Kynkaanniemi et al. 2024). Above it, guidance would make the images
-    // less varied. Below it, guidance would change nothing that can be seen. What counts is the sigma at which the
-    // network is asked, which is the move's. (Each of the two moves of a step of heun has its own sigma.)
+    // Guidance acts only where sigma lies between --guidance_min and --guidance_max (Kynkaanniemi et al. 2024); by
+    // default it acts at every sigma. At higher sigmas, guidance would make the images less varied. At lower ones, it
+    // would change nothing that can be seen. What counts is the sigma at which the network is asked, which is the
+    // move's. (Each of the two moves of a step of heun has its own sigma.)
     const bool is_guided = move.sigma >= c.guidance_min && move.sigma <= c.guidance_max;
     SamplerStep step{};
     step.t = level.t;
@@ -4854,7 +4879,8 @@ struct Sampler {
     float* cond;                   // (device) a batch's pictures (B, H, W, cond_channels); null: there are none
     std::vector<float> pictures;   // on the host: (count, H, W, cond_channels); they are used again like value_rows
     std::vector<float> truth;      // on the host: the data's images that the pictures belong to; grids show them, too
-    // With --start_from and --inpaint, on the host: images (count, H, W, C) and masks, used again like value_rows
+    // On the host: with --start_from or --inpaint, the given images (count, H, W, C); with --inpaint also masks of this
+    // shape. Like value_rows, they are used again when all are used.
     std::vector<float> images, masks;
     float *known, *mask; // (device) with --inpaint: the images and masks of a batch (B, H, W, C)
 };
@@ -5587,7 +5613,8 @@ static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
 // --cond_file, the pictures (n, cond_channels, H, W) that the images are conditioned on. Images and pictures are sent
 // as their files hold them, as bytes or floats. The device turns bytes into floats where it reads them (image_value,
 // canvas_value). With --augment, a row of the numbers ends with the numbers that describe the image's augmentation.
-// They are zeros here; the device writes them later (augment_if_asked).
+// They are zeros here. In training, the device then overwrites them (augment_if_asked). Validation keeps the zeros,
+// because it does not change its images.
 // The batch is the samples at positions first .. first + B - 1 of the stream. This rank sends n = own_images of them.
 // In training, these are the rank's microbatches, one after the other, and some images lose their class and their
 // numbers (--class_dropout). Outside of training the rank sends all B samples.
@@ -5641,10 +5668,11 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
 // =====================================================================================================================
 // 10. Model files: weights and checkpoints, initial weights
 // A model file consists of a header and then arrays in fp32. Each array holds one number for every parameter. The first
-// array is the weights. Two bits in the header say what else the file holds. With the bit HAS_EMA, an average of the
-// weights follows. With HAS_TRAINING, AdamW's two moments and further averages follow. The checkpoint of a run with
-// --schedule_sampler loss-second-moment ends with the latest losses at each timestep. In each array the tensors are in
-// the order and the layout of PyTorch's state_dict (docs/FORMATS.md).
+// array is the weights (in a snapshot, ema_STEP.bin, an average of them: see save_snapshot). Two bits in the header say
+// what else the file holds. With the bit HAS_EMA, an average of the weights follows. With HAS_TRAINING, AdamW's two
+// moments and further averages follow. The checkpoint of a run with --schedule_sampler loss-second-moment ends with the
+// latest losses at each timestep. In each array the tensors are in the order and the layout of PyTorch's state_dict
+// (docs/FORMATS.md).
 //
 // The functions here: open_model checks a file, check_size compares it with a network, and read_array reads one of its
 // arrays; model_header makes the header of a new file; init_params draws the weights of a new run. Section 12 writes
@@ -5687,7 +5715,7 @@ constexpr int SLOT_COND_CHANNELS = 60;
 constexpr int SLOT_COND = 62; // the number of a PictureKind; the next slot holds picture_factor
 // The slots from here on are about a run. The step and the seed are in every model file. The other slots are used only
 // with HAS_TRAINING.
-constexpr int SLOT_STEP = 64; // 8 bytes
+constexpr int SLOT_STEP = 64; // 8 bytes; in a snapshot, the number of updates instead (save_snapshot)
 constexpr int SLOT_SEED = 66; // 8 bytes
 constexpr int SLOT_BATCH_SIZE = 68;
 constexpr int SLOT_MAX_STEPS = 70;
@@ -5795,7 +5823,8 @@ static bool same_value(const std::string& name, const std::string& a, const std:
 
 // A model file that was checked. Its arrays are read later, when the network has been built. They are numbered in the
 // file's order: 0 is the weights, 1 is the first average, 2 and 3 are AdamW's moments, and from 4 on there are further
-// averages. (For a matrix that Muon updates, array 2 holds Muon's momentum.)
+// averages. (For a matrix that Muon updates, array 2 holds Muon's momentum.) A file without HAS_TRAINING has only
+// array 0, or arrays 0 and 1.
 struct ModelFile : InputFile {
     // Returns whether the file holds everything that these bits stand for (HAS_EMA, HAS_TRAINING).
     bool has(int bits) const {
@@ -5877,8 +5906,8 @@ static ModelFile open_model(const std::string& path) {
          text("is not a model file (it starts with %d, not %d); %s", magic, MODEL_MAGIC, hint));
     must(version == 1, path, text("is a model file of version %d and this program reads version 1", version));
 
-    // Check the numbers that the file's size depends on. The checksum has not been compared yet, so bytes of the file
-    // may be damaged. A wrong number is reported as damage.
+    // Check the numbers that the size of the arrays depends on. The checksum has not been compared yet, so bytes of the
+    // file may be damaged. A wrong number is reported as damage.
     const int64_t n = m.header.get<int64_t>(SLOT_PARAMS);
     const int contents = s[SLOT_CONTENTS];
     const bool training = contents & HAS_TRAINING;
@@ -5951,7 +5980,7 @@ static void check_size(const ModelFile& m, const UNet& net) {
 // in one segment.
 static Slice slice_of(size_t n, int rank = 0, int ranks = 1) {
     int segments = 1;
-    if (ranks > 1) segments = world.direct ? 16 : 8; // fewer with NCCL, which needs a call for each segment
+    if (ranks > 1) segments = world.direct ? 16 : 8; // fewer with NCCL and MPI: they need a call for each segment
     const size_t row = STRETCH * segments * ranks;   // how many floats all segments have if each part is one stretch
     const size_t stretches = (n + row - 1) / row;    // how many stretches each part needs for n floats; rounded up
     return Slice{n, segments, (int)stretches, rank, ranks};
@@ -6440,8 +6469,9 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
 // have the same microbatch. Without --microbatch, the microbatch is a rank's share of the batch, which depends on N.
 // Then the runs do not compute the same bits.
 //
-// 1. The same draws. Noise, noise levels, flips, dropout, and the choice of a sample's image: each is a function of the
-//    seed, the step and the sample's index in the step. No draw depends on the rank that draws it, or on earlier draws.
+// 1. The same draws. Each random draw (for noise, noise levels, flips, dropout, the choice of a sample's image, and so
+//    on) is a function of the seed, the step and the sample's index in the step. No draw depends on the rank that draws
+//    it, or on earlier draws.
 // 2. The same parts. A microbatch is the smallest unit of work. One rank computes it as a whole, by the same kernels on
 //    the same number of images. So its gradient is the same whichever rank computes it. (This is also true of the
 //    weight gradients that WeightGradients launches together: only the network, the microbatch and the kind of device
@@ -6481,8 +6511,8 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
     const Slice& own = tr->own;
     mark({"draw t, noise; q_sample"}); // `mark` is for dev/bench, which measures how long each part takes
     const int64_t* const step = &tr->state->step;
-    // Draw the noise level and the t of each sample of the whole batch, also of the samples of other ranks: judge_step
-    // and update_rms_losses read those of all samples.
+    // Draw the noise level of each sample of the whole batch, also of the samples of other ranks. judge_step reads in
+    // which quarter each of these levels lies (tr->quarters), and update_rms_losses reads the levels.
     const RandomKey level_key{.seed = seed, .purpose = RANDOM_TIMESTEP, .step = step, .sample0 = 0};
     draw_levels(tr->levels, tr->t, tr->quarters, c.batch_size, tr->objective, level_key);
     int* const labels = (int*)(batch.device + tr->data.labels_at(images));
@@ -6500,8 +6530,9 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads;
         if (k > 0) {
             mark({"draw t, noise; q_sample"});
-            // This round overwrites `received` of all ranks. So with direct copies (world.direct), wait until all ranks
-            // have read it. With NCCL and MPI, meet does nothing: there a rank receives only when it is ready to.
+            // With several ranks, this round overwrites `received` of all ranks. So with direct copies (world.direct),
+            // wait until all ranks have read what the round before has written there. With NCCL and MPI, meet does
+            // nothing: there a rank receives only when it is ready to.
             meet();
         }
         tr->net.labels = labels + k * B;
@@ -6707,10 +6738,12 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 //   model_STEP.bin    a checkpoint, from which the run can be resumed, every --save_interval steps
 //   ema_STEP.bin      two averages of the weights, every --ema_snapshots steps
 //   best.bin          with --keep_best: the checkpoint that has the lowest validation loss
-// Files that are written every so many steps are also written at the end of the run. If there are several ranks, only
-// rank 0 writes. A full disk does not end a run at once. Rows of the log and grids that could not be written are kept
-// in memory and tried again. Instead of a checkpoint or an ema_STEP.bin that could not be written, one of a later step
-// is written.
+//   .lock             is locked until the run ends, so that no other run writes into the folder (lock_folder)
+// A run that has done all its steps also writes a checkpoint, an ema_STEP.bin and a grid at its end. If a signal or
+// unreadable data ends the run earlier, it writes them without the grid. If there are several ranks, only rank 0
+// writes. A full disk does not end a run at once. Rows of the log and grids that could not be written are kept in
+// memory and tried again. Instead of a checkpoint or an ema_STEP.bin that could not be written, one of a later step is
+// written.
 //
 // These functions do a run, in this order: train makes the Run; start_weights or restore fills its arrays; then
 // run_step is called again and again. run_step calls train_step (section 11). When something is due, run_step also
@@ -6784,7 +6817,7 @@ struct LogSummary {
     std::vector<LogPart> parts;
     int64_t rows = 1; // how many rows a part summarises; this number is doubled when parts are joined
     Guard guard{};    // the run's guard after the newest row; add_read computes it again, since rows do not hold it
-    int skipped = 0;  // of the rows that add_read has added: how many were bad since the last good one
+    int skipped = 0;  // how many bad rows add_read has added since the last good row (add leaves it as it is)
     int most_skipped = Config{}.max_bad_steps; // a run ends after so many bad steps, one after the other
     double mean = 0;    // the mean loss over about the latest tenth of the steps, at most about 50 steps
     double seconds = 0; // the length of the run when the last row's step was done
@@ -6867,9 +6900,9 @@ struct Page {
     double due = 0;      // when the page is to be written again, in seconds, as now() returns them
 };
 
-// If the disk has no room for a checkpoint or a snapshot, the program tries again later. This struct holds since when
-// it has failed, and when it tries again. There is one struct for checkpoints and one for snapshots: if a snapshot
-// could be written, a checkpoint, which is larger, may still fail.
+// If the disk has no room for a checkpoint or a snapshot, the program tries again later. This struct holds when the
+// first attempt failed, and after which step the next attempt is made. There is one struct for checkpoints and one for
+// snapshots: if a snapshot could be written, a checkpoint, which is larger, may still fail.
 struct Retries {
     double failing_since = 0; // when a file of this kind first could not be written; 0: the latest one was written
     int64_t next_step = 0;    // the first step after which the program tries again
@@ -7216,9 +7249,10 @@ static bool is_written(Run* run, Retries* retries, const std::string& name, cons
 }
 
 // Writes a model file: the header, the arrays, and `history`, which is a copy of Trainer::history or empty. slices:
-// this rank's slice of each array, in the order in which the arrays lie in the file. All ranks call this function,
-// because they gather the slices together. Only rank 0 writes. retries: the Retries of this kind of file. Returns
-// whether the file was written.
+// this rank's slice of each array, in the order in which the arrays lie in the file. (For the weights it is
+// Trainer::params, the whole array, in which this rank's slice is up to date.) All ranks call this function, because
+// they gather the slices together. Only rank 0 writes. retries: the Retries of this kind of file. Returns whether the
+// file was written.
 static bool save_arrays(Run* run, Retries* retries, const std::string& name, Header header,
                         const std::vector<float*>& slices, const std::vector<float>& history = {}) {
     const UNet& net = run->trainer.net;
@@ -7507,7 +7541,8 @@ static bool is_of_objective(const Config& c, const Flag& f) {
 }
 
 // Returns why the losses or gradients of a resumed run can't be compared with those before its checkpoint m: a text
-// that names the first flag whose value has changed, or a data file if it is another one. "": they can be compared.
+// that names the first flag whose value has changed. If no flag has changed, but the content of --data_file or
+// --cond_file has, the text names that file. "": they can be compared.
 static std::string changed_loss(const Config& c, const ModelFile& m, const Dataset& d) {
     const std::string flag = changed_flag(c, m, [&](const Flag& f) {
         const bool is_of_samples = f.slot == SLOT_SIGMA_SMALL && !c.use_kl;
@@ -7756,8 +7791,9 @@ static void save_at_the_end(Run* run) {
     }
 }
 
-// Opens --val_data_file, if there is one, and checks that its images are like those of the training data. Without
-// --val_data_file the result is an empty data set: its count is 0, and the callers measure no validation loss.
+// Opens --val_data_file and --val_cond_file, if they are given. Checks that the images have the size of the training
+// data's images, and that the images' numbers, labels and pictures fit the model. Without --val_data_file the result is
+// an empty data set: its count is 0, and the run measures no validation loss.
 static Dataset open_validation_data(const Config& c, const Dataset& data) {
     if (c.val_data_file.empty()) return Dataset{};
     Dataset val = open_dataset(c.val_data_file);
@@ -7796,8 +7832,8 @@ static void take_values_of_data(const Config& c, Sampler* s, const Dataset& d) {
     s->value_rows.assign(d.values.begin(), d.values.begin() + rows * c.cond_dim);
 }
 
-// The images of a run's grids are conditioned on the first pictures of d. d is the validation data or, without it, the
-// training data.
+// With --cond_channels, the images of a run's grids are conditioned on pictures: the first pictures of d or, with
+// --cond, pictures that are made of the first images of d. d is the validation data or, without it, the training data.
 static void take_pictures_of_data(const Config& c, Sampler* s, const Dataset& d) {
     if (!c.cond_channels) return;
     const char* const flag = c.val_cond_file.empty() ? "cond_file" : "val_cond_file";
@@ -7821,11 +7857,11 @@ static void take_folder(Run* run, const std::string& resume) {
     leave_later_snapshots(folder, run->first_step);
 }
 
-// Returns whether the folder lacks a grid or a snapshot of the step that a resumed run goes on from. A grid is missing
-// if the run was killed or stopped after it had written its checkpoint, and before it wrote the grid. A snapshot is
-// missing if, for example, the disk had no room for it, or --ema_snapshots had another value before. prefix and suffix:
-// the beginning and the end of the file's name. interval: the flag that says after how many steps such a file is
-// written. All ranks call this function together, since only rank 0 knows the folder.
+// Returns whether the folder lacks a grid or a snapshot of the step that a resumed run goes on from. A grid may be
+// missing because the run was killed or stopped after it had written its checkpoint, and before it wrote the grid. A
+// snapshot may be missing because the disk had no room for it. Both may also be missing because `interval` was another
+// number before. prefix and suffix: the beginning and the end of the file's name. interval: the flag that says after
+// how many steps such a file is written. All ranks call this function together, since only rank 0 knows the folder.
 static bool lacks_file(const Run& run, const char* prefix, const char* suffix, int interval) {
     const int64_t step = run.first_step;
     const bool is_due = interval && (step % interval == 0 || step >= run.config.max_steps);
@@ -8255,14 +8291,16 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
 
 // =====================================================================================================================
 // 13. main: the command line, then a run or samples
-// Settings that the command line leaves open are taken from elsewhere. Each setting comes from the first of these that
-// has a value for it:
+// Settings that the command line leaves open are taken from elsewhere. In general, each setting comes from the first of
+// these that has a value for it:
 //   1. the command line
-//   2. a model file (--init, --resume_checkpoint)
+//   2. a model file: with --init the settings of the model, with --resume_checkpoint also those of the run
 //   3. the data: the images' size and channels, the pictures' channels (--cond_file), and the number of classes if the
 //      preset does not set it
 //   4. the preset; without --preset, the preset that fits the size of the images
 //   5. the flag's default
+// There are exceptions. For example, some settings of a preset are replaced if they do not fit the data
+// (take_data_shape), the model (drop_preset_of_classes) or the sampler (take_ect_defaults).
 // A setting on the command line must agree with the model file, unless this setting may change from run to run.
 //
 // These functions are called in this order: run_program calls parse_command_line, and then complete_config, which reads
@@ -8409,8 +8447,9 @@ static void take_parsed_flags(Config* c, const ModelFile& model) {
 }
 
 // If the command line does not give a flag, sets the flag to the value in the model file. If the command line gives it,
-// compares the two values (take_from_file). resume: the file is a checkpoint whose run goes on. Then not only the
-// settings of the model are taken from the file, but also the settings of the run.
+// the two values must be the same, unless the flag may change from run to run (take_from_file). resume: the file is a
+// checkpoint whose run goes on. Then not only the settings of the model are taken from the file, but also the settings
+// of the run.
 static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     const std::string& path = model.path;
     const Header& h = model.header;
@@ -8479,18 +8518,20 @@ static void take_labels(Config* c, const Dataset& d) {
 }
 
 // Without --preset, --min_snr_gamma becomes 5 if there are many images, and if the preset that the program has chosen
-// sets this flag. A lower value, which some presets have, gives low noise levels less weight in the loss. The model
-// learns few images by heart, and then samples look best with such a lower value. Many images are not learned by heart.
-// Then samples are nearer to the images if low noise levels have more weight (docs/LEARNT.md, "Photographs").
+// sets this flag. A lower value, which some presets have, gives low noise levels less weight in the loss. If there
+// are few images, the model learns them by heart. Then samples look best with such a lower value. If there are many
+// images, the model does not learn them by heart. Then samples are nearer to the images if low noise levels have more
+// weight (docs/LEARNT.md, "Photographs").
 static void take_number_of_images(Config* c, const Dataset& d) {
     const bool is_default = c->by_preset.contains("min_snr_gamma") && !c->given("preset");
     if (is_default && d.count >= MANY_IMAGES) c->min_snr_gamma = 5;
 }
 
 // Without a model file: takes the size, channels and classes of the images, and the channels of the pictures, from the
-// data files, except what the command line sets. (If a preset sets num_classes, it stays, too.) Then, with or without a
-// model file, checks that the data fits the model. where: what messages begin with; "FILE: " if there is a model file,
-// otherwise "".
+// data files, except what the command line sets. (If a preset sets num_classes, it stays, too.) Also replaces settings
+// of the preset that do not fit the data: attention_resolutions, and what take_labels and take_number_of_images change.
+// Then, with or without a model file, checks that the data fits the model. where: what messages begin with; "FILE: " if
+// there is a model file, otherwise "".
 static void take_data_shape(Config* c, const Dataset& d, const std::string& where) {
     if (where.empty()) {
         if (!c->given("image_size")) c->image_size = size_text(d.H, d.W);
@@ -8581,8 +8622,9 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
         die("%s: does not hold the pictures that %s was trained with; name them with --cond_file, or name this file to "
             "go on with it",
             c.cond_file.c_str(), m.path.c_str());
-    // If the file's microbatch is 0, one process computed the whole batch at once. Several processes cannot do that.
-    // check_microbatch has seen only the 0, and not that the microbatch changes. So the message is printed here.
+    // If the file's microbatch is 0, one process computed the whole batch at once. If there are several processes now,
+    // each computes only its share at once, so the microbatch is smaller. check_microbatch could not tell this from the
+    // 0 alone. So the message that the microbatch has changed is printed here.
     const bool was_whole = m.header.slot[find_flag("microbatch")->slot] == 0;
     const int whole = m.header.slot[find_flag("batch_size")->slot];
     const bool is_chosen = world.size == 1 || c.given("microbatch");
@@ -8688,8 +8730,9 @@ static std::string preset_refuses(Config c, const char* preset, int patch, int H
     return parse_model(&c);
 }
 
-// Without --preset: chooses a preset and applies it. For the user's own images, the choice depends on their size.
-// Returns "", or a line for the user, which says why the images do not get the preset that draws the better pictures.
+// Without --preset: chooses a preset and applies it. Without --data_file and --data_dir this is DEFAULT_PRESET. For the
+// user's own images, the choice depends on their size, as explained below. Returns "", or a line for the user, which
+// says why the images do not get the preset that draws the better pictures.
 //
 // Images of 32x32 pixels and more get a preset that learns them quickly (docs/LEARNT.md, "Own pictures of other
 // sizes"). If this preset sets --patch_size, its network sees a square of 2x2 pixels as one position. From 128x128
@@ -8732,9 +8775,10 @@ static std::string apply_default_preset(Config* c, const Dataset& data) {
     return text("preset %s draws better pictures than %s, but does not fit: %s", preset, PRESET_ELSE, why.c_str());
 }
 
-// Applies the preset of a run that is resumed without --preset. So the flags that a checkpoint does not hold stay as
-// they were: the intervals, and how the run's grids are sampled. Returns false if the preset is not known, as with a
-// checkpoint of an older program.
+// Applies the preset of a run that is resumed without --preset. So flags that a checkpoint does not hold, such as
+// --save_interval or the --sampler of the run's grids, get the preset's values again. (If the command line of the run
+// had set them, it must set them again.) Returns false if the preset is not known, as with a checkpoint of an older
+// program.
 static bool apply_preset_of_run(Config* c, const ModelFile& model) {
     const uint32_t checksum = model.header.get<uint32_t>(SLOT_PRESET);
     for (const auto& [preset, settings] : PRESETS)
@@ -9067,8 +9111,9 @@ constexpr Gpu RTX_30{82, 100 * 1024, 99 * 1024, false, false, false};
 constexpr Gpu H200{132, 228 * 1024, 227 * 1024, true, true, true};
 static Gpu gpu; // the GPU of this process; start_device fills it in
 
-// A Stream is a CUDA stream (queue) and its workspace. Kernels of a stream run one after the other, so each operation
-// may overwrite the whole workspace. What an operation leaves in the workspace is lost when the next operation runs.
+// A Stream is a CUDA stream (queue) and its workspace. Kernels of a stream run one after the other. (If they overlap,
+// the later kernel waits for the earlier one before it writes: see launch_on.) So each operation may overwrite the
+// whole workspace. What an operation leaves in the workspace is lost when the next operation runs.
 struct Stream {
     cudaStream_t queue = nullptr;
     char* workspace = nullptr;
@@ -9247,9 +9292,9 @@ INLINE void store_shared(uint32_t to, uint4 v) {
 // --- mbarriers (PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier")
 // An mbarrier is a counter of 8 bytes in shared memory. It goes through phases 0, 1, 2, ... A phase ends when two
 // things have happened: `arrivals` threads (see mbarrier_init) have arrived, and all bytes that were announced for the
-// phase (mbarrier_expect) have been written by TMA (tma_load) or st.async (store_to_block). A thread that waits for a
-// phase gives only the phase's parity (0 for phases 0, 2, 4, ...). A phase and the second phase after it have the same
-// parity, so no thread may be two phases late.
+// phase (mbarrier_expect) have been written by TMA (tma_load, bulk_load) or st.async (store_to_block). A thread that
+// waits for a phase gives only the phase's parity (0 for phases 0, 2, 4, ...). A phase and the second phase after it
+// have the same parity, so no thread may be two phases late.
 INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
     PTX("mbarrier.init.shared::cta.b64 [%0], %1;", "r"(barrier), "r"(arrivals));
 }
@@ -9298,9 +9343,9 @@ INLINE void arrive_at_block(uint32_t barrier) {
 // --- Activations: pieces of 16 bytes
 // A piece is 16 bytes: VEC<T> neighbouring channels of a pixel, 8 bf16 or 4 floats. Threads load and store whole
 // pieces, because 16 bytes are the most that one instruction loads on most of the GPUs. Activations have a multiple of
-// 32 channels, so a pixel is a whole number of pieces. (What the network itself reads and returns has fewer channels:
-// see conv_few.) Kernels unpack a piece to floats, compute with the floats, and round each result once, when they pack
-// it.
+// 32 channels, so a pixel is a whole number of pieces. (The images that the network reads
+// and the predictions that it returns may have any number of channels: see conv_few.) Kernels unpack a piece to floats,
+// compute with the floats, and round each result once, when they pack it.
 template <class T> constexpr int VEC = 16 / sizeof(T);
 static int act_vec() { return 16 / (int)act_bytes(); }
 
@@ -10001,9 +10046,10 @@ template <int PENDING, class... Sums> INLINE void multiplied(Sums&... d) {
     (accumulators_ready(d), ...);
 }
 
-// Sizes that Hopper's kernels have in common. TMA and wgmma swizzle rows of 128 bytes, in groups of 8 rows. Such a row
-// holds one slice of a pixel or of a weight: 64 channels in bf16, 128 channels in FP8 (slice_channels). In both types,
-// one wgmma instruction multiplies 32 bytes of each row, which are 16 bf16 or 32 FP8 along k.
+// Sizes that Hopper's kernels have in common. In most tiles, TMA and wgmma swizzle rows of 128 bytes, in groups of 8
+// rows. (Some boxes have rows of 64 bytes: see tma_swizzle.) In a convolution, a row of 128 bytes holds one slice of a
+// pixel or of a weight: 64 channels in bf16, 128 channels in FP8 (slice_channels). If a row runs along k, one wgmma
+// instruction multiplies 32 bytes of it, which are 16 bf16 or 32 FP8 numbers.
 constexpr int SLICE_CHANNELS = 64;
 constexpr int SLICE_BYTES = SLICE_CHANNELS * (int)bytes_of(Element::BF16);
 constexpr int slice_channels(Element e) { return SLICE_BYTES / (int)bytes_of(e); }
@@ -10357,9 +10403,10 @@ template <int PITCH> struct Halo {
     }
 };
 
-// A warpgroup's sums for N pixels and for OUT_SLICES slices of 64 output channels. wgmma computes them as a matrix:
-// each row is an output channel, and each column is a pixel. multiply starts products, which run in the background.
-// Invariant: nobody reads d between multiply and wait.
+// A warpgroup's sums for N pixels and for OUT_SLICES slices of 64 output channels. (Here output channels are those of
+// the result. If the result is an input gradient, they are the convolution's input channels.) wgmma computes the sums
+// as a matrix: each row is an output channel, and each column is a pixel. multiply starts products, which run in the
+// background. Invariant: nobody reads d between multiply and wait.
 template <int OUT_SLICES, int N> struct Accumulators {
     float d[OUT_SLICES][N / 2];
     // The sums begin with the bias. A thread holds the sums of two channels of each slice b. d[b][k] belongs to the
@@ -10448,15 +10495,18 @@ template <bool TAKE_TURNS> struct Turn {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-// Used when: a tensor changes its size without a convolution. Convolutions also call these functions: PICK, if only the
-//   pixels in even rows and columns of their result are kept; spread (the reverse of PICK), for the gradients of a
-//   convolution with stride 2; and REPEAT, if the upsampled input is materialised.
+// Used when: a tensor changes its size without a convolution. Two kinds of convolutions also call these functions. A
+//   convolution with stride 2 calls PICK, if only the pixels in even rows and columns of a result are kept, and spread
+//   (the reverse of PICK), for its gradients. A convolution that upsamples its input calls REPEAT, if the upsampled
+//   input is materialised, and upsample_backward, for the input's gradient.
 // How: a block loops over pixels of an image for a few pieces of channels. If statistics of the result are wanted, the
 //   block also sums what it writes. In the backward pass, a block computes one row of an image.
-// Costs: memory traffic. No element is read or written twice.
+// Costs: memory traffic. No element is read or written twice, with one exception: the backward pass of POOL reads each
+//   gradient four times, because four pixels of dx need it. (Most of these reads find it in a cache.)
 //
-// Statistics (Stats) are two numbers of each image and channel: the sums, over all pixels, of x and of x^2. The group
-// norm that reads the tensor computes mean and variance from them, and so needs no pass of its own over x.
+// Statistics (Stats) are two numbers of each image and channel: the sums, over all pixels, of the result's elements and
+// of their squares. The group norm that reads the result computes mean and variance from them, and so needs no pass of
+// its own over this tensor.
 
 // POOL writes the average of 2x2 pixels. REPEAT writes each pixel 2x2 times. PICK keeps the pixels of even rows and
 // columns: a convolution with stride 2 gives the same values as one with stride 1 followed by PICK.
@@ -10483,9 +10533,9 @@ template <class T> INLINE void add_square(float (&sum)[VEC<T>], const T* x, int 
 //   pixel 1       [        4     5     6     7 ]      then all go on to the next THREADS / columns pixels
 //
 // A "pixel" p belongs to the smaller image, which is x for REPEAT, and `out` for POOL and PICK. In the larger image, p
-// is a square of 2x2 pixels. With stats, one block reads all pixels of its slab and computes their sums. Each thread
-// sums its pixels in fp32, and the threads' sums are added up in double. Shared memory is used only for these sums, at
-// the end.
+// is a square of 2x2 pixels. With stats, one block computes all pixels of its slab, and the sums of what it writes.
+// Each thread sums its pixels in fp32, and the threads' sums are added up in double. Shared memory is used only for
+// these sums, at the end.
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // (B, new H, new W, C)
                                                               double* stats, // (B, C, 2), or null
@@ -10545,9 +10595,10 @@ static void launch_resample(act* out, Stats* stats, const act* x, int B, int H, 
     if (stats) stats->parts = 1;
     const int pieces = C / VEC<T>;
     const int pixels = R == REPEAT ? H * W : ((H + 1) / 2) * ((W + 1) / 2);
-    // Narrow slabs give more blocks, and wide slabs read longer contiguous parts of memory. With stats, there is only
-    // one block for each slab of an image. So slabs are widened only as long as there are blocks for at least 3/4 of
-    // the multiprocessors.
+    // Narrow slabs give more blocks, and wide slabs read longer contiguous parts of memory. Without stats, several
+    // blocks share a slab, so slabs are as wide as possible (up to 8 pieces). With stats, there is only one block for
+    // each slab of an image. So slabs are widened only as long as there are blocks for at least 3/4 of the
+    // multiprocessors.
     int columns = 2;
     while (columns < 8 && pieces % (2 * columns) == 0) {
         const int blocks = B * pieces / (2 * columns);
@@ -10594,7 +10645,7 @@ static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H,
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(256)
     resample_backward_kernel(GradOf<T> dx,  // (B, H, W, C)
-                             const T* dout, // (B, H / 2, W / 2, C) or (B, 2 H, 2 W, C)
+                             const T* dout, // POOL: (B, H / 2, W / 2, C); REPEAT: (B, 2 H, 2 W, C)
                              int H, int W, int C) {
     static_assert(R == POOL || R == REPEAT, "another one needs its formula here; the gradient of PICK is spread");
     constexpr int V = VEC<T>;
@@ -11029,7 +11080,7 @@ static void values_embedding_backward(GradOf<float> dx, float* dweight, const fl
 // How: each(n, f) runs f(i) for every i < n, each in a thread of its own (section 16). In q_sample and in a sampler's
 //   step, each thread works on four values, because one quartet of Philox gives four random numbers (each_quad). Losses
 //   are summed in double, in a fixed order. The formulas are in section 8 ("Diffusion") and in dev/reference.h. Only
-//   the images of a data file may be bytes instead of fp32 (image_value).
+//   the images and pictures of a data file may be bytes instead of fp32 (image_value).
 // Costs: memory traffic. It is small, because images are much smaller than activations.
 
 // Philox makes random words in quartets. This function returns the four words of the quartet with number `quartet`, for
@@ -11231,7 +11282,7 @@ static void grey_images(float* cond, const void* images, PictureDraws draws, int
 // Makes the pictures of --cond mask. `cond` is (B, HW, C + 1): the image, which is 0 in the holes, and then the mask.
 // All threads of a sample draw the same holes. The holes are placed in the image as the network sees it, which may be
 // mirrored already. So the holes themselves are not mirrored. A picture that is left out is 0 in all channels, the mask
-// included. Other masks are 1 (a hole) or -1 (known).
+// included. In all other pictures, the mask is 1 (a hole) or -1 (known).
 static void mask_images(float* cond, const void* images, PictureDraws draws, int B, int C, int H, int W, int bytes) {
     const int HW = H * W;
     const RandomKey key = of_purpose(draws.key, RANDOM_MASK);
@@ -11310,8 +11361,8 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
 constexpr int LOSS_PARTS = 4; // how many blocks share an image
 
 // SUM_BLOCKS is how many blocks of 1,024 threads should run on a multiprocessor at the same time (the second number of
-// __launch_bounds__). With only one block all threads would wait for memory at the same time. Two blocks fit if the
-// multiprocessor can run 2,048 threads. On GPUs of compute capability 8.6, 8.9 and 12.0 it can run only 1,536.
+// __launch_bounds__). With two blocks, one of them can load while the other one waits at a barrier. Two blocks fit if
+// the multiprocessor can run 2,048 threads. On GPUs of compute capability 8.6, 8.9 and 12.0 it can run only 1,536.
 constexpr int SUM_BLOCKS = ARCH == 800 || ARCH == 900 || ARCH == 1000 ? 2 : 1;
 
 // Adds up the values v of a block's 1024 threads. Only the threads of the first warp may use the result, because only
@@ -11356,7 +11407,7 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
         const float wanted = target[first_target + i];
         const float d = out[at_mean] - wanted;
         BoundTerm term{};
-        if (BOUND) { // the bound's term needs the predicted variance and the true x0
+        if (BOUND) { // the bound's term needs v, the answer for the variance (0 if it is not learned), and the true x0
             const float v = Cout > C ? out[at_variance] : 0.0f;
             // The formula that computes x0 from an answer returns the true x0 if the answer equals the target. So here
             // the formula is given the target in place of the answer.
@@ -11394,9 +11445,9 @@ static void loss_forward_backward(double* loss, float* dout, const float* out, c
 // The loss of consistency tuning is a function of an image's squared distance |x0_out (out - target)|^2. (x0_out is a
 // member of the image's NoiseLevel: if the network's answer grows by 1, the x0 that follows from it grows by x0_out.)
 // So the gradient of the loss is slope * (out - target). The slope is one number for each image, and depends on the
-// distance of the whole image (tuning_loss). So there are three launches. This kernel computes the distances, the
-// second launch computes the slopes, and the third launch computes the gradients.
-// grid (LOSS_PARTS, B). sums (B, LOSS_PARTS): each block's part of an image's distance
+// squared distance of the whole image (tuning_loss). So there are three launches. This kernel computes the squared
+// distances, the second launch computes the losses and the slopes, and the third launch computes the gradients.
+// grid (LOSS_PARTS, B). sums (B, LOSS_PARTS): each block's part of an image's squared distance
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     tuning_distance_kernel(double* sums, const float* out, const float* target, const NoiseLevel* levels, int n) {
     const size_t first = (size_t)blockIdx.y * n;
@@ -11553,8 +11604,9 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
     });
 }
 
-// Inpainting. Where the mask is not above 0, the image is known. At those places x is replaced by the known image,
-// mixed with as much noise as x has after this step:
+// Inpainting. (If a sampler's step consists of several moves, see Move, x is changed only after the last of them. After
+// the other moves known_x is 0, and x stays as it is.) Where the mask is not above 0, the image is known. At those
+// places x is replaced by the known image, mixed with as much noise as x has after this step:
 //   x = known_x image + known_sigma z
 // If the sampler then goes back to an earlier step, noise is added to all of x. So the steps that are made again can
 // make the known and the new part fit together (RePaint, Lugmayr et al. 2022):
@@ -11617,9 +11669,10 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 //   each chunk, and the second kernel computes dx. Each block of the second kernel adds up the chunks' sums for the
 //   groups of its slab. For each slab of an image, one block also computes the image's part of the parameters'
 //   gradients.
-// Costs: Memory traffic. Forward: x is read and out is written. Backward: x and dout are read twice, and dx is
-//   written. An image is only divided into so many chunks that all blocks run at the same time. So the time to start a
-//   block is spent only once. (In a very large batch an image is one chunk, and blocks still wait for others.)
+// Costs: Memory traffic. Forward: x is read and out is written. Backward: x and dout are read twice, addends are read
+//   once, and dx is written. An image is only divided into so many chunks that all blocks run at the same time. So the
+//   time to start a block is spent only once. (In a very large batch an image is one chunk, and blocks still wait for
+//   others.)
 
 constexpr int NORM_THREADS = 256;
 constexpr int NORM_SLAB = 64; // how many channels a slab has at most
@@ -11835,7 +11888,7 @@ struct LaneShare {
 // Returns where element i is written.
 template <class T> INLINE T* place_of(T* out, size_t i) { return out + i; }
 INLINE uint8_t* place_of(const Fp8Copy& out, size_t i) { return out.bytes + i; }
-// Stores the VEC<T> elements of a piece.
+// Stores the VEC<T> elements of a piece, rounded to T or to FP8. For FP8, they are first multiplied by `factor`.
 template <class T> INLINE void store_out(T* to, const float (&v)[VEC<T>], float) { store_whole(to, pack<T>(v)); }
 INLINE void store_out(uint8_t* to, const float (&v)[8], float factor) { store_whole(to, scaled_to_fp8(v, factor)); }
 
@@ -12511,8 +12564,9 @@ static void finish_gradients() {
 }
 static size_t norm_sums_bytes(const NormShape& s) { return (size_t)s.B * (s.C1 + s.C2) * sizeof(float2); }
 
-// Chooses a.chunk, the number of pixels of a chunk, so that there are about per_sm blocks for each multiprocessor. An
-// image has at most max_chunks chunks. Returns the grid.
+// Chooses a.chunk, the number of pixels of a chunk, so that there are about per_sm blocks for each multiprocessor. (In
+// a very large batch there are more blocks, although each image is one chunk.) An image has at most max_chunks chunks.
+// Returns the grid.
 static dim3 norm_grid(NormArgs& a, int per_sm, int max_chunks) {
     const int slabs = a.C / a.slab;
     const int rows = NORM_THREADS * act_vec() / a.slab; // how many pixels a block works on at a time
@@ -12670,10 +12724,11 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
 //     out (M, d) +=  P (M, SUB) x streamed rows (SUB, d)              P: the registers of S (see load_fragments)
 //
 //   In mma.sync, a result has the same layout as an A operand. So P, which replaces S in its registers, need not go
-//   through shared memory before it is multiplied. The softmax is computed while rows stream past. For each own row,
-//   the warp keeps the highest score so far and the sum of the exponentials. When a higher score comes, the earlier
-//   sums are multiplied by a factor below 1. In shared memory rows are padded by 16 bytes, so that the eight rows that
-//   ldmatrix reads at once lie in different banks.
+//   through shared memory before it is multiplied. In the forward pass, the softmax is computed while keys and values
+//   stream past. For each own query, the warp keeps the highest score so far and the sum of the exponentials. When a
+//   higher score comes, the earlier sums are multiplied by a factor below 1. (The backward pass computes P from the
+//   SoftmaxRows that the forward pass has stored.) In shared memory rows are padded by 16 bytes, so that the eight rows
+//   that ldmatrix reads at once lie in different banks.
 // Costs: For each head, the forward pass has 2 products of T x T x d, and the backward pass has 7. Five of these 7 are
 //   necessary. The other two are S and dP again: both the blocks that own queries and the blocks that own keys compute
 //   them. (If d > 128, the backward pass has 11 products: the columns of the gradients are divided into two chunks, and
@@ -14030,8 +14085,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
     if (threadIdx.x == 0) block.init();
     cluster_sync();
     const int role = block.first_head < p.all_heads ? this_warpgroup() : -1; // -1: this cluster has no head
-    // The keys are a part of qkv, which was written in the network's forward pass, long before the previous kernel. So
-    // this load need not wait for the previous kernel.
+    // The keys are a part of qkv. The previous kernel has not written qkv: it was written in the forward pass or, with
+    // --use_checkpoint, when the layers were computed again. So this load need not wait for the previous kernel.
     if (role == T::WARPGROUPS && block.thread == 0) block.load_keys(block.first_head);
     await_previous_kernel();
     if (role == T::WARPGROUPS) {
@@ -14089,8 +14144,8 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //   weights (Cout, taps x Cin)   times   patches (taps x Cin, pixels)   =   out (Cout, pixels)
 //
 // Column p of the patches holds the inputs that the filter reads for output pixel p. The patches do not exist in global
-// memory (except conv_few's). A block copies the pixels that it needs to shared memory, with zeros for the padding. The
-// tensor cores' operands are read from there.
+// memory (except those that conv_few_rows writes). A block copies the pixels that it needs to shared memory, with zeros
+// for the padding. The tensor cores' operands are read from there.
 //
 // Words of this section (tile, stage, ring, fragment and swizzle are explained at the head of this file):
 //   tap     a position (kh, kw) of the filter, which has 1 or 9 positions; a tap's number is kh * kernel + kw, where
@@ -14099,8 +14154,9 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //           conv_halo)
 //   slice   a part of the input channels (16 to 64 channels; in FP8 128). A stage of shared memory holds some pixels,
 //           and of each pixel one slice. Hopper's kernels divide the output channels into slices, too, of 64 channels.
-//   chunk   8 neighbouring channels of one pixel, or the weights of 8 neighbouring channels. A thread copies one chunk
-//           at a time.
+//   chunk   8 neighbouring channels of one pixel, or the weights of 8 neighbouring channels. In the kernels with
+//           mma.sync, a thread copies one chunk at a time. (In Hopper's kernels TMA copies whole boxes. There a chunk
+//           is 16 bytes of a box: see box_place.)
 //   k       the index over which a product sums: for weight gradients it counts pixels, in all other kernels input
 //           channels. An instruction of the tensor cores sums over 16 values of k (in FP8 over 32).
 //
@@ -14113,15 +14169,17 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //   wgmma and TMA (Hopper)       conv_tiles, conv_small; for weight gradients conv_weight_tma and, in FP8,
 //                                conv_weight_fp8. Elements are bf16 or, in a 3x3 convolution, FP8. The stride is 1, and
 //                                the input is not upsampled.
-//   conv_few                     serves the network's first layer, and the gradients of its last layer: the images and
-//                                the network's output have few channels. It writes each pixel's patch to global
-//                                memory. So the product becomes a 1x1 convolution, and one of the kernels above can
-//                                compute it.
+//   conv_few_rows,               serve the network's first layer, and the gradients of its last layer: the images and
+//   conv_few_gradient            the network's output have few channels. conv_few_rows writes each pixel's patch to
+//                                global memory. So the product becomes a 1x1 convolution, and one of the kernels above
+//                                can compute it. conv_few_gradient turns the weight gradient of the 1x1 convolution
+//                                into that of the layer.
 //
-// The same kernels, with the template parameter BACKWARD, compute an input's gradient. This gradient is a convolution,
-// too. Its input is dout, Cout and Cin change places, and the taps have the reverse order. The weights need not be
-// copied to another layout: ldmatrix.trans or wgmma transposes them on their way to the tensor cores. (FP8 does not use
-// BACKWARD. It has a second, transposed copy of the weights, see conv_backward_input_fp8.)
+// conv_halo, conv_gather, conv_tiles and conv_small also compute an input's gradient, if their template parameter
+// BACKWARD is true. This gradient is a convolution, too. Its input is dout, Cout and Cin change places, and the taps
+// have the reverse order. The weights need not be copied to another layout: ldmatrix.trans or wgmma transposes them on
+// their way to the tensor cores. (FP8 does not use BACKWARD. It has a second, transposed copy of the weights, see
+// conv_backward_input_fp8.)
 //
 // All kernels for outputs and for input gradients end in a similar way. Addends and, in the forward pass, bias and
 // embedding are added to the fp32 sums of a tile. (In FP8 the sums are first multiplied by ConvCall::factors.) Then the
@@ -14241,7 +14299,7 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
     if (l.count == 0) return;
 
     // If the number of channels is not a multiple of 4, channels are stored one at a time. Only the network's output
-    // can have such a number of channels, and it has no addends.
+    // can have such a number of channels, and it has neither addends nor statistics.
     if (std::is_same_v<T, float> && l.pitch % 4) {
         for (int i = 0; i < N; i++)
             UNROLL_FOR (int k = 0; k < 4; k++) {
@@ -14253,7 +14311,7 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
     }
 
     UNROLL_FOR (int first = 0; first < N; first += BATCH) {
-        float4 v[BATCH]; // v[k] belongs to pixel first + k: the sums of all K groups + bias + embedding
+        float4 v[BATCH]; // v[k] belongs to pixel first + k: the sums of all K groups (forward: + bias + embedding)
         UNROLL_FOR (int k = 0; k < BATCH; k++) {
             v[k] = *(const float4*)(staged + (first + k) * NEXT_PIXEL);
             UNROLL_FOR (int g = 1; g < Tile::K_GROUPS; g++) {
@@ -14401,8 +14459,8 @@ template <class T> INLINE uint32_t chunk_place(int chunk, int key) { return (chu
 
 // Returns the place that lies `channels` channels after `place` in the same row. XOR finds it, whatever the key is: the
 // place of a chunk is chunk ^ key, and (chunk ^ key) ^ step = (chunk ^ step) ^ key. Two conditions must hold:
-//   1. The row begins at a multiple of its length or of 128 bytes, and the step is shorter than this. So the row's
-//      address has zeros in all bits that the XOR changes.
+//   1. The row begins at a multiple of its length (or of 128 bytes), and the step is shorter than this length (or than
+//      128 bytes). So the address where the row begins has zeros in all bits that the XOR changes.
 //   2. In binary, the step (channels / 8 chunks) has ones only where the number of the chunk at `place` has zeros. Then
 //      chunk ^ step = chunk + step.
 template <class T> INLINE uint32_t channels_on(uint32_t place, int channels) {
@@ -14637,7 +14695,7 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
     const int chunk = (int)threadIdx.x % CHUNKS;
     const int first_row = (int)threadIdx.x / CHUNKS;
     const uint32_t first_place; // the address that this thread's first copy is written to
-    const int first_weight;     // the index in p.weight of the first weight that this thread copies
+    const int first_weight;     // the index in p.weight of the weights of this thread's first chunk, for slice 0, tap 0
 
     INLINE HaloWeights(const ConvCall& p, uint32_t ring, int c0)
         : p(p),
@@ -14690,9 +14748,9 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         const int c = row_of_matrix + upper_c * 8;
         return channels_on<T>(c * ROW_BYTES + chunk_place<T>(upper_k, key(c)), first_k);
     }
-    // Loads one fragment: the weights of tap (kh, kw), for 16 output channels from m * 16 on, and for 16 input
-    // channels. The first of these is channel k * 16 of the K group's part of the slice. lane: the address of the row
-    // that this lane would give to ldmatrix if kw, kh, m and k were 0.
+    // Loads one fragment: the weights of tap (kh, kw), for 16 output channels (BACKWARD: of dx) from m * 16 on, and for
+    // 16 input channels (BACKWARD: of dout). The first of these input channels is channel k * 16 of the K group's part
+    // of the slice. lane: the address of the row that this lane would give to ldmatrix if kw, kh, m and k were 0.
     static INLINE void load(FragmentA<T>& a, uint32_t lane, int kw, int kh, int m, int k) {
         const int tap = kw * Tile::WEIGHT_BYTES + kh * TAP_BYTES;
         if (!BACKWARD) {
@@ -14999,8 +15057,9 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
         const int c = first_channel + upper_c * 8 + row_of_matrix;
         return c * ROW_BYTES + chunk_place<T>(upper_k, row_of_matrix);
     }
-    // Loads one fragment: the weights of the m-th group of 16 output channels of the warp, and of the k-th group of 16
-    // input channels of the slice.
+    // Loads one fragment: the weights of the m-th group of 16 output channels (BACKWARD: of dx) of the warp, and of the
+    // k-th group of 16 input channels (BACKWARD: of dout) of the slice. lane: the address of the row that this lane
+    // would give to ldmatrix if m and k were 0.
     static INLINE void load(FragmentA<T>& a, uint32_t lane, int m, int k) {
         if (BACKWARD) load_fragment<T, true>(a, channels_on<T>(lane, 16 * m), k * 16 * ROW_BYTES);
         else load_fragment<T, false>(a, channels_on<T>(lane, 16 * k), m * 16 * ROW_BYTES);
@@ -15159,7 +15218,7 @@ template <class Tile, bool BACKWARD> static void conv_gather(const ConvCall& c) 
 //     first layer's weight gradient    dout^T x rows of the input: (C, R)
 //     last layer's weight gradient     (rows of the output's gradient)^T x the layer's input: (R, C)
 //   (The last layer's forward pass needs no rows, because its input has many channels.)
-//   If activations are bf16, the rows are bf16, too. A bf16 has 8 bits of mantissa, and an fp32 value has 24. So a
+//   If activations are bf16, the rows are bf16, too. A bf16 has 8 significant bits, and an fp32 value has 24. So a
 //   value v becomes two bf16 numbers: upper = bf16(v) and lower = bf16(v - upper). The sum upper + lower has a relative
 //   error of 2^-17 at most. This is less than the error of rounding the result to bf16. A row of weights then holds the
 //   same weights twice, once for the upper and once for the lower parts of a pixel's row.
@@ -15251,9 +15310,10 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
     }
 }
 
-// Computes the layer's weight gradient from `product`. If values have two parts, each gradient is the sum of two
-// elements of `product`: one was computed with upper parts, the other one with lower parts. A thread computes the
-// gradient of weight k of channel c. Neighbouring threads read neighbouring elements of the product.
+// Computes the layer's weight gradient from `product` and, for the last layer, its bias gradient from `bias`. If values
+// have two parts, each gradient is the sum of two elements of `product` (or of `bias`): one was computed with upper
+// parts, the other one with lower parts. A thread computes the gradient of weight k of channel c. Neighbouring threads
+// read neighbouring elements of the product.
 static __global__ void conv_few_gradient(const ConvFew p) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     const int K = 9 * p.F;
@@ -15297,8 +15357,8 @@ static ConvFew plan_few(const ConvShape& s, char* memory) {
     p.bias = p.product + (size_t)p.C * p.R;
     return p;
 }
-// Returns the 1x1 convolution that replaces the layer. The rows are the input of this 1x1 convolution or, for the
-// weight gradient of the last layer, its output.
+// Returns the 1x1 convolution that replaces the layer. For the weight gradient of the last layer, the rows are the
+// gradient of this 1x1 convolution's output. In all other cases they are its input.
 static ConvShape few_shape(const ConvShape& s, bool weight_gradient = false) {
     const ConvFew p = plan_few(s, nullptr);
     const bool to_rows = p.is_last_layer && weight_gradient;
@@ -15324,8 +15384,9 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
     const int blocks = std::min(ceil_div(p.B * p.H * p.W, pixels), 5 * gpu.sms); // at most 5 for each multiprocessor
     auto* const kernel = with_act([]<class T>(T) { return conv_few_rows<T>; });
     launch_on(stream, 1, kernel, blocks, dim3(pieces, pixels), 0, p);
-    // In general a kernel loads weights before it waits for the end of the previous kernel. Here the next kernel's
-    // weights are the rows that this kernel writes. So the next kernel must not overlap this one.
+    // If weight is not null, the next kernel is a convolution whose weights are the rows that this kernel writes.
+    // Hopper's convolutions load weights before they wait for the end of the previous kernel. So the next kernel must
+    // not overlap this one.
     stream->joined |= weight != nullptr;
     return p;
 }
@@ -15337,11 +15398,11 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 // Used when: conv_weight_tma can't be used for the type (fp32), the shape or the GPU. conv_weight_halo computes 3x3
 //   with stride 1, and conv_weight_gather computes everything else.
 // How: This is a product of matrices that sums over many pixels and whose result is small. So the pixels are divided
-//   into RANGES. A block sums over one range, and goes through the range in pixel tiles of 64 pixels. A block of
+//   into ranges. A block sums over one range, and goes through the range in pixel tiles of 64 pixels. A block of
 //   conv_weight_halo computes a tile of 64 x 64 weights (output x input channels) of all nine taps. A block of
-//   conv_weight_gather computes one such tile, or in bf16 also 2 x 2 of them (see plan_weight), of one tap. The weights
-//   of a tap are divided among four warps. If a block has one tile, each of these warps computes 32 x 32 weights, which
-//   are 2 x 4 fragments of mma.
+//   conv_weight_gather computes one tap of one such tile or, for large layers in bf16, of 2 x 2 tiles (plan_weight).
+//   The weights of a tap are divided among four warps. If a block has one tile, each of these warps computes 32 x 32
+//   weights, which are 2 x 4 fragments of mma.
 //
 //     dout (pixels, 64 co) ^T      x (pixels, 64 ci)         partial sums of 64 x 64 weights
 //     +----+----+----+             +----+----+----+          range 0   range 1   range 2
@@ -15463,9 +15524,10 @@ template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Ea
 }
 
 // conv_weight_sum, the second kernel, adds up the partials of several layers. For each layer, the first blocks add up
-// the partials of the bias, and the other blocks add up the partials of the weights. For weights a block has 8 rows of
-// 32 threads. A thread sums one float4 over ranges. If there are many ranges, several rows of threads share them:
-// `groups` rows sum the same 32 float4, and each of these rows adds up every groups-th range. weight_sum_groups returns
+// the partials of the bias. If the layer has several ranges, further blocks add up the partials of the weights. (With
+// one range a layer's weights have no partials: its kernel writes dweight itself.) For weights a block has 8 rows of 32
+// threads. A thread sums one float4 over ranges. If there are many ranges, several rows of threads share them: `groups`
+// rows sum the same 32 float4, and each of these rows adds up every groups-th range. weight_sum_groups returns
 // `groups`. If there are at most 64 ranges, a thread adds up at most 8 of them.
 HD static inline int weight_sum_groups(int splits) {
     if (splits > 32) return 8;
@@ -15970,16 +16032,17 @@ static __global__ void __launch_bounds__(128, 4 - N)
 // call of Wgmma<N>::add, which is one instruction wgmma.m64nNk16. In conv_small, A and B change places: A is pixels and
 // B is weights, and multiply_small starts the products. conv_weight_tma multiplies dout by x, and has its own drawing.
 //
-// In FP8 a slice of conv_tiles and conv_small has 128 channels, so its rows have 128 bytes, too. What is said above of
-// these two kernels stays as it is, except that the instruction is wgmma.m64nNk32, and the functions that start it have
-// the name multiply_fp8. (For weight gradients FP8 has a kernel of its own, conv_weight_fp8.) Each value was multiplied
-// by a factor before it was rounded to FP8. In training the factors never change: FP8_X_FACTOR for x, FP8_WEIGHT_FACTOR
-// for weights, and for gradients the number that choose_gradient_factor returns. For --sample, each norm has a factor
-// for its output x, and each output channel has a factor for its weights (make_fp8_weights). So, apart from rounding,
-// the sum of the products of the FP8 numbers is the true sum times both factors. For each output channel,
-// ConvTma::factors holds 1 / (the product of both factors). The kernels multiply the channel's sums by this number
-// before they add bias, embedding, addend or the products of a skip connection. An input gradient in FP8 is computed as
-// a forward convolution of dout (conv_backward_input_fp8).
+// In FP8 a slice of conv_tiles and conv_small has 128 channels, so its rows have 128 bytes, too. All that is said above
+// of these two kernels is true in FP8, too, with two differences: a product sums over 32 channels (the instruction is
+// wgmma.m64nNk32), and the functions that start products have the name multiply_fp8. (For weight gradients FP8 has a
+// kernel of its own, conv_weight_fp8.) Each value was multiplied by a factor before it was rounded to FP8. In training
+// the factors never change. They are FP8_X_FACTOR for x, FP8_WEIGHT_FACTOR for weights, and for gradients the number
+// that choose_gradient_factor returns. For --sample, each norm has a factor for its output x, and each output channel
+// has a factor for its weights (make_fp8_weights). So, apart from rounding, the sum of the products of the FP8 numbers
+// is the true sum times both factors. For each output channel, ConvTma::factors holds 1 / (the product of both
+// factors). The kernels multiply the channel's sums by this number before they add bias, embedding, addend or the
+// products of a skip connection. An input gradient in FP8 is computed as a forward convolution of dout
+// (conv_backward_input_fp8).
 
 // The tensor maps of a tensor that has one part or two parts. Two parts are concatenated inputs, or their gradients.
 // Each part is divided into slices of 64 channels (in FP8, of 128). So no slice has channels of both parts.
@@ -16015,7 +16078,7 @@ struct ConvTma {
     int tiles_h, tiles_w;            // tiles of an image, down and across
     int tiles;                       // tiles of all images
     int pixel_stages, weight_stages; // conv_tiles: how many stages of pixels and of weights lie in shared memory
-    bool one_image;                  // conv_tiles: each tile lies within one image, and is one part of the statistics
+    bool one_image;                  // conv_tiles: does a tile lie in one image? Then it is one part of the statistics
     ConvOut out;
     const float* factors; // FP8: (C); the sums of channel c are multiplied by factors[c]
 };
@@ -16091,7 +16154,7 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 //     warp 11                     is idle. It exists because setmaxnreg applies to whole warpgroups: warps 8-11 give
 //                                 registers away together
 //
-//   Shared memory: | barriers | a ring of stages of pixels: slices of x, addends, then results | stages of weights |
+//   Shared memory: | barriers | a ring of stages of pixels: input slices, addends, then results | stages of weights |
 //   Template parameters:
 //     TAPS         9: 3x3; 1: 1x1
 //     BACKWARD     true: the result is the input's gradient
@@ -16262,7 +16325,8 @@ template <class T> struct PixelLoader {
 };
 
 // What the thread that loads does (warp 8).
-// Resident weights: the thread loads them before the previous kernel has ended, since that kernel does not write them.
+// Resident weights: the thread may load them before the previous kernel has ended, since that kernel does not write
+// them. (If it does write them, as conv_few_rows does, this kernel does not overlap it: see make_few_rows.)
 // Streamed weights: half way through the weights of slice i, the thread loads the next item. This is slice i + 1 or,
 // after the last slice, the first addend or the next tile's first slice. When the thread has started the loads of all
 // weights of a tile, it loads the remaining items, up to and including the next tile's first slice.
@@ -16586,14 +16650,14 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //     warps 0 .. 4 WARPGROUPS - 1    multiply; warpgroup wg has square wg % ACROSS of image wg / ACROSS
 //     warp 4 WARPGROUPS              one thread loads halos, weights and addends (TMA)
 //
-//   A step is one tap of a slice. If N is at most 64 and there is enough shared memory, it is STEP_TAPS = 3 taps,
-//   because the products of one tap are short then. The weights of the steps pass through a ring of WEIGHT_STAGES
-//   stages. At the same time the next slice's halo is loaded.
+//   A step is STEP_TAPS taps of a slice. STEP_TAPS is 3 if N is at most 64 and there is enough shared memory, because
+//   the products of one tap are short then. Otherwise it is 1. The weights of the steps pass through a ring of
+//   WEIGHT_STAGES stages. At the same time the next slice's halo is loaded.
 //
 //     shared memory: | barriers | HALOS halos | WEIGHT_STAGES steps of weights | results | pushed sums | shifts |
 //
-//   The shifts are the sums of bias and embedding. (In FP8 the factors lie behind them.) There are pushed sums only if
-//   SPLIT = 2: the other block of the cluster sends them.
+//   The addends are loaded to where the results will be written. The shifts are the sums of bias and embedding. (In FP8
+//   the factors lie behind them.) There are pushed sums only if SPLIT = 2: the other block of the cluster sends them.
 //   SPLIT = 2: the two blocks of a cluster work on the same tile. Each of them computes half of the steps. At the end
 //   each block sends the sums of N / 2 channels to the other block, and finishes the N / 2 channels that it keeps:
 //
@@ -17063,9 +17127,10 @@ template <class T> static void conv_small(const ConvCall& p) {
 //           Cout. For each D it loads fewer bytes than a block with 1 warpgroup (3x3: about a third of them, 1x1:
 //           half), which is good for large tensors. But fewer blocks work on each range. So more ranges are needed to
 //           fill the GPU, and there are up to three times as many partials.
-//   One warp loads. Further warps sum dout over the pixels. These sums are the bias gradient. Blocks for different
-//   filter rows or tiles of Cin read the same dout, but only one of these blocks has to sum it: the block that begins
-//   with filter row 0 and with the first tile of Cin.
+//   One warp loads. Further warps sum dout over the pixels. The sum over all images is the bias gradient, and the sum
+//   over one image is the gradient of the image's embedding (demb). Blocks for different filter rows or tiles of Cin
+//   read the same dout, but only one of these blocks has to sum it: the block that begins with filter row 0 and with
+//   the first tile of Cin.
 //   If there is only one range, D is the gradient, and TMA stores it in dweight. Otherwise D is a partial, and
 //   conv_weight_sum adds up the partials. One launch computes the weight gradients of several layers, since a small
 //   layer alone would leave most of the GPU idle.
@@ -17083,7 +17148,8 @@ template <int KERNEL_, int WARPGROUPS_, int TILE_W_, int STAGES_> struct WeightT
     static constexpr int PIXELS = TILE_H * TILE_W;
     static constexpr bool IS_3X3 = KERNEL == 3;              // true: a warpgroup's D holds the taps of a filter row
     static constexpr int ROWS = IS_3X3 ? 3 / WARPGROUPS : 1; // among how many blocks the filter rows are divided
-    static constexpr int NEXT_TAP = 1; // 3x3: by how much the numbers of the taps of neighbouring thirds of D differ
+    // From one third of D to the next, the number of the tap (3x3) or of the tile of Cin (1x1) grows by this much.
+    static constexpr int NEXT_TAP = 1;
     // The order of the warps: first the warps that multiply, then the warp that loads (LOADER), then the warps that sum
     // dout for the bias gradient.
     static constexpr int LOADER = 4 * WARPGROUPS;
@@ -17140,9 +17206,9 @@ template <class T> struct WeightBlock {
     bool final = p.splits == 1; // the block's sums are the whole gradients, not partials
     INLINE explicit WeightBlock(const WorkBlock<ConvWeightTma>& own) : maps(own.work), block(own.block) {}
     // Stores v, the sum of channel c of dout over the pixels of image n that lie in this block's range. (If bias_images
-    // is 1, all images are treated as image 0.) If there are several ranges, v is a partial. Otherwise v is the
-    // gradient of the image's embedding, because the forward pass adds the embedding to all pixels of the image. Then v
-    // is stored in demb, or nowhere if demb is null.
+    // is 1, all images are treated as image 0.) If there are several ranges, v is a partial, in row split + n (see
+    // ConvWeight::bias_partial). Otherwise v is the gradient of the image's embedding, because the forward pass adds
+    // the embedding to all pixels of the image. Then v is stored in demb, or nowhere if demb is null.
     INLINE void put_image_sum(int n, int c, float v) const {
         if (c >= p.shape.Cout) return;
         if (!final) p.bias_partial[(size_t)(split + n) * p.shape.Cout + c] = v;
@@ -17179,8 +17245,9 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
 // all pixels of the block's range. WARPS warps share the 64 channels: each warp adds up CHUNKS chunks of 8 channels. A
 // lane adds up one chunk of every (4 WARPS)-th pixel. Each lane's first pixel is chosen so that any 8 neighbouring
 // lanes read from all banks. At the end of an image the lanes that have summed the same chunk add up their sums. For
-// this, pairs of lanes exchange halves of their channels (halve), until each lane holds the full sums of VALUES
-// channels. The first of these channels is c.
+// this, pairs of lanes exchange halves of their channels (halve), until each lane holds the sums of VALUES channels.
+// The first of these channels is c. (With four warps, two lanes then have the same channel, and lane_sum adds up their
+// sums.)
 template <class T> struct ChannelSums {
     static constexpr int WARPS = T::DOUT_PARTS > 1 ? 1 : T::BIAS_WARPS;
     static constexpr int CHUNKS = 8 / WARPS;
@@ -17373,7 +17440,8 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 //   A strip is 16 neighbouring pixels of x, transposed, with 64 channels. If the pixel tile is 16 wide, strip r holds
 //   row r of the tile of x. The first row of this tile lies above row 0 of dout. So for row r of dout, the taps kh = 0,
 //   1, 2 read strips r, r + 1, r + 2. These strips are neighbours in memory, so they are the three thirds of one
-//   operand B. If the pixel tile is 8 wide, strip r holds rows r and r + 1 of x, so a row lies in two strips.
+//   operand B. If the pixel tile is 8 wide, strip r holds rows r and r + 1 of x, so each row but the first and the last
+//   lies in two strips.
 //   So the choice of strips shifts x up and down, by kh. The shift to the left and to the right, by kw, is a shift of
 //   dout: each warpgroup loads pixels of dout that begin one column further to the left than those of the warpgroup
 //   before it. Therefore the tile of x has a border above and below, and the tile of dout has one to the left and to
@@ -17390,7 +17458,9 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 //   sums of dout. They are another product, dout times ones (SumsOfDout). Before D is written, it is divided by the
 //   factors that x and dout were multiplied by. The sums of dout are divided by dout's factor alone.
 //
-//   Shared memory: | barriers | a ring of tiles of x | a ring of tiles of dout | a ring of tiles of strips |
+//   Shared memory: | barriers | a ring of tiles of strips | a ring of tiles of x | a ring of tiles of dout |
+//   The thirds of B overlap, so B takes less room in a stage of strips than its 192 x 32 bytes. compute-sanitizer does
+//   not know this: it expects 6,144 bytes from B's beginning on. So the strips must not lie at the end of the memory.
 // Costs: the time of the products, which is 1,152 cycles for a tile 16 wide and 8 high. Shared memory is busy nearly as
 //   long: for this tile, TMA writes 19 KB, transposing reads and writes 20 KB, ldmatrix loads 24 KB, and wgmma reads
 //   72 KB of B. These 135 KB take about 1,080 cycles.
@@ -17445,7 +17515,7 @@ template <int TILE_W_, int STAGES_X, int STAGES_DOUT, int STAGES_STRIPS> struct 
     static_assert(SHARED_BYTES <= hopper_shared(1), "a multiprocessor has room for one block");
     static_assert(TILES_BYTES >= 3 * 2 * 3 * BYTES_OF_64_ROWS, "put_dweight writes a block's sums over the tiles");
     // Returns the output channel that row i (0 or 1) of a thread's D belongs to, among the 16 channels of its warp. The
-    // two are neighbours.
+    // channels of rows 0 and 1 are neighbours.
     static INLINE int row_channel(int lane, int i) { return lane / 4 * 2 + i; }
 };
 
@@ -17618,16 +17688,16 @@ INLINE void multiply_tiles_fp8(const WeightBlock<T>& work, auto& douts, auto& st
     multiplied<0>(d);
 }
 
-// Roles: warps 0 .. 11 multiply, warp 12 loads, warps 13 .. 15 transpose x. The warpgroup of the middle column (kw = 1)
-// also sums dout, since it reads dout without a shift.
+// Roles: warps 0 .. 11 multiply, warp 12 loads, warps 13 .. 15 transpose x. If this block has to sum dout (sums_bias),
+// the warpgroup of the middle column (kw = 1) also does this, since it reads dout without a shift.
 template <class T> // T: a WeightTileFp8
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_fp8_kernel(const __grid_constant__ TmaBatch b) {
 #if __CUDA_ARCH__ == 900
     const WeightBlock<T> work(b.work_of_this_block());
     SharedMemory shared(T::BARRIERS);
+    Pipeline<T::STRIPS_STAGE> strips(shared, T::RING_STRIPS, T::WARPGROUPS, T::TRANSPOSERS);
     Pipeline<T::X_STAGE> xs(shared, T::RING_X, T::TRANSPOSERS);
     Pipeline<T::DOUT_STAGE> douts(shared, T::RING_DOUT, 4 * T::WARPGROUPS);
-    Pipeline<T::STRIPS_STAGE> strips(shared, T::RING_STRIPS, T::WARPGROUPS, T::TRANSPOSERS);
     const int warp = threadIdx.x >> 5;
     if (threadIdx.x == T::LOADER * 32) {
         prefetch_tensor_map(&work.maps.x.map1);
@@ -17672,7 +17742,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_fp8_kernel(c
     if (!work.final) return put_partial<T>(work, kw, work.co_tile, acc);
     // After this barrier no warp reads the tiles any more, so put_dweight may overwrite them.
     warps_sync(2, 128 * T::WARPGROUPS);
-    put_dweight<T>(work, kw, work.co_tile, acc, xs.stage(0).address + kw * 2 * 3 * BYTES_OF_64_ROWS);
+    put_dweight<T>(work, kw, work.co_tile, acc, strips.stage(0).address + kw * 2 * 3 * BYTES_OF_64_ROWS);
 #endif
 }
 
@@ -18063,11 +18133,11 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 //   network, because a single matrix has too little work for a GPU. A block computes one tile of a result, of 128 x 128
 //   or 64 x 64 elements. Each sum is computed by one block, in a fixed order, so it has the same bits in every run. The
 //   operands pass through a ring of stages in shared memory, as in conv_gather (section 20). Parts of that section and
-//   of section 16 are used here, too: copy_channels, channels_on, chunk_place, places, take_apart_copies; FragmentA,
-//   load_fragment, multiply. Their comments speak of channels. Here these are neighbouring numbers of a line
-//   (MuonOperand explains lines). In the five iterations X, A and B are stored in the type of the activations, T. The
-//   momentum before them and the directions after them are always floats. A and B are symmetric. So only those of their
-//   tiles are computed that lie on the diagonal or above it, and each element above the diagonal is stored at two
+//   of section 16 are used here, too, such as copy_channels, channels_on, chunk_place, places, take_apart_copies,
+//   FragmentA, load_fragment and multiply. Their comments speak of channels. Here these are neighbouring numbers of a
+//   line (MuonOperand explains lines). In the five iterations X, A and B are stored in the type of the activations, T.
+//   The momentum before them and the directions after them are always floats. A and B are symmetric. So only those of
+//   their tiles are computed that lie on the diagonal or above it, and each element above the diagonal is stored at two
 //   places.
 // Costs: with S and L for a matrix's short and long side, about 16 S S L + 5 S S S operations on the tensor cores, and
 //   more if S is only a few tiles, since a tile on the diagonal is computed whole. (A multiplication and an addition
@@ -18234,7 +18304,8 @@ template <class Operand, int N, bool IS_LEFT> struct MuonSide {
         UNROLL_FOR (int i = 0; i < 4 * N; i++) {
             // row and of_k: the row and the k of the first number of the chunk that is copied in round i. A round
             // copies LINES_AT_ONCE lines. If TRANSPOSED, a line holds one k of 64 rows, so that 64 lines belong to
-            // these rows. The first TIMES rounds copy them, and the next TIMES rounds the lines of the next 64 rows.
+            // these rows. The first TIMES rounds copy them. If N = 2, the next TIMES rounds copy the lines of the next
+            // 64 rows.
             constexpr int TIMES = MUON_LINE / LINES_AT_ONCE;
             const int row =
                 first_row + (TRANSPOSED ? i / TIMES * MUON_LINE + 8 * copied_chunk : copied_line + LINES_AT_ONCE * i);
@@ -18434,7 +18505,7 @@ static MuonTiles muon_tiles(const MuonWork& muon, bool of_squares) {
     int size = 128;
     std::vector<MuonTile> list = cut(size);
     // Smaller tiles are used if there are too few large ones, and always with floats: for tiles of 128 x 128, the
-    // stages of floats would not fit into shared memory.
+    // stages of floats would take 192 KB of shared memory. Many GPUs have less (see the static_assert in MuonRing).
     if (act_parts() > 1 || (int)list.size() < 2 * gpu.sms) {
         size = 64;
         list = cut(size);
@@ -18470,9 +18541,10 @@ static void launch_muon(const MuonIteration<T>& work, const MuonWork& muon, cons
     run(muon_kernel<T, 1, PRODUCT>, MuonRing<T, 1>::SHARED_BYTES);
 }
 
-// |X| is found without a kernel of its own: |X|^2 is the trace of X X^T. For this product, muon_kernel needs X in type
-// T. So X, a flat array of floats, is first copied to muon.X undivided. Then it is copied once more, divided by |X|.
-// Iterations 0, 2 and 4 read muon.X and write to the array X, and iterations 1 and 3 do the reverse.
+// Replaces Nesterov's momentum in X, a flat array of floats, by the directions of all of Muon's matrices. |X| is found
+// without a kernel of its own: |X|^2 is the trace of X X^T. For this product, muon_kernel needs X in type T. So the
+// array X is first copied to muon.X undivided. Then it is copied once more, divided by |X|. Iterations 0, 2 and 4 read
+// muon.X and write to the array X, and iterations 1 and 3 do the reverse.
 static void orthogonalise(float* X, const MuonWork& muon, const StepState* state) {
     static_assert(MUON_ITERATIONS % 2, "odd, so that the last iteration writes to the array X");
     with_act([&]<class T>(T) {
@@ -18517,7 +18589,7 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     // How many microseconds each of these takes:
     constexpr double START = 1.9;    // a launch, and the wait for the previous kernel
     constexpr double CLUSTER = 0.65; // blocks of a cluster wait for each other
-    constexpr double PART = 0.1;     // the sum of one more warp, or of one more block, is added
+    constexpr double PART = 0.1;     // the sum of one more warp is added (of one more block: twice as long)
     constexpr double SLOT = 0.394;   // the latency of one more vector (16 bytes) for each thread
     constexpr double SLOTS = 0.081;  // the instructions of one more vector for each of 1,024 threads
     constexpr double PER_KB = 0.037; // a multiprocessor reads or writes one KB
@@ -18671,9 +18743,10 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention: forward and, where a has dout, backward
 // Launches Hopper's kernels for bf16. Heads have DIM = 32 or 64 channels, and the number of tokens (T) is a multiple of
-// 64. Backward pass: one block computes a head of 64 tokens. If a head has 256 to 1,024 tokens, and this number is a
-// multiple of 128, a cluster computes the head, and each of its blocks owns 128 keys. For all other heads, and if the
-// GPU can't run such a cluster (attention_clusters), the portable kernel computes the backward pass.
+// 64. The forward pass always uses one of Hopper's kernels. Backward pass: one block computes a head of 64 tokens. If a
+// head has 256 to 1,024 tokens, and this number is a multiple of 128, a cluster computes the head, and each of its
+// blocks owns 128 keys. For all other heads, and if the GPU can't run such a cluster (attention_clusters), the portable
+// kernel computes the backward pass.
 template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
     using Alone = AttentionBackward<DIM, 1>;
     using Cluster = AttentionBackward<DIM, 2>;
@@ -18734,8 +18807,9 @@ static void attention_backward(act* dqkv,              // (B, T, 3C)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- convolution: forward and input gradient
-// conv_forward and conv_backward_input, at the end of this part, call conv_product, which chooses a kernel. A table
-// above conv_product shows which functions are called, from conv_product to the instructions of the tensor cores.
+// conv_forward and conv_backward_input, at the end of this part, call conv_product (in FP8 conv_product_fp8), which
+// chooses a kernel. A table above conv_product shows which functions are called, from conv_product to the instructions
+// of the tensor cores.
 // Functions whose names begin with pick_ choose a kernel's tile, by measured costs or by a table.
 static bool conv_is_halo(const ConvShape& s) { return s.kernel == 3 && s.stride == 1; }
 
@@ -18746,12 +18820,14 @@ static bool conv_is_wgmma(const ConvShape& s) {
     return act_has_wgmma() && s.stride == 1 && !s.upsample && !conv_is_few(s);
 }
 
-// Hopper's kernels can compute neither stride 2 nor upsampling. So such a convolution takes a detour: it is replaced by
-// a convolution with stride 1, whose output has the size of its input. For upsampling, the upsampled input is first
-// written to the workspace. For the gradients of a convolution with stride 2, the gradient of its output is first
-// written to the workspace, with zeros between its pixels. (A forward pass of stride 2 has a detour of another kind,
-// see conv_forward.) The detour moves more bytes. But it can use wgmma, so it is two to four times as fast. Without
-// wgmma (with mma.sync) only the gradient of an upsampled input takes the detour, which saves 17 to 45 % of the time.
+// Hopper's kernels can compute neither stride 2 nor upsampling. So such a 3x3 convolution takes a detour: it is
+// replaced by a convolution with stride 1, whose output has the size of its input. For upsampling, the forward pass and
+// the weight gradient first write the upsampled input to the workspace. The input gradient first writes the gradient of
+// the upsampled input there, and then sums it over 2 x 2 pixels. For stride 2, both gradients first write the gradient
+// of the output to the workspace, with zeros between its pixels. (A forward pass of stride 2 has a detour of another
+// kind, see conv_forward.) The detour moves more bytes. But it can use wgmma, so it is two to four times as fast.
+// Without wgmma (with mma.sync) only the gradient of an upsampled input takes the detour, which saves 17 to 45 % of the
+// time.
 static ConvShape conv_without_detour(ConvShape s) { // returns the convolution that replaces s
     s.H <<= s.upsample;
     s.W <<= s.upsample;
@@ -18801,7 +18877,8 @@ template <class Tile, class Other> static bool halo_is_faster(const ConvCall& c)
     return halo_rounds<Tile>(c) * 10 <= halo_rounds<Other>(c) * 9;
 }
 // The choice of conv_halo's tile depends on three questions. Is this the network's last convolution, which has few
-// channels? Are the images at most 8 pixels high or wide? Do tiles of 16 x 16 pixels x 64 channels fill the GPU?
+// channels? Are the images at most 8 pixels high or wide? Do tiles of 16 x 16 pixels x 64 channels fill the GPU? (In
+// bf16 the choice also depends on Cout: see pick_conv_halo_bf16.)
 static bool halo_is_last(const ConvCall& c) { return c.s.out == Element::FP32 && conv_is_last(c.s); }
 static bool halo_is_small(const ConvCall& c) { return c.H <= 8 || c.W <= 8; }
 static bool halo_fills_gpu(const ConvCall& c) {
@@ -18926,7 +19003,7 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
     };
     // SmallTile<BACKWARD, warpgroups, N (output channels), images, SPLIT, blocks per multiprocessor, element>
     using Square = SmallTile<BACKWARD, 1, 64, 1, 1, 2, E>;          // a square of 8 x 8 pixels and 64 channels
-    using SquareShared = SmallTile<BACKWARD, 1, 64, 1, 2, 2, E>;    // two blocks share a tile's taps
+    using SquareShared = SmallTile<BACKWARD, 1, 64, 1, 2, 2, E>;    // each of two blocks computes half of the steps
     using TwoImagesShared = SmallTile<BACKWARD, 2, 64, 2, 2, 1, E>; // as SquareShared, and two images share weights
     using TwoImages = SmallTile<BACKWARD, 2, 64, 2, 1, 1, E>;       // two images share weights
     using ManyChannels = SmallTile<BACKWARD, 1, 192, 1, 1, 1, E>;   // pixels are loaded once for 192 channels
@@ -19075,12 +19152,13 @@ static bool conv_is_small(const ConvCall& c) {
     return small && !c.out.skip.weight;
 }
 
-// Decides which kernel computes a convolution. A pick_ function, above, chooses the kernel's tile: in general the
-// largest tile with which every multiprocessor still has a block. The table shows how a layer of the network's list
-// leads to an instruction of the tensor cores. Each function calls the next one below it. Brackets hold another name,
-// or another end of the name. In the first two columns, what is in brackets is for FP8, except _1x1, which is for 1x1
-// convolutions. In the last two columns, what is in brackets is for fp32. In FP8, conv_product_fp8 stands in place of
-// conv_product.
+// Decides which kernel computes a convolution. A pick_ function, above, chooses the kernel's tile, by measured costs or
+// by a table of its own. Such a table in general chooses the largest tile with which every multiprocessor still has a
+// block. On small images pick_conv_small may choose conv_tiles in place of conv_small. The table below shows how a
+// layer of the network's list leads to an instruction of the tensor cores. Each function calls the next one below it.
+// Brackets hold another name, or another end of the name. In the first two columns, what is in brackets is for FP8,
+// except _1x1, which is for 1x1 convolutions. In the last two columns, what is in brackets is for fp32. In FP8,
+// conv_product_fp8 stands in place of conv_product.
 //
 //   forward_conv (section 5)     what a layer of kind CONV calls
 //   conv_forward                 fills a ConvCall. For upsampling, stride 2 or few channels it may first replace the
@@ -19231,8 +19309,8 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         return conv_backward_input(dx1, Grad{}, workspace, weight, conv_without_detour(s));
     }
     // unet_backward computes the gradient of a tensor only if needs_grad is set (add_layer). It is not set for the
-    // images, which are the first convolution's input. So the next line ends the program only if somebody adds a layer
-    // with a backward pass before the first convolution.
+    // first convolution's input: the images, or what layers without a backward pass make of them (JOIN, PATCHES). So
+    // the next line ends the program only if somebody adds a layer with a backward pass before the first convolution.
     if (conv_is_first(s)) die("internal error: the gradient of the images, which nobody needs");
     if (conv_is_last(s)) {
         if (dx1.add2) die("a convolution to %d channels has one addend to its input's gradient at most", s.Cout);
@@ -19286,7 +19364,7 @@ constexpr int PARTIAL_CYCLES = 10;
 static int weight_tile_cycles(const ConvWeight& p) {
     const ConvShape& s = p.shape;
     const bool wide = p.warpgroups == 3;
-    if (is_fp8(s.in)) return s.out_W() <= 8 ? 850 : 1400; // (on an H100, alone, it took 1,200 and 1,750)
+    if (is_fp8(s.in)) return s.out_W() <= 8 ? 850 : 1400; // (measured alone, on an H100: 1,200 and 1,750)
     if (s.kernel == 1) return wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
     if (s.out_W() <= 8) return wide ? 1450 : 600;
     if (wide) return 2400;
@@ -19317,7 +19395,7 @@ static WeightCosts weight_costs(const ConvWeight& p) {
 // Sets how the tiles of 64 channels are divided among the blocks of conv_weight_tma and conv_weight_fp8. `warpgroups`
 // is the number of warpgroups of a block of conv_weight_tma. 3x3: a block computes one tile of Cin and one tile of
 // Cout. 1x1: a block computes up to three tiles of Cin, and up to one tile of Cout for each warpgroup. (For portable
-// kernels, plan_weight calls this function to set co_tiles. Then it sets block_co and block_ci itself.)
+// kernels, plan_weight calls this function only to set co_tiles. After that, plan_weight sets block_co and block_ci.)
 static void set_warpgroups(ConvWeight* p, int warpgroups) {
     // Returns how many tiles a block computes if it may compute at most `most`, and all tiles are divided as equally as
     // possible.
@@ -19377,8 +19455,8 @@ static void plan_weights(std::span<ConvWeight> works) {
     }
 }
 
-// Plans one layer alone: sets all members of a ConvWeight except its tensors, emb_stride, bias_images, and the places
-// of the partials. (conv_weight_batch sets the former, and put_partials sets these places.)
+// Plans one layer alone. Sets all members of a ConvWeight, with these exceptions: conv_weight_batch sets its tensors,
+// emb_stride and bias_images, and put_partials sets the places of the partials.
 static ConvWeight plan_weight(const ConvShape& s) {
     const int Ho = s.out_H();
     const int Wo = s.out_W();
@@ -20053,7 +20131,8 @@ static void all_gather(void* all, const void* own, size_t bytes, Stream* stream)
     stream->joined = true;
 }
 #else // no rank can access another rank's memory
-// The exchange is complete when a call of MPI returns, so the next three functions have nothing to do.
+// The exchange is complete when a call of MPI returns, and a single process exchanges nothing. So the next three
+// functions have nothing to do.
 static void begin_exchange() {}
 static void end_exchange() {}
 static void meet() {}
