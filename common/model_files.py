@@ -367,7 +367,15 @@ def from_state_dict(config: Config, tensors: dict[str, Tensor], path: str) -> np
     for name in tensors:
         if name not in shapes:
             raise ModelFileError(f"{path}: has {name}, which a model with these flags lacks; {hint}")
-    return torch.cat([tensors[name].detach().float().flatten() for name in shapes]).numpy()
+    return torch.cat([to_float32(tensors[name].detach().flatten(), name, path) for name in shapes]).numpy()
+
+
+def to_float32(tensor: Tensor, name: str, path: str) -> Tensor:
+    """The tensor in float32; ModelFileError if it holds numbers that are finite, but beyond float32's range."""
+    rounded = tensor.float()
+    if not torch.equal(rounded.isfinite(), tensor.isfinite()):
+        raise ModelFileError(f"{path}: {name} holds numbers beyond float32's range, in which weights are kept")
+    return rounded
 
 
 SECTIONS = {"weights": "", "ema": "ema.", "m": "exp_avg.", "v": "exp_avg_sq."}  # array -> prefix in .safetensors

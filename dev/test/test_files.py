@@ -96,7 +96,9 @@ def test_round_trip_through_every_format(checkpoint: Path, tmp_path: Path) -> No
         assert (tmp_path / "f.bin").read_bytes() == source.read_bytes()
 
 
-def test_the_average_in_somebody_elses_file_is_kept(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_average_in_somebody_elses_file_is_kept(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A .pt that says nothing of its model, which flags do then, may hold the weights and their average."""
     source = twin.read_model(str(checkpoint))
     tensors = {name: model_files.to_state_dict(source.config, array) for name, array in (("model", source.weights), ("ema", source.weights / 2))}
@@ -105,6 +107,12 @@ def test_the_average_in_somebody_elses_file_is_kept(checkpoint: Path, tmp_path: 
     twin.run(["--convert", str(tmp_path / "theirs.pt"), str(tmp_path / "ours.bin"), *words])
     ours = twin.read_model(str(tmp_path / "ours.bin"))
     assert np.array_equal(ours.weights, source.weights) and np.array_equal(ours.ema, source.weights / 2)
+    # In float64 it may hold numbers that float32 can't.
+    tensors["model"] = {name: tensor.double() for name, tensor in tensors["model"].items()}
+    tensors["model"]["out.2.bias"][0] = 1e39
+    torch.save(tensors, tmp_path / "theirs.pt")
+    told = one_sentence("train_unet", twin.run, ["--convert", tmp_path / "theirs.pt", tmp_path / "more.bin", *words], capsys, monkeypatch)
+    assert "theirs.pt: out.2.bias holds numbers beyond float32's range" in told and not (tmp_path / "more.bin").exists()
 
 
 def test_header_is_the_configuration(checkpoint: Path, data: Path) -> None:
