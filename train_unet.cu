@@ -34,84 +34,84 @@
 //   8054         train: a whole run, from the first check to the exit code
 //   8118         samples, without a run
 //   8293    13. main: the command line, then a run or samples
-//   8635         what ranks must have in common
-//   8709         main
-//   8916  Part II. The device
-//   8919    14. What all devices share: elements, nonlinearities, patches of pixels
-//   9003    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9073    16. The GPU: what all kernels share
-//   9145         Launches, which may overlap
-//   9192         Decisions: what kernels are chosen with
-//   9247         Single instructions: shared memory, mbarriers, clusters
-//   9343         Activations: pieces of 16 bytes
-//   9686         each_kernel: a thread for an element
-//   9700         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9870         Swizzle: how rows lie in shared memory
-//   9891         Hopper (sm_90a): TMA, wgmma and what goes with them
-//  10176         building blocks of Hopper's kernels (sm_90a)
-//  10494    17. Small operations: resampling, embeddings, diffusion
-//  10497         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10710         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11078         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11636    18. Group norm
-//  11639         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12202         groupnorm_backward_whole: an image's slab in shared memory
-//  12607    19. Attention
-//  12715         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13280         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13428         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14137    20. Convolution
-//  14191         ConvOut: results, 4 channels of a pixel at a time
-//  14440         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14511         conv_halo: 3x3, stride 1, any GPU
-//  14936         conv_gather: any kernel size and stride, any GPU
-//  15209         conv_few: the first and the last layer
-//  15395         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16009         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16140         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16643         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17109         conv_weight_tma: weight gradients (sm_90a)
-//  17424         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17750         FP8 in training: weights and gradients are rounded
-//  17866    21. The optimiser
-//  17869         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18130         muon: directions for matrices of weights
-//  18571    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18574         groupnorm_backward
-//  18744         attention: forward and, where a has dout, backward
-//  18809         convolution: forward and input gradient
-//  19334         convolution: weight gradients
-//  19722    23. The GPU: memory, copies, repeated work
-//  19955    24. Between ranks: from device to device
+//   8636         what ranks must have in common
+//   8710         main
+//   8917  Part II. The device
+//   8920    14. What all devices share: elements, nonlinearities, patches of pixels
+//   9004    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9074    16. The GPU: what all kernels share
+//   9146         Launches, which may overlap
+//   9193         Decisions: what kernels are chosen with
+//   9248         Single instructions: shared memory, mbarriers, clusters
+//   9344         Activations: pieces of 16 bytes
+//   9687         each_kernel: a thread for an element
+//   9701         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9871         Swizzle: how rows lie in shared memory
+//   9892         Hopper (sm_90a): TMA, wgmma and what goes with them
+//  10177         building blocks of Hopper's kernels (sm_90a)
+//  10495    17. Small operations: resampling, embeddings, diffusion
+//  10498         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10711         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11079         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11637    18. Group norm
+//  11640         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12203         groupnorm_backward_whole: an image's slab in shared memory
+//  12608    19. Attention
+//  12716         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13281         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13429         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14138    20. Convolution
+//  14192         ConvOut: results, 4 channels of a pixel at a time
+//  14441         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14512         conv_halo: 3x3, stride 1, any GPU
+//  14937         conv_gather: any kernel size and stride, any GPU
+//  15210         conv_few: the first and the last layer
+//  15397         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16011         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16142         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16645         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17111         conv_weight_tma: weight gradients (sm_90a)
+//  17426         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17752         FP8 in training: weights and gradients are rounded
+//  17868    21. The optimiser
+//  17871         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18132         muon: directions for matrices of weights
+//  18573    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18576         groupnorm_backward
+//  18746         attention: forward and, where a has dout, backward
+//  18811         convolution: forward and input gradient
+//  19336         convolution: weight gradients
+//  19724    23. The GPU: memory, copies, repeated work
+//  19957    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8912, run_program 8848, train 8061, run_step 7992, train_step 6660, load_batch 5622 (read_image 5178),
-//     send 19925 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19856):
-//     step_gradients 6505: draw_levels 11097 (the formulas: draw_level 4081), forward_and_loss 6423, q_sample_forward
-//     11312, unet_forward 3589, forward_layer 3574 (a function of the layer's kind, such as forward_conv 2587),
-//     loss_forward_backward 11430, unet_backward 3664, which calls such a function as backward_conv 2594 of each layer
-//     (input gradients: conv_backward_input 19299) and, by launch_waiting 3626 on the side stream,
-//     conv_backward_weights 19715; finish_gradients 12556 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17921;
-//     judge_step 17969 (the verdict: judge_batch 6149), update_slice 6622, adamw_update 18101 (adamw_kernel 18046),
-//     next_step 17975, record_step 17981; later collect_steps 7945
+//     main 8913, run_program 8849, train 8061, run_step 7992, train_step 6660, load_batch 5622 (read_image 5178),
+//     send 19927 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19858):
+//     step_gradients 6505: draw_levels 11098 (the formulas: draw_level 4081), forward_and_loss 6423, q_sample_forward
+//     11313, unet_forward 3589, forward_layer 3574 (a function of the layer's kind, such as forward_conv 2587),
+//     loss_forward_backward 11431, unet_backward 3664, which calls such a function as backward_conv 2594 of each layer
+//     (input gradients: conv_backward_input 19301) and, by launch_waiting 3626 on the side stream,
+//     conv_backward_weights 19717; finish_gradients 12557 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17923;
+//     judge_step 17971 (the verdict: judge_batch 6149), update_slice 6622, adamw_update 18103 (adamw_kernel 18048),
+//     next_step 17977, record_step 17983; later collect_steps 7945
 //   --optimizer muon: muon_updates 6262 says which weights; update_slice 6622, update_by_muon 6612 (with the formulas),
-//     muon_momentum 18173, orthogonalise 18548 (with muon_kernel above it), adamw_kernel 18046 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11504): sample_batch 4995, plan_route 4740,
+//     muon_momentum 18175, orthogonalise 18550 (with muon_kernel above it), adamw_kernel 18048 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11505): sample_batch 4995, plan_route 4740,
 //     device_step 4788, euler_step 4525 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19181 draws all of its roads):
-//     forward_conv 2587; conv_forward 19221, with conv_product above it, which asks conv_is_wgmma 18819;
-//     on Hopper, large images: pick_conv_tiles_3x3 19126; conv_tiles 16628, with conv_tiles_kernel above it;
-//     Accumulators 10410 (its function multiply); Wgmma 9959;
-//     on Hopper, small images: pick_conv_small 18978; conv_small 17095, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9959;
-//     on any other GPU pick_conv_halo_bf16 18891; conv_halo 14923, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9754
+//   a convolution, to the tensor cores (a table above conv_product 19183 draws all of its roads):
+//     forward_conv 2587; conv_forward 19223, with conv_product above it, which asks conv_is_wgmma 18821;
+//     on Hopper, large images: pick_conv_tiles_3x3 19128; conv_tiles 16630, with conv_tiles_kernel above it;
+//     Accumulators 10411 (its function multiply); Wgmma 9960;
+//     on Hopper, small images: pick_conv_small 18980; conv_small 17097, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9960;
+//     on any other GPU pick_conv_halo_bf16 18893; conv_halo 14924, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9755
 //   why several GPUs compute the bits of one: step_gradients 6505
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 427, Silu 8966, with_nonlinearity 8976 (a case);
-//     BEHIND_NORMS, above add_norm 2818, chooses it. The embedding has SiLU as a layer: silu_forward 10996
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 427, Silu 8967, with_nonlinearity 8977 (a case);
+//     BEHIND_NORMS, above add_norm 2818, chooses it. The embedding has SiLU as a layer: silu_forward 10997
 //   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3935
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 553, and beside each other edm_question
 //     3769, ask 3804, frame_of 3817, sigma_draws 3824, has_steps_of_t 3831; the head of their section lists the changes
@@ -119,17 +119,17 @@
 //     with what follows it; a function such as add_resblock 2871 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 320, with a list of all places above it: element_named 1437,
-//     forward_and_loss 6423, ElementOf 8937, with_act 9211 (act_has_wgmma below it), unpack_bf16 9359 and all below it
-//     to load_two 9423, mma 9754, tma_type 10130, adamw_kernel 18046 (adamw_update below it), conv_product 19181
-//   the settings, to their values: parse_command_line 1633, take_aliases 1662, complete_config 8828
-//     (apply_preset 1549, take_model_file 8453, take_ect_defaults 8483), take_data_shape 8535 (take_labels 8512),
+//     forward_and_loss 6423, ElementOf 8938, with_act 9212 (act_has_wgmma below it), unpack_bf16 9360 and all below it
+//     to load_two 9424, mma 9755, tma_type 10131, adamw_kernel 18048 (adamw_update below it), conv_product 19183
+//   the settings, to their values: parse_command_line 1633, take_aliases 1662, complete_config 8829
+//     (apply_preset 1549, take_model_file 8454, take_ect_defaults 8484), take_data_shape 8536 (take_labels 8513),
 //     check_model 1932, check_run 2085
 //   FP8 (--precision fp8): choose_fp8 3072 chooses the convolutions, and above it stands a table of what is rounded,
 //     by which factor, and where. plan_fp8 3147 and plan_fp8_gradients 3162 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3207 for samples, make_fp8_training 3251 for training; add_fp8_args 2350
 //     hands them to the layers. forward_conv 2587, backward_conv 2594 and weight_work 2323 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19284 makes an input gradient a forward convolution; conv_product_fp8 19214 picks the
-//     kernel, multiply_fp8 10444 and WgmmaFp8 10003 multiply; weight gradients: conv_weight_fp8_kernel 17694;
+//     conv_backward_input_fp8 19286 makes an input gradient a forward convolution; conv_product_fp8 19216 picks the
+//     kernel, multiply_fp8 10445 and WgmmaFp8 10004 multiply; weight gradients: conv_weight_fp8_kernel 17696;
 //     print_fp8 7716 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
@@ -138,7 +138,7 @@
 //     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7199. Its
 //     reasons are found in judge_batch 6149, by healthy and suspicious above it. For a damaged header they stand in
 //     check_field 5868 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
-//     5226, for a checkpoint's counters in check_resume 8594. unknown_word 1423 prints the message for a word of a flag
+//     5226, for a checkpoint's counters in check_resume 8595. unknown_word 1423 prints the message for a word of a flag
 //     that some place does not know. Such a place calls it itself or through meaning 1429.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
 //     report_bad_step 7454 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
@@ -2627,13 +2627,13 @@ constexpr LayerKind CONV{
 static void forward_norm(LayerArgs& a) {
     float* const mean = a.saved;
     // If a convolution reads the result in FP8, the norm writes it in FP8 alone (plan_fp8).
-    groupnorm_forward(a.out_fp8.bytes ? nullptr : a.out, mean, a.rstd(), // what it writes
+    groupnorm_forward(a.out_fp8.bytes ? nullptr : a.out, mean, a.rstd(), // what it writes, besides a.out_fp8
                       a.x1, a.stats1, a.x2, a.stats2,                    // its inputs and the sums of their channels
                       a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm(), a.out_fp8);
 }
 static void backward_norm(LayerArgs& a) {
     const float* const mean = a.saved;
-    groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, // what it writes
+    groupnorm_backward(a.d1, a.d2, a.dweight, a.dbias, a.demb, // what it writes, besides d1_fp8, d2_fp8
                        a.dout, a.x1, a.x2, mean, a.rstd(),     // dout, the inputs, and what the forward pass has saved
                        a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm(), a.d1_fp8, a.d2_fp8);
 }
@@ -8229,8 +8229,8 @@ static std::string samples_as_data_file(const std::vector<float>& images, int co
 static void sample_and_stop(const Config& c, const Folder& folder, const ModelFile& model) {
     UNet net = build_unet(c);
     check_size(model, net);
-    // Each rank draws a share of the images. With guidance the network computes each image twice: with its class,
-    // numbers and picture, and without them.
+    // Each rank draws a share of the images. In guided steps the network computes each image twice: with all that it is
+    // conditioned on, and without what was sometimes left out in training. So a batch needs twice the memory.
     const int share = (c.sample + world.size - 1) / world.size; // rounded up
     const int batch_images = std::min(share, c.batch_size);
     plan_memory(&net, batch_images * (c.guided() ? 2 : 1), false);
@@ -8364,7 +8364,8 @@ static bool is_parsed(const std::string& name) {
     return name == "image_size" || name == "channel_mult" || name == "attention_resolutions" || name == "cond";
 }
 
-// Does the same as take_model_file, for a model file of unet.cu.
+// Takes the settings of the model from a model file of unet.cu, for take_model_file. If the command line gives such a
+// setting, too, the two values must be the same, unless it may change (take_from_file).
 static void take_unet_cu_file(Config* c, const ModelFile& model) {
     const Config theirs = unet_cu_config(model);
     for (const Flag& f : FLAGS) {
@@ -8945,12 +8946,12 @@ template <> struct ElementOf<bf16> {
 
 // To add a nonlinearity, write a struct like Silu below, with two functions. f(z) returns the value at z. df(u) returns
 // the derivative at z, but its argument is u = Z_FACTOR<T> z. (If df needs z itself, it begins with
-// z = u / Z_FACTOR<T>.) Then add a value to enum Nonlinearity, and its case to with_nonlinearity. The PyTorch twin has
-// its nonlinearities in common/model.py.
+// z = u / Z_FACTOR<T>.) Then add a value to enum Nonlinearity, and its case to with_nonlinearity. To use it, set
+// BEHIND_NORMS (section 5) to this value. The PyTorch twin has its nonlinearities in common/model.py.
 //
 // The group norms of the CPU build and of the GPU build call f and df. They contain no formula of a nonlinearity. In
-// the embedding, SiLU is a layer (its kind is SILU), so with_nonlinearity does not choose it. A model file does not
-// record which nonlinearity the model was trained with.
+// the embedding, SiLU is a layer (its kind is SILU), so BEHIND_NORMS does not change it. A model file does not record
+// which nonlinearity the model was trained with.
 //
 // Why df is given u: the sigmoid is computed fastest from u. For bf16, u = -z log2(e), since the hardware computes 2^u,
 // which is then e^-z. For fp32, u is z. The factor costs nothing: a norm's z is x * scale + shift, and the norm
@@ -15256,9 +15257,10 @@ INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
 }
 
 // Writes the rows of all pixels and, if there are weights, the rows of the weights. A thread writes V values of a row,
-// for many pixels. If values have two parts, the thread writes the upper parts of the V values and their lower parts.
-//   threadIdx.x   the thread writes values V threadIdx.x to V threadIdx.x + V - 1 of a half of the row (of the whole
-//                 row, if values have one part)
+// for many pixels. If values have two parts, it writes their upper parts to the row's first half, and their lower parts
+// to the same place in the second half.
+//   threadIdx.x   the thread's values are V threadIdx.x to V threadIdx.x + V - 1, counted from the beginning of a half
+//                 (of the row, if values have one part)
 //   threadIdx.y   number of the thread's pixel among those that the block writes at once
 template <class T> static __global__ void conv_few_rows(const ConvFew p) {
     constexpr int V = VEC<T>;
