@@ -52,66 +52,66 @@
 //  10495    17. Small operations: resampling, embeddings, diffusion
 //  10498         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
 //  10711         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11079         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11637    18. Group norm
-//  11640         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12203         groupnorm_backward_whole: an image's slab in shared memory
-//  12608    19. Attention
-//  12716         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13281         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13429         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14138    20. Convolution
-//  14192         ConvOut: results, 4 channels of a pixel at a time
-//  14441         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14512         conv_halo: 3x3, stride 1, any GPU
-//  14937         conv_gather: any kernel size and stride, any GPU
-//  15210         conv_few: the first and the last layer
-//  15397         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16011         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16142         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16645         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17111         conv_weight_tma: weight gradients (sm_90a)
-//  17426         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17752         FP8 in training: weights and gradients are rounded
-//  17868    21. The optimiser
-//  17871         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18132         muon: directions for matrices of weights
-//  18573    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18576         groupnorm_backward
-//  18746         attention: forward and, where a has dout, backward
-//  18811         convolution: forward and input gradient
-//  19336         convolution: weight gradients
-//  19724    23. The GPU: memory, copies, repeated work
-//  19957    24. Between ranks: from device to device
+//  11080         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11638    18. Group norm
+//  11641         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12204         groupnorm_backward_whole: an image's slab in shared memory
+//  12609    19. Attention
+//  12717         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13282         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13430         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14139    20. Convolution
+//  14193         ConvOut: results, 4 channels of a pixel at a time
+//  14442         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14513         conv_halo: 3x3, stride 1, any GPU
+//  14938         conv_gather: any kernel size and stride, any GPU
+//  15211         conv_few: the first and the last layer
+//  15398         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16012         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16143         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16646         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17112         conv_weight_tma: weight gradients (sm_90a)
+//  17427         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17753         FP8 in training: weights and gradients are rounded
+//  17869    21. The optimiser
+//  17872         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18133         muon: directions for matrices of weights
+//  18574    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18577         groupnorm_backward
+//  18747         attention: forward and, where a has dout, backward
+//  18812         convolution: forward and input gradient
+//  19337         convolution: weight gradients
+//  19725    23. The GPU: memory, copies, repeated work
+//  19958    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
 //     main 8913, run_program 8849, train 8061, run_step 7992, train_step 6660, load_batch 5622 (read_image 5178),
-//     send 19927 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19858):
-//     step_gradients 6505: draw_levels 11098 (the formulas: draw_level 4081), forward_and_loss 6423, q_sample_forward
-//     11313, unet_forward 3589, forward_layer 3574 (a function of the layer's kind, such as forward_conv 2587),
-//     loss_forward_backward 11431, unet_backward 3664, which calls such a function as backward_conv 2594 of each layer
-//     (input gradients: conv_backward_input 19301) and, by launch_waiting 3626 on the side stream,
-//     conv_backward_weights 19717; finish_gradients 12557 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17923;
-//     judge_step 17971 (the verdict: judge_batch 6149), update_slice 6622, adamw_update 18103 (adamw_kernel 18048),
-//     next_step 17977, record_step 17983; later collect_steps 7945
+//     send 19928 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19859):
+//     step_gradients 6505: draw_levels 11099 (the formulas: draw_level 4081), forward_and_loss 6423, q_sample_forward
+//     11314, unet_forward 3589, forward_layer 3574 (a function of the layer's kind, such as forward_conv 2587),
+//     loss_forward_backward 11432, unet_backward 3664, which calls such a function as backward_conv 2594 of each layer
+//     (input gradients: conv_backward_input 19302) and, by launch_waiting 3626 on the side stream,
+//     conv_backward_weights 19718; finish_gradients 12558 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17924;
+//     judge_step 17972 (the verdict: judge_batch 6149), update_slice 6622, adamw_update 18104 (adamw_kernel 18049),
+//     next_step 17978, record_step 17984; later collect_steps 7945
 //   --optimizer muon: muon_updates 6262 says which weights; update_slice 6622, update_by_muon 6612 (with the formulas),
-//     muon_momentum 18175, orthogonalise 18550 (with muon_kernel above it), adamw_kernel 18048 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11505): sample_batch 4995, plan_route 4740,
+//     muon_momentum 18176, orthogonalise 18551 (with muon_kernel above it), adamw_kernel 18049 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11506): sample_batch 4995, plan_route 4740,
 //     device_step 4788, euler_step 4525 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19183 draws all of its roads):
-//     forward_conv 2587; conv_forward 19223, with conv_product above it, which asks conv_is_wgmma 18821;
-//     on Hopper, large images: pick_conv_tiles_3x3 19128; conv_tiles 16630, with conv_tiles_kernel above it;
+//   a convolution, to the tensor cores (a table above conv_product 19184 draws all of its roads):
+//     forward_conv 2587; conv_forward 19224, with conv_product above it, which asks conv_is_wgmma 18822;
+//     on Hopper, large images: pick_conv_tiles_3x3 19129; conv_tiles 16631, with conv_tiles_kernel above it;
 //     Accumulators 10411 (its function multiply); Wgmma 9960;
-//     on Hopper, small images: pick_conv_small 18980; conv_small 17097, with conv_small_kernel and multiply_small above
+//     on Hopper, small images: pick_conv_small 18981; conv_small 17098, with conv_small_kernel and multiply_small above
 //     it; Wgmma 9960;
-//     on any other GPU pick_conv_halo_bf16 18893; conv_halo 14924, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU pick_conv_halo_bf16 18894; conv_halo 14925, with conv_halo_kernel, multiply_step, multiply_tap
 //     above it; mma 9755
 //   why several GPUs compute the bits of one: step_gradients 6505
 //   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 427, Silu 8967, with_nonlinearity 8977 (a case);
-//     BEHIND_NORMS, above add_norm 2818, chooses it. The embedding has SiLU as a layer: silu_forward 10997
+//     BEHIND_NORMS, above add_norm 2818, chooses it. The embedding has SiLU as a layer: silu_forward 10998
 //   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3935
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 553, and beside each other edm_question
 //     3769, ask 3804, frame_of 3817, sigma_draws 3824, has_steps_of_t 3831; the head of their section lists the changes
@@ -120,7 +120,7 @@
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 320, with a list of all places above it: element_named 1437,
 //     forward_and_loss 6423, ElementOf 8938, with_act 9212 (act_has_wgmma below it), unpack_bf16 9360 and all below it
-//     to load_two 9424, mma 9755, tma_type 10131, adamw_kernel 18048 (adamw_update below it), conv_product 19183
+//     to load_two 9424, mma 9755, tma_type 10131, adamw_kernel 18049 (adamw_update below it), conv_product 19184
 //   the settings, to their values: parse_command_line 1633, take_aliases 1662, complete_config 8829
 //     (apply_preset 1549, take_model_file 8454, take_ect_defaults 8484), take_data_shape 8536 (take_labels 8513),
 //     check_model 1932, check_run 2085
@@ -128,8 +128,8 @@
 //     by which factor, and where. plan_fp8 3147 and plan_fp8_gradients 3162 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3207 for samples, make_fp8_training 3251 for training; add_fp8_args 2350
 //     hands them to the layers. forward_conv 2587, backward_conv 2594 and weight_work 2323 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19286 makes an input gradient a forward convolution; conv_product_fp8 19216 picks the
-//     kernel, multiply_fp8 10445 and WgmmaFp8 10004 multiply; weight gradients: conv_weight_fp8_kernel 17696;
+//     conv_backward_input_fp8 19287 makes an input gradient a forward convolution; conv_product_fp8 19217 picks the
+//     kernel, multiply_fp8 10445 and WgmmaFp8 10004 multiply; weight gradients: conv_weight_fp8_kernel 17697;
 //     print_fp8 7716 says whether it pays
 //   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
 //     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
@@ -1244,8 +1244,8 @@ HD static inline void normals(float z[4], const Words& r) {
     }
 }
 
-// Something that is left out with probability p (an element by dropout, a class, a picture) is left out if its random
-// word is below this threshold.
+// An element (by dropout), an image's class and numbers, or an image's picture may be left out, with probability p.
+// This happens if its random word is below this threshold.
 HD static inline uint32_t dropout_threshold(float p) { return (uint32_t)((double)p * 4294967296.0); }
 
 // In each epoch the images 0 to n - 1 are in another order. Returns the number of the image at position pos. A Feistel
@@ -2216,8 +2216,8 @@ struct UNet {
     std::vector<Tensor> tensors;
     std::vector<Layer> layers;
     std::vector<Buffer> buffers;
-    size_t num_params = 0;                 // how many numbers all parameters have together, without padding
-    size_t flat_size = 0;                  // how many floats a flat array has, with padding
+    size_t num_params = 0;                 // how many numbers all parameters have together, without gaps
+    size_t flat_size = 0;                  // how many floats a flat array has before the padding at its end (Slice::n)
     size_t plain_size = 0;                 // kernels read the first plain_size weights in fp32, not from a copy
     int input = -1, emb = -1, output = -1; // indices of tensors; emb: the embedding's projections for all blocks
     int residual_blocks = 0;
@@ -10869,8 +10869,9 @@ INLINE void load_linear_stage(LinearStage& to, const LinearBackward& p, int o0, 
 // grid (tiles * splits): a block works on one tile of 64 inputs and on one split of the outputs. For 32 images at a
 // time:
 //   1. Each lane loads its inputs x.
-//   2. For 8 outputs at a time, each warp adds what these images contribute to dbias, dweight and dx.
-//   3. The block adds up the dx of its warps.
+//   2. Each warp goes through its outputs, 8 at a time. It adds the share of these images to the outputs' dweight and
+//      to its own dx. In the blocks of the first tile it also adds their share to dbias.
+//   3. If dx is wanted, the block adds up the dx of its warps.
 static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_kernel(const LinearBackward p) {
     extern __shared__ __align__(16) unsigned char memory[];
     LinearShared& shared = *(LinearShared*)memory;
@@ -20132,7 +20133,7 @@ static void all_gather(void* all, const void* own, size_t bytes, Stream* stream)
     nccl_check(ncclAllGather(own, all, bytes, ncclInt8, communicator, stream->queue));
     stream->joined = true;
 }
-#else // no rank can access another rank's memory
+#else // without NCCL: no rank can access another rank's memory
 // The exchange is complete when a call of MPI returns, and a single process exchanges nothing. So the next three
 // functions have nothing to do.
 static void begin_exchange() {}
