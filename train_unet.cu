@@ -4,146 +4,148 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    247  Part I. The program
-//    250     1. Types at the interface: what operations are called with
-//    789     2. The interface: all that the program asks of a device
-//   1171     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1275     4. Configuration: flags, presets, help, what can work and what cannot
-//   2101     5. The network: a list of layers, made of guided-diffusion's flags
-//   3133     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3143         FP8: its buffers, its factors, and weights in FP8
-//   3285         gradients, and buffers
-//   3558     7. Forward and backward: two walks over the list
-//   3700     8. Diffusion: noise schedules, objectives, samplers
-//   4008         the level of a training sample, drawn, and its share of the loss
-//   4493         samplers
-//   5087     9. Data: .bin files that may be larger than memory, the order of their images
-//   5669    10. Model files: weights and checkpoints, initial weights
-//   6060    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   6081         the learning rate, the verdict on a step, averages of the weights
-//   6176         what a trainer holds
-//   6359         a step
-//   6733    12. A run: log, guard, checkpoints, resume, samples
-//   6764         the log in memory, as the page shows it
-//   6893         what a run holds
-//   6982         the log and the status line
-//   7181         checkpoints, snapshots and grids
-//   7466         the start of a run: new, from a file's weights, or resumed
-//   7771         how a run begins and ends
-//   7941         the loop over the steps
-//   8054         train: a whole run, from the first check to the exit code
-//   8118         samples, without a run
-//   8293    13. main: the command line, then a run or samples
-//   8636         what ranks must have in common
-//   8710         main
-//   8917  Part II. The device
-//   8920    14. What all devices share: elements, nonlinearities, patches of pixels
-//   9004    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9074    16. The GPU: what all kernels share
-//   9146         Launches, which may overlap
-//   9193         Decisions: what kernels are chosen with
-//   9248         Single instructions: shared memory, mbarriers, clusters
-//   9344         Activations: pieces of 16 bytes
-//   9687         each_kernel: a thread for an element
-//   9701         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9871         Swizzle: how rows lie in shared memory
-//   9892         Hopper (sm_90a): TMA, wgmma and what goes with them
-//  10177         building blocks of Hopper's kernels (sm_90a)
-//  10495    17. Small operations: resampling, embeddings, diffusion
-//  10498         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10711         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11080         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11638    18. Group norm
-//  11641         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12204         groupnorm_backward_whole: an image's slab in shared memory
-//  12609    19. Attention
-//  12717         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13282         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13430         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14139    20. Convolution
-//  14193         ConvOut: results, 4 channels of a pixel at a time
-//  14442         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14513         conv_halo: 3x3, stride 1, any GPU
-//  14938         conv_gather: any kernel size and stride, any GPU
-//  15211         conv_few: the first and the last layer
-//  15398         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16012         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16143         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16646         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17112         conv_weight_tma: weight gradients (sm_90a)
-//  17427         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17753         FP8 in training: weights and gradients are rounded
-//  17869    21. The optimiser
-//  17872         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18133         muon: directions for matrices of weights
-//  18574    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18577         groupnorm_backward
-//  18747         attention: forward and, where a has dout, backward
-//  18812         convolution: forward and input gradient
-//  19337         convolution: weight gradients
-//  19725    23. The GPU: memory, copies, repeated work
-//  19958    24. Between ranks: from device to device
+//    249  Part I. The program
+//    252     1. Types at the interface: what operations are called with
+//    792     2. The interface: all that the program asks of a device
+//   1174     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1278     4. Configuration: flags, presets, help, what can work and what cannot
+//   2104     5. The network: a list of layers, made of guided-diffusion's flags
+//   3139     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3149         FP8: its buffers, its factors, and weights in FP8
+//   3291         gradients, and buffers
+//   3564     7. Forward and backward: two walks over the list
+//   3706     8. Diffusion: noise schedules, objectives, samplers
+//   4015         the level of a training sample, drawn, and its share of the loss
+//   4500         samplers
+//   5094     9. Data: .bin files that may be larger than memory, the order of their images
+//   5676    10. Model files: weights and checkpoints, initial weights
+//   6067    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   6088         the learning rate, the verdict on a step, averages of the weights
+//   6183         what a trainer holds
+//   6366         a step
+//   6740    12. A run: log, guard, checkpoints, resume, samples
+//   6771         the log in memory, as the page shows it
+//   6900         what a run holds
+//   6989         the log and the status line
+//   7188         checkpoints, snapshots and grids
+//   7473         the start of a run: new, from a file's weights, or resumed
+//   7778         how a run begins and ends
+//   7948         the loop over the steps
+//   8061         train: a whole run, from the first check to the exit code
+//   8125         samples, without a run
+//   8300    13. main: the command line, then a run or samples
+//   8643         what ranks must have in common
+//   8717         main
+//   8924  Part II. The device
+//   8927    14. What all devices share: elements, nonlinearities, patches of pixels
+//   9011    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9081    16. The GPU: what all kernels share
+//   9153         Launches, which may overlap
+//   9200         Decisions: what kernels are chosen with
+//   9255         Single instructions: shared memory, mbarriers, clusters
+//   9351         Activations: pieces of 16 bytes
+//   9694         each_kernel: a thread for an element
+//   9708         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9878         Swizzle: how rows lie in shared memory
+//   9899         Hopper (sm_90a): TMA, wgmma and what goes with them
+//  10184         building blocks of Hopper's kernels (sm_90a)
+//  10502    17. Small operations: resampling, embeddings, diffusion
+//  10505         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10718         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11087         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11645    18. Group norm
+//  11648         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12211         groupnorm_backward_whole: an image's slab in shared memory
+//  12616    19. Attention
+//  12724         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13289         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13437         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14146    20. Convolution
+//  14200         ConvOut: results, 4 channels of a pixel at a time
+//  14449         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14520         conv_halo: 3x3, stride 1, any GPU
+//  14945         conv_gather: any kernel size and stride, any GPU
+//  15218         conv_few: the first and the last layer
+//  15405         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16019         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16150         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16653         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17119         conv_weight_tma: weight gradients (sm_90a)
+//  17434         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17760         FP8 in training: weights and gradients are rounded
+//  17876    21. The optimiser
+//  17879         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18140         muon: directions for matrices of weights
+//  18581    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18584         groupnorm_backward
+//  18754         attention: forward and, where a has dout, backward
+//  18819         convolution: forward and input gradient
+//  19346         convolution: weight gradients
+//  19734    23. The GPU: memory, copies, repeated work
+//  19967    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8913, run_program 8849, train 8061, run_step 7992, train_step 6660, load_batch 5622 (read_image 5178),
-//     send 19928 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19859):
-//     step_gradients 6505: draw_levels 11099 (the formulas: draw_level 4081), forward_and_loss 6423, q_sample_forward
-//     11314, unet_forward 3589, forward_layer 3574 (a function of the layer's kind, such as forward_conv 2587),
-//     loss_forward_backward 11432, unet_backward 3664, which calls such a function as backward_conv 2594 of each layer
-//     (input gradients: conv_backward_input 19302) and, by launch_waiting 3626 on the side stream,
-//     conv_backward_weights 19718; finish_gradients 12558 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17924;
-//     judge_step 17972 (the verdict: judge_batch 6149), update_slice 6622, adamw_update 18104 (adamw_kernel 18049),
-//     next_step 17978, record_step 17984; later collect_steps 7945
-//   --optimizer muon: muon_updates 6262 says which weights; update_slice 6622, update_by_muon 6612 (with the formulas),
-//     muon_momentum 18176, orthogonalise 18551 (with muon_kernel above it), adamw_kernel 18049 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11506): sample_batch 4995, plan_route 4740,
-//     device_step 4788, euler_step 4525 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19184 draws all of its roads):
-//     forward_conv 2587; conv_forward 19224, with conv_product above it, which asks conv_is_wgmma 18822;
-//     on Hopper, large images: pick_conv_tiles_3x3 19129; conv_tiles 16631, with conv_tiles_kernel above it;
-//     Accumulators 10411 (its function multiply); Wgmma 9960;
-//     on Hopper, small images: pick_conv_small 18981; conv_small 17098, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9960;
-//     on any other GPU pick_conv_halo_bf16 18894; conv_halo 14925, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9755
-//   why several GPUs compute the bits of one: step_gradients 6505
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 427, Silu 8967, with_nonlinearity 8977 (a case);
-//     BEHIND_NORMS, above add_norm 2818, chooses it. The embedding has SiLU as a layer: silu_forward 10998
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3935
-//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 553, and beside each other edm_question
-//     3769, ask 3804, frame_of 3817, sigma_draws 3824, has_steps_of_t 3831; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2479; an example is forward_linear 2507
-//     with what follows it; a function such as add_resblock 2871 puts the layer into the network; its operation
+//     main 8920, run_program 8856, train 8068, run_step 7999, train_step 6667, load_batch 5629 (read_image 5185),
+//     send 19937 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19868):
+//     step_gradients 6512: draw_levels 11106 (the formulas: draw_level 4088), forward_and_loss 6430, q_sample_forward
+//     11321, unet_forward 3595, forward_layer 3580 (a function of the layer's kind, such as forward_conv 2593 or
+//     forward_norm, with the addresses that layer_args 2379 makes),
+//     loss_forward_backward 11439, unet_backward 3670, which calls such a function as backward_conv 2600 of each layer
+//     (input gradients: conv_backward_input 19311) and, by launch_waiting 3632 on the side stream,
+//     conv_backward_weights 19727; finish_gradients 12565 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17931;
+//     judge_step 17979 (the verdict: judge_batch 6156), update_slice 6629, adamw_update 18111 (adamw_kernel 18056),
+//     next_step 17985, record_step 17991; later collect_steps 7952
+//   --optimizer muon: muon_updates 6269 says which weights; update_slice 6629, update_by_muon 6619 (with the formulas),
+//     muon_momentum 18183, orthogonalise 18558 (with muon_kernel above it), adamw_kernel 18056 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11513): sample_batch 5002, plan_route 4747,
+//     device_step 4795, euler_step 4532 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 19193 draws all of its roads):
+//     forward_conv 2593; conv_forward 19233, with conv_product above it, which asks conv_is_wgmma 18829;
+//     on Hopper, large images: pick_conv_tiles_3x3 19136 (its tiles, such as Resident16, stand above pick_conv_small);
+//     conv_tiles 16638, with conv_tiles_kernel above it; Accumulators 10418 (its function multiply); Wgmma 9967;
+//     on Hopper, small images: pick_conv_small 18988; conv_small 17105, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9967;
+//     on any other GPU pick_conv_halo_bf16 18901; conv_halo 14932, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9762
+//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 6512
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 430, Silu 8974, with_nonlinearity 8984 (a case);
+//     BEHIND_NORMS, above add_norm 2824, chooses it. The embedding has SiLU as a layer: silu_forward 11005
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3942
+//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 556, and beside each other edm_question
+//     3776, ask 3811, frame_of 3824, sigma_draws 3831, has_steps_of_t 3838; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2485; an example is forward_linear 2513
+//     with what follows it; a function such as add_resblock 2877 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
-//   to add an element type beside bf16: Element 320, with a list of all places above it: element_named 1437,
-//     forward_and_loss 6423, ElementOf 8938, with_act 9212 (act_has_wgmma below it), unpack_bf16 9360 and all below it
-//     to load_two 9424, mma 9755, tma_type 10131, adamw_kernel 18049 (adamw_update below it), conv_product 19184
-//   the settings, to their values: parse_command_line 1633, take_aliases 1662, complete_config 8829
-//     (apply_preset 1549, take_model_file 8454, take_ect_defaults 8484), take_data_shape 8536 (take_labels 8513),
-//     check_model 1932, check_run 2085
-//   FP8 (--precision fp8): choose_fp8 3072 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3147 and plan_fp8_gradients 3162 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3207 for samples, make_fp8_training 3251 for training; add_fp8_args 2350
-//     hands them to the layers. forward_conv 2587, backward_conv 2594 and weight_work 2323 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19287 makes an input gradient a forward convolution; conv_product_fp8 19217 picks the
-//     kernel, multiply_fp8 10445 and WgmmaFp8 10004 multiply; weight gradients: conv_weight_fp8_kernel 17697;
-//     print_fp8 7716 says whether it pays
-//   an error message, to its cause: search for its words behind the first colon. (What stands before it, such as a flag
-//     and its value, or a file's name, is put together at run time.) They stand where the error is found: in a call of
-//     die, refuse or must (host/files.h), of wrong 1514 (a flag's value), or of a function beside it whose name ends in
-//     _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7199. Its
-//     reasons are found in judge_batch 6149, by healthy and suspicious above it. For a damaged header they stand in
-//     check_field 5868 and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields
-//     5226, for a checkpoint's counters in check_resume 8595. unknown_word 1423 prints the message for a word of a flag
-//     that some place does not know. Such a place calls it itself or through meaning 1429.
+//   to add an element type beside bf16: Element 323, with a list of all places above it: element_named 1440,
+//     forward_and_loss 6430, ElementOf 8945, with_act 9219 (act_has_wgmma below it), unpack_bf16 9367 and all below it
+//     to load_two 9431, mma 9762, tma_type 10138, adamw_kernel 18056 (adamw_update below it), conv_product 19193
+//   the settings, to their values: parse_command_line 1636, take_aliases 1665, complete_config 8836
+//     (apply_preset 1552, take_model_file 8461, take_ect_defaults 8491), take_data_shape 8543 (take_labels 8520),
+//     check_model 1935, check_run 2088
+//   FP8 (--precision fp8): choose_fp8 3078 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3153 and plan_fp8_gradients 3168 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3213 for samples, make_fp8_training 3257 for training; add_fp8_args 2353
+//     hands them to the layers. forward_conv 2593, backward_conv 2600 and weight_work 2326 choose between bf16 and FP8;
+//     conv_backward_input_fp8 19296 makes an input gradient a forward convolution; conv_product_fp8 19226 picks the
+//     kernel, multiply_fp8 10452 and WgmmaFp8 10011 multiply; weight gradients: conv_weight_fp8_kernel 17704;
+//     print_fp8 7723 says whether it pays
+//   an error message, to its cause: search for three or four of its words behind the first colon, without numbers.
+//     (What stands before it, such as a flag and its value, or a file's name, is put together at run time. A long text
+//     goes on in the next line.) They stand where the error is found: in a call of die, refuse or must (host/files.h),
+//     of wrong 1517 (a flag's value), or of a function beside it whose name ends in _unless. If a function stores the
+//     message in a variable, such as `error` or `why`, look for what reads the variable next: it prints the message. A
+//     message that begins with "stopped at step" comes from stop_run 7206. Its reasons are found in judge_batch 6156,
+//     by healthy and suspicious above it. For a damaged header they stand in check_field 5875 and check_unused
+//     (host/files.h): look at their callers; for a data file also in take_data_fields 5233, for a checkpoint's counters
+//     in check_resume 8602. unknown_word 1426 prints the message for a word of a flag that some place does not know.
+//     Such a place calls it itself or through meaning 1432.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7454 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 7225 that a file could not be written yet.
-//     stop_run 7199 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7461 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 7232 that a file could not be written yet.
+//     stop_run 7206 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -316,7 +318,8 @@ static const char* const PRESET_ELSE = "fashion32";
 //                              of conv_tiles and conv_small. All other kernels for Hopper are written for one type:
 //                              conv_weight_fp8 for FP8, and the rest for bf16
 //   forward_and_loss           A type whose smallest numbers are larger than bf16's (fp16) loses small gradients. Then
-//                              `factor` there has to be larger (a loss scale), and sum_gradients has to undo it
+//                              `factor` there has to be larger (a loss scale), and sum_gradients has to undo it.
+//                              (Then sum_gradients must always write the sum: so far, its `write` may be false.)
 enum class Element : uint8_t { FP32, BF16, FP8, FP8_GRADIENT };
 struct ElementFacts {
     const char* name; // its word for --precision, if it has one
@@ -2450,7 +2453,7 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 // `kind == &CONV`: check_conv_params, choose_fp8, plan_fp8_gradients, plan_waits, plan_fusions, plan_lifetimes,
 // unet_backward and a member of WeightGradients.
 //
-// A new kind must keep four promises:
+// A new kind must keep these promises:
 //   Its backward_reads names every tensor that its backward function reads. Otherwise the memory of such a tensor would
 //   be used for something else too early.
 //   Its backward function adds the addends (add1, add2) to each gradient that it writes. This is not needed for an
@@ -2458,6 +2461,9 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 //   Its functions read its weights in fp32, because only the weights of convolutions have a copy.
 //   It does not read a norm's output that a convolution reads, too. With --precision fp8, such an output may hold
 //   numbers of 8 bits alone (plan_fp8).
+//   If it is a layer of the embedding (.embedding = true), it stands before all other layers in the list, its forward
+//   function launches on a.stream, and it uses no workspace. It runs at the same time as layers on the main stream
+//   (unet_forward), and the workspace is theirs.
 //
 // To add a kind, change these places:
 //
@@ -3717,7 +3723,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //      FREE(slot, ...), and check_lists must no longer list this slot as unused. All slots that are still unused are
 //      among those of a run: files of weights alone do not hold them, so samples would use the flag's default. For a
 //      parameter that samples need, make its slot an exception where model_header and take_model_file test is_of_run,
-//      and in check_lists;
+//      and in check_lists. Also add its slot to is_of_objective (section 12). Then a run that is resumed with another
+//      value does not compare its losses with those before;
 //      the rows OBJECTIVES(...). Such a row names the objectives for which the flags below it exist. For parameters
 //      that only the new objective has, add a new row OBJECTIVES above their rows. If the new objective shares
 //      parameters of edm (sigma_data, P_mean, P_std), add its word to OBJECTIVES(of_edm, "edm|ect"). If you forget
@@ -3733,7 +3740,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //      whether log(sigma) or t is drawn in training, and how (sigma_draws; for another distribution also SigmaDraws
 //      and draw_level);
 //      which sigmas its samplers use (has_steps_of_t);
-//      a weight of the loss, if it is not 1 (make_level)
+//      a weight of the loss, if it is not 1: a member of Question, which make_level and student_level use
 //   4. the PyTorch twin: what train_unet.py computes of it, and the objective's frame in common/flags.py
 //
 // To let the network predict another quantity, with the levels of ddpm, change the row of `predict` in common/flags.h,
@@ -19177,6 +19184,8 @@ static bool conv_is_small(const ConvCall& c) {
 //   Accumulators::multiply (_fp8)                             mma                          mma
 //   Wgmma<N>::add (WgmmaFp8)     Wgmma<N>::add (WgmmaFp8)     mma_bf16 (mma_fp16)          mma_bf16 (mma_fp16)
 //   wgmma m64nNk16 (k32)         wgmma m64nNk16 (k32)         mma.sync m16n8k16            mma.sync m16n8k16
+//
+// In conv_tiles N is the number of pixels of a tile (8 for each of its rows), in conv_small it is SmallTile::N.
 //
 // An input's gradient goes from conv_backward_input through the same functions, with BACKWARD = true. In FP8 it goes
 // through conv_backward_input_fp8 and conv_product_fp8, with BACKWARD = false. (The network's last convolution has few
