@@ -6,146 +6,146 @@
 // Map (make map renews the line numbers)
 //    249  Part I. The program
 //    252     1. Types at the interface: what operations are called with
-//    792     2. The interface: all that the program asks of a device
-//   1174     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1278     4. Configuration: flags, presets, help, what can work and what cannot
-//   2104     5. The network: a list of layers, made of guided-diffusion's flags
-//   3139     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3149         FP8: its buffers, its factors, and weights in FP8
-//   3291         gradients, and buffers
-//   3564     7. Forward and backward: two walks over the list
-//   3706     8. Diffusion: noise schedules, objectives, samplers
-//   4015         the level of a training sample, drawn, and its share of the loss
-//   4500         samplers
-//   5094     9. Data: .bin files that may be larger than memory, the order of their images
-//   5676    10. Model files: weights and checkpoints, initial weights
-//   6067    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   6088         the learning rate, the verdict on a step, averages of the weights
-//   6183         what a trainer holds
-//   6366         a step
-//   6740    12. A run: log, guard, checkpoints, resume, samples
-//   6771         the log in memory, as the page shows it
-//   6900         what a run holds
-//   6989         the log and the status line
-//   7188         checkpoints, snapshots and grids
-//   7473         the start of a run: new, from a file's weights, or resumed
-//   7778         how a run begins and ends
-//   7948         the loop over the steps
-//   8061         train: a whole run, from the first check to the exit code
-//   8125         samples, without a run
-//   8300    13. main: the command line, then a run or samples
-//   8643         what ranks must have in common
-//   8717         main
-//   8924  Part II. The device
-//   8927    14. What all devices share: elements, nonlinearities, patches of pixels
-//   9011    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9081    16. The GPU: what all kernels share
-//   9153         Launches, which may overlap
-//   9200         Decisions: what kernels are chosen with
-//   9255         Single instructions: shared memory, mbarriers, clusters
-//   9351         Activations: pieces of 16 bytes
-//   9694         each_kernel: a thread for an element
-//   9708         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9878         Swizzle: how rows lie in shared memory
-//   9899         Hopper (sm_90a): TMA, wgmma and what goes with them
-//  10184         building blocks of Hopper's kernels (sm_90a)
-//  10502    17. Small operations: resampling, embeddings, diffusion
-//  10505         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10718         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11087         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11645    18. Group norm
-//  11648         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12211         groupnorm_backward_whole: an image's slab in shared memory
-//  12616    19. Attention
-//  12724         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13289         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13437         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14146    20. Convolution
-//  14200         ConvOut: results, 4 channels of a pixel at a time
-//  14449         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14520         conv_halo: 3x3, stride 1, any GPU
-//  14945         conv_gather: any kernel size and stride, any GPU
-//  15218         conv_few: the first and the last layer
-//  15405         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16019         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16150         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16653         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17119         conv_weight_tma: weight gradients (sm_90a)
-//  17434         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17760         FP8 in training: weights and gradients are rounded
-//  17876    21. The optimiser
-//  17879         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18140         muon: directions for matrices of weights
-//  18581    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18584         groupnorm_backward
-//  18754         attention: forward and, where a has dout, backward
-//  18819         convolution: forward and input gradient
-//  19346         convolution: weight gradients
-//  19734    23. The GPU: memory, copies, repeated work
-//  19967    24. Between ranks: from device to device
+//    794     2. The interface: all that the program asks of a device
+//   1176     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1280     4. Configuration: flags, presets, help, what can work and what cannot
+//   2106     5. The network: a list of layers, made of guided-diffusion's flags
+//   3141     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3151         FP8: its buffers, its factors, and weights in FP8
+//   3311         gradients, and buffers
+//   3587     7. Forward and backward: two walks over the list
+//   3729     8. Diffusion: noise schedules, objectives, samplers
+//   4038         the level of a training sample, drawn, and its share of the loss
+//   4523         samplers
+//   5117     9. Data: .bin files that may be larger than memory, the order of their images
+//   5699    10. Model files: weights and checkpoints, initial weights
+//   6090    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   6111         the learning rate, the verdict on a step, averages of the weights
+//   6206         what a trainer holds
+//   6389         a step
+//   6764    12. A run: log, guard, checkpoints, resume, samples
+//   6795         the log in memory, as the page shows it
+//   6924         what a run holds
+//   7014         the log and the status line
+//   7213         checkpoints, snapshots and grids
+//   7498         the start of a run: new, from a file's weights, or resumed
+//   7803         how a run begins and ends
+//   7973         the loop over the steps
+//   8089         train: a whole run, from the first check to the exit code
+//   8153         samples, without a run
+//   8328    13. main: the command line, then a run or samples
+//   8671         what ranks must have in common
+//   8745         main
+//   8952  Part II. The device
+//   8955    14. What all devices share: elements, nonlinearities, patches of pixels
+//   9039    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9109    16. The GPU: what all kernels share
+//   9181         Launches, which may overlap
+//   9228         Decisions: what kernels are chosen with
+//   9283         Single instructions: shared memory, mbarriers, clusters
+//   9379         Activations: pieces of 16 bytes
+//   9722         each_kernel: a thread for an element
+//   9736         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9906         Swizzle: how rows lie in shared memory
+//   9927         Hopper (sm_90a): TMA, wgmma and what goes with them
+//  10212         building blocks of Hopper's kernels (sm_90a)
+//  10530    17. Small operations: resampling, embeddings, diffusion
+//  10533         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10746         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11115         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11673    18. Group norm
+//  11676         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12239         groupnorm_backward_whole: an image's slab in shared memory
+//  12644    19. Attention
+//  12752         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13317         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13465         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14174    20. Convolution
+//  14228         ConvOut: results, 4 channels of a pixel at a time
+//  14477         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14548         conv_halo: 3x3, stride 1, any GPU
+//  14973         conv_gather: any kernel size and stride, any GPU
+//  15246         conv_few: the first and the last layer
+//  15433         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16047         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16178         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16681         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17147         conv_weight_tma: weight gradients (sm_90a)
+//  17462         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17788         FP8 in training: weights and gradients are rounded
+//  17904    21. The optimiser
+//  17907         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18168         muon: directions for matrices of weights
+//  18609    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18612         groupnorm_backward
+//  18782         attention: forward and, where a has dout, backward
+//  18847         convolution: forward and input gradient
+//  19374         convolution: weight gradients
+//  19762    23. The GPU: memory, copies, repeated work
+//  19995    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8920, run_program 8856, train 8068, run_step 7999, train_step 6667, load_batch 5629 (read_image 5185),
-//     send 19937 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19868):
-//     step_gradients 6512: draw_levels 11106 (the formulas: draw_level 4088), forward_and_loss 6430, q_sample_forward
-//     11321, unet_forward 3595, forward_layer 3580 (a function of the layer's kind, such as forward_conv 2593 or
-//     forward_norm, with the addresses that layer_args 2379 makes),
-//     loss_forward_backward 11439, unet_backward 3670, which calls such a function as backward_conv 2600 of each layer
-//     (input gradients: conv_backward_input 19311) and, by launch_waiting 3632 on the side stream,
-//     conv_backward_weights 19727; finish_gradients 12565 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17931;
-//     judge_step 17979 (the verdict: judge_batch 6156), update_slice 6629, adamw_update 18111 (adamw_kernel 18056),
-//     next_step 17985, record_step 17991; later collect_steps 7952
-//   --optimizer muon: muon_updates 6269 says which weights; update_slice 6629, update_by_muon 6619 (with the formulas),
-//     muon_momentum 18183, orthogonalise 18558 (with muon_kernel above it), adamw_kernel 18056 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11513): sample_batch 5002, plan_route 4747,
-//     device_step 4795, euler_step 4532 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19193 draws all of its roads):
-//     forward_conv 2593; conv_forward 19233, with conv_product above it, which asks conv_is_wgmma 18829;
-//     on Hopper, large images: pick_conv_tiles_3x3 19136 (its tiles, such as Resident16, stand above pick_conv_small);
-//     conv_tiles 16638, with conv_tiles_kernel above it; Accumulators 10418 (its function multiply); Wgmma 9967;
-//     on Hopper, small images: pick_conv_small 18988; conv_small 17105, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9967;
-//     on any other GPU pick_conv_halo_bf16 18901; conv_halo 14932, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9762
-//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 6512
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 430, Silu 8974, with_nonlinearity 8984 (a case);
-//     BEHIND_NORMS, above add_norm 2824, chooses it. The embedding has SiLU as a layer: silu_forward 11005
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3942
-//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 556, and beside each other edm_question
-//     3776, ask 3811, frame_of 3824, sigma_draws 3831, has_steps_of_t 3838; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2485; an example is forward_linear 2513
-//     with what follows it; a function such as add_resblock 2877 puts the layer into the network; its operation
+//     main 8948, run_program 8884, train 8096, run_step 8027, train_step 6690, load_batch 5652 (read_image 5208),
+//     send 19965 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19896):
+//     step_gradients 6535: draw_levels 11134 (the formulas: draw_level 4111), forward_and_loss 6453, q_sample_forward
+//     11349, unet_forward 3618, forward_layer 3603 (a function of the layer's kind, such as forward_conv 2595 or
+//     forward_norm, with the addresses that layer_args 2381 makes),
+//     loss_forward_backward 11467, unet_backward 3693, which calls such a function as backward_conv 2602 of each layer
+//     (input gradients: conv_backward_input 19339) and, by launch_waiting 3655 on the side stream,
+//     conv_backward_weights 19755; finish_gradients 12593 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17959;
+//     judge_step 18007 (the verdict: judge_batch 6179), update_slice 6652, adamw_update 18139 (adamw_kernel 18084),
+//     next_step 18013, record_step 18019; later collect_steps 7977
+//   --optimizer muon: muon_updates 6292 says which weights; update_slice 6652, update_by_muon 6642 (with the formulas),
+//     muon_momentum 18211, orthogonalise 18586 (with muon_kernel above it), adamw_kernel 18084 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11541): sample_batch 5025, plan_route 4770,
+//     device_step 4818, euler_step 4555 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 19221 draws all of its roads):
+//     forward_conv 2595; conv_forward 19261, with conv_product above it, which asks conv_is_wgmma 18857;
+//     on Hopper, large images: pick_conv_tiles_3x3 19164 (its tiles, such as Resident16, stand above pick_conv_small);
+//     conv_tiles 16666, with conv_tiles_kernel above it; Accumulators 10446 (its function multiply); Wgmma 9995;
+//     on Hopper, small images: pick_conv_small 19016; conv_small 17133, with conv_small_kernel and multiply_small above
+//     it; Wgmma 9995;
+//     on any other GPU pick_conv_halo_bf16 18929; conv_halo 14960, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9790
+//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 6535
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 432, Silu 9002, with_nonlinearity 9012 (a case);
+//     BEHIND_NORMS, above add_norm 2826, chooses it. The embedding has SiLU as a layer: silu_forward 11033
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3965
+//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 558, and beside each other edm_question
+//     3799, ask 3834, frame_of 3847, sigma_draws 3854, has_steps_of_t 3861; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2487; an example is forward_linear 2515
+//     with what follows it; a function such as add_resblock 2879 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
-//   to add an element type beside bf16: Element 323, with a list of all places above it: element_named 1440,
-//     forward_and_loss 6430, ElementOf 8945, with_act 9219 (act_has_wgmma below it), unpack_bf16 9367 and all below it
-//     to load_two 9431, mma 9762, tma_type 10138, adamw_kernel 18056 (adamw_update below it), conv_product 19193
-//   the settings, to their values: parse_command_line 1636, take_aliases 1665, complete_config 8836
-//     (apply_preset 1552, take_model_file 8461, take_ect_defaults 8491), take_data_shape 8543 (take_labels 8520),
-//     check_model 1935, check_run 2088
-//   FP8 (--precision fp8): choose_fp8 3078 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3153 and plan_fp8_gradients 3168 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3213 for samples, make_fp8_training 3257 for training; add_fp8_args 2353
-//     hands them to the layers. forward_conv 2593, backward_conv 2600 and weight_work 2326 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19296 makes an input gradient a forward convolution; conv_product_fp8 19226 picks the
-//     kernel, multiply_fp8 10452 and WgmmaFp8 10011 multiply; weight gradients: conv_weight_fp8_kernel 17704;
-//     print_fp8 7723 says whether it pays
+//   to add an element type beside bf16: Element 325, with a list of all places above it: element_named 1442,
+//     forward_and_loss 6453, ElementOf 8973, with_act 9247 (act_has_wgmma below it), unpack_bf16 9395 and all below it
+//     to load_two 9459, mma 9790, tma_type 10166, adamw_kernel 18084 (adamw_update below it), conv_product 19221
+//   the settings, to their values: parse_command_line 1638, take_aliases 1667, complete_config 8864
+//     (apply_preset 1554, take_model_file 8489, take_ect_defaults 8519), take_data_shape 8571 (take_labels 8548),
+//     check_model 1937, check_run 2090
+//   FP8 (--precision fp8): choose_fp8 3080 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3155 and plan_fp8_gradients 3170 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3215 for samples, make_fp8_training 3277 for training; add_fp8_args 2355
+//     hands them to the layers. forward_conv 2595, backward_conv 2602 and weight_work 2328 choose between bf16 and FP8;
+//     conv_backward_input_fp8 19324 makes an input gradient a forward convolution; conv_product_fp8 19254 picks the
+//     kernel, multiply_fp8 10480 and WgmmaFp8 10039 multiply; weight gradients: conv_weight_fp8_kernel 17732;
+//     print_fp8 7748 says whether it pays
 //   an error message, to its cause: search for three or four of its words behind the first colon, without numbers.
 //     (What stands before it, such as a flag and its value, or a file's name, is put together at run time. A long text
 //     goes on in the next line.) They stand where the error is found: in a call of die, refuse or must (host/files.h),
-//     of wrong 1517 (a flag's value), or of a function beside it whose name ends in _unless. If a function stores the
+//     of wrong 1519 (a flag's value), or of a function beside it whose name ends in _unless. If a function stores the
 //     message in a variable, such as `error` or `why`, look for what reads the variable next: it prints the message. A
-//     message that begins with "stopped at step" comes from stop_run 7206. Its reasons are found in judge_batch 6156,
-//     by healthy and suspicious above it. For a damaged header they stand in check_field 5875 and check_unused
-//     (host/files.h): look at their callers; for a data file also in take_data_fields 5233, for a checkpoint's counters
-//     in check_resume 8602. unknown_word 1426 prints the message for a word of a flag that some place does not know.
-//     Such a place calls it itself or through meaning 1432.
+//     message that begins with "stopped at step" comes from stop_run 7231. Its reasons are found in judge_batch 6179,
+//     by healthy and suspicious above it. For a damaged header they stand in check_field 5898 and check_unused
+//     (host/files.h): look at their callers; for a data file also in take_data_fields 5256, for a checkpoint's counters
+//     in check_resume 8630. unknown_word 1428 prints the message for a word of a flag that some place does not know.
+//     Such a place calls it itself or through meaning 1434.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7461 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 7232 that a file could not be written yet.
-//     stop_run 7206 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7486 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 7257 that a file could not be written yet.
+//     stop_run 7231 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -254,9 +254,10 @@
 #ifdef __CUDACC__
 #define HD __host__ __device__ // marks functions that both the host and the device call
 #define INLINE __device__ __forceinline__
-typedef void act;                // an element of an activation; void, because act_element holds its type at run time
-constexpr int STEPS_AHEAD = 64;  // how many steps the host may start before it reads their results for the log
-constexpr int STEPS_AGREED = 16; // after how many steps the ranks agree again on whether to stop
+typedef void act;                  // an element of an activation; void, because act_element holds its type at run time
+constexpr int STEPS_AHEAD = 64;    // how many steps the host may start before it reads their results for the log
+constexpr int STEPS_AGREED = 16;   // after how many steps the ranks agree again on whether to stop
+constexpr int MOST_IMAGES = 65535; // at a time: the image is a dimension of some kernels' grids, and CUDA limits it
 // The presets that are used if the command line has no --preset (see apply_default_preset).
 static const char* const DEFAULT_PRESET = "quick64"; // without a data file
 static const char* const PRESET_32 = "photos32";     // for images of 32x32
@@ -268,6 +269,7 @@ static const char* const PRESET_ELSE = "unet64";     // for all others
 typedef float act;
 constexpr int STEPS_AHEAD = 1;
 constexpr int STEPS_AGREED = 1;
+constexpr int MOST_IMAGES = INT_MAX;
 static const char* const DEFAULT_PRESET = "quick32";
 static const char* const PRESET_32 = "quick32";
 static const char* const PRESET_FROM_32 = "emoji64";
@@ -3237,16 +3239,34 @@ static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& fl
     return {device_copy(weights), device_copy(factors)};
 }
 
-// Training with --precision fp8: returns the factor that gradients are multiplied by before they are rounded to FP8.
-// The loss is a mean over the n numbers of a batch, so gradients are proportional to 1 / n. (With --objective ect the
-// loss is another one, tuning_loss, but the factor is the same.) The factor is 256 times the largest power of 2 that
-// does not exceed n. So it is at most 256 n, and above 128 n. (e5m2's largest number is 57344. So all gradients up to
-// 57344 / (256 n) = 224 / n fit in FP8.)
+// Returns how large gradients of the network's output may usually become, in units of 1 / n. Here n is how many numbers
+// a batch of images has. If the loss is a mean of n squares of errors, the errors are about 1, so the result is 1.
+static double usual_gradient(const Config& c) {
+    if (c.objective != "ect") {
+        // The variational bound is a sum over all timesteps, in bits (make_objective). So its gradients are larger.
+        double bound = 0;
+        if (c.use_kl) bound = 1;
+        else if (c.learned_variance()) bound = c.vlb_weight;
+        return std::max(1.0, bound * c.diffusion_steps / std::log(2.0));
+    }
+    // The loss of a sample is a distance, not a mean. The gradient of a distance has the same length for images of any
+    // size, weight |x0_out| (tuning_loss). So each of its C H W numbers is sqrt(C H W) times as large as in a mean.
+    const double length = std::sqrt((double)c.H * c.W * c.in_channels);
+    // weight |x0_out| is at most q^a with --ect_weight gap. With snr it is about 1 / t if t is small, and of a thousand
+    // t that are drawn, about one is smaller than smallest_t.
+    const double last_a = 1 + (double)((c.max_steps - 1) / c.ect_stage());
+    const double smallest_t = std::exp((double)c.P_mean - 3 * (double)c.P_std);
+    return length * (c.ect_weight == "gap" ? std::pow((double)c.ect_q, last_a) : 1 / smallest_t);
+}
+
+// Training with --precision fp8: returns the factor that gradients are multiplied by before they are rounded to FP8. It
+// is 256 times the largest power of 2 that does not exceed n / usual_gradient. So for a mean of squares it is at most
+// 256 n, and above 128 n. (e5m2's largest number is 57344. So all gradients up to 57344 / (256 n) = 224 / n fit.)
 // The factor depends only on the configuration. So it is the same on all ranks, in all microbatches, and after a run is
 // resumed. Nothing is measured in one step and used in the next, so a checkpoint need not keep anything for FP8.
 static float choose_gradient_factor(const Config& c) {
     const double n = (double)c.batch_size * c.H * c.W * c.in_channels;
-    return (float)std::ldexp(1.0, 8 + std::ilogb(n));
+    return (float)std::ldexp(1.0, 8 + std::ilogb(n / usual_gradient(c)));
 }
 
 // Training with --precision fp8: returns memory for the convolutions' weights in FP8, and all factors. Each step writes
@@ -3531,6 +3551,10 @@ static void plan_memory(UNet* net, int B, bool training) {
         die("--batch_size %d: so many images of %s at a time are more than 2^31 pixels; "
             "a smaller --microbatch (or --batch_size) works",
             B, net->config.image_size.c_str());
+    if (B > MOST_IMAGES)
+        die("--batch_size %d: a GPU computes at most %d images at a time; "
+            "a smaller --microbatch (or --batch_size) works",
+            B, MOST_IMAGES);
     // The order matters. For example, plan_gradients reads the `residual` that plan_fusions removes, and plan_lifetimes
     // must know all buffers and all fused layers.
     net->B = B;
@@ -6484,7 +6508,7 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
 //    weight gradients that WeightGradients launches together: only the network, the microbatch and the kind of device
 //    decide which weight gradients these are.) The loss is divided by the size of the whole batch before the backward
 //    pass, and no later factor depends on N. (With --precision fp8, numbers are multiplied by factors before they are
-//    rounded. These factors are constants, or depend on the whole batch's size: choose_gradient_factor.)
+//    rounded. These factors are constants, or depend on the configuration alone: choose_gradient_factor.)
 // 3. The same order of the sum. Let g0, g1, g2, ... be the gradients of the step's microbatches, in the order of the
 //    samples. The step's gradient is ((g0 + g1) + g2) + ..., rounded to fp32 after each addition. A single rank
 //    computes the gradients one after the other, and adds each to the sum. With N ranks, rank r computes g(r),
@@ -6733,6 +6757,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
         }
         copy_to_host(&losses[i], tr->loss, std::min(N * most, count - i) * sizeof(double));
     }
+    meet(); // the next step of another rank writes to this rank's tr->loss
     return std::accumulate(losses.begin(), losses.end(), 0.0) / count;
 }
 
@@ -6926,11 +6951,12 @@ struct Run {
 
     // Progress. A step is issued when the host has given its work to the device. Up to STEPS_AHEAD steps later the host
     // fetches the results (collect_steps); then the step is logged.
-    int64_t first_step = 0; // the step that this process went on from; 0: the run is new
-    int64_t issued = 0;     // the newest issued step
-    StepState state{};      // the results of the newest logged step
-    double val_loss = NAN;  // the validation loss after that step; NaN: it was not measured
-    int stop = 0;           // the signal that ends the run; all ranks agreed on it; 0: no signal came
+    int64_t first_step = 0;  // the step that this process went on from; 0: the run is new
+    int64_t issued = 0;      // the newest issued step
+    StepState state{};       // the results of the newest logged step
+    double val_loss = NAN;   // the validation loss after that step; NaN: it was not measured
+    int stop = 0;            // the signal that ends the run; all ranks agreed on it; 0: no signal came
+    int64_t asked_step = -1; // after which step is_stopped was called last
 
     // Checkpoints and snapshots of the averages. Updates are the steps that were not skipped.
     int64_t saved_step = 0;        // the step of the newest checkpoint; 0: there is none
@@ -7987,10 +8013,13 @@ static void collect_steps(Run* run, bool validate, bool show) {
 }
 
 // Returns whether a signal ends the run. Several ranks must stop after the same step. So they exchange messages to
-// agree on this step. The messages take time, so they are sent only every STEPS_AGREED steps.
+// agree on this step. The messages take time, so they are sent only every STEPS_AGREED steps, and once for each of
+// these steps. (If they were sent once more after the same step, some ranks might have logged this step by then,
+// because each looks at its own clock in run_step. Then only these ranks would do one more step: lacks_validation.)
 static bool is_stopped(Run* run) {
-    const bool ask = world.size == 1 || run->issued % STEPS_AGREED == 0;
-    if (ask) run->stop = any_rank("the question whether to stop", stop_signal);
+    const bool is_due = run->issued % STEPS_AGREED == 0 && run->issued != run->asked_step;
+    if (world.size == 1 || is_due) run->stop = any_rank("the question whether to stop", stop_signal);
+    run->asked_step = run->issued;
     return run->stop;
 }
 

@@ -267,10 +267,20 @@ class Fp8Conv(nn.Module):
 # training. All factors are powers of two: a number that was multiplied by one, rounded and divided by it again is the number of FP8 in its own scale.
 
 
+def usual_gradient(config: Config) -> float:
+    """How large gradients of the network's output may usually become, in units of 1 / n for n numbers of a batch (usual_gradient in train_unet.cu says why)."""
+    if config.objective != "ect":
+        bound = config.vlb_weight if config.learned_variance else 0
+        return max(1.0, (1 if config.use_kl else bound) * config.diffusion_steps / math.log(2))
+    length = math.sqrt(config.in_channels * math.prod(config.image_size))
+    last_a = 1 + (config.max_steps - 1) // config.ect_stage
+    return length * (config.ect_q**last_a if config.ect_weight == "gap" else 1 / math.exp(config.P_mean - 3 * config.P_std))
+
+
 def fp8_gradient_factor(config: Config) -> float:
-    """By what gradients are multiplied before they are rounded. The loss is a mean over n numbers, so its gradients go with 1 / n."""
+    """By what gradients are multiplied before they are rounded: 256 times the largest power of two up to n / usual_gradient."""
     n = config.batch_size * config.in_channels * math.prod(config.image_size)
-    return 2.0 ** (8 + n.bit_length() - 1)
+    return 2.0 ** (8 + math.frexp(n / usual_gradient(config))[1] - 1)
 
 
 def round_gradient(dout: Tensor, gradient_factor: float) -> Tensor:

@@ -141,21 +141,25 @@ static std::string filtered_rows(const std::vector<uint8_t>& pixels, int W, int 
     return raw;
 }
 
+constexpr size_t LONGEST_CHUNK = 1 << 30;
+
 // A chunk: how many bytes it holds, its type, these bytes, and the checksum of type and bytes.
 static std::string png_chunk(const std::string& type, const std::string& data) {
     const std::string body = type + data;
     return big_endian((uint32_t)data.size()) + body + big_endian(crc32(0, body.data(), body.size()));
 }
 
-// A PNG file of pixels (H, W, C), C = 1 (grey) or 3 (RGB).
+// A PNG file of pixels (H, W, C), C = 1 (grey) or 3 (RGB). A chunk holds less than 2^31 bytes, so the stream of a large
+// picture takes several.
 static std::string png_file(const std::vector<uint8_t>& pixels, int W, int H, int C) {
     const std::string zlib = deflate(filtered_rows(pixels, W, H, C));
-    if (zlib.size() > INT_MAX) die("so many images don't fit into a PNG; a .bin holds any number");
     const char colour_type = C == 3 ? 2 : 0;
     // Bits a colour, the type, then the only compression and the only set of filters that PNG has; not interlaced.
     const std::string rest{8, colour_type, 0, 0, 0};
-    return "\x89PNG\r\n\x1a\n" + png_chunk("IHDR", big_endian(W) + big_endian(H) + rest) + png_chunk("IDAT", zlib) +
-           png_chunk("IEND", "");
+    std::string file = "\x89PNG\r\n\x1a\n" + png_chunk("IHDR", big_endian(W) + big_endian(H) + rest);
+    for (size_t at = 0; at < zlib.size(); at += LONGEST_CHUNK)
+        file += png_chunk("IDAT", zlib.substr(at, LONGEST_CHUNK));
+    return file + png_chunk("IEND", "");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -172,7 +176,7 @@ constexpr Letter LETTERS[] = {{'0', 075557}, {'1', 026227}, {'2', 071747}, {'3',
                               {'-', 000700}, {'+', 002720}, {'.', 000002}, {'e', 035743}};
 
 // Writes a caption in black into pixels (.., width, C), from (top, left) on, as far as `room` pixels reach.
-static void draw_caption(std::vector<uint8_t>* pixels, int width, int C, int top, int left, int room,
+static void draw_caption(std::vector<uint8_t>* pixels, size_t width, int C, int top, int left, int room,
                          const std::string& caption) {
     const int most = room / (LETTER_W + 1); // a column of pixels is left free between two characters
     for (int i = 0; i < std::min(most, (int)caption.size()); i++) {
