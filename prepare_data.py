@@ -515,9 +515,9 @@ def check_flags(args: Options) -> None:
         raise UserError(f"--cond_dir {args.cond_dir}: its pictures become a file of their own; name it with --cond_output_name")
     if not args.cond_dir and (args.cond_output_name or args.cond_channels):
         raise UserError("--cond_output_name and --cond_channels: say what becomes of the pictures of --cond_dir, which is not given")
-    check_output("--output_name", args.output_name, input_files(args), is_data)
+    check_output("--output_name", args.output_name, input_files(args), is_data, only="data file")
     if args.cond_output_name:
-        check_output("--cond_output_name", args.cond_output_name, input_files(args), is_data)
+        check_output("--cond_output_name", args.cond_output_name, input_files(args), is_data, only="data file")
         if os.path.realpath(args.cond_output_name) == os.path.realpath(args.output_name):
             raise UserError(f"--cond_output_name {args.cond_output_name}: is --output_name, too; two files are written")
 

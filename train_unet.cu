@@ -13,139 +13,139 @@
 //   3141     6. The plan: what the backward pass adds where, and where in memory each buffer lies
 //   3151         FP8: its buffers, its factors, and weights in FP8
 //   3311         gradients, and buffers
-//   3587     7. Forward and backward: two walks over the list
-//   3729     8. Diffusion: noise schedules, objectives, samplers
-//   4038         the level of a training sample, drawn, and its share of the loss
-//   4523         samplers
-//   5117     9. Data: .bin files that may be larger than memory, the order of their images
-//   5699    10. Model files: weights and checkpoints, initial weights
-//   6090    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   6111         the learning rate, the verdict on a step, averages of the weights
-//   6206         what a trainer holds
-//   6389         a step
-//   6764    12. A run: log, guard, checkpoints, resume, samples
-//   6795         the log in memory, as the page shows it
-//   6924         what a run holds
-//   7014         the log and the status line
-//   7213         checkpoints, snapshots and grids
-//   7498         the start of a run: new, from a file's weights, or resumed
-//   7803         how a run begins and ends
-//   7973         the loop over the steps
-//   8089         train: a whole run, from the first check to the exit code
-//   8153         samples, without a run
-//   8328    13. main: the command line, then a run or samples
-//   8671         what ranks must have in common
-//   8745         main
-//   8952  Part II. The device
-//   8955    14. What all devices share: elements, nonlinearities, patches of pixels
-//   9039    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9109    16. The GPU: what all kernels share
-//   9181         Launches, which may overlap
-//   9228         Decisions: what kernels are chosen with
-//   9283         Single instructions: shared memory, mbarriers, clusters
-//   9379         Activations: pieces of 16 bytes
-//   9722         each_kernel: a thread for an element
-//   9736         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9906         Swizzle: how rows lie in shared memory
-//   9927         Hopper (sm_90a): TMA, wgmma and what goes with them
-//  10212         building blocks of Hopper's kernels (sm_90a)
-//  10530    17. Small operations: resampling, embeddings, diffusion
-//  10533         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10746         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11115         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11673    18. Group norm
-//  11676         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12239         groupnorm_backward_whole: an image's slab in shared memory
-//  12644    19. Attention
-//  12752         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13317         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13465         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14174    20. Convolution
-//  14228         ConvOut: results, 4 channels of a pixel at a time
-//  14477         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14548         conv_halo: 3x3, stride 1, any GPU
-//  14973         conv_gather: any kernel size and stride, any GPU
-//  15246         conv_few: the first and the last layer
-//  15433         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16047         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16178         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16681         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17147         conv_weight_tma: weight gradients (sm_90a)
-//  17462         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17788         FP8 in training: weights and gradients are rounded
-//  17904    21. The optimiser
-//  17907         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18168         muon: directions for matrices of weights
-//  18609    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18612         groupnorm_backward
-//  18782         attention: forward and, where a has dout, backward
-//  18847         convolution: forward and input gradient
-//  19374         convolution: weight gradients
-//  19762    23. The GPU: memory, copies, repeated work
-//  19995    24. Between ranks: from device to device
+//   3588     7. Forward and backward: two walks over the list
+//   3730     8. Diffusion: noise schedules, objectives, samplers
+//   4039         the level of a training sample, drawn, and its share of the loss
+//   4524         samplers
+//   5118     9. Data: .bin files that may be larger than memory, the order of their images
+//   5705    10. Model files: weights and checkpoints, initial weights
+//   6096    11. A training step: draw, diffuse, forward, loss, backward, judge, update
+//   6117         the learning rate, the verdict on a step, averages of the weights
+//   6212         what a trainer holds
+//   6395         a step
+//   6770    12. A run: log, guard, checkpoints, resume, samples
+//   6801         the log in memory, as the page shows it
+//   6930         what a run holds
+//   7020         the log and the status line
+//   7219         checkpoints, snapshots and grids
+//   7504         the start of a run: new, from a file's weights, or resumed
+//   7812         how a run begins and ends
+//   7982         the loop over the steps
+//   8098         train: a whole run, from the first check to the exit code
+//   8162         samples, without a run
+//   8337    13. main: the command line, then a run or samples
+//   8680         what ranks must have in common
+//   8754         main
+//   8961  Part II. The device
+//   8964    14. What all devices share: elements, nonlinearities, patches of pixels
+//   9048    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9118    16. The GPU: what all kernels share
+//   9190         Launches, which may overlap
+//   9237         Decisions: what kernels are chosen with
+//   9292         Single instructions: shared memory, mbarriers, clusters
+//   9388         Activations: pieces of 16 bytes
+//   9731         each_kernel: a thread for an element
+//   9745         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9915         Swizzle: how rows lie in shared memory
+//   9936         Hopper (sm_90a): TMA, wgmma and what goes with them
+//  10221         building blocks of Hopper's kernels (sm_90a)
+//  10539    17. Small operations: resampling, embeddings, diffusion
+//  10542         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10755         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11124         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11682    18. Group norm
+//  11685         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12248         groupnorm_backward_whole: an image's slab in shared memory
+//  12653    19. Attention
+//  12761         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13326         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13474         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14183    20. Convolution
+//  14237         ConvOut: results, 4 channels of a pixel at a time
+//  14486         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14557         conv_halo: 3x3, stride 1, any GPU
+//  14982         conv_gather: any kernel size and stride, any GPU
+//  15255         conv_few: the first and the last layer
+//  15442         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16056         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16187         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16690         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17156         conv_weight_tma: weight gradients (sm_90a)
+//  17471         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17797         FP8 in training: weights and gradients are rounded
+//  17913    21. The optimiser
+//  17916         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18177         muon: directions for matrices of weights
+//  18618    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18621         groupnorm_backward
+//  18791         attention: forward and, where a has dout, backward
+//  18856         convolution: forward and input gradient
+//  19383         convolution: weight gradients
+//  19771    23. The GPU: memory, copies, repeated work
+//  20004    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8948, run_program 8884, train 8096, run_step 8027, train_step 6690, load_batch 5652 (read_image 5208),
-//     send 19965 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19896):
-//     step_gradients 6535: draw_levels 11134 (the formulas: draw_level 4111), forward_and_loss 6453, q_sample_forward
-//     11349, unet_forward 3618, forward_layer 3603 (a function of the layer's kind, such as forward_conv 2595 or
+//     main 8957, run_program 8893, train 8105, run_step 8036, train_step 6696, load_batch 5658 (read_image 5209),
+//     send 19974 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19905):
+//     step_gradients 6541: draw_levels 11143 (the formulas: draw_level 4112), forward_and_loss 6459, q_sample_forward
+//     11358, unet_forward 3619, forward_layer 3604 (a function of the layer's kind, such as forward_conv 2595 or
 //     forward_norm, with the addresses that layer_args 2381 makes),
-//     loss_forward_backward 11467, unet_backward 3693, which calls such a function as backward_conv 2602 of each layer
-//     (input gradients: conv_backward_input 19339) and, by launch_waiting 3655 on the side stream,
-//     conv_backward_weights 19755; finish_gradients 12593 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17959;
-//     judge_step 18007 (the verdict: judge_batch 6179), update_slice 6652, adamw_update 18139 (adamw_kernel 18084),
-//     next_step 18013, record_step 18019; later collect_steps 7977
-//   --optimizer muon: muon_updates 6292 says which weights; update_slice 6652, update_by_muon 6642 (with the formulas),
-//     muon_momentum 18211, orthogonalise 18586 (with muon_kernel above it), adamw_kernel 18084 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11541): sample_batch 5025, plan_route 4770,
-//     device_step 4818, euler_step 4555 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19221 draws all of its roads):
-//     forward_conv 2595; conv_forward 19261, with conv_product above it, which asks conv_is_wgmma 18857;
-//     on Hopper, large images: pick_conv_tiles_3x3 19164 (its tiles, such as Resident16, stand above pick_conv_small);
-//     conv_tiles 16666, with conv_tiles_kernel above it; Accumulators 10446 (its function multiply); Wgmma 9995;
-//     on Hopper, small images: pick_conv_small 19016; conv_small 17133, with conv_small_kernel and multiply_small above
-//     it; Wgmma 9995;
-//     on any other GPU pick_conv_halo_bf16 18929; conv_halo 14960, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9790
-//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 6535
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 432, Silu 9002, with_nonlinearity 9012 (a case);
-//     BEHIND_NORMS, above add_norm 2826, chooses it. The embedding has SiLU as a layer: silu_forward 11033
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3965
+//     loss_forward_backward 11476, unet_backward 3694, which calls such a function as backward_conv 2602 of each layer
+//     (input gradients: conv_backward_input 19348) and, by launch_waiting 3656 on the side stream,
+//     conv_backward_weights 19764; finish_gradients 12602 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17968;
+//     judge_step 18016 (the verdict: judge_batch 6185), update_slice 6658, adamw_update 18148 (adamw_kernel 18093),
+//     next_step 18022, record_step 18028; later collect_steps 7986
+//   --optimizer muon: muon_updates 6298 says which weights; update_slice 6658, update_by_muon 6648 (with the formulas),
+//     muon_momentum 18220, orthogonalise 18595 (with muon_kernel above it), adamw_kernel 18093 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11550): sample_batch 5026, plan_route 4771,
+//     device_step 4819, euler_step 4556 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 19230 draws all of its roads):
+//     forward_conv 2595; conv_forward 19270, with conv_product above it, which asks conv_is_wgmma 18866;
+//     on Hopper, large images: pick_conv_tiles_3x3 19173 (its tiles, such as Resident16, stand above pick_conv_small);
+//     conv_tiles 16675, with conv_tiles_kernel above it; Accumulators 10455 (its function multiply); Wgmma 10004;
+//     on Hopper, small images: pick_conv_small 19025; conv_small 17142, with conv_small_kernel and multiply_small above
+//     it; Wgmma 10004;
+//     on any other GPU pick_conv_halo_bf16 18938; conv_halo 14969, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9799
+//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 6541
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 432, Silu 9011, with_nonlinearity 9021 (a case);
+//     BEHIND_NORMS, above add_norm 2826, chooses it. The embedding has SiLU as a layer: silu_forward 11042
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3966
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 558, and beside each other edm_question
-//     3799, ask 3834, frame_of 3847, sigma_draws 3854, has_steps_of_t 3861; the head of their section lists the changes
+//     3800, ask 3835, frame_of 3848, sigma_draws 3855, has_steps_of_t 3862; the head of their section lists the changes
 //   to add a kind of layer: a list of all places stands above LayerKind 2487; an example is forward_linear 2515
 //     with what follows it; a function such as add_resblock 2879 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
 //   to add an element type beside bf16: Element 325, with a list of all places above it: element_named 1442,
-//     forward_and_loss 6453, ElementOf 8973, with_act 9247 (act_has_wgmma below it), unpack_bf16 9395 and all below it
-//     to load_two 9459, mma 9790, tma_type 10166, adamw_kernel 18084 (adamw_update below it), conv_product 19221
-//   the settings, to their values: parse_command_line 1638, take_aliases 1667, complete_config 8864
-//     (apply_preset 1554, take_model_file 8489, take_ect_defaults 8519), take_data_shape 8571 (take_labels 8548),
+//     forward_and_loss 6459, ElementOf 8982, with_act 9256 (act_has_wgmma below it), unpack_bf16 9404 and all below it
+//     to load_two 9468, mma 9799, tma_type 10175, adamw_kernel 18093 (adamw_update below it), conv_product 19230
+//   the settings, to their values: parse_command_line 1638, take_aliases 1667, complete_config 8873
+//     (apply_preset 1554, take_model_file 8498, take_ect_defaults 8528), take_data_shape 8580 (take_labels 8557),
 //     check_model 1937, check_run 2090
 //   FP8 (--precision fp8): choose_fp8 3080 chooses the convolutions, and above it stands a table of what is rounded,
 //     by which factor, and where. plan_fp8 3155 and plan_fp8_gradients 3170 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3215 for samples, make_fp8_training 3277 for training; add_fp8_args 2355
 //     hands them to the layers. forward_conv 2595, backward_conv 2602 and weight_work 2328 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19324 makes an input gradient a forward convolution; conv_product_fp8 19254 picks the
-//     kernel, multiply_fp8 10480 and WgmmaFp8 10039 multiply; weight gradients: conv_weight_fp8_kernel 17732;
-//     print_fp8 7748 says whether it pays
+//     conv_backward_input_fp8 19333 makes an input gradient a forward convolution; conv_product_fp8 19263 picks the
+//     kernel, multiply_fp8 10489 and WgmmaFp8 10048 multiply; weight gradients: conv_weight_fp8_kernel 17741;
+//     print_fp8 7754 says whether it pays
 //   an error message, to its cause: search for three or four of its words behind the first colon, without numbers.
 //     (What stands before it, such as a flag and its value, or a file's name, is put together at run time. A long text
 //     goes on in the next line.) They stand where the error is found: in a call of die, refuse or must (host/files.h),
 //     of wrong 1519 (a flag's value), or of a function beside it whose name ends in _unless. If a function stores the
 //     message in a variable, such as `error` or `why`, look for what reads the variable next: it prints the message. A
-//     message that begins with "stopped at step" comes from stop_run 7231. Its reasons are found in judge_batch 6179,
-//     by healthy and suspicious above it. For a damaged header they stand in check_field 5898 and check_unused
-//     (host/files.h): look at their callers; for a data file also in take_data_fields 5256, for a checkpoint's counters
-//     in check_resume 8630. unknown_word 1428 prints the message for a word of a flag that some place does not know.
+//     message that begins with "stopped at step" comes from stop_run 7237. Its reasons are found in judge_batch 6185,
+//     by healthy and suspicious above it. For a damaged header they stand in check_field 5904 and check_unused
+//     (host/files.h): look at their callers; for a data file also in take_data_fields 5257, for a checkpoint's counters
+//     in check_resume 8639. unknown_word 1428 prints the message for a word of a flag that some place does not know.
 //     Such a place calls it itself or through meaning 1434.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7486 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 7257 that a file could not be written yet.
-//     stop_run 7231 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7492 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 7263 that a file could not be written yet.
+//     stop_run 7237 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -5388,7 +5388,12 @@ static bool is_up_to_date(const std::string& path, const Config& c, int64_t chan
     close(file.file);
     const bool same_size = s[DATA_SLOT_HEIGHT] == c.H && s[DATA_SLOT_WIDTH] == c.W;
     const bool fits = same_size && s[DATA_SLOT_CHANNELS] == c.in_channels;
-    return fits && changed <= nanoseconds(st.st_mtim);
+    const bool is_kept = fits && changed <= nanoseconds(st.st_mtim);
+    // --data_dir makes no numbers of the images (prepare_data.py --values). So such a file would be lost, too.
+    must(is_kept || s[DATA_SLOT_VALUES] == 0, path,
+         "holds numbers, which --data_dir can't make, and it would be replaced: move it away, "
+         "or name it as --data_file");
+    return is_kept;
 }
 
 // Returns the Python interpreter that runs prepare_data.py. If the program's folder has a virtual environment (.venv,
@@ -7794,6 +7799,9 @@ static void print_start(const Config& c, const Trainer& tr, const Dataset& data)
            steps_an_epoch, c.batch_size, c.output_dir.c_str());
     if (!c.class_cond && c.by_preset.contains("class_cond") && data.labels.empty())
         printf("classes: none, because the data has no labels\n");
+    if (c.class_cond)
+        printf("classes: %d, --class_dropout %g; grids: --guidance_scale %g\n", c.num_classes, c.class_dropout,
+               c.guidance_scale);
     if (data.cond) printf("condition: %s, pictures of %d channels\n", c.cond_file.c_str(), c.cond_channels);
     const int C = c.in_channels;
     if (C != 1 && C != 3) printf("grids show the first of %d channels, in grey\n", C);

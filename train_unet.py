@@ -45,7 +45,7 @@ from common.conditions import enlarge, made_pictures
 from common.config import pick_device, pick_precision, preset_checksum, preset_of_run, space_timesteps, value_rows
 from common.data_files import Data, open_data, with_pictures
 from common.files import DataError, check_output, is_model
-from common.formats import check_conversion, convert, post_hoc_average, read_model
+from common.formats import check_conversion, check_replaced_model, convert, post_hoc_average, read_model
 from common.model import build_model, initial_weights, parameter_count, parameter_shapes, to_state_dict, train_in_fp8
 from common.model_files import HISTORY_LENGTH, ModelFile, TrainingState, write_model
 from common.program import Screen, UserError, check_alone, run_program, stop_on_signal
@@ -902,6 +902,8 @@ def announce(trainer: Trainer, data: Data, start: ModelFile | None) -> None:
     print(f"data: {data.path}, {len(data.images)} images{unverified}; output: {config.output_dir}/", flush=True)
     if not config.class_cond and data.labels is None and preset_flags(config.preset).get("class_cond"):
         print("classes: none, because the data has no labels")
+    if config.class_cond:
+        print(f"classes: {config.num_classes}, --class_dropout {config.class_dropout:g}; grids: --guidance_scale {config.guidance_scale:g}")
     if data.pictures:
         print(f"condition: {data.pictures.path}, pictures of {config.cond_channels} channels")
     if config.in_channels not in (1, 3):
@@ -1074,12 +1076,15 @@ def run(argv: list[str]) -> int:
     config, data, start = prepare_run(flags)
     device = pick_device(config.device)
     # What a model file or the data has replaced of the preset is left out.
-    preset = {name: value for name, value in preset_flags(config.preset).items() if name in flags or getattr(config, name) == value}
+    as_kept = Config(**preset_flags(config.preset))  # in float32
+    preset = {name: value for name, value in preset_flags(config.preset).items() if name in flags or getattr(config, name) == getattr(as_kept, name)}
     for title, shown in (f"preset {config.preset}", preset), ("flags", flags):
         print(f"{title}:", *(f"--{name} {format_value(name, value)}" for name, value in shown.items()))
     if config.init_model_only:
         check_output("--init_model_filename", config.init_model_filename, [config.data_file], is_model)
-        write_model(config.init_model_filename, ModelFile(config, initial_weights(config)))
+        weights = initial_weights(config)
+        check_replaced_model("--init_model_filename", config.init_model_filename, weights)
+        write_model(config.init_model_filename, ModelFile(config, weights))
         print(f"{config.init_model_filename}: initial weights, {parameter_count(config) / 1e6:.2f} M parameters")
     elif config.sample:
         if not start:

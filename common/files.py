@@ -190,9 +190,10 @@ def check_name(flag: str, path: str) -> None:
         raise DataError(f"{flag} {path}: is a name for files of the run in that folder; choose another one")
 
 
-def check_output(flag: str, path: str, inputs: Iterable[str], replaces: Callable[[Sequence[int]], bool] | None = None) -> None:
+def check_output(flag: str, path: str, inputs: Iterable[str], replaces: Callable[[Sequence[int]], bool] | None = None, only: str = "") -> None:
     """Before work that may take long: DataError if a file can't be written under this name, or would replace one that somebody may miss: what is read
-    (inputs), or a file of models or data. replaces: which of these it may, by its first 256 numbers. Leaves nothing behind."""
+    (inputs), or a file of models or data. replaces: which of these it may, by its first 256 numbers. only: what these are called, if no file of another
+    kind may be replaced, either. Leaves nothing behind."""
     told = f"{flag} {path}: "
     try:
         folder = open_folder(os.path.dirname(path))
@@ -203,7 +204,7 @@ def check_output(flag: str, path: str, inputs: Iterable[str], replaces: Callable
         if os.path.isdir(path):
             raise DataError(f"{told}is a folder; name a file")
         if os.path.exists(path):
-            check_replaced(told, path, inputs, replaces)
+            check_replaced(told, path, inputs, replaces, only)
         temporary, file = open_temporary(os.path.basename(path), folder)
         file.close()
         os.remove(temporary, dir_fd=folder)
@@ -213,7 +214,7 @@ def check_output(flag: str, path: str, inputs: Iterable[str], replaces: Callable
         os.close(folder)
 
 
-def check_replaced(told: str, path: str, inputs: Iterable[str], replaces: Callable[[Sequence[int]], bool] | None) -> None:
+def check_replaced(told: str, path: str, inputs: Iterable[str], replaces: Callable[[Sequence[int]], bool] | None, only: str) -> None:
     """check_output of a file that is there."""
     if not os.path.isfile(path):
         raise DataError(f"{told}is there and is no usual file; choose another name")
@@ -225,3 +226,5 @@ def check_replaced(told: str, path: str, inputs: Iterable[str], replaces: Callab
     ours = is_data(start) or start[0] in (MODEL_MAGIC, UNET_CU_MODEL_MAGIC)
     if ours and not (replaces and replaces(start)):
         raise DataError(f"{told}holds a model or data; choose another name, or move it away")
+    if only and os.path.getsize(path) and not (replaces and replaces(start)):
+        raise DataError(f"{told}is there and is no {only}; choose another name, or move it away")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -37,6 +38,7 @@ def convert(file: ModelFile, target: str, flags: dict[str, Any]) -> str:
     file.inherit({name: value for name, value in flags.items() if name in SAVED_FLAGS}, resume=False)  # refuses what says otherwise
     if target.endswith("/"):
         return diffusers_files.write_folder(target, file, flags)
+    check_replaced_model("--convert", target, file.weights)
     write_model(target, file)
     return f"{target}: the same model as {file.path}"
 
@@ -47,6 +49,16 @@ def check_conversion(source: str, target: str) -> None:
         return check_folder("--convert", target, source)
     kind_of(target)
     check_output("--convert", target, [source, *map(str, Path(source).parent.glob("ema_*.bin"))], is_model)
+
+
+def check_replaced_model(flag: str, target: str, weights: np.ndarray) -> None:
+    """UserError if there is a file of this name and it holds other weights than these, which would replace it: nobody can say whether it is a copy."""
+    if not os.path.exists(target) or os.path.getsize(target) == 0:
+        return
+    with contextlib.suppress(UserError):
+        if np.array_equal(read_model(target).weights, weights):
+            return
+    raise UserError(f"{flag} {target}: is there and does not hold these weights; choose another name, or move it away")
 
 
 # ======================================================================================================================

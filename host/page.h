@@ -214,8 +214,8 @@ static std::string run_of_folder(const std::string& folder, const std::string& p
     const size_t from = page.find(begin);
     const size_t end = page.find("]</script>", from);
     if (from == std::string::npos || end == std::string::npos)
-        die("--compare_runs: %s holds no run (an index.html that train_unet has written; a run that goes on or is "
-            "resumed writes it anew)",
+        die("--compare_runs: %s holds no run (an index.html, which ./train_unet writes and train_unet.py does not; "
+            "a run that goes on or is resumed writes it anew)",
             folder.c_str());
     const size_t run_begins = from + begin.size();
     std::string run = page.substr(run_begins, end - run_begins);

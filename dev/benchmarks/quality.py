@@ -329,7 +329,7 @@ def write_split(data: Data, folder: str) -> list[str]:
     seen = len(data.images) - HELD_OUT
     parts = {f"{folder}/train.bin": slice(0, seen), f"{folder}/held_out.bin": slice(seen, None)}
     for path in parts:
-        files.check_output("--split", path, [data.path], files.is_data)
+        files.check_output("--split", path, [data.path], files.is_data, only="data file")
     for path, part in parts.items():
         write_data(path, data.images[part], data.labels[part], data.num_classes)
     return list(parts)
@@ -347,11 +347,15 @@ def read_samples(path: str, data: Data) -> torch.Tensor:
     return floats
 
 
-def draw_samples(path: str, count: int, flags: dict[str, Any], backend: str, train_crc: int) -> torch.Tensor:
-    """Of a checkpoint of a model that was trained on train.bin, whose header has this checksum."""
+def check_trained_on(path: str, train_crc: int) -> None:
+    """UserError if a model was not trained on train.bin, whose header has this checksum."""
     file = read_model(path)
     if file.state.data_crc != train_crc:
         raise UserError(f"{path}: was trained on {file.config.data_file}, not on the train.bin of --split; what a model has seen can't judge it")
+
+
+def draw_samples(path: str, count: int, flags: dict[str, Any], backend: str) -> torch.Tensor:
+    file = read_model(path)
     return generate.BACKENDS[backend](file, make_config(flags, None, file), count)
 
 
@@ -409,7 +413,10 @@ def run(argv: list[str]) -> None:
     samples = {path: read_samples(path, data) for path in args.samples or []}
     with tempfile.TemporaryDirectory() as folder:
         train_crc = open_data(write_split(data, folder)[0]).crc
+    for path in (path for folder in args.runs or [] for path in checkpoints(folder).values()):
+        check_trained_on(path, train_crc)
 
+    print("training the classifier that judges; this takes minutes on a CPU", flush=True)
     judge = make_judge(data)
     count = min([len(s) for s in samples.values()], default=args.num_samples)
     floor = measure(judge.training[:count], judge.held_out)
@@ -422,7 +429,7 @@ def run(argv: list[str]) -> None:
     for folder in args.runs or []:
         runs[folder] = {}
         for step, path in checkpoints(folder).items():
-            images = draw_samples(path, args.num_samples, flags, args.backend, train_crc)
+            images = draw_samples(path, args.num_samples, flags, args.backend)
             runs[folder][step] = judge.figures(images)
             print(f"{path:40s} {runs[folder][step]}", flush=True)
     compare_last(runs)

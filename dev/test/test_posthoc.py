@@ -149,6 +149,7 @@ def test_any_average_afterwards(synthetic: tuple[Path, np.ndarray], wanted: floa
     assert sigma_rel(gamma) == pytest.approx(wanted, rel=1e-9)
     assert sigma_rel(POWER_EMAS[0]) == pytest.approx(0.05, rel=1e-3) and sigma_rel(POWER_EMAS[1]) == pytest.approx(0.1, rel=1e-3)
     for end in (2000, 4000):
+        (folder / "a.bin").unlink(missing_ok=True)
         twin.run(["--ema_sigma_rel", str(wanted), "--convert", str(folder / f"ema_{end:07d}.bin"), str(folder / "a.bin")])
         made = twin.read_model(str(folder / "a.bin"))
         assert made.ema is None and made.state.step == end

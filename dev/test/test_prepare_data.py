@@ -221,7 +221,7 @@ def test_mistakes_end_in_one_sentence_and_change_nothing(tmp_path, capsys):
     (tmp_path / "broken/a.png").write_text("hello")
     good = save(tmp_path / "good/a.png", RED).parent
     kept = tmp_path / "kept.bin"
-    kept.write_bytes(b"precious")
+    kept.write_bytes(data_bytes(make_images()))
     before = contents(tmp_path)
     assert "no images" in fails(capsys, "--data_dir", tmp_path / "empty", "--output_name", kept)
     assert "no images" in fails(capsys, "--data_dir", tmp_path / "text", "--output_name", kept)
@@ -259,7 +259,7 @@ def test_write_protected_output_and_folder(tmp_path, capsys):
 def test_full_disk_and_interruption_leave_the_old_file(tmp_path, capsys, monkeypatch):
     good = save(tmp_path / "good/a.png", RED).parent
     kept = tmp_path / "kept.bin"
-    kept.write_bytes(b"precious")
+    kept.write_bytes(data_bytes(make_images()))
 
     def full(descriptor):
         raise OSError(28, "No space left on device")
@@ -274,7 +274,7 @@ def test_full_disk_and_interruption_leave_the_old_file(tmp_path, capsys, monkeyp
         patch.setattr("common.pictures.flat_image", interrupted)
         assert convert("--data_dir", good, "--output_name", kept) == 130
         assert capsys.readouterr().err == "prepare_data: interrupted, nothing was written\n"
-    assert sorted(os.listdir(tmp_path)) == ["good", "kept.bin"] and kept.read_bytes() == b"precious"
+    assert sorted(os.listdir(tmp_path)) == ["good", "kept.bin"] and kept.read_bytes() == data_bytes(make_images())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -886,6 +886,8 @@ def test_train_unet_refuses_what_it_cant_prepare(trainer: Trainer, tmp_path: Pat
     for kept in (b"my notes" * 200, data_bytes(make_images().astype(np.float32)), b"short"):
         (tmp_path / "pets.bin").write_bytes(kept)
         assert "move it away" in refused(*PETS)
+    write_data(str(tmp_path / "pets.bin"), make_images(4, 1, 16, 16), values=np.zeros((4, 2), np.float32))
+    assert "pets.bin: holds numbers, which --data_dir can't make" in refused(*PETS)
     (tmp_path / "pets.bin").unlink()
     trainer.path = str(tmp_path / "pets")
     by_hand = "run `python3 prepare_data.py --data_dir pets --output_name pets.bin --image_size 8 --channels 1` where "
@@ -1119,7 +1121,7 @@ def test_a_full_disk_is_told_of_the_file_that_did_not_fit(tmp_path, capsys, monk
 
     real = files.open_temporary
     with monkeypatch.context() as patch:
-        patch.setattr("prepare_data.check_output", lambda *arguments: None)
+        patch.setattr("prepare_data.check_output", lambda *arguments, **named: None)
         patch.setattr(files, "open_temporary", open_temporary)
         said = fails(capsys, *pairs(tmp_path))
     assert said == f"prepare_data: cannot write {tmp_path}/{full}: No space left on device\n"
