@@ -1,6 +1,6 @@
 """Generate images with a trained model, by any program that this machine has for it.
 
-  python generate.py --model_filename out/model_0001000.bin                     a grid of 16 in samples.png
+  python generate.py --model_filename out/model_0000400.bin                     a grid of 16 in samples.png
   python generate.py --model_filename model.pt --steps 250 --sampler ddpm       from .pt or .safetensors
   python generate.py --model_filename unet_init.bin --backend native            by ./train_unet, without PyTorch's model
   python generate.py --model_filename 64x64_diffusion.pt --preset adm64         guided-diffusion's weights: the model

@@ -1570,7 +1570,7 @@ static void print_help() {
            "  ./train_unet                              train the default preset into out/\n"
            "  ./train_unet --data_dir PICTURES          on your own pictures (prepare_data.py makes PICTURES.bin)\n"
            "  ./train_unet --resume_checkpoint latest   continue the run in out/\n"
-           "  ./train_unet --sample 36 --init out/model_0001000.bin --output samples.png\n\n"
+           "  ./train_unet --sample 36 --init out/model_0000400.bin --output samples.png\n\n"
            "In brackets: the default, and what preset %s has, which holds without --preset or data of your own.\n",
            DEFAULT_PRESET);
     const char* last_heading = ""; // the heading of the flag that was printed last
