@@ -26,7 +26,7 @@ from test_order import describe
 needs_emulated = pytest.mark.skipif(not HAS_NCCL, reason="needs make -C dev BUILD=emulated, nvcc and nccl.h")
 pytestmark = pytest.mark.long  # launchers take seconds to start
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-MPIRUN = ["mpirun", "-q", "--oversubscribe", "--bind-to", "none", "-n", "2"]
+MPIRUN = ["mpirun", "-q", "--oversubscribe", "--bind-to", "none", "--mca", "plm_rsh_agent", "sh", "-n", "2"]
 RUN = flags(TINY, "--max_steps 1000000 --log_interval 1 --save_interval 1000000 --data_file small.bin")
 LAUNCHERS = ["--num_gpus", "torchrun", "mpirun", "srun"]
 

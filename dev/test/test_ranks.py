@@ -18,7 +18,7 @@ from common.data_files import write_data
 
 pytestmark = pytest.mark.skipif(not shutil.which("mpicxx") or not shutil.which("mpirun"), reason="there is no MPI here (libopenmpi-dev, openmpi-bin)")
 ROOT_MAY = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1", "-n"]
+MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none", "--mca", "plm_rsh_agent", "sh", "--mca", "mpi_yield_when_idle", "1", "-n"]
 
 
 @pytest.fixture(scope="session")
