@@ -137,7 +137,6 @@ from common import files, formats, model_files
 from common.config import ect_defaults, make_config, pick_device, pick_precision, validate, value_rows
 from common.data_files import open_data, write_data
 from common.diffusers_files import Autoencoder
-from common.files import DataError
 from common.model import UNetModel, build_model
 from common.model_files import ModelFile
 from common.pictures import image_to_array
@@ -428,7 +427,7 @@ def two_images(file: ModelFile, config: Config, data_file: str) -> dict[str, tup
     """A drawn smiley and the first image of the data: x0 (1, C, H, W) and the label (1), 0 where there is none."""
     path = data_file or file.config.data_file or "data/fashion32.bin"
     data = open_data(path if data_file or Path(path).exists() else str(ROOT / path))
-    data.check(dataclasses.replace(config, class_cond=False))
+    data.check(dataclasses.replace(config, class_cond=False, cond_dim=0, cond="", cond_channels=0))  # only its first image is needed
     label = torch.tensor([0 if data.labels is None else int(data.labels[0])]).clamp(max=max(config.num_classes - 1, 0))
     return {"a smiley": (smiley(config)[None], label * 0), Path(path).name: (torch.from_numpy(data.read_floats(np.array([0]))), label)}
 
@@ -652,7 +651,7 @@ def picture_file(flag: str, path: str, channels: int, config: Config, folder: st
             array = image_to_array(picture, (H // factor, W // factor) if is_small else (H, W), channels, resample)
     except UnidentifiedImageError:
         raise UserError(f"--{flag} {path}: is no picture; .png and .jpg are") from None
-    except (DataError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
+    except Exception as e:  # noqa: BLE001 (Pillow's decoders raise nearly anything at a damaged file)
         raise UserError(f"--{flag} {path}: can't be read ({getattr(e, 'strerror', None) or e})") from None
     write_data(f"{folder}/{flag}.bin", array[None])
     return f"{folder}/{flag}.bin"

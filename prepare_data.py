@@ -308,7 +308,7 @@ def emoji_texts(font_file: str) -> tuple[list[str], int]:
     """The texts for which a bitmap font has a picture, sorted, without skin tones; and the pictures' native size. Single code points are in the font's
     cmap; flags, keycaps and the sequences that are joined to one picture are ligatures in its GSUB table."""
     try:
-        from fontTools.ttLib import TTFont, TTLibError
+        from fontTools.ttLib import TTFont
     except ImportError as error:
         raise DataError("--emoji needs fontTools, which comes with matplotlib: pip install matplotlib") from error
     open_regular(font_file).close()
@@ -330,8 +330,8 @@ def emoji_texts(font_file: str) -> tuple[list[str], int]:
                         texts.add("".join(character[glyph] for glyph in glyphs))
     except OSError as error:
         raise DataError(f"cannot read {font_file}: {error.strerror or error}") from error
-    except TTLibError as error:
-        raise DataError(f"{font_file} is not a font: {error}") from error
+    except Exception as error:  # noqa: BLE001 (fontTools raises nearly anything at a damaged font)
+        raise DataError(f"{font_file} is not a font, or is damaged: {error}") from error
     return sorted(text for text in texts if not SKIN_TONES.intersection(text)), size
 
 
@@ -444,11 +444,13 @@ def array_values(path: str) -> np.ndarray:
     try:
         with open_regular(path) as file:
             values = np.load(file, allow_pickle=False)
+        if not isinstance(values, np.ndarray):
+            raise ValueError("it is an archive of arrays")
         if values.dtype.kind not in "biuf":
             raise ValueError(f"its type is {values.dtype}")
         with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite, and is refused
             values = np.asarray(values, np.float32)
-    except (ValueError, OSError, EOFError, TypeError) as error:
+    except Exception as error:  # noqa: BLE001 (numpy raises nearly anything at a damaged header)
         raise DataError(f"{path} is no array of numbers as numpy.save writes it: {error}") from error
     return values[:, None] if values.ndim == 1 else values
 
@@ -499,7 +501,10 @@ def input_files(args: Options) -> Iterator[str]:
     """Whatever is read, so that nothing of it is replaced."""
     yield from filter(None, [*args.idx, *args.cifar10, args.zip, args.emoji, args.values])
     for folder in filter(None, [args.data_dir, args.cond_dir, args.encode]):
-        for path, _, names in os.walk(folder):
+        seen: set[str] = set()  # links may lead round in a circle
+        for path, folders, names in os.walk(folder, followlinks=True):
+            seen.add(os.path.realpath(path))
+            folders[:] = [name for name in folders if os.path.realpath(os.path.join(path, name)) not in seen]
             yield from (os.path.join(path, name) for name in names)
 
 
@@ -597,4 +602,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     take(program.interrupt, signal.SIGINT, signal.SIGTERM)  # so that the temporary file goes
-    sys.exit(main())
+    sys.exit(program.run_program("prepare_data", main))

@@ -116,6 +116,17 @@ def naming(path: str) -> Iterator[None]:
         raise DataError(f"cannot write {path}: {error.strerror or error}") from error
 
 
+def data_header(slots: list[int], body_crc: int, numbers_an_image: int = 0, name_bytes: int = 0) -> np.ndarray:
+    """The header (256 numbers) of a data file, with the checksum of itself in slot 8. slots: from slot 1 on: version, images, their C, H and W, classes, and
+    bytes of a value. body_crc: of what lies behind the header."""
+    header = np.zeros(256, "<u4")
+    header[:8] = [DATA_MAGIC, *slots]
+    header[10:12] = numbers_an_image, name_bytes
+    header[9] = body_crc
+    header[8] = zlib.crc32(header.tobytes())
+    return header
+
+
 class DataWriter:
     """A data file that is being written: images one by one, then what lies behind them. See new_data_file."""
 
@@ -165,11 +176,8 @@ class DataWriter:
         version = 1 if self.file.tell() + len(behind) <= READ_AT_START else 2
         if version == 2:
             behind, crc = behind + np.array(self.image_crcs, "<u4").tobytes(), 0
-        header = np.zeros(256, "<u4")
-        header[:8] = [DATA_MAGIC, version, self.written, *self.shape, num_classes, self.dtype.itemsize]
-        header[10:12] = numbers_an_image, name_bytes
-        header[9] = zlib.crc32(behind, crc)
-        header[8] = zlib.crc32(header.tobytes())
+        slots = [version, self.written, *self.shape, num_classes, self.dtype.itemsize]
+        header = data_header(slots, zlib.crc32(behind, crc), numbers_an_image, name_bytes)
         with naming(self.path):
             self.file.write(behind)
             self.file.seek(0)

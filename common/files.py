@@ -137,8 +137,8 @@ def write_folder(path: str, own: tuple[str, ...], make: Callable[[Path], None]) 
                 target.rename(old)
             try:
                 new.rename(target)
-            except OSError:
-                if old.exists():
+            except BaseException:  # Ctrl-C, too
+                if old.exists() and not target.exists():
                     old.rename(target)
                 raise
     except OSError as e:

@@ -145,8 +145,11 @@ class ModelFile:
             if self.config.objective == "ddpm":
                 raise UserError(TUNES.format(self.path))
             inherited |= {"objective": "ect", "ect_frame": self.config.objective}
+        for name, objectives in OBJECTIVES_OWN.items():
+            if self.config.objective not in objectives:
+                inherited.pop(name, None)  # a flag of another objective says nothing in this file
         as_saved = Config(**flags)  # in float32
-        for name in flags.keys() & {*SAVED_FLAGS, *(["seed", "optimizer"] if resume else [])} - FREE_FLAGS:
+        for name in flags.keys() & inherited.keys() & {*SAVED_FLAGS, *(["seed", "optimizer"] if resume else [])} - FREE_FLAGS:
             if getattr(as_saved, name) != inherited[name]:
                 given, there = format_value(name, flags[name]), format_value(name, inherited[name])
                 made = f"with {there}" if there else "without it"

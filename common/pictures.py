@@ -7,6 +7,7 @@ import os
 import random
 import sys
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, TextIO
@@ -15,7 +16,7 @@ import numpy as np
 from PIL import Image, ImageOps
 from tqdm import tqdm
 
-from common.data_files import Data
+from common.data_files import Data, data_header
 from common.files import DataError, open_regular
 from common.flags import Config
 from common.program import printable
@@ -188,4 +189,7 @@ def open_pictures(path: str, config: Config) -> Data:
         images, labels, names = load_folder(path, config.image_size, config.in_channels)
     except DataError as e:
         raise DataError(f"--data_dir {path}: {e}") from None
-    return Data(path, images, labels, len(names) if labels is not None else 0)
+    # The checksum is that of the data file that `prepare_data.py` makes of this folder, so that a resumed run notices other pictures.
+    classes, behind = (0, b"") if labels is None else (len(names), labels.astype("<i4").tobytes())
+    header = data_header([1, *images.shape, classes, 1], zlib.crc32(behind, zlib.crc32(images)))
+    return Data(path, images, labels, classes, int(header[8]))

@@ -64,10 +64,11 @@ def complete_row(row: str) -> str:
 def seconds_of(rows: list[str]) -> float:
     """How long the run of these rows of log.csv has taken; where they do not say it, the time of the steps alone."""
     seconds = 0.0
-    for row in csv.DictReader(rows, LOG_COLUMNS.split(",")):
-        with contextlib.suppress(TypeError, ValueError):  # a row that something else has damaged
-            told = float(row["seconds"]) if row["seconds"] else seconds + float(row["ms"]) / 1000
-            seconds = told if seconds <= told < 1e9 else seconds
+    with contextlib.suppress(csv.Error):  # what follows a row that can't be one
+        for row in csv.DictReader(rows, LOG_COLUMNS.split(",")):
+            with contextlib.suppress(TypeError, ValueError):  # a row that something else has damaged
+                told = float(row["seconds"]) if row["seconds"] else seconds + float(row["ms"]) / 1000
+                seconds = told if seconds <= told < 1e9 else seconds
     return seconds
 
 
@@ -195,7 +196,7 @@ class Log:
         self.rows, self.error = b"", ""  # rows: those that the file still lacks, because of this error
         if step > 0 and files.is_there("log.csv", folder.descriptor):
             with self.reader() as f:
-                kept = [complete_row(row) for row in f if row.split(",")[0].isdigit() and int(row.split(",")[0]) <= step]
+                kept = [complete_row(row) for row in f if re.fullmatch(r"[0-9]{1,18}", row.split(",")[0]) and int(row.split(",")[0]) <= step]
         self.began = time.perf_counter() - seconds_of(kept)  # when the run would have begun if it had never paused
         try:
             folder.write("log.csv", [LOG_COLUMNS.encode() + b"\n", *(row.encode() for row in kept)])
@@ -245,7 +246,7 @@ def plot_loss(log: Log) -> bytes:
     from matplotlib.figure import Figure  # takes a second, and only this needs it
 
     with log.reader() as rows:
-        table = np.genfromtxt(rows, delimiter=",", names=True, ndmin=1)
+        table = np.genfromtxt(rows, delimiter=",", names=True, ndmin=1, comments=None)
     axes = (figure := Figure(figsize=(9, 5), layout="constrained")).add_subplot()
     window = max(1, len(table) // 50)
     mean = np.convolve(table["loss"], np.ones(window) / window, "valid")
@@ -553,7 +554,8 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
     config = make_config(flags, data, start, resume)
     if data:
         data.check(config)
-    if resume and not named and (len(data.images), data.crc) != (start.state.data_images, start.state.data_crc):
+    crc = data.crc if start and start.state.data_crc else 0  # 0: unet.cu's data, or of a folder in the time before it had a checksum
+    if resume and not named and (len(data.images), crc) != (start.state.data_images, start.state.data_crc):
         raise UserError(f"{data.path}: is not the data that {start.path} was trained on; name it, or this one, with --data_file")
     if resume and not names_pictures and data.pictures and data.pictures.crc != start.state.cond_crc:
         told = f"does not hold the pictures that {start.path} was trained with"

@@ -59,7 +59,9 @@ import torch
 import torch.nn.functional as F
 from speedrun import checked
 
+from common import files
 from common.data_files import open_data, write_data
+from common.formats import read_model
 from common.model_files import checkpoints
 from common.samples import save_png
 
@@ -127,6 +129,10 @@ class Workshop:
             str(self.folder / name) for name in ("train.bin", "numbers.bin", "held_out.bin", "masks.bin")
         )
         numbers = brightness_and_warmth(images)[kept]
+        for path in self.train_file, self.numbers_file, self.held_file, self.mask_file:
+            files.check_output("--output_dir", path, [args.data_file], files.is_data, only="data file")
+        for name in "samples.bin", "lowres.png", "gray.png", "mask.png", "numbers.png":
+            files.check_output("--output_dir", str(self.folder / name), [args.data_file], files.is_samples)
         write_data(self.train_file, images[kept])
         write_data(self.numbers_file, images[kept], values=numbers, value_names=["brightness", "warmth"])
         write_data(self.held_file, images[held])
@@ -145,7 +151,10 @@ class Workshop:
         common = [*shlex.split(self.args.recipe), "--max_steps", steps, "--sample_interval", 0, "--save_interval", steps, "--output_dir", target]
         if steps not in checkpoints(str(target)):
             self.call("--resume_checkpoint", "auto", *common, *flags)
-        return checkpoints(str(target))[steps]
+        model, trained_on = checkpoints(str(target))[steps], self.numbers_file if name == "numbers" else self.train_file
+        if read_model(model).state.data_crc != open_data(trained_on).crc:
+            raise UserError(f"{model}: was trained on other data; choose another --output_dir")
+        return model
 
     def draw(self, model: str, count: int, *flags: object) -> np.ndarray:
         """Samples (count, C, H, W) in [-1, 1]."""
@@ -201,6 +210,10 @@ def run(argv: list[str]) -> None:
         raise UserError(f"--max_steps {args.max_steps}: must be at least 1")
     if pathlib.Path(args.output_dir).exists() and not pathlib.Path(args.output_dir).is_dir():
         raise UserError(f"--output_dir {args.output_dir}: is a file; name a folder")
+    try:
+        shlex.split(args.recipe)
+    except ValueError as error:
+        raise UserError(f"--recipe {args.recipe}: can't be read ({error})") from None
     workshop = Workshop(args)
     for task in tasks:
         getattr(workshop, task)()

@@ -67,7 +67,9 @@ if __name__ == "__main__":  # before PyTorch
 
 import csv
 import dataclasses
+import io
 import json
+import os
 import re
 import shlex
 import statistics
@@ -167,7 +169,8 @@ class Contest:
         else:
             self.classifier = quality.train_classifier(training.to(device), classes, EXEMPLAR_EPOCHS if classes is None else 10)
             if judge_file:
-                torch.save(self.classifier.state_dict(), judge_file)
+                torch.save(self.classifier.state_dict(), buffer := io.BytesIO())
+                files.atomic_write(judge_file, [buffer.getbuffer()])
         features = quality.features(self.classifier, training)
         self.scale = features.std(0)
         self.scale[self.scale == 0] = torch.inf  # a unit that no training image wakes says nothing
@@ -357,7 +360,8 @@ def plot(runs: Runs, title: str, path: str) -> None:
         axis.set_minor_formatter(NullFormatter())
     axes.grid(which="both", alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=110)
+    figure.savefig(buffer := io.BytesIO(), format=path.rpartition(".")[2], dpi=110)
+    files.atomic_write(path, [buffer.getbuffer()])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -365,9 +369,13 @@ def plot(runs: Runs, title: str, path: str) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    for flag, path in (("--output", args.output), ("--plot", args.plot), ("--judge", args.judge)):
+    written = {"--output": args.output, "--plot": args.plot, "--judge": args.judge}
+    for flag, path in written.items():
         if path:
             files.check_output(flag, path, [args.data_file, args.program, *args.earlier])
+    places = [os.path.realpath(path) for path in written.values() if path]
+    if len({*places}) < len(places):
+        raise UserError("--output, --plot and --judge: two of them name the same file")
     if not re.fullmatch(r"\d+(,\d+)*", args.seeds):
         raise UserError(f"--seeds {args.seeds}: must be numbers with commas, such as 0,1,2")
     for flag, value in (("--moments", args.moments), ("--rival_moments", args.rival_moments)):

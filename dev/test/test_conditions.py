@@ -179,6 +179,9 @@ def test_bad_arrays(pictures: Path, tmp_path: Path) -> None:
         np.save(tmp_path / "v.npy", values)
         told = prepare(*given, tmp_path / "v.npy", code=1).stderr
         assert words in told and told.count("\n") == 1
+    with (tmp_path / "v.npy").open("wb") as file:
+        np.savez(file, np.zeros(6))
+    assert "is no array of numbers" in prepare(*given, tmp_path / "v.npy", code=1).stderr
     assert ".csv or .npy" in prepare(*given, pictures / "a/0.png", code=1).stderr
     np.save(tmp_path / "v.npy", np.zeros(7))
     images = bytes([0, 0, 8, 3, 0, 0, 0, 6, 0, 0, 0, 8, 0, 0, 0, 8]) + make_images(6).tobytes()

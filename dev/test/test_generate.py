@@ -609,6 +609,11 @@ def test_interpolation(picture: Callable, tmp_path: Path) -> None:
     assert np.abs(ends - expected).max() <= 1
 
 
+@pytest.mark.parametrize("show", ["corruption", "denoising"])
+def test_a_model_of_numbers_is_shown_with_data_that_have_none(picture: Callable, show: str) -> None:
+    picture("--show", show, *(["--steps", 2, "--values", "1,2"] if show == "denoising" else []), **(MODELS["edm"] | dict(cond_dim=2)))
+
+
 def test_a_gif_of_denoising(picture: Callable) -> None:
     """A frame for each of the six steps, and the images; x and x_0 side by side in grids of 2 x 2."""
     image = picture("--show", "denoising", "--steps", 6, "--num_samples", 4, output="p.gif")

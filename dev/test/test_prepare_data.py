@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from conftest import BUILD, TINY, binary_path, data_bytes, environment, make_images, model_name
 
 import prepare_data
+import train_unet
 from common import data_files, files
 from common.data_files import open_data_file, write_data
 from common.files import DataError
@@ -853,6 +854,22 @@ def test_train_unet_prefers_the_python_beside_it(trainer: Trainer, tmp_path: Pat
     (tmp_path / "tools/.venv/bin").mkdir(parents=True)
     (tmp_path / "tools/python3").rename(tmp_path / "tools/.venv/bin/python")
     assert "prepared from" in trainer.train(*PETS).stdout and trainer.prepared() == 1
+
+
+def test_the_twin_notices_other_pictures(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it reads of a folder has the checksum of the file that is made of the folder."""
+    save_pets(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    words = ["--preset", "fashion32", *PETS, "--in_channels", "1", "--num_channels", "32", "--attention_resolutions", "", "--batch_size", "2"]
+    words += ["--sample_interval", "0", "--device", "cpu"]
+    assert train_unet.run([*words, "--max_steps", "1"]) == 0
+    resume = ["--resume_checkpoint", "latest", "--sample_interval", "0", "--device", "cpu", "--max_steps"]
+    assert train_unet.run([*resume, "2"]) == 0
+    assert convert("--data_dir", "pets", "--output_name", "same.bin", "--image_size", 8, "--channels", 1) == 0
+    assert read_model(f"out/{model_name(2)}").state.data_crc == data_files.open_data("same.bin").crc
+    save(tmp_path / "pets/cat/1.png", RED)
+    with pytest.raises(train_unet.UserError, match="pets: is not the data that out/model_0000002.bin was trained on"):
+        train_unet.run([*resume, "3"])
 
 
 def test_train_unet_passes_on_what_is_wrong_with_pictures(trainer: Trainer, tmp_path: Path) -> None:

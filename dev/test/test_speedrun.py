@@ -128,6 +128,7 @@ def test_what_it_refuses(tmp_path: Path, make_data: object, capfd: pytest.Captur
         (["--recipes"], "--recipes: names none"),
         (["--seeds", "0,"], "--seeds 0,: "),
         (["--plot", "x.foo"], "--plot x.foo: must end in .png"),
+        (["--plot", "x.png", "--judge", "./x.png"], "two of them name the same file"),
         (["--recipes", "", "--lr 'x"], "--recipes --lr 'x: can't be read"),
         (["--recipes", "", "--lrr 1"], "--lrr: there is no such flag"),
         (["--judge", judge, "--data_file", make_data("many.bin", make_images(640, 1, 8, 8))], "junk.pt: is no judge of this data"),
@@ -312,3 +313,8 @@ def test_conditions_by_the_program(tmp_path: Path, make_data: Callable, capsys: 
     for more, message in ((["--only", "depth"], "--only depth: must be"), (["--output_dir", str(file)], "is a file; name a folder")):
         with pytest.raises(UserError, match=message):
             conditions.run([*words, *more])
+    with pytest.raises(UserError, match="train.bin: would replace c/train.bin, which is read"):
+        conditions.run([*words, "--data_file", "c/train.bin"])
+    other = make_data("e.bin", np.random.default_rng(1).integers(0, 256, (60, 3, 8, 8)).astype(np.uint8))
+    with pytest.raises(UserError, match="gray/model_0000002.bin: was trained on other data"):
+        conditions.run([*words, "--data_file", str(other), "--only", "gray"])
