@@ -426,6 +426,10 @@ def smiley(config: Config) -> Tensor:
 def two_images(file: ModelFile, config: Config, data_file: str) -> dict[str, tuple[Tensor, Tensor]]:
     """A drawn smiley and the first image of the data: x0 (1, C, H, W) and the label (1), 0 where there is none."""
     path = data_file or file.config.data_file or "data/fashion32.bin"
+    if Path(path).is_dir():
+        raise UserError(
+            f"{path}: the model was trained on this folder of pictures; name a data file of them with --data_file, as prepare_data.py makes it"
+        )
     data = open_data(path if data_file or Path(path).exists() else str(ROOT / path))
     data.check(dataclasses.replace(config, class_cond=False, cond_dim=0, cond="", cond_channels=0))  # only its first image is needed
     label = torch.tensor([0 if data.labels is None else int(data.labels[0])]).clamp(max=max(config.num_classes - 1, 0))

@@ -193,7 +193,7 @@ def zip_labels(archive: zipfile.ZipFile, names: list[str]) -> list[int] | None:
         if labels is None:
             return None
         by_name = {name: label for name, label in labels}
-    except (ValueError, TypeError, KeyError, RecursionError, zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError, zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError) as error:
         raise DataError(f"{where} holds no labels as EDM's dataset_tool.py writes them") from error
     for name in names:
         if name not in by_name:
@@ -278,7 +278,7 @@ def open_idx(files: list[str], image_size: tuple[int, int] | None, channels: int
     if len(files) > 2:
         raise DataError(f"--idx takes a file of images and a file of labels, not {len(files)} files")
     images = read_idx(files[0], 3)
-    if images.shape[1:] == (28, 28):  # 32 can be halved five times; 0 is the background
+    if images.shape[1:] == (28, 28) and image_size != (28, 28):  # 32 can be halved five times; 0 is the background
         images = np.pad(images, ((0, 0), (2, 2), (2, 2)))
     size = image_size or images.shape[1:]
     source = Source(image_to_array(Image.fromarray(image), size, channels) for image in progress(images))
@@ -563,8 +563,6 @@ def tell_file(path: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     standard_streams()
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # file names need not be valid text
     try:
         args = parse_arguments(list(sys.argv[1:] if arguments is None else arguments))
         check_flags(args)

@@ -941,10 +941,19 @@ def grid_pictures(config: Config, data: Data) -> Tensor | None:
     return torch.from_numpy(data.pictures.read_finite(first))
 
 
-def draw_samples(trainer: Trainer, folder: RunFolder, screen: Screen, data: Data) -> None:
-    """A grid of pictures by the averaged weights, with the numbers and the pictures of this data. A signal gives it up; a resumed run draws it."""
-    config, step = trainer.config, trainer.state.step
-    rows, pictures = grid_rows(config, data), grid_pictures(config, data)
+class GridConditions:
+    """What a run's grids are conditioned on, and the images (truth) to which these pictures belong. They are read before the run begins, so that no
+    grid fails at data that are damaged or gone by then."""
+
+    def __init__(self, config: Config, data: Data):
+        self.rows, self.pictures, self.truth = grid_rows(config, data), grid_pictures(config, data), None
+        if self.pictures is not None:
+            self.truth = torch.from_numpy(data.read_floats(np.arange(len(self.pictures))))
+
+
+def draw_samples(trainer: Trainer, folder: RunFolder, screen: Screen, shown: GridConditions) -> None:
+    """A grid of pictures by the averaged weights. A signal gives it up; a resumed run draws it."""
+    config, step, rows, pictures = trainer.config, trainer.state.step, shown.rows, shown.pictures
     images = sample(trainer.averaged, config, config.num_samples, rows=rows, pictures=pictures, stop=screen.stop)
     if images is None:
         return
@@ -952,8 +961,7 @@ def draw_samples(trainer: Trainer, folder: RunFolder, screen: Screen, data: Data
         screen.tell(f"the samples of step {step} are not finite numbers: the run is broken")
     captions, parts = value_captions(rows, len(images)), 1
     if pictures is not None:
-        truth = torch.from_numpy(data.read_floats(np.arange(len(pictures))))
-        images, parts = beside_pictures(images, pictures, truth), 3
+        images, parts = beside_pictures(images, pictures, shown.truth), 3
     screen.tell(folder.write_or_wait(f"samples_{step:07d}.png", png_bytes(grid_pixels(images, captions=captions, parts=parts))))
 
 
@@ -988,6 +996,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             keeper.save(trainer.checkpoint())
         return keeper.saved == state.step and (not config.ema_snapshots or keeper.snapshot == state.step)
 
+    shown = GridConditions(config, val_data or data) if config.sample_interval else None
     seconds, mean, stopped = 0.0, 0.0, ""  # seconds: a recent step's, smoothed
     with run_folder(config, start, incomparable) as (folder, log, keeper), stop_on_signal() as stop:
         screen = Screen(stop)
@@ -996,7 +1005,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             keeper.snapshot = first_step - 1  # so that it stays due if it can't be written now
             keeper.save_snapshot(trainer.snapshot(), first_step)
         if lacks_grid:
-            draw_samples(trainer, folder, screen, val_data or data)
+            draw_samples(trainer, folder, screen, shown)
             stopped = stop[0] if stop else ""
         while not (last or stopped):
             began = time.perf_counter()
@@ -1040,7 +1049,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
                 keeper.save(trainer.checkpoint())
             draw = config.sample_interval and not stopped and (last or step % config.sample_interval == 0)
             if draw:
-                draw_samples(trainer, folder, screen, val_data or data)
+                draw_samples(trainer, folder, screen, shown)
                 measured = not config.keep_best or val_loss is not None  # else one step more, whose checkpoint is measured
                 stopped = stop[0] if stop and (measured or last) else ""
             if not log.rows and (last or draw):
@@ -1082,9 +1091,9 @@ def run(argv: list[str]) -> int:
         print(f"{title}:", *(f"--{name} {format_value(name, value)}" for name, value in shown.items()))
     if config.init_model_only:
         check_output("--init_model_filename", config.init_model_filename, [config.data_file], is_model)
-        weights = initial_weights(config)
-        check_replaced_model("--init_model_filename", config.init_model_filename, weights)
-        write_model(config.init_model_filename, ModelFile(config, weights))
+        file = ModelFile(config, initial_weights(config))
+        check_replaced_model("--init_model_filename", config.init_model_filename, file)
+        write_model(config.init_model_filename, file)
         print(f"{config.init_model_filename}: initial weights, {parameter_count(config) / 1e6:.2f} M parameters")
     elif config.sample:
         if not start:

@@ -393,7 +393,7 @@ def pick_device(name: str) -> torch.device:
         named = f"cuda:{name}" if name.isdecimal() else name
         device = torch.device(named if named != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         torch.empty(0, device=device).tolist()  # on PyTorch's "meta" device there is nothing to read
-    except (RuntimeError, AssertionError):
+    except (RuntimeError, AssertionError, ImportError):
         raise UserError(f"--device {name}: is not here; auto and cpu always work") from None
     return device
 

@@ -218,6 +218,8 @@ def check_replaced(told: str, path: str, inputs: Iterable[str], replaces: Callab
     """check_output of a file that is there."""
     if not os.path.isfile(path):
         raise DataError(f"{told}is there and is no usual file; choose another name")
+    if path.endswith(".bin") and not os.access(path, os.W_OK):
+        raise DataError(f"{told}is there and is write-protected; choose another name")
     for name in inputs:
         if os.path.exists(name) and os.path.samefile(name, path):
             raise DataError(f"{told}would replace {name}, which is read; choose another name")

@@ -38,7 +38,7 @@ def convert(file: ModelFile, target: str, flags: dict[str, Any]) -> str:
     file.inherit({name: value for name, value in flags.items() if name in SAVED_FLAGS}, resume=False)  # refuses what says otherwise
     if target.endswith("/"):
         return diffusers_files.write_folder(target, file, flags)
-    check_replaced_model("--convert", target, file.weights)
+    check_replaced_model("--convert", target, file)
     write_model(target, file)
     return f"{target}: the same model as {file.path}"
 
@@ -51,14 +51,15 @@ def check_conversion(source: str, target: str) -> None:
     check_output("--convert", target, [source, *map(str, Path(source).parent.glob("ema_*.bin"))], is_model)
 
 
-def check_replaced_model(flag: str, target: str, weights: np.ndarray) -> None:
-    """UserError if there is a file of this name and it holds other weights than these, which would replace it: nobody can say whether it is a copy."""
+def check_replaced_model(flag: str, target: str, file: ModelFile) -> None:
+    """UserError if there is a file of this name and it holds anything (weights, averages, moments) that this one does not hold, which would replace it."""
     if not os.path.exists(target) or os.path.getsize(target) == 0:
         return
     with contextlib.suppress(UserError):
-        if np.array_equal(read_model(target).weights, weights):
+        arrays = file.arrays()
+        if all(name in arrays and np.array_equal(array, arrays[name]) for name, array in read_model(target).arrays().items()):
             return
-    raise UserError(f"{flag} {target}: is there and does not hold these weights; choose another name, or move it away")
+    raise UserError(f"{flag} {target}: is there and holds something else; choose another name, or move it away")
 
 
 # ======================================================================================================================

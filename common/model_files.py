@@ -138,16 +138,14 @@ class ModelFile:
 
     def inherit(self, flags: dict[str, Any], resume: bool) -> dict[str, Any]:
         """The flags of a run that starts from this file, or resumes it; UserError if a given one says otherwise about the model."""
-        inherited = {name: getattr(self.config, name) for name in (CHECKPOINT_FLAGS if resume else SAVED_FLAGS)}
+        others = {name for name, objectives in OBJECTIVES_OWN.items() if self.config.objective not in objectives}  # this file says nothing of them
+        inherited = {name: getattr(self.config, name) for name in (CHECKPOINT_FLAGS if resume else SAVED_FLAGS) if name not in others}
         if flags.get("sample"):  # how a model was trained does not say how to sample it
             inherited.pop("precision", None)
         if flags.get("objective") == "ect" != self.config.objective and not resume:  # its frame stays
             if self.config.objective == "ddpm":
                 raise UserError(TUNES.format(self.path))
             inherited |= {"objective": "ect", "ect_frame": self.config.objective}
-        for name, objectives in OBJECTIVES_OWN.items():
-            if self.config.objective not in objectives:
-                inherited.pop(name, None)  # a flag of another objective says nothing in this file
         as_saved = Config(**flags)  # in float32
         for name in flags.keys() & inherited.keys() & {*SAVED_FLAGS, *(["seed", "optimizer"] if resume else [])} - FREE_FLAGS:
             if getattr(as_saved, name) != inherited[name]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import math
 import os
 import re
@@ -108,6 +109,9 @@ def standard_streams() -> None:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
     sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # file names need not be valid text
 
 
 def begin(program: str, parse: Callable[[list[str]], Any], packages: tuple[str, ...], *signals: int) -> None:

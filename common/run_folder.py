@@ -519,7 +519,10 @@ def open_start(flags: dict[str, Any]) -> ModelFile | None:
 
 def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile | None]:
     """From flags to what a run needs: its configuration, its data and what it starts from. Creates nothing."""
-    flags, data, resume = dict(flags), None, bool(flags.get("resume_checkpoint"))
+    flags, data = dict(flags), None
+    if flags.get("resume_checkpoint") == "auto":  # the newest checkpoint; without one the run is new
+        flags["resume_checkpoint"] = "latest" if checkpoints(flags.get("output_dir", Config.output_dir)) else ""
+    resume = bool(flags.get("resume_checkpoint"))
     named = flags.keys() & {"data_file", "data_dir"}
     if len(named) == 2:
         raise UserError("--data_file and --data_dir: a run trains on one of them; leave the other out")
@@ -554,8 +557,9 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
     config = make_config(flags, data, start, resume)
     if data:
         data.check(config)
-    crc = data.crc if start and start.state.data_crc else 0  # 0: unet.cu's data, or of a folder in the time before it had a checksum
-    if resume and not named and (len(data.images), crc) != (start.state.data_images, start.state.data_crc):
+    # A folder of pictures had no checksum in older checkpoints.
+    is_known = resume and not (os.path.isdir(data.path) and start.state.data_crc == 0)
+    if is_known and not named and (len(data.images), data.crc) != (start.state.data_images, start.state.data_crc):
         raise UserError(f"{data.path}: is not the data that {start.path} was trained on; name it, or this one, with --data_file")
     if resume and not names_pictures and data.pictures and data.pictures.crc != start.state.cond_crc:
         told = f"does not hold the pictures that {start.path} was trained with"

@@ -151,7 +151,10 @@ class Workshop:
         common = [*shlex.split(self.args.recipe), "--max_steps", steps, "--sample_interval", 0, "--save_interval", steps, "--output_dir", target]
         if steps not in checkpoints(str(target)):
             self.call("--resume_checkpoint", "auto", *common, *flags)
-        model, trained_on = checkpoints(str(target))[steps], self.numbers_file if name == "numbers" else self.train_file
+        found = checkpoints(str(target))
+        if steps not in found:
+            raise UserError(f"{target}: holds a run of {max(found, default=0)} steps, not {steps}; choose another --output_dir")
+        model, trained_on = found[steps], self.numbers_file if name == "numbers" else self.train_file
         if read_model(model).state.data_crc != open_data(trained_on).crc:
             raise UserError(f"{model}: was trained on other data; choose another --output_dir")
         return model

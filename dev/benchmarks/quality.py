@@ -292,7 +292,7 @@ def check_weights(path: str) -> None:
 
 def judge_by_inception(args: argparse.Namespace, flags: dict[str, Any]) -> None:
     check_weights(args.weights)
-    reference, count = Pictures(open_data(args.data_file)), args.num_samples or 50000
+    reference, count = Pictures(open_data(args.data_file)), 50000 if args.num_samples is None else args.num_samples
     given = {path: Pictures(open_data(path)) for path in args.samples or []}
     if min(map(len, [reference, *given.values()])) <= NEIGHBOUR or count <= NEIGHBOUR:
         raise UserError(f"precision and recall go by the neighbour number {NEIGHBOUR}, so each set must have more images than that")
@@ -415,6 +415,7 @@ def run(argv: list[str]) -> None:
         train_crc = open_data(write_split(data, folder)[0]).crc
     for path in (path for folder in args.runs or [] for path in checkpoints(folder).values()):
         check_trained_on(path, train_crc)
+        make_config(flags, None, read_model(path))  # refuses flags that can't be
 
     print("training the classifier that judges; this takes minutes on a CPU", flush=True)
     judge = make_judge(data)

@@ -248,7 +248,7 @@ def run_ours(program: str, recipe: str, seed: int, moments: int, contest: Contes
     seconds = training_seconds(target / "log.csv")
     saved = checkpoints(str(target))
     for moment in wanted:
-        step = moment if moment in saved else moment - moment % every  # the checkpoint before it
+        step = max((step for step in saved if step <= moment), default=min(saved))  # the checkpoint before it
         checkpoint = saved[step]
         images = draw(program, checkpoint, contest.samples, sampling_flags(config), folder)
         yield contest.judge(images, step, seconds[step])
@@ -287,6 +287,8 @@ def read_runs(paths: list[str], contest: Contest) -> Runs:
             kept = json.loads(pathlib.Path(path).read_text())
             theirs = {name: [[Moment(**m) for m in run] for run in found] for name, found in kept["runs"].items()}
             rules = kept["rules"]
+            if not all(found and all(found) for found in theirs.values()):
+                raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"--earlier {path}: was not written by --output of this program") from None
         if rules != contest.rules():

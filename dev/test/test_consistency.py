@@ -121,6 +121,9 @@ def test_a_model_is_tuned(run: Callable, data: Path, tmp_path: Path, monkeypatch
     twins = make_config(twin.parse_flags(list(map(str, words)), twin.FLAGS), twin.open_data(str(data)), start)
     assert all(getattr(twins, name) == getattr(config, name) for name in ("ect_frame", "P_mean", "P_std", "sigma_data", "objective"))
     assert (twins.sampler, twins.timestep_respacing) == ("consistency", "2")
+    if family == "flow":  # whose file says nothing of sigma_data
+        given = twin.parse_flags([*map(str, words), "--sigma_data", "0.25"], twin.FLAGS)
+        assert make_config(given, twin.open_data(str(data)), start).sigma_data == 0.25
     # resumed, and tuned on
     run(flags("--resume_checkpoint", f"tuned/{model_name(2)}", "--max_steps 4 --output_dir again", QUIET))
     assert (tmp_path / "again" / model_name(4)).read_bytes() == (tmp_path / "tuned" / model_name(4)).read_bytes()

@@ -458,13 +458,17 @@ def test_other_programs_replace_nothing_of_worth(data: Path, tmp_path: Path) -> 
     refuse([*judge, "d.bin"], tmp_path, "--plot d.bin: would replace d.bin, which is read")
     call([*TWIN, "--convert", model, "weights.pt"], tmp_path)
     call([*TWIN, "--convert", model, "weights.pt"], tmp_path)  # again
+    call([*TWIN, "--convert", model, "bare/", "--use_ema", "False"], tmp_path)
+    refuse([*TWIN, "--convert", "bare/", "m.bin"], tmp_path, "--convert m.bin: is there and holds something else")  # the moments would be lost
     another = "out/ema_0000001.bin"
     for name in ("weights.pt", "m.bin", "notes.txt.bin"):
         (tmp_path / "notes.txt.bin").write_text("mine")
         before = (tmp_path / name).read_bytes()
-        refuse([*TWIN, "--convert", another, name], tmp_path, f"--convert {name}: is there and does not hold these weights")
+        refuse([*TWIN, "--convert", another, name], tmp_path, f"--convert {name}: is there and holds something else")
         refuse(
-            [*TWIN, "--init_model_only", "True", "--init_model_filename", name], tmp_path, f"--init_model_filename {name}: is there and does not hold"
+            [*TWIN, "--init_model_only", "True", "--init_model_filename", name],
+            tmp_path,
+            f"--init_model_filename {name}: is there and holds something",
         )
         assert (tmp_path / name).read_bytes() == before
     for name in ("weights.pt", "notes.txt.bin"):

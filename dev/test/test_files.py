@@ -90,6 +90,7 @@ def test_round_trip_through_every_format(checkpoint: Path, tmp_path: Path) -> No
     for source in (checkpoint, tmp_path / "bare.bin"):
         before = str(source)
         for name in ("a.pt", "b.safetensors", "c.bin", "d.safetensors", "e.pt", "f.bin"):
+            (tmp_path / name).unlink(missing_ok=True)
             twin.run(["--convert", before, str(tmp_path / name)])
             before = str(tmp_path / name)
         assert (tmp_path / "c.bin").read_bytes() == source.read_bytes()

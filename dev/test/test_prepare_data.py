@@ -863,7 +863,7 @@ def test_the_twin_notices_other_pictures(trainer: Trainer, tmp_path: Path, monke
     words = ["--preset", "fashion32", *PETS, "--in_channels", "1", "--num_channels", "32", "--attention_resolutions", "", "--batch_size", "2"]
     words += ["--sample_interval", "0", "--device", "cpu"]
     assert train_unet.run([*words, "--max_steps", "1"]) == 0
-    resume = ["--resume_checkpoint", "latest", "--sample_interval", "0", "--device", "cpu", "--max_steps"]
+    resume = ["--resume_checkpoint", "auto", "--sample_interval", "0", "--device", "cpu", "--max_steps"]
     assert train_unet.run([*resume, "2"]) == 0
     assert convert("--data_dir", "pets", "--output_name", "same.bin", "--image_size", 8, "--channels", 1) == 0
     assert read_model(f"out/{model_name(2)}").state.data_crc == data_files.open_data("same.bin").crc
