@@ -417,7 +417,7 @@ def run(argv: list[str]) -> None:
         check_trained_on(path, train_crc)
         make_config(flags, None, read_model(path))  # refuses flags that can't be
 
-    print("training the classifier that judges; this takes minutes on a CPU", flush=True)
+    print("training the classifier that judges; this takes minutes on a CPU", file=sys.stderr, flush=True)
     judge = make_judge(data)
     count = min([len(s) for s in samples.values()], default=args.num_samples)
     floor = measure(judge.training[:count], judge.held_out)
