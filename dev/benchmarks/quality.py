@@ -85,7 +85,7 @@ from common import files
 from common.config import make_config
 from common.data_files import Data, open_data, write_data
 from common.formats import read_model
-from common.model_files import checkpoints
+from common.model_files import ModelFile, checkpoints
 from common.samples import to_pixels
 
 FEATURES = 64
@@ -347,11 +347,10 @@ def read_samples(path: str, data: Data) -> torch.Tensor:
     return floats
 
 
-def check_trained_on(path: str, train_crc: int) -> None:
+def check_trained_on(file: ModelFile, train_crc: int) -> None:
     """UserError if a model was not trained on train.bin, whose header has this checksum."""
-    file = read_model(path)
     if file.state.data_crc != train_crc:
-        raise UserError(f"{path}: was trained on {file.config.data_file}, not on the train.bin of --split; what a model has seen can't judge it")
+        raise UserError(f"{file.path}: was trained on {file.config.data_file}, not on the train.bin of --split; what a model has seen can't judge it")
 
 
 def draw_samples(path: str, count: int, flags: dict[str, Any], backend: str) -> torch.Tensor:
@@ -414,8 +413,9 @@ def run(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         train_crc = open_data(write_split(data, folder)[0]).crc
     for path in (path for folder in args.runs or [] for path in checkpoints(folder).values()):
-        check_trained_on(path, train_crc)
-        make_config(flags, None, read_model(path))  # refuses flags that can't be
+        file = read_model(path)
+        check_trained_on(file, train_crc)
+        make_config(flags, None, file)  # refuses flags that can't be
 
     print("training the classifier that judges; this takes minutes on a CPU", file=sys.stderr, flush=True)
     judge = make_judge(data)

@@ -154,8 +154,9 @@ def test_the_gradients_factor() -> None:
     ids=str,
 )
 def test_gradients_of_every_loss_fit(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the first and the last step of a run, hardly any gradient is too large for FP8, and rounding changes them all by as much as its mantissa of two
-    bits says: by at most 2^-3, at the mean by 2^-5 to 2^-4. With one factor for all losses, a third of ect's gradients were too large in the last stage."""
+    """In the first and the last step of a run, no gradient comes near to e5m2's largest number, 57344, and rounding changes them all by as much as its
+    mantissa of two bits says: by at most 2^-3, at the mean by 2^-5 to 2^-4. With one factor for all losses, the largest gradient of ect and of the bound
+    was above it in the last step, up to 20 times."""
     settings = (
         dict(preset="fashion32", num_channels=32, num_res_blocks=1, image_size=(32, 32), attention_resolutions=(), batch_size=16, device="cpu")
         | settings
@@ -176,7 +177,7 @@ def test_gradients_of_every_loss_fit(settings: dict, monkeypatch: pytest.MonkeyP
         trainer.state.step = step
         trainer.train_step(*twin.training_batch(config, data, step))
         exact, rounded = (torch.cat([pair[k].flatten() for pair in seen]) for k in range(2))
-        assert (exact.abs() > 57344).double().mean() < 1e-3 and (rounded - exact).norm() < 2.0**-4 * exact.norm()
+        assert exact.abs().max() < 57344 / 2 and (rounded - exact).norm() < 2.0**-4 * exact.norm()
         seen.clear()
 
 
