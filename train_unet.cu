@@ -4,148 +4,150 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    249  Part I. The program
-//    252     1. Types at the interface: what operations are called with
-//    794     2. The interface: all that the program asks of a device
-//   1176     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1280     4. Configuration: flags, presets, help, what can work and what cannot
-//   2106     5. The network: a list of layers, made of guided-diffusion's flags
-//   3141     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3151         FP8: its buffers, its factors, and weights in FP8
-//   3311         gradients, and buffers
-//   3588     7. Forward and backward: two walks over the list
-//   3730     8. Diffusion: noise schedules, objectives, samplers
-//   4039         the level of a training sample, drawn, and its share of the loss
-//   4524         samplers
-//   5118     9. Data: .bin files that may be larger than memory, the order of their images
-//   5705    10. Model files: weights and checkpoints, initial weights
-//   6096    11. A training step: draw, diffuse, forward, loss, backward, judge, update
-//   6117         the learning rate, the verdict on a step, averages of the weights
-//   6212         what a trainer holds
-//   6395         a step
-//   6770    12. A run: log, guard, checkpoints, resume, samples
-//   6801         the log in memory, as the page shows it
-//   6930         what a run holds
-//   7020         the log and the status line
-//   7219         checkpoints, snapshots and grids
-//   7504         the start of a run: new, from a file's weights, or resumed
-//   7812         how a run begins and ends
-//   7982         the loop over the steps
-//   8098         train: a whole run, from the first check to the exit code
-//   8162         samples, without a run
-//   8337    13. main: the command line, then a run or samples
-//   8680         what ranks must have in common
-//   8754         main
-//   8961  Part II. The device
-//   8964    14. What all devices share: elements, nonlinearities, patches of pixels
-//   9048    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9118    16. The GPU: what all kernels share
-//   9190         Launches, which may overlap
-//   9237         Decisions: what kernels are chosen with
-//   9292         Single instructions: shared memory, mbarriers, clusters
-//   9388         Activations: pieces of 16 bytes
-//   9731         each_kernel: a thread for an element
-//   9745         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9915         Swizzle: how rows lie in shared memory
-//   9936         Hopper (sm_90a): TMA, wgmma and what goes with them
-//  10221         building blocks of Hopper's kernels (sm_90a)
-//  10539    17. Small operations: resampling, embeddings, diffusion
-//  10542         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10755         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11124         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11682    18. Group norm
-//  11685         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12248         groupnorm_backward_whole: an image's slab in shared memory
-//  12653    19. Attention
-//  12761         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13326         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13474         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14183    20. Convolution
-//  14237         ConvOut: results, 4 channels of a pixel at a time
-//  14486         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14557         conv_halo: 3x3, stride 1, any GPU
-//  14982         conv_gather: any kernel size and stride, any GPU
-//  15255         conv_few: the first and the last layer
-//  15442         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16056         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16187         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16690         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17156         conv_weight_tma: weight gradients (sm_90a)
-//  17471         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17797         FP8 in training: weights and gradients are rounded
-//  17913    21. The optimiser
-//  17916         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18177         muon: directions for matrices of weights
-//  18618    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18621         groupnorm_backward
-//  18791         attention: forward and, where a has dout, backward
-//  18856         convolution: forward and input gradient
-//  19383         convolution: weight gradients
-//  19771    23. The GPU: memory, copies, repeated work
-//  20004    24. Between ranks: from device to device
+//    251  Part I. The program
+//    254     1. Types at the interface: what operations are called with
+//    796     2. The interface: all that the program asks of a device
+//   1178     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1282     4. Configuration: flags, presets, help, what can work and what cannot
+//   2108     5. The network: a list of layers, made of guided-diffusion's flags
+//   3143     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3153         FP8: its buffers, its factors, and weights in FP8
+//   3313         gradients, and buffers
+//   3590     7. Forward and backward: two walks over the list
+//   3732     8. Diffusion: noise schedules, objectives, samplers
+//   4041         the level of a training sample, drawn, and its share of the loss
+//   4526         samplers
+//   5120     9. Data: .bin files that may be larger than memory, the order of their images
+//   5707    10. Model files: weights and checkpoints, initial weights
+//   6098    11. Settings: what the command line leaves open comes from presets, model files and the data
+//   6441         presets, and all settings together
+//   6580         what ranks must have in common
+//   6654    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
+//   6676         the learning rate, the verdict on a step, averages of the weights
+//   6771         what a trainer holds, and how ranks gather it
+//   6979         the log in memory, as the page shows it
+//   7108         what a run holds
+//   7207         the log and the status line
+//   7406         checkpoints, snapshots and grids
+//   7691         a run's first weights: new, of a file, or of the run that is resumed
+//   7999         what else a run takes when it begins: validation data, conditions of grids, its folder
+//   8103         samples, without a run
+//   8278    13. A training step, the loop over the steps, and main
+//   8301         a step
+//   8660         how a run ends
+//   8740         the loop over the steps
+//   8845         train: a whole run, from the first check to the exit code
+//   8909         main
+//   8980  Part II. The device
+//   8983    14. What all devices share: elements, nonlinearities, patches of pixels
+//   9067    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9137    16. The GPU: what all kernels share
+//   9209         Launches, which may overlap
+//   9256         Decisions: what kernels are chosen with
+//   9311         Single instructions: shared memory, mbarriers, clusters
+//   9407         Activations: pieces of 16 bytes
+//   9750         each_kernel: a thread for an element
+//   9764         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9934         Swizzle: how rows lie in shared memory
+//   9955         Hopper (sm_90a): TMA, wgmma and what goes with them
+//  10240         building blocks of Hopper's kernels (sm_90a)
+//  10558    17. Small operations: resampling, embeddings, diffusion
+//  10561         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10774         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11143         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11701    18. Group norm
+//  11704         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12267         groupnorm_backward_whole: an image's slab in shared memory
+//  12672    19. Attention
+//  12780         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13345         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13493         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14202    20. Convolution
+//  14256         ConvOut: results, 4 channels of a pixel at a time
+//  14505         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14576         conv_halo: 3x3, stride 1, any GPU
+//  15001         conv_gather: any kernel size and stride, any GPU
+//  15274         conv_few: the first and the last layer
+//  15461         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16075         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16206         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16709         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17175         conv_weight_tma: weight gradients (sm_90a)
+//  17490         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17816         FP8 in training: weights and gradients are rounded
+//  17932    21. The optimiser
+//  17935         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18196         muon: directions for matrices of weights
+//  18637    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18640         groupnorm_backward
+//  18810         attention: forward and, where a has dout, backward
+//  18875         convolution: forward and input gradient
+//  19402         convolution: weight gradients
+//  19790    23. The GPU: memory, copies, repeated work
+//  20023    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8957, run_program 8893, train 8105, run_step 8036, train_step 6696, load_batch 5658 (read_image 5209),
-//     send 19974 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19905):
-//     step_gradients 6541: draw_levels 11143 (the formulas: draw_level 4112), forward_and_loss 6459, q_sample_forward
-//     11358, unet_forward 3619, forward_layer 3604 (a function of the layer's kind, such as forward_conv 2595 or
-//     forward_norm, with the addresses that layer_args 2381 makes),
-//     loss_forward_backward 11476, unet_backward 3694, which calls such a function as backward_conv 2602 of each layer
-//     (input gradients: conv_backward_input 19348) and, by launch_waiting 3656 on the side stream,
-//     conv_backward_weights 19764; finish_gradients 12602 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17968;
-//     judge_step 18016 (the verdict: judge_batch 6185), update_slice 6658, adamw_update 18148 (adamw_kernel 18093),
-//     next_step 18022, record_step 18028; later collect_steps 7986
-//   --optimizer muon: muon_updates 6298 says which weights; update_slice 6658, update_by_muon 6648 (with the formulas),
-//     muon_momentum 18220, orthogonalise 18595 (with muon_kernel above it), adamw_kernel 18093 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11550): sample_batch 5026, plan_route 4771,
-//     device_step 4819, euler_step 4556 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19230 draws all of its roads):
-//     forward_conv 2595; conv_forward 19270, with conv_product above it, which asks conv_is_wgmma 18866;
-//     on Hopper, large images: pick_conv_tiles_3x3 19173 (its tiles, such as Resident16, stand above pick_conv_small);
-//     conv_tiles 16675, with conv_tiles_kernel above it; Accumulators 10455 (its function multiply); Wgmma 10004;
-//     on Hopper, small images: pick_conv_small 19025; conv_small 17142, with conv_small_kernel and multiply_small above
-//     it; Wgmma 10004;
-//     on any other GPU pick_conv_halo_bf16 18938; conv_halo 14969, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9799
-//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 6541
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 432, Silu 9011, with_nonlinearity 9021 (a case);
-//     BEHIND_NORMS, above add_norm 2826, chooses it. The embedding has SiLU as a layer: silu_forward 11042
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3966
-//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 558, and beside each other edm_question
-//     3800, ask 3835, frame_of 3848, sigma_draws 3855, has_steps_of_t 3862; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2487; an example is forward_linear 2515
-//     with what follows it; a function such as add_resblock 2879 puts the layer into the network; its operation
+//     main 8976, run_program 8912, train 8852, run_step 8794, train_step 8586, load_batch 5660 (read_image 5211),
+//     send 19993 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19924):
+//     step_gradients 8455: draw_levels 11162 (the formulas: draw_level 4114), forward_and_loss 8373, q_sample_forward
+//     11377, unet_forward 3621, forward_layer 3606 (a function of the layer's kind, such as forward_conv 2597 or
+//     forward_norm, with the addresses that layer_args 2383 makes),
+//     loss_forward_backward 11495, unet_backward 3696, which calls such a function as backward_conv 2604 of each layer
+//     (input gradients: conv_backward_input 19367) and, by launch_waiting 3658 on the side stream,
+//     conv_backward_weights 19783; finish_gradients 12621 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17987;
+//     judge_step 18035 (the verdict: judge_batch 6744), update_slice 8559, adamw_update 18167 (adamw_kernel 18112),
+//     next_step 18041, record_step 18047; later collect_steps 8744
+//   --optimizer muon: muon_updates 6857 says which weights; update_slice 8559, update_by_muon 8549 (with the formulas),
+//     muon_momentum 18239, orthogonalise 18614 (with muon_kernel above it), adamw_kernel 18112 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11569): sample_batch 5028, plan_route 4773,
+//     device_step 4821, euler_step 4558 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 19249 draws all of its roads):
+//     forward_conv 2597; conv_forward 19289, with conv_product above it, which asks conv_is_wgmma 18885;
+//     on Hopper, large images: pick_conv_tiles_3x3 19192 (its tiles, such as Resident16, stand above pick_conv_small);
+//     conv_tiles 16694, with conv_tiles_kernel above it; Accumulators 10474 (its function multiply); Wgmma 10023;
+//     on Hopper, small images: pick_conv_small 19044; conv_small 17161, with conv_small_kernel and multiply_small above
+//     it; Wgmma 10023;
+//     on any other GPU pick_conv_halo_bf16 18957; conv_halo 14988, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9818
+//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8455
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 434, Silu 9030, with_nonlinearity 9040 (a case);
+//     BEHIND_NORMS, above add_norm 2828, chooses it. The embedding has SiLU as a layer: silu_forward 11061
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3968
+//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 560, and beside each other edm_question
+//     3802, ask 3837, frame_of 3850, sigma_draws 3857, has_steps_of_t 3864; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2489; an example is forward_linear 2517
+//     with what follows it; a function such as add_resblock 2881 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
-//   to add an element type beside bf16: Element 325, with a list of all places above it: element_named 1442,
-//     forward_and_loss 6459, ElementOf 8982, with_act 9256 (act_has_wgmma below it), unpack_bf16 9404 and all below it
-//     to load_two 9468, mma 9799, tma_type 10175, adamw_kernel 18093 (adamw_update below it), conv_product 19230
-//   the settings, to their values: parse_command_line 1638, take_aliases 1667, complete_config 8873
-//     (apply_preset 1554, take_model_file 8498, take_ect_defaults 8528), take_data_shape 8580 (take_labels 8557),
-//     check_model 1937, check_run 2090
-//   FP8 (--precision fp8): choose_fp8 3080 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3155 and plan_fp8_gradients 3170 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3215 for samples, make_fp8_training 3277 for training; add_fp8_args 2355
-//     hands them to the layers. forward_conv 2595, backward_conv 2602 and weight_work 2328 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19333 makes an input gradient a forward convolution; conv_product_fp8 19263 picks the
-//     kernel, multiply_fp8 10489 and WgmmaFp8 10048 multiply; weight gradients: conv_weight_fp8_kernel 17741;
-//     print_fp8 7754 says whether it pays
+//   to add an element type beside bf16: Element 327, with a list of all places above it: element_named 1444,
+//     forward_and_loss 8373, ElementOf 9001, with_act 9275 (act_has_wgmma below it), unpack_bf16 9423 and all below it
+//     to load_two 9487, mma 9818, tma_type 10194, adamw_kernel 18112 (adamw_update below it), conv_product 19249
+//   the settings, to their values: parse_command_line 1640, take_aliases 1669, complete_config 6560
+//     (apply_preset 1556, take_model_file 6259, take_ect_defaults 6289), take_data_shape 6341 (take_labels 6318),
+//     check_model 1939, check_run 2092
+//   FP8 (--precision fp8): choose_fp8 3082 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3157 and plan_fp8_gradients 3172 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3217 for samples, make_fp8_training 3279 for training; add_fp8_args 2357
+//     hands them to the layers. forward_conv 2597, backward_conv 2604 and weight_work 2330 choose between bf16 and FP8;
+//     conv_backward_input_fp8 19352 makes an input gradient a forward convolution; conv_product_fp8 19282 picks the
+//     kernel, multiply_fp8 10508 and WgmmaFp8 10067 multiply; weight gradients: conv_weight_fp8_kernel 17760;
+//     print_fp8 7941 says whether it pays
 //   an error message, to its cause: search for three or four of its words behind the first colon, without numbers.
 //     (What stands before it, such as a flag and its value, or a file's name, is put together at run time. A long text
 //     goes on in the next line.) They stand where the error is found: in a call of die, refuse or must (host/files.h),
-//     of wrong 1519 (a flag's value), or of a function beside it whose name ends in _unless. If a function stores the
+//     of wrong 1521 (a flag's value), or of a function beside it whose name ends in _unless. If a function stores the
 //     message in a variable, such as `error` or `why`, look for what reads the variable next: it prints the message. A
-//     message that begins with "stopped at step" comes from stop_run 7237. Its reasons are found in judge_batch 6185,
-//     by healthy and suspicious above it. For a damaged header they stand in check_field 5904 and check_unused
-//     (host/files.h): look at their callers; for a data file also in take_data_fields 5257, for a checkpoint's counters
-//     in check_resume 8639. unknown_word 1428 prints the message for a word of a flag that some place does not know.
-//     Such a place calls it itself or through meaning 1434.
+//     message that begins with "stopped at step" comes from stop_run 7424. Its reasons are found in judge_batch 6744,
+//     by healthy and suspicious above it. For a damaged header they stand in check_field 5906 and check_unused
+//     (host/files.h): look at their callers; for a data file also in take_data_fields 5259, for a checkpoint's counters
+//     in check_resume 6400. unknown_word 1430 prints the message for a word of a flag that some place does not know.
+//     Such a place calls it itself or through meaning 1436.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7492 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 7263 that a file could not be written yet.
-//     stop_run 7237 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7679 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 7450 that a file could not be written yet.
+//     stop_run 7424 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -1282,8 +1284,8 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 // flags and presets themselves are in common/flags.h, which the Python programs read, too.
 //
 // The main functions run in this order: parse_command_line, take_aliases, apply_preset, and then, if there is a model
-// file, take_model_file (section 13). The values of a model file replace those of the preset, but not those of the
-// command line. In a run, check_run is next. Then take_data_shape (section 13) is called. If there is no model file, it
+// file, take_model_file (section 11). The values of a model file replace those of the preset, but not those of the
+// command line. In a run, check_run is next. Then take_data_shape (section 11) is called. If there is no model file, it
 // takes the images' size, channels and classes from the data, where the command line does not give them. Then it calls
 // check_model. With --sample there is no training data, and run_program calls check_model itself. The checks find flags
 // that cannot work, alone or together.
@@ -3772,7 +3774,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //
 // For a loss that is not the weighted square of the answer's error, follow the example of ect, whose loss also needs
 // the network's answer at a second noise level. Change common/flags.h, Objective and make_objective (a parameter), and
-// forward_and_loss (section 11; a branch that calls a new operation). Write the formula once for both builds, beside
+// forward_and_loss (section 13; a branch that calls a new operation). Write the formula once for both builds, beside
 // tuning_loss. Add the operation's prototype to section 2, its loops to dev/reference.h, and its kernel beside
 // loss_forward_backward (section 17).
 //
@@ -5529,7 +5531,7 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
     const int C = c.in_channels;
     std::vector<float> picture;
     // In training, the image may be changed first (--augment, --random_flip), the picture may be left out, and a small
-    // picture may have noise (step_gradients, put_pictures of section 11). Here nothing of this is done.
+    // picture may have noise (step_gradients, put_pictures of section 13). Here nothing of this is done.
     if (c.picture_kind == PictureKind::LOWRES) {
         const int factor = c.picture_factor;
         const int w = c.W / factor;
@@ -5712,7 +5714,7 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
 //
 // The functions here: open_model checks a file, check_size compares it with a network, and read_array reads one of its
 // arrays; model_header makes the header of a new file; init_params draws the weights of a new run. Section 12 writes
-// model files (save_arrays), and section 13 reads flags from them (take_model_file).
+// model files (save_arrays), and section 11 reads flags from them (take_model_file).
 
 constexpr int MODEL_MAGIC = 20261121;
 constexpr int UNET_CU_MODEL_MAGIC = 12345678;
@@ -6093,25 +6095,582 @@ static std::vector<float> init_params(const UNet& net) {
 }
 
 // =====================================================================================================================
-// 11. A training step: draw, diffuse, forward, loss, backward, judge, update
+// 11. Settings: what the command line leaves open comes from presets, model files and the data
+// Settings that the command line leaves open are taken from elsewhere. In general, each setting comes from the first of
+// these that has a value for it:
+//   1. the command line
+//   2. a model file: with --init the settings of the model, with --resume_checkpoint also those of the run
+//   3. the data: the images' size and channels, the pictures' channels (--cond_file), and the number of classes if the
+//      preset does not set it
+//   4. the preset; without --preset, the preset that fits the size of the images
+//   5. the flag's default
+// There are exceptions. For example, some settings of a preset are replaced if they do not fit the data
+// (take_data_shape), the model (drop_preset_of_classes) or the sampler (take_ect_defaults).
+// A setting on the command line must agree with the model file, unless this setting may change from run to run.
 //
-//   copy stream   images of the next batch -> device
-//   main stream   t, noise; q_sample | first ... last layer | loss | last ... first layer back | norm | judge | AdamW
-//                                    |  ^ waits: embedding         |  ^ waits, before memory is reused
-//   side stream                      +-> embedding                +-> weight gradients of convolutions -+
-//   other ranks                                                       these are sent when complete       | weights
-//                 \___ one microbatch; then the next one, whose gradients are added to these __________/
-//   host          reads images; launches all of this, except the copies, as one graph (replay). The host may start up
-//                 to STEPS_AHEAD steps before it reads the results of these steps for the log
+// These functions are called in this order: run_program calls parse_command_line, and then complete_config, which reads
+// presets (apply_preset) and model files (take_model_file). With --sample, run_program then calls sample_and_stop. For
+// a run, it then calls check_run, take_data_shape and train.
+
+// Returns the settings of a model file of unet.cu, another program (github.com/clu0/unet.cu). The file's header holds
+// the shape of the network, but nothing about the diffusion. We assume the diffusion that unet.cu itself trains with:
+// 1000 steps and the linear schedule. The flags about the diffusion may be set on the command line.
+static Config unet_cu_config(const ModelFile& model) {
+    const int* s = model.header.slot;
+    const int channels = s[2];
+    const int num_channels = s[3];
+    const int out_channels = s[4];
+    const int height = s[5];
+    const int width = s[6];
+    const int max_period = s[7];
+    Config c;
+    apply_preset(&c, "unet64");
+    auto set = [&](const char* name, int value) {
+        set_flag(&c, *find_flag(name), std::to_string(value), model.path + ": ");
+    };
+    set("in_channels", channels);
+    set("num_channels", num_channels);
+    set("max_period", max_period);
+    // The network of unet.cu has attention at its third and fourth level, where images have a quarter and an eighth of
+    // their height.
+    c.image_size = text("%dx%d", height, width);
+    c.attention_resolutions = text("%d,%d", height / 4, height / 8);
+    // The second half of the output channels, if there is one, is for a learned variance (--learn_sigma). With
+    // vlb_weight = 0 this half is neither trained nor used, unless --use_kl is True.
+    c.learn_sigma = out_channels == 2 * (int64_t)channels;
+    c.vlb_weight = 0;
+    c.noise_schedule = "linear";
+    return c;
+}
+
+// Sets a flag to the value in a model file. If the command line gives the flag, too, the two values must be the same.
+// But a flag that may change from run to run keeps the value of the command line. Which flags may change depends on
+// the flag's slot, its place in the file's header. Slots after SLOT_STEP hold settings of the run, such as the batch
+// size. All of these may change, except the optimiser, because the moments in the file are those of its own optimiser.
+// Slots before SLOT_STEP hold settings of the model. Of these, only the settings of FREE flags (common/flags.h) may
+// change. Flags without a slot of their own, such as image_size and seed, may not change, either.
+static void take_from_file(Config* c, const std::string& path, const std::string& name, const std::string& value) {
+    const Flag& f = *find_flag(name);
+    const bool given = c->given(name);
+    const bool may_change = (f.slot > SLOT_STEP && f.slot != SLOT_OPTIMIZER) || f.free;
+    if (given && may_change) return;
+    const std::string wanted = flag_value(*c, f);
+    set_flag(c, f, value, path + ": ");
+    const std::string there = flag_value(*c, f);
+    const std::string made = there.empty() ? "without it" : "with " + there;
+    if (given && !same_value(name, there, wanted))
+        die("--%s %s: %s was made %s; leave the flag out, or start without that file", f.name, wanted.c_str(),
+            path.c_str(), made.c_str());
+}
+
+// Returns whether a flag's value is a text that parse_model reads. A header does not hold such a value as one number in
+// one slot, but as a list of numbers, or as two numbers in two slots.
+static bool is_parsed(const std::string& name) {
+    return name == "image_size" || name == "channel_mult" || name == "attention_resolutions" || name == "cond";
+}
+
+// Takes the settings of the model from a model file of unet.cu, for take_model_file. If the command line gives such a
+// setting, too, the two values must be the same, unless it may change (take_from_file).
+static void take_unet_cu_file(Config* c, const ModelFile& model) {
+    const Config theirs = unet_cu_config(model);
+    for (const Flag& f : FLAGS) {
+        const bool is_in_header = f.slot && f.slot <= SLOT_STEP;
+        if (!is_parsed(f.name) && !is_in_header) continue;
+        // The file holds nothing about the diffusion, so the command line may set the diffusion's flags freely.
+        const bool is_diffusion = f.slot >= SLOT_DIFFUSION && f.slot < SLOT_PATCH_SIZE;
+        if (is_diffusion && c->given(f.name)) continue;
+        take_from_file(c, model.path, f.name, flag_value(theirs, f));
+    }
+}
+
+// Returns the paths of --data_file and --cond_file that a checkpoint holds; "": it holds no such path. The paths lie
+// one after the other in 512 bytes of the header, with a byte 0 between them. The bytes after them are 0, too.
+static std::pair<std::string, std::string> kept_paths(const ModelFile& model) {
+    const std::string kept((const char*)&model.header.slot[SLOT_PATH], 512);
+    const std::string data_file = kept.substr(0, kept.find('\0'));
+    const std::string rest = kept.substr(std::min<size_t>(data_file.size() + 1, 512));
+    return {data_file, rest.substr(0, rest.find('\0'))};
+}
+
+// Finds a data file whose path is kept in a checkpoint. The path may be relative to the folder in which the run was
+// started. That folder may be one of the folders that contain the checkpoint. So the data file is looked for in the
+// current folder, and then in the checkpoint's folder and in the folders above it.
+static std::string find_data(const ModelFile& model, const std::string& data_file) {
+    std::filesystem::path found(data_file);
+    std::filesystem::path folder = std::filesystem::absolute(model.path).parent_path();
+    while (found.is_relative() && !exists(found.string()) && folder.has_relative_path()) { // up to the root
+        const std::filesystem::path candidate = folder / data_file;
+        if (exists(candidate.string())) found = candidate;
+        folder = folder.parent_path();
+    }
+    return data_file.empty() ? "" : found.string();
+}
+
+// Sets flags that a resumed run takes from its checkpoint. A model file of --init does not set these flags.
+static void take_run_of_file(Config* c, const ModelFile& model) {
+    std::string rates;
+    for (int k = 0; k < model.emas(); k++) {
+        if (k) rates += ",";
+        rates += text("%.9g", model.ema_rate(k));
+    }
+    if (!c->given("ema_rate")) take_from_file(c, model.path, "ema_rate", rates);
+    // Random draws depend on the seed and the step. So with the same seed the resumed run makes the same draws as a run
+    // without a pause.
+    const int64_t seed = model.header.get<int64_t>(SLOT_SEED);
+    take_from_file(c, model.path, "seed", std::to_string(seed));
+    const auto [data_file, cond_file] = kept_paths(model);
+    const std::string data_path = find_data(model, data_file);
+    const std::string cond_path = find_data(model, cond_file);
+    if (!data_path.empty() && !c->given("data_file")) take_from_file(c, model.path, "data_file", data_path);
+    if (!cond_path.empty() && !c->given("cond_file")) take_from_file(c, model.path, "cond_file", cond_path);
+}
+
+// Sets the flags that a header holds as lists or in two slots (is_parsed).
+static void take_parsed_flags(Config* c, const ModelFile& model) {
+    const Header& h = model.header;
+    const int levels = h.slot[SLOT_LEVELS];
+    const int resolutions = h.slot[SLOT_RESOLUTIONS];
+    std::string mult;
+    for (int i = 0; i < levels; i++) {
+        if (i) mult += ",";
+        mult += text("%.9g", h.get<float>(SLOT_MULT + i));
+    }
+    std::string heights;
+    for (int i = 0; i < resolutions; i++) {
+        if (i) heights += ",";
+        heights += text("%d", h.slot[SLOT_ATTENTION + i]);
+    }
+    const int height = h.slot[SLOT_HEIGHT];
+    const int width = h.slot[SLOT_WIDTH];
+    take_from_file(c, model.path, "image_size", size_text(height, width));
+    take_from_file(c, model.path, "channel_mult", mult);
+    take_from_file(c, model.path, "attention_resolutions", heights);
+    // --cond says how the pictures are made. Its two slots hold the kind, and the factor K of lowres:K (otherwise 0).
+    check_field(model.path, "cond", h.slot[SLOT_COND], 0, std::size(PICTURE_WORDS) - 1);
+    const int factor = h.slot[SLOT_COND + 1];
+    const std::string kind = PICTURE_WORDS[h.slot[SLOT_COND]].word;
+    take_from_file(c, model.path, "cond", kind + (factor ? text(":%d", factor) : ""));
+}
+
+// If the command line does not give a flag, sets the flag to the value in the model file. If the command line gives it,
+// the two values must be the same, unless the flag may change from run to run (take_from_file). resume: the file is a
+// checkpoint whose run goes on. Then not only the settings of the model are taken from the file, but also the settings
+// of the run.
+static void take_model_file(Config* c, const ModelFile& model, bool resume) {
+    const std::string& path = model.path;
+    const Header& h = model.header;
+    if (resume && !model.has(HAS_EMA | HAS_TRAINING))
+        die("%s: holds weights only, no moments to resume from; --init starts a new run from it", path.c_str());
+    // --objective ect tunes a model that was trained with another objective. is_tuned: whether this run tunes the
+    // model in the file.
+    const bool is_tuned = !resume && c->given("objective") && c->objective == "ect" && !is_ect(h);
+    const bool from_unet_cu = h.slot[SLOT_MAGIC] == UNET_CU_MODEL_MAGIC;
+    if (is_tuned && (from_unet_cu || objective_of(h) == "ddpm"))
+        die("--objective ect: tunes models of --objective edm and flow, and %s was made with ddpm", path.c_str());
+    if (from_unet_cu) return take_unet_cu_file(c, model);
+
+    take_parsed_flags(c, model);
+    if (is_tuned) take_from_file(c, path, "ect_frame", header_value(*c, h, *find_flag("objective")));
+    for (const Flag& f : FLAGS) {
+        const bool is_of_run = f.slot > SLOT_STEP;
+        if (!f.slot || (is_of_run && !resume)) continue;
+        // Tuning has its own objective and its own noise levels, so these flags are not taken from the file.
+        const bool tuning_has_it = f.slot == SLOT_OBJECTIVE || f.slot == SLOT_P_MEAN || f.slot == SLOT_P_STD;
+        if (is_tuned && tuning_has_it) continue;
+        if (f.slot == SLOT_PRECISION && c->sample) continue; // samples need not have the precision of the training
+        if (slot_is_used(h, f)) take_from_file(c, path, f.name, header_value(*c, h, f));
+        else check_unused(h, f.slot, f.slot + 1, path, "");
+    }
+    if (resume) take_run_of_file(c, model);
+}
+
+// Sets the defaults for --objective ect and --sampler consistency. They are the values that Geng et al. 2024 use.
+// file_has_levels: a model file has already set the distribution of noise levels (P_mean and P_std).
+static void take_ect_defaults(Config* c, bool file_has_levels) {
+    const bool ect = c->objective == "ect";
+    if (ect && !c->given("sampler")) c->sampler = "consistency";
+    if (c->sampler == "consistency") {
+        if (!c->given("timestep_respacing")) c->timestep_respacing = "2";
+        // A preset's S_churn and guidance_scale are meant for another sampler.
+        if (!c->given("S_churn")) c->S_churn = 0;
+        if (!c->given("guidance_scale")) c->guidance_scale = 1;
+    }
+    if (ect && !file_has_levels) {
+        if (!c->given("P_mean")) c->P_mean = -1.1f;
+        if (!c->given("P_std")) c->P_std = 2;
+    }
+}
+
+// A preset may set class_dropout and guidance_scale for a model that is conditioned on classes. For a model without
+// classes, this function sets them to 0 and 1, with which they do nothing. (class_dropout stays if the model is
+// conditioned on numbers, because it can leave out the numbers, too.) guidance_scale also becomes 1 if the model has
+// classes, but class_dropout is 0.
+static void drop_preset_of_classes(Config* c) {
+    const bool has_condition = c->class_cond || c->cond_dim; // something that class_dropout can leave out
+    if (c->by_preset.contains("class_dropout") && !has_condition) c->class_dropout = 0;
+    if (c->by_preset.contains("guidance_scale") && !c->null_class()) c->guidance_scale = 1;
+}
+
+// Without --preset, the program chooses a preset. This preset, or the flags OF_LABELS (common/flags.h), which are used
+// with it, ask for a model that is conditioned on classes. If the images have no labels, the model is not conditioned
+// on classes (print_start says so). With --preset, missing labels are an error instead, because the user has asked for
+// classes.
+static void take_labels(Config* c, const Dataset& d) {
+    const bool is_default = c->by_preset.contains("class_cond") && !c->given("preset");
+    if (!d.labels.empty() || !c->class_cond || !is_default) return;
+    c->class_cond = false;
+    if (c->by_preset.contains("class_dropout")) c->class_dropout = 0;
+    drop_preset_of_classes(c);
+}
+
+// Without --preset, --min_snr_gamma becomes 5 if there are many images, and if the preset that the program has chosen
+// sets this flag. A lower value, which some presets have, gives low noise levels less weight in the loss. If there
+// are few images, the model learns them by heart. Then samples look best with such a lower value. If there are many
+// images, the model does not learn them by heart. Then samples are nearer to the images if low noise levels have more
+// weight (docs/LEARNT.md, "Photographs").
+static void take_number_of_images(Config* c, const Dataset& d) {
+    const bool is_default = c->by_preset.contains("min_snr_gamma") && !c->given("preset");
+    if (is_default && d.count >= MANY_IMAGES) c->min_snr_gamma = 5;
+}
+
+// Without a model file: takes the size, channels and classes of the images, and the channels of the pictures, from the
+// data files, except what the command line sets. (If a preset sets num_classes, it stays, too.) Also replaces settings
+// of the preset that do not fit the data: attention_resolutions, and what take_labels and take_number_of_images change.
+// Then, with or without a model file, checks that the data fits the model. where: what messages begin with; "FILE: " if
+// there is a model file, otherwise "".
+static void take_data_shape(Config* c, const Dataset& d, const std::string& where) {
+    if (where.empty()) {
+        if (!c->given("image_size")) c->image_size = size_text(d.H, d.W);
+        // The attention resolutions of the preset may be impossible for images of this size. Then there is attention at
+        // the lowest level instead.
+        if (!c->given("attention_resolutions") && !parse_model(c).empty() && !c->mult.empty())
+            c->attention_resolutions = text("%d", c->height(c->mult.size() - 1));
+        if (!c->given("in_channels")) c->in_channels = d.C;
+        if (!c->given("cond_channels") && d.cond) c->cond_channels = d.cond->C;
+        if (!c->chosen("num_classes")) c->num_classes = d.classes;
+        take_labels(c, d);
+        take_number_of_images(c, d);
+    }
+    auto refuse_unless = [&](bool ok, const char* flag, const std::string& why) {
+        if (!ok) refuse(where + wrong(c, flag, why));
+    };
+    // If the images and the model differ in size, the message about the sizes is printed, and not one that check_model
+    // returns about another flag than --image_size: most such errors follow from the sizes.
+    const std::string error = check_model(c);
+    const bool fits = d.H == c->H && d.W == c->W;
+    if (!error.empty() && (fits || error.starts_with("--image_size"))) refuse(where + error);
+    refuse_unless(fits, "data_file",
+                  text("its images are %dx%d and the model's %dx%d; prepare_data.py --image_size makes them fit", d.H,
+                       d.W, c->H, c->W));
+    refuse_unless(d.C == c->in_channels, "data_file",
+                  text("its images have %d channels and the model takes %d; prepare_data.py --channels makes them fit",
+                       d.C, c->in_channels));
+    refuse_unless(
+        d.K == c->cond_dim || !c->cond_dim, "cond_dim",
+        c->data_file + (d.K ? text(" has %d numbers an image", d.K)
+                            : " has no numbers; prepare_data.py --values TABLE puts those of a table into it"));
+    const bool makes_them = c->picture_kind != PictureKind::FILE;
+    refuse_unless(d.cond || makes_them || !c->cond_channels, "cond_channels",
+                  "needs --cond_file, a picture for each of the images");
+    refuse_unless(!d.cond || d.cond->C == c->cond_channels, "cond_file",
+                  text("its pictures have %d channels and the model takes --cond_channels %d", d.cond ? d.cond->C : 0,
+                       c->cond_channels));
+    if (!c->class_cond) return;
+    refuse_unless(d.classes <= c->num_classes, "num_classes",
+                  c->data_file + text(" has labels of %d classes", d.classes));
+    refuse_unless(!d.labels.empty(), "class_cond",
+                  c->data_file + " has no labels; make it from a folder with one sub-folder a class, or use "
+                                 "--class_cond False");
+}
+
+// Returns the path of the checkpoint that --resume_checkpoint means, or "" if the run is new.
+static std::string resume_path(const Config& c, const Folder& output) {
+    const std::string& wanted = c.resume_checkpoint;
+    if (wanted != "latest" && wanted != "auto") return wanted;
+    const auto found = output.list();
+    if (!found.empty()) return output.name(found.rbegin()->second);
+    if (wanted == "auto") return "";
+    die("--resume_checkpoint latest: %s holds no checkpoint; leave the flag out to start a run there%s",
+        c.output_dir.c_str(), output.has("log.csv") ? ", once its log.csv is moved away" : "");
+}
+
+// Checks that the counters of a checkpoint agree with each other, and that the run goes on with the data that it was
+// trained on. If the user gives --data_file, the images may be others than before. With --cond_file, the pictures may
+// be others.
+static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) {
+    const StepState s = m.state();
+    const Guard& g = s.guard;
+    // Every step was either an update or skipped. The guard's n is the number of updates that it has seen: all updates,
+    // or those since it was started anew (compare_with_checkpoint).
+    const int most_steps = std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]);
+    const bool steps_add_up = s.step <= most_steps && s.updates >= 0 && s.updates + s.bad_total == s.step;
+    const bool skips_fit = s.bad_in_row >= 0 && s.bad_in_row <= s.bad_total;
+    const bool is_finite = std::isfinite(g.mean_loss + g.mean_norm + g.var_loss + g.var_norm);
+    const bool counts_updates = g.n >= 0 && g.n <= (double)s.updates && g.n == std::floor(g.n);
+    const bool guard_works = counts_updates && is_finite && g.var_loss >= 0 && g.var_norm >= 0;
+    std::string why; // in what way the counters are wrong
+    if (!steps_add_up)
+        why = text("step %ld of at most %d, where %ld updates and %ld skipped steps must add up to it", s.step,
+                   most_steps, s.updates, s.bad_total);
+    else if (!skips_fit)
+        why = text("%ld skipped steps in a row, where %ld were skipped in all", s.bad_in_row, s.bad_total);
+    else if (!guard_works) why = text("running means of loss and gradient norm that %ld updates can't give", s.updates);
+    if (!why.empty()) die("%s: its header is damaged (%s): use an earlier checkpoint", m.path.c_str(), why.c_str());
+    // header_crc depends on the data file's whole content, because the header holds a checksum of the rest. It is 0 for
+    // a file of unet.cu, which holds no checksum.
+    const bool same_count = m.header.get<int64_t>(SLOT_IMAGES) == d.count;
+    const bool same_content = m.header.get<uint32_t>(SLOT_DATA_CRC) == d.header_crc;
+    if (!(same_count && same_content) && !c.given("data_file"))
+        die("%s: is not the data that %s was trained on; name it with --data_file, or name this one to go on with it",
+            c.data_file.c_str(), m.path.c_str());
+    const bool same_pictures = !d.cond || m.header.get<uint32_t>(SLOT_COND_CRC) == d.cond->header_crc;
+    if (!same_pictures && !c.given("cond_file"))
+        die("%s: does not hold the pictures that %s was trained with; name them with --cond_file, or name this file to "
+            "go on with it",
+            c.cond_file.c_str(), m.path.c_str());
+    // If the file's microbatch is 0, one process computed the whole batch at once. If there are several processes now,
+    // each computes only its share at once, so the microbatch is smaller. check_microbatch could not tell this from the
+    // 0 alone. So the message that the microbatch has changed is printed here.
+    const bool was_whole = m.header.slot[find_flag("microbatch")->slot] == 0;
+    const int whole = m.header.slot[find_flag("batch_size")->slot];
+    const bool is_chosen = world.size == 1 || c.given("microbatch");
+    if (was_whole && whole != c.microbatch && !is_chosen) tell_new_microbatch(c.microbatch, whole);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- presets, and all settings together
+
+// Applies a preset, and sets --patch_size to patch, if the preset is what sets this flag. If the command line does not
+// give --in_channels, it becomes C, the images' channels, because the preset may be for grey images.
+static void apply_with_patch(Config* c, const char* preset, int patch, int C) {
+    c->preset = preset;
+    apply_preset(c, preset);
+    if (c->by_preset.contains("patch_size")) c->patch_size = patch;
+    if (!c->given("in_channels")) c->in_channels = C;
+}
+
+// Returns "" if a preset suits images of H x W pixels and C channels. Otherwise returns a sentence that says why it
+// does not. Most often, a side of the images can't be halved as often as the preset's network halves it. c: a copy of
+// the configuration, which this function may change.
+static std::string preset_refuses(Config c, const char* preset, int patch, int H, int W, int C) {
+    apply_with_patch(&c, preset, patch, C);
+    c.image_size = size_text(H, W);
+    // The pictures of --cond_file have not been read yet. They are assumed to have as many channels as the images.
+    if (!c.cond_file.empty() && !c.given("cond_channels")) c.cond_channels = C;
+    // The attention's resolutions are no reason to refuse the preset, since take_data_shape makes them fit.
+    if (!c.given("attention_resolutions")) c.attention_resolutions = "";
+    return parse_model(&c);
+}
+
+// Without --preset: chooses a preset and applies it. Without --data_file and --data_dir this is DEFAULT_PRESET. For the
+// user's own images, the choice depends on their size, as explained below. Returns "", or a line for the user, which
+// says why the images do not get the preset that draws the better pictures.
 //
-// Time goes from left to right. Each ^ is a place where the main stream waits for the side stream: first for the
-// embedding, and later for weight gradients, before the memory that they read is used for something else (plan_waits).
-// Gradients are sent during the backward pass only if the GPUs write into each other's memory. With NCCL and MPI they
-// are sent after it (step_gradients). In the CPU build there are no streams: all of this runs one after the other.
+// Images of 32x32 pixels and more get a preset that learns them quickly (docs/LEARNT.md, "Own pictures of other
+// sizes"). If this preset sets --patch_size, its network sees a square of 2x2 pixels as one position. From 128x128
+// pixels on, these squares are 4x4 pixels (2x2 if the sides can't be halved often enough for 4x4), so that a step with
+// images of 128x128 takes as long as a step with images of 64x64. All other images get PRESET_ELSE: smaller ones, and
+// those whose sides can't be halved often enough even for 2x2. Later, take_labels and take_number_of_images make the
+// flags fit the labels and the number of the images.
+static std::string apply_default_preset(Config* c, const Dataset& data) {
+    c->default_preset = true;
+    apply_flags(c, Config::OF_LABELS); // the preset comes after this, because it may set another --guidance_scale
+    if (!data.size && c->data_dir.empty()) {
+        c->preset = DEFAULT_PRESET;
+        apply_preset(c, c->preset);
+        return "";
+    }
+    // The size of the images. Out of a folder, prepare_data.py makes images of 64x64, or of --image_size.
+    Config sized = *c;
+    if (!c->given("image_size")) sized.image_size = "64";
+    if (data.size) sized.image_size = size_text(data.H, data.W);
+    std::string why = parse_image_size(&sized); // sets H and W; check_model reports the error later
+    const int H = sized.H, W = sized.W;
+    const int C = data.size ? data.C : 3; // --in_channels, if it is given, has priority (apply_with_patch)
+
+    const int smaller_side = why.empty() ? std::min(H, W) : 0;
+    const char* const preset = H == 32 && W == 32 ? PRESET_32 : PRESET_FROM_32;
+    struct Squares {
+        int patch, from; // the side of the squares, and the smaller side that an image must have for such squares
+    };
+    for (auto [patch, from] : {Squares{4, 128}, Squares{2, 32}}) {
+        if (smaller_side < from) continue;
+        why = preset_refuses(*c, preset, patch, H, W, C);
+        if (!why.empty()) continue;
+        apply_with_patch(c, preset, patch, C);
+        return "";
+    }
+    // If PRESET_ELSE does not suit the images either, check_model reports an error, and the line is not needed.
+    const bool is_told = smaller_side >= 32 && preset_refuses(*c, PRESET_ELSE, 0, H, W, C).empty();
+    apply_with_patch(c, PRESET_ELSE, 0, C);
+    if (!is_told) return "";
+    return text("preset %s draws better pictures than %s, but does not fit: %s", preset, PRESET_ELSE, why.c_str());
+}
+
+// Applies the preset of a run that is resumed without --preset. So flags that a checkpoint does not hold, such as
+// --save_interval or the --sampler of the run's grids, get the preset's values again. (If the command line of the run
+// had set them, it must set them again.) Returns false if the preset is not known, as with a checkpoint of an older
+// program.
+static bool apply_preset_of_run(Config* c, const ModelFile& model) {
+    const uint32_t checksum = model.header.get<uint32_t>(SLOT_PRESET);
+    for (const auto& [preset, settings] : PRESETS)
+        for (const bool is_default : {false, true}) {
+            if (preset_checksum(preset, is_default) != checksum) continue;
+            c->preset = preset;
+            c->default_preset = is_default;
+            if (is_default) apply_flags(c, Config::OF_LABELS); // as in apply_default_preset
+            apply_preset(c, preset);
+            return true;
+        }
+    return false;
+}
+
+// --num_gpus: each GPU needs a process. If several GPUs are to be used and no launcher has started these processes,
+// this process starts them and waits until they have ended. value: a number, or "all". patience: --rank_timeout.
+static void take_num_gpus(const std::string& value, int patience, char** argv) {
+    ranks.patience = patience;
+    // For "all", number is 0.
+    const int number = atoi(value.c_str());
+    const bool is_number = number >= 1 && std::to_string(number) == value;
+    if (value != "all" && !is_number) die("--num_gpus %s: must be a number from 1 on, or all", value.c_str());
+    if (world.size > 1 && number > 1 && number != world.size)
+        die("--num_gpus %d: a launcher has started %d processes; leave the flag out", number, world.size);
+    if (world.size > 1 || number == 1) return;
+    // There is only this process. If it is to use more than one GPU, it becomes the launcher.
+    const int gpus = count_gpus();
+    const int count = value == "all" ? gpus : number;
+    if (count > gpus) die("--num_gpus %d: the program can use %d here", count, gpus);
+    if (count <= 1) return;
+    if (ranks_need()) die("--num_gpus %d: %s", count, ranks_need());
+    // start_ranks does not return. It ends this process when all ranks have ended.
+    start_ranks(count, argv);
+}
+
+// Ends the program if two flags are given that contradict each other.
+static void check_contradictions(const Config& c) {
+    const bool names_checkpoint = !c.resume_checkpoint.empty() && c.resume_checkpoint != "auto";
+    if (!c.init.empty() && names_checkpoint)
+        die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
+    if (c.given("data_file") && c.given("data_dir"))
+        die("--data_file and --data_dir: a run trains on one of them; leave the other out");
+}
+
+// Sets the flags that the command line leaves open, except those that take_data_shape takes from the data. Opens the
+// data file if the choice of a preset needs it. resume: the model file is a checkpoint whose run goes on.
+static void complete_config(Config* c, const ModelFile& model, bool resume, Dataset* data) {
+    // A preset sets flags that the command line leaves open. If a model file holds another value for such a flag, the
+    // model file's value is used.
+    if (!c->preset.empty()) {
+        apply_preset(c, c->preset);
+    } else if (!resume || !apply_preset_of_run(c, model)) {
+        if (c->given("data_file")) *data = open_dataset(c->data_file);
+        const std::string line = apply_default_preset(c, *data);
+        if (!line.empty() && !model.size && !world.rank) printf("%s\n", line.c_str());
+    }
+    if (model.size) take_model_file(c, model, resume);
+    take_rescale_learned_sigmas(c, model.size);
+    take_ect_defaults(c, model.size && is_ect(model.header));
+    if (model.size) drop_preset_of_classes(c);
+    // A preset may ask for more sampling steps than the diffusion has. Then sampling uses all steps of the diffusion.
+    const bool too_many = atoi(c->timestep_respacing.c_str()) > c->diffusion_steps;
+    if (too_many && !c->given("timestep_respacing")) c->timestep_respacing = "";
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- what ranks must have in common
+
+// Returns a checksum by which two different input files can be told apart. It takes about a second.
 //
-// The functions, in the order in which they run: make_trainer runs once. Then train_step runs for each step. Its main
-// calls are load_batch, step_gradients (which calls forward_and_loss and unet_backward), judge_step, update_slice and
-// record_step. From time to time validation_loss is called.
+// Our own files hold a checksum of their whole content in their first 1024 bytes. This checksum is verified when a file
+// is read. So the first 1024 bytes of these files would be enough. But files of unet.cu hold no checksum. Therefore
+// more is read. A file of up to 64 MiB is read as a whole. Of a larger file, 256 excerpts at equal distances are read,
+// the first of them at the file's beginning, and one more excerpt at the file's end. So files with other images or
+// weights, and files that were cut short, have another checksum. Two files that differ may have the same checksum only
+// if they are large files of unet.cu and differ in just a few images or weights.
+static uint32_t sample_checksum(const InputFile& file) {
+    constexpr size_t EXCERPTS = 256;
+    constexpr size_t EXCERPT = 256 << 10; // bytes
+    if (file.size <= EXCERPTS * EXCERPT) return file.crc(0, 0);
+    std::vector<uint8_t> excerpt(EXCERPT);
+    uint32_t crc = 0;
+    const size_t last_begin = file.size - EXCERPT;
+    for (size_t k = 0; k < EXCERPTS; k++) {
+        file.read(excerpt.data(), EXCERPT, last_begin / (EXCERPTS - 1) * k);
+        crc = crc32(crc, excerpt.data(), EXCERPT);
+    }
+    // The distance between excerpts was rounded down, so the last excerpt of the loop may begin before last_begin.
+    // Therefore the excerpt at last_begin is read, too.
+    file.read(excerpt.data(), EXCERPT, last_begin);
+    return crc32(crc, excerpt.data(), EXCERPT);
+}
+
+// Returns a line of text about an input file. All ranks that read the same content get the same line. The line does not
+// contain the file's path, because the path may differ from machine to machine.
+static std::string describe_input(const std::string& name, const std::string& path) {
+    if (path.empty()) return "no " + name + "\n";
+    InputFile file;
+    file.open(path, "every rank reads it, at the same path unless its own command line names another");
+    const uint32_t checksum = sample_checksum(file);
+    close(file.file);
+    return text("a %s of %zu bytes and checksum %08x\n", name.c_str(), file.size, checksum);
+}
+
+// Ends the program, before the training or the sampling begins, if ranks run different programs, read different input
+// files, or have different flags. Such ranks would compute different things, or wait for each other for ever. Each rank
+// describes its program, inputs and flags in lines of text. Then the lines of all ranks are compared.
+static void compare_ranks(const Config& c, const std::string& weights) {
+    if (world.size < 2) return;
+    std::ifstream self("/proc/self/exe", std::ios::binary);
+    const std::string program{std::istreambuf_iterator<char>(self), {}};
+    std::string mine = text("a program of checksum %08x\n", crc32(0, program.data(), program.size()));
+    const bool training = !c.sample;
+    mine += describe_input("file of weights (--init, --resume_checkpoint)", weights);
+    mine += describe_input("--data_file", training ? c.data_file : "");
+    mine += describe_input("--val_data_file", training ? c.val_data_file : "");
+    mine += describe_input("--cond_file", c.cond_file);
+    mine += describe_input("--val_cond_file", training ? c.val_cond_file : "");
+    mine += describe_input("--start_from", c.start_from);
+    mine += describe_input("--inpaint", c.inpaint);
+    mine += describe_input("--mask", c.mask);
+    // Flags that name input files are left out of the loop below, because the other lines describe the content of these
+    // files. --device, --output and --output_dir may differ: each machine has its own devices and folders, and only
+    // rank 0 writes.
+    mine += text("--values of checksum %08x\n", crc32(0, c.value_rows.data(), c.value_rows.size() * sizeof(float)));
+    const std::set<std::string> inputs = {"init",    "data_file", "val_data_file", "cond_file", "val_cond_file",
+                                          "inpaint", "mask",      "values",        "start_from"};
+    const std::set<std::string> may_differ = {"device", "output", "output_dir"};
+    for (const Flag& f : FLAGS) {
+        const std::string name = f.name;
+        if (inputs.contains(name) || may_differ.contains(name)) continue;
+        std::string value = flag_value(c, f);
+        const bool names_file = !value.empty() && value != "latest" && value != "auto";
+        if (name == "resume_checkpoint" && names_file) value = "FILE"; // its content is compared above
+        mine += text("--%s %s\n", f.name, value.c_str());
+    }
+    must_agree("the comparison of flags and files", mine);
+}
+
+// =====================================================================================================================
+// 12. What a run holds and writes: trainer, log, checkpoints, resume, samples
+// A run writes these files into its output folder (--output_dir):
+//   index.html        a page that shows the run in a browser (host/page.h)
+//   log.csv           a row for each step
+//   samples_STEP.png  a grid of samples, every --sample_interval steps
+//   model_STEP.bin    a checkpoint, from which the run can be resumed, every --save_interval steps
+//   ema_STEP.bin      two averages of the weights, every --ema_snapshots steps
+//   best.bin          with --keep_best: the checkpoint that has the lowest validation loss
+//   .lock             is locked until the run ends, so that no other run writes into the folder (lock_folder)
+// A run that has done all its steps also writes a checkpoint, an ema_STEP.bin and a grid at its end. If a signal or
+// unreadable data ends the run earlier, it writes them without the grid. If there are several ranks, only rank 0
+// writes. A full disk does not end a run at once. Rows of the log and grids that could not be written are kept in
+// memory and tried again. Instead of a checkpoint or an ema_STEP.bin that could not be written, one of a later step is
+// written.
+//
+// These functions do a run, in this order: train makes the Run; start_weights or restore fills its arrays; then
+// run_step is called again and again. run_step calls train_step (section 13). When something is due, run_step also
+// calls collect_steps, which logs the steps that the device has done. After it, run_step calls those of save_snapshot,
+// save_checkpoint and save_grid that are due. At the end save_at_the_end is called, and then finish_complete or
+// finish_stopped. Without a run, sample_and_stop draws images.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the learning rate, the verdict on a step, averages of the weights
@@ -6209,7 +6768,7 @@ HD static inline float average_share(float rate, int64_t updates) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- what a trainer holds
+// --- what a trainer holds, and how ranks gather it
 // All data that change from step to step lie in device memory, at addresses that stay the same. So the launches of a
 // step can be recorded once, and repeated for later steps (Graph). There is memory for two batches: one batch is copied
 // to the device while the model is trained on the other batch. So there are two recordings: graph[0] and graph[1].
@@ -6391,9 +6950,6 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     return tr;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// --- a step
-
 // With several ranks: every rank sends its parts of a flat array to all other ranks. Only segments that hold some of
 // the first n parameters are sent. bytes: how many bytes of the array belong to a stretch. (In Trainer::squares this is
 // one double.) slice: this rank's parts, one after the other; null: they are already in their places in the flat array.
@@ -6408,278 +6964,6 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
     end_exchange();
 }
 
-// Images of a batch, or the pictures that these images are conditioned on, in device memory.
-struct Pixels {
-    const void* data; // (B, channels, H, W)
-    int bytes;        // the size of a value, 1 or 4
-};
-
-// --augment: changes B images, each of `channels` channels, and returns the result, which is written to `out`. The
-// changes depend only on the key, so an image and its picture are changed in the same way. told: where the numbers that
-// describe the first image's change are written, for the network to read (UNet::values). Those of each next image are
-// written num_values() floats later. Without --augment, the images are returned as they are.
-static Pixels augment_if_asked(Trainer* tr, float* out, Pixels images, float* told, int channels, int B,
-                               RandomKey key) {
-    const Config& c = tr->net.config;
-    if (!c.augment) return images;
-    key.purpose = RANDOM_AUGMENT;
-    augment_images(out, tr->augmentations, tr->canvas, told, c.num_values(), images.data, c.augment, key, B, channels,
-                   c.H, c.W, images.bytes);
-    return Pixels{out, sizeof(float)};
-}
-
-// Puts B pictures where the network reads them (net->cond). With --cond they are made of the images; otherwise they are
-// copied from `pictures`. In training, a picture is mirrored if its image is mirrored, some pictures are left out
-// (--cond_dropout), and small pictures get noise (--cond_noise).
-static void put_pictures(Trainer* tr, Pixels images, Pixels pictures, int B, RandomKey key, bool training) {
-    const Config& c = tr->net.config;
-    const int C = c.in_channels;
-    PictureDraws draws{.key = key};
-    if (training) draws = {key, c.random_flip, c.cond_dropout, c.cond_noise};
-    tr->net.cond = tr->cond;
-    switch (c.picture_kind) {
-    case PictureKind::FILE:
-        take_pictures(tr->cond, pictures.data, draws, B, c.cond_channels, c.H, c.W, pictures.bytes);
-        break;
-    case PictureKind::LOWRES:
-        shrink_images(tr->small, images.data, c.picture_factor, draws, B, C, c.H, c.W, images.bytes);
-        enlarge_pictures(tr->cond, tr->small, c.picture_factor, draws, B, C, c.H, c.W);
-        break;
-    case PictureKind::GRAY: grey_images(tr->cond, images.data, draws, B, c.H, c.W, images.bytes); break;
-    case PictureKind::MASK: mask_images(tr->cond, images.data, draws, B, C, c.H, c.W, images.bytes); break;
-    }
-}
-
-// Computes the loss of samples first .. first + B - 1 of a step, or of a round of validation. images: the images of
-// these samples. bytes: the size of a value of an image. Before the call, the samples' noise levels have been drawn,
-// and what the network is told about the samples has been set in tr->net (labels, values, cond). Writes the losses to
-// tr->loss + first, and the gradient of the loss to output_gradient(net). In training, this is the gradient of the mean
-// loss of the step's whole batch. Validation does not use the gradient. It uses other random draws, and neither dropout
-// nor flips nor FP8. With --objective ect, the teacher's answer is computed first, with the same draws.
-static void forward_and_loss(Trainer* tr, const Objective& o, const void* images, int bytes, int first, int B,
-                             RandomKey key, Dropout dropout, bool training) {
-    const Config& c = tr->net.config;
-    UNet* net = &tr->net;
-    RandomKey level_key = key;
-    RandomKey noise_key = key;
-    RandomKey flip_key = key;
-    level_key.purpose = training ? RANDOM_TIMESTEP : RANDOM_VAL_TIMESTEP;
-    noise_key.purpose = training ? RANDOM_NOISE : RANDOM_VAL_NOISE;
-    flip_key.purpose = RANDOM_FLIP;
-    const bool flips = training && c.random_flip;
-    float* const x = tensor_data<float>(net, net->input);
-    float* const out = tensor_data<float>(net, net->output);
-    // Adds noise to the images, as `levels` defines it, and computes the network's answer. t: what the network is told
-    // about the noise. teacher: the teacher's answer, which is a part of the target. It is null if there is no teacher,
-    // and also while the teacher's own answer is computed.
-    auto forward = [&](float* t, const NoiseLevel* levels, const float* teacher) {
-        q_sample_forward(x, tr->target, levels, teacher, images, // the next three arguments choose the random draws
-                         flips, noise_key, flip_key, B, c.in_channels, c.H, c.W, bytes);
-        net->t = t;
-        unet_forward(net, Weights{tr->params, tr->copy, training ? tr->fp8 : Fp8Weights{}}, dropout, B);
-    };
-    const bool tunes = o.tuning.on();
-    if (tunes) {
-        draw_teachers(tr->teachers, tr->teacher_t, B, o, level_key);
-        forward(tr->teacher_t, tr->teachers, nullptr);
-        mark({"draw t, noise; q_sample"});
-    }
-    const NoiseLevel* const levels = tr->levels + first;
-    forward(tr->t + first, levels, tunes ? out : nullptr);
-
-    mark({"loss and its gradient"});
-    const float factor = training ? 1.0f / c.batch_size : 1;
-    double* const loss = tr->loss + first;
-    float* const dout = output_gradient(net);
-    const int HW = c.H * c.W;
-    const int C = c.in_channels;
-    if (tunes) tuning_loss_forward_backward(loss, dout, out, tr->target, levels, o.tuning.c, factor, B, HW * C);
-    else loss_forward_backward(loss, dout, out, tr->target, x, levels, o, factor, B, HW, C, c.out_channels());
-}
-
-// Computes this rank's slice of the gradient of a step. The result is in tr->sum.
-//
-// Why do N ranks compute the same bits as one rank? Sums of floats depend on their order, so the results of a run on N
-// ranks could be rounded differently from those of a run on one rank. But they are rounded in the same way, because all
-// that is computed depends only on the batch and the microbatch, and not on which rank computes it. So the runs must
-// have the same microbatch. Without --microbatch, the microbatch is a rank's share of the batch, which depends on N.
-// Then the runs do not compute the same bits.
-//
-// 1. The same draws. Each random draw (for noise, noise levels, flips, dropout, the choice of a sample's image, and so
-//    on) is a function of the seed, the step and the sample's index in the step. No draw depends on the rank that draws
-//    it, or on earlier draws.
-// 2. The same parts. A microbatch is the smallest unit of work. One rank computes it as a whole, by the same kernels on
-//    the same number of images. So its gradient is the same whichever rank computes it. (This is also true of the
-//    weight gradients that WeightGradients launches together: only the network, the microbatch and the kind of device
-//    decide which weight gradients these are.) The loss is divided by the size of the whole batch before the backward
-//    pass, and no later factor depends on N. (With --precision fp8, numbers are multiplied by factors before they are
-//    rounded. These factors are constants, or depend on the configuration alone: choose_gradient_factor.)
-// 3. The same order of the sum. Let g0, g1, g2, ... be the gradients of the step's microbatches, in the order of the
-//    samples. The step's gradient is ((g0 + g1) + g2) + ..., rounded to fp32 after each addition. A single rank
-//    computes the gradients one after the other, and adds each to the sum. With N ranks, rank r computes g(r),
-//    g(N + r), g(2 N + r), ... (first_sample). So in round k of the loop below, the ranks hold g(k N) to
-//    g(k N + N - 1), which are the next terms of the sum. Every rank sends each part of its gradient to the rank that
-//    owns this part. The owner adds its own part and the received parts to its sum, in the order of the ranks
-//    (sum_gradients). So each float is summed by one rank, in the order in which a single rank would sum it. The
-//    kernels that compute a microbatch's gradient never add it to the sum. If they did, they would add the old sum and
-//    their own partial sums in another order.
-// 4. The same norm. The squares are summed by stretches of STRETCH floats at fixed places of the flat array. A stretch
-//    belongs to one rank. The order in which the rank sums it does not depend on the rank's other stretches. All ranks
-//    receive the sums of all stretches and add them up in the same fixed order (judge_step). A flat array has padding
-//    at its end, whose length depends on N. But this padding is zero, and x + 0 = x.
-// 5. The same decision. Every rank has received the loss of every sample, in the order of the samples, and the sums
-//    that the norm is made of. So all ranks compute the same norm, the same verdict on the step, the same clipping and
-//    the same statistics. They need not send each other more for this.
-// 6. The same update. AdamW and the averages treat each parameter separately, so it does not matter which rank owns it.
-//    The owner sends the new weight to all ranks. Muon does not treat them separately: it multiplies whole matrices. So
-//    every rank receives the momentum of all matrices and computes the directions of all of them, by the same kernels
-//    in the same order (update_by_muon). Of these, it uses those of its slice.
-//
-// This holds under two conditions: the same microbatch and batch, and the same kind of device. A run that is resumed on
-// another number of ranks keeps its microbatch if it divides a rank's share of the batch. Otherwise the program prints
-// that the microbatch is another one (check_microbatch, check_resume).
-static void step_gradients(Trainer* tr, const Upload& batch) {
-    const Config& c = tr->net.config;
-    const int B = c.micro(); // the images of a microbatch
-    const int N = world.size;
-    const int images = c.batch_size / N; // the number of this rank's images
-    const uint64_t seed = (uint64_t)c.seed;
-    const Slice& own = tr->own;
-    mark({"draw t, noise; q_sample"}); // `mark` is for dev/bench, which measures how long each part takes
-    const int64_t* const step = &tr->state->step;
-    // Draw the noise level of each sample of the whole batch, also of the samples of other ranks. judge_step reads in
-    // which quarter each of these levels lies (tr->quarters), and update_rms_losses reads the levels.
-    const RandomKey level_key{.seed = seed, .purpose = RANDOM_TIMESTEP, .step = step, .sample0 = 0};
-    draw_levels(tr->levels, tr->t, tr->quarters, c.batch_size, tr->objective, level_key);
-    int* const labels = (int*)(batch.device + tr->data.labels_at(images));
-    float* const values = (float*)(batch.device + tr->data.values_at(images));
-    if (!tr->fp8_works.empty()) {
-        mark({"weights to FP8"});
-        round_weights((uint8_t*)tr->fp8.weights, (uint8_t*)tr->fp8.turned, tr->copy, tr->fp8_works);
-        mark({"draw t, noise; q_sample"});
-    }
-    for (int k = 0; k < images / B; k++) { // the microbatches
-        const int first = (int)first_sample(k, B);
-        const Dropout dropout{c.dropout, seed, step, first};
-        const RandomKey key{.seed = seed, .purpose = 0, .step = step, .sample0 = first}; // each use sets its purpose
-        // On a single rank, the gradients of the first microbatch are written to the sum directly.
-        float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads;
-        if (k > 0) {
-            mark({"draw t, noise; q_sample"});
-            // With several ranks, this round overwrites `received` of all ranks. So with direct copies (world.direct),
-            // wait until all ranks have read what the round before has written there. With NCCL and MPI, meet does
-            // nothing: there a rank receives only when it is ready to.
-            meet();
-        }
-        tr->net.labels = labels + k * B;
-        tr->net.values = values + (size_t)k * B * c.num_values();
-        float* const told = tr->net.values + c.cond_dim;
-        const Pixels stored{batch.device + k * B * tr->data.image_bytes(), tr->data.bytes};
-        const Pixels x0 = augment_if_asked(tr, tr->augmented, stored, told, c.in_channels, B, key);
-        Pixels pictures{};
-        if (const Dataset* const cond = tr->data.cond.get()) {
-            const uint8_t* const first_picture = batch.device + tr->data.pictures_at(images, c);
-            pictures = {first_picture + k * B * cond->image_bytes(), cond->bytes};
-            pictures = augment_if_asked(tr, tr->augmented_cond, pictures, told, c.cond_channels, B, key);
-        }
-        if (c.cond_channels) put_pictures(tr, x0, pictures, B, key, true);
-        forward_and_loss(tr, tr->objective, x0.data, x0.bytes, first, B, key, dropout, true);
-
-        // The backward pass goes from the last layer to the first, and completes gradients in this order. So the last
-        // segment of the flat array (see Slice) is sent first. complete_from: from this place of the flat array on, all
-        // gradients are complete.
-        int unsent = own.segments; // segments 0 to unsent - 1 are not sent yet
-        const std::function<void(size_t, Stream*)> send_gradients = [&](size_t complete_from, Stream* stream) {
-            while (unsent && own.at(unsent - 1, 0) >= complete_from) {
-                unsent--;
-                const size_t begin = own.at(unsent, 0);
-                if (begin >= own.n) continue; // this segment is padding
-                all_to_all(tr->received + begin, grads + begin, own.each() * sizeof(float), stream);
-            }
-        };
-        // Only direct copies between GPUs (world.direct) run during the backward pass. NCCL would take multiprocessors
-        // from the kernels of that pass, and a call of MPI (in the CPU build) would stop the pass until it returns. So
-        // with NCCL and MPI the gradients are sent after the pass.
-        unet_backward(&tr->net, Weights{tr->params, tr->copy, tr->fp8}, grads, dropout, B,
-                      world.direct ? send_gradients : nullptr);
-        if (N > 1) {
-            mark({"gradients to their ranks"});
-            begin_exchange();
-            all_gather(tr->loss + k * N * B, tr->loss + first, B * sizeof(double), MAIN_STREAM);
-            send_gradients(0, MAIN_STREAM);
-            end_exchange();
-        }
-        // sum_gradients adds the gradients of this round to tr->sum. In the first round (k = 0) it replaces the old
-        // content of tr->sum. (On a single rank, the first gradients are there already.) Then it adds up the squares
-        // of tr->sum, of which judge_step makes the norm after the last round.
-        mark({"gradient norm"});
-        sum_gradients(tr->sum, everywhere(tr->squares), RankGradients{grads, tr->received, own}, k > 0);
-    }
-    // The norm needs the squares of all ranks. With world.direct, sum_gradients has written them to all ranks.
-    if (world.direct) meet();
-    else if (N > 1) gather(tr->squares, nullptr, sizeof(double), own, own.n);
-}
-
-// --optimizer muon: Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) updates the matrices between
-// hidden channels, and AdamW the other parameters. Let W be such a matrix, and G its gradient after clipping:
-//
-//   m = 0.95 m + 0.05 G                                       the momentum
-//   X = 0.95 m + 0.05 G                                       Nesterov's momentum
-//   W = (1 - lr weight_decay) W - lr scale orthogonal(X)      scale: muon_scale
-//
-// orthogonal(X) has the same singular vectors as X, but all its singular values are about 1. So a step changes W by
-// about the same amount along each singular vector, also where the gradient is small. The singular values are not
-// computed. Five times, X is replaced by an odd polynomial of itself. Together, the five steps map values from 0.0015
-// to 1 to values between 0.68 and 1.21. Values below 0.0015 stay below 0.68, but grow by a factor of up to 485.
-//
-//   X = X / |X|           |X|: the root of the sum of squares, so no singular value is above 1 (up to rounding).
-//                         X = 0 if |X| < 1e-14
-//   A = X X^T             (X^T X, if X has more rows than columns)
-//   X = a X + (b A + c A A) X      (a X + X (b A + c A A), if X has more rows than columns)
-//                         a, b, c: MUON_A, MUON_B, MUON_C
-//
-// This function computes scale orthogonal(X), which is called the direction of the update, for the matrices of the
-// whole network. A matrix may be cut by the borders of the ranks' slices. So each rank computes X for its slice, all
-// ranks exchange X, and each rank computes all directions. X takes the memory of tr->sum, and so do the directions
-// afterwards. At the places of this rank's slice, the gradients of matrices are not needed any more, and at the other
-// ranks' places the received gradients have been added up already. The gradients of other parameters stay in tr->sum
-// at the places of this rank's slice, for AdamW. (The exchange sends them, too, but no rank uses what it receives of
-// them.)
-static void update_by_muon(Trainer* tr, const Update& update) {
-    muon_momentum(tr->sum, update, tr->state, tr->adamw, tr->own);
-    if (world.size > 1) gather(tr->sum, nullptr, STRETCH * sizeof(float), tr->own, tr->own.n);
-    orthogonalise(tr->sum, tr->muon, tr->state);
-    mark({"AdamW, EMA"});
-}
-
-// Does the optimiser's part of a step, for this rank's slice. All ranks get the new weights in the form that kernels
-// read: the first plain_size weights in fp32, and the other weights in the copy. With world.direct, adamw_update itself
-// writes them to all ranks. Otherwise they are gathered after it.
-static void update_slice(Trainer* tr) {
-    const Config& c = tr->net.config;
-    const Slice& own = tr->own;
-    const size_t plain = tr->net.plain_size;
-    Update update{};
-    update.params = everywhere(tr->params);
-    update.copy = everywhere(tr->copy);
-    update.plain = plain;
-    update.ema = tr->emas[0];
-    update.m = tr->m;
-    update.v = tr->v;
-    update.sum = tr->sum;
-    update.is_matrix = tr->is_matrix;
-    if (c.muon()) update_by_muon(tr, update);
-    adamw_update(update, tr->state, tr->adamw, own);
-    for (size_t k = 1; k < tr->emas.size(); k++) ema_update(tr->emas[k], tr->params, tr->state, c.emas[k], own);
-    if (world.size == 1) return;
-    mark({"weights to all ranks"});
-    if (world.direct) return meet(); // waits for adamw_update of all ranks, which writes new weights to all ranks
-    begin_exchange();
-    if (weights_have_copy()) gather(tr->copy, nullptr, STRETCH * act_bytes(), own, own.n);
-    gather(tr->params, nullptr, STRETCH * sizeof(float), own, plain);
-    end_exchange();
-}
-
 // Returns a whole flat array, of which each rank holds a slice. The slices are gathered in tr.grads, where they stay
 // until the next call or the next step. The weights are an exception: they are gathered in tr.params itself. (With one
 // rank, the slice is the whole array, and is returned as it is.)
@@ -6690,112 +6974,6 @@ static float* whole_array(const Trainer& tr, float* array) {
     gather(flat, array == flat ? nullptr : array, STRETCH * sizeof(float), tr.own, tr.own.n);
     return flat;
 }
-
-// Starts a training step. step: the number of steps that were started before. Returns false if the step's images can't
-// be read.
-static bool train_step(Trainer* tr, int64_t step) {
-    const Config& c = tr->net.config;
-    const int B = c.batch_size;
-    const int T = c.diffusion_steps;
-    Upload* batch = &tr->batch[step % 2];
-    come_to("a training step"); // with several ranks: notes that this rank has come here (host/ranks.h)
-    if (!load_batch(batch, &tr->data, c, true, step * B, B)) return false;
-    // In the CPU build, replay just calls this lambda. On a GPU, replay records the lambda's launches as a graph, and
-    // then launches the graph. It records only twice in a run, once for each of the two batches.
-    replay(&tr->graph[step % 2], [&] {
-        step_gradients(tr, *batch);
-        // Computes the gradient's norm, the step's loss and learning rate, and decides whether the step is good.
-        mark({"judge the step"});
-        judge_step(tr->state, tr->squares, tr->own.whole() / STRETCH, tr->loss, tr->quarters, tr->adamw, B);
-        if (tr->history) update_rms_losses(tr->rms_losses, tr->history, tr->levels, tr->loss, tr->state, T, B);
-        // Clips the gradient, and updates the weights and their averages.
-        mark({c.muon() ? "Muon" : "AdamW, EMA"});
-        update_slice(tr);
-        mark({"record the step"});
-        next_step(&tr->state->step);
-        record_step(tr->records, tr->state, RECORDS);
-        mark({""});
-    });
-    release(batch);
-    return true;
-}
-
-// Returns the mean loss of a data set's first 512 images (or of all, if there are fewer). Returns NaN if they can't be
-// read. t and noise are the same in every call, so that the losses of different calls can be compared. With --objective
-// ect, the gap between student and teacher changes from step to step. Here it is always the gap of the run's last step,
-// for the same reason.
-static double validation_loss(Trainer* tr, Dataset* val) {
-    const Config& c = tr->net.config;
-    const int count = (int)std::min<int64_t>(val->count, 512);
-    const int most = tr->net.B; // the largest number of images in a rank's batch
-    const int N = world.size;
-    std::vector<double> losses(count);
-    // zero is the number of the step for all random draws, so that every call draws the same. zero and batch are
-    // allocated once, at the first call.
-    static int64_t* const zero = device_alloc<int64_t>(1);
-    static Upload batch = make_upload(val->batch_bytes(most, c));
-    val->asked = 0; // ask for the images again: the system may have dropped them from memory since the last call
-    Objective objective = tr->objective;
-    objective.rms_losses = nullptr; // draw t uniformly, also with --schedule_sampler loss-second-moment
-    objective.tuning.step = tr->last_step;
-    for (int i = 0; i < count; i += N * most) { // in each round, every rank computes one batch
-        come_to("a batch of validation");
-        const int first = world.rank * most;
-        const int B = std::min(most, count - i - first); // below 1 if no image is left for this rank
-        if (B > 0) {
-            if (!load_batch(&batch, val, c, false, i + first, B)) return NAN;
-            const RandomKey key{(uint64_t)c.seed, RANDOM_VAL_TIMESTEP, zero, i + first};
-            draw_levels(tr->levels + first, tr->t + first, tr->quarters + first, B, objective, key);
-            tr->net.labels = (int*)(batch.device + val->labels_at(B));
-            tr->net.values = (float*)(batch.device + val->values_at(B));
-            const Pixels images{batch.device, val->bytes};
-            const Pixels pictures{batch.device + val->pictures_at(B, c), val->cond ? val->cond->bytes : 0};
-            if (c.cond_channels) put_pictures(tr, images, pictures, B, key, false);
-            forward_and_loss(tr, objective, batch.device, val->bytes, first, B, key, Dropout{}, false);
-            release(&batch);
-        }
-        if (N > 1) {
-            meet();
-            begin_exchange();
-            all_gather(tr->loss, tr->loss + first, most * sizeof(double), MAIN_STREAM);
-            end_exchange();
-        }
-        copy_to_host(&losses[i], tr->loss, std::min(N * most, count - i) * sizeof(double));
-    }
-    meet(); // the next step of another rank writes to this rank's tr->loss
-    return std::accumulate(losses.begin(), losses.end(), 0.0) / count;
-}
-
-// =====================================================================================================================
-// 12. A run: log, guard, checkpoints, resume, samples
-// A run writes these files into its output folder (--output_dir):
-//   index.html        a page that shows the run in a browser (host/page.h)
-//   log.csv           a row for each step
-//   samples_STEP.png  a grid of samples, every --sample_interval steps
-//   model_STEP.bin    a checkpoint, from which the run can be resumed, every --save_interval steps
-//   ema_STEP.bin      two averages of the weights, every --ema_snapshots steps
-//   best.bin          with --keep_best: the checkpoint that has the lowest validation loss
-//   .lock             is locked until the run ends, so that no other run writes into the folder (lock_folder)
-// A run that has done all its steps also writes a checkpoint, an ema_STEP.bin and a grid at its end. If a signal or
-// unreadable data ends the run earlier, it writes them without the grid. If there are several ranks, only rank 0
-// writes. A full disk does not end a run at once. Rows of the log and grids that could not be written are kept in
-// memory and tried again. Instead of a checkpoint or an ema_STEP.bin that could not be written, one of a later step is
-// written.
-//
-// These functions do a run, in this order: train makes the Run; start_weights or restore fills its arrays; then
-// run_step is called again and again. run_step calls train_step (section 11). When something is due, run_step also
-// calls collect_steps, which logs the steps that the device has done. After it, run_step calls those of save_snapshot,
-// save_checkpoint and save_grid that are due. At the end save_at_the_end is called, and then finish_complete or
-// finish_stopped. Without a run, sample_and_stop draws images.
-
-// If a checkpoint or a snapshot can't be written, the program tries again every RETRY_AFTER seconds, for PATIENCE
-// seconds at most, while training goes on. Ten minutes are enough for somebody who sees the message to make room. If
-// nobody makes room, the run ends. Otherwise it could train for a whole night without saving anything. At the end of a
-// run the program waits for only PATIENCE_AT_THE_END seconds. Nothing is trained during this wait, and a user who has
-// stopped the run may soon kill the process.
-constexpr double PATIENCE = 600;
-constexpr double PATIENCE_AT_THE_END = 15;
-constexpr double RETRY_AFTER = 5;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the log in memory, as the page shows it
@@ -6928,6 +7106,15 @@ void LogSummary::add_read(const std::string& row) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what a run holds
+
+// If a checkpoint or a snapshot can't be written, the program tries again every RETRY_AFTER seconds, for PATIENCE
+// seconds at most, while training goes on. Ten minutes are enough for somebody who sees the message to make room. If
+// nobody makes room, the run ends. Otherwise it could train for a whole night without saving anything. At the end of a
+// run the program waits for only PATIENCE_AT_THE_END seconds. Nothing is trained during this wait, and a user who has
+// stopped the run may soon kill the process.
+constexpr double PATIENCE = 600;
+constexpr double PATIENCE_AT_THE_END = 15;
+constexpr double RETRY_AFTER = 5;
 
 // What host/page.h needs to write index.html, besides the other members of Run.
 struct Page {
@@ -7501,7 +7688,7 @@ static void report_bad_step(Run* run) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- the start of a run: new, from a file's weights, or resumed
+// --- a run's first weights: new, of a file, or of the run that is resumed
 
 // Sets the weights of a new run. With --init they are read from that file; otherwise they are random. If the file holds
 // an average of the weights, the run starts from the average, unless --use_ema is False. The averages hold the
@@ -7809,28 +7996,7 @@ static void print_start(const Config& c, const Trainer& tr, const Dataset& data)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- how a run begins and ends
-
-// Writes the last checkpoint and the last snapshot, if they do not exist yet. If the disk is full, this function tries
-// again for PATIENCE_AT_THE_END seconds, or until a second signal comes. Then it ends the program.
-static void save_at_the_end(Run* run) {
-    const int64_t updates = run->state.updates;
-    const bool takes_snapshots = run->config.ema_snapshots;
-    const double began = now();
-    stop_signal = 0; // from now on, the next signal counts as the second one
-    while (true) {
-        // The snapshot comes before the checkpoint, for the reason that run_step gives.
-        if (takes_snapshots && run->snapshot_updates < updates) save_snapshot(run);
-        if (run->saved_updates < updates) save_checkpoint(run);
-        const bool snapshot_done = !takes_snapshots || run->snapshot_updates == updates;
-        if (run->saved_updates == updates && snapshot_done) return;
-        const bool give_up = stop_signal || now() - began > PATIENCE_AT_THE_END;
-        if (any_rank("the end of a wait", give_up))
-            die("%s: step %ld could not be saved; %s", run->config.output_dir.c_str(), run->state.step,
-                saved_so_far(*run).c_str());
-        sleep(1); // a signal ends the sleep early
-    }
-}
+// --- what else a run takes when it begins: validation data, conditions of grids, its folder
 
 // Opens --val_data_file and --val_cond_file, if they are given. Checks that the images have the size of the training
 // data's images, and that the images' numbers, labels and pictures fit the model. Without --val_data_file the result is
@@ -7922,167 +8088,6 @@ static void listen_to_signals() {
     }
 }
 
-// Returns why an image could not be read; "": all images could be read.
-static std::string data_error(const Run& run) { return run.trainer.data.error + run.val.error; }
-
-// Ends a run that was stopped by a signal, or by data that cannot be read.
-static void finish_stopped(Run* run) {
-    // Data that can't be read is an error, and a signal is not an error. In both cases the message says what is saved.
-    const int64_t step = run->state.step;
-    const std::string saved = saved_so_far(*run);
-    const std::string error = data_error(*run);
-    if (!error.empty()) die("%s; stopped after step %ld; %s", error.c_str(), step, saved.c_str());
-    const std::string end = text("stopped by %s after step %ld; ", STOP_SIGNALS.at(run->stop), step) + saved;
-    write_page(run, "stopped", end);
-    tell(run, "%s\n", end.c_str());
-}
-
-// Ends a run that has done all its steps.
-static void finish_complete(Run* run) {
-    const Config& c = run->config;
-    const StepState& s = run->state;
-    if (c.sample_interval) save_grid(run);
-    if (run->stop) return finish_stopped(run); // a signal came while the grid was drawn
-    write_page(run, "done");
-    struct rusage usage;
-    getrusage(RUSAGE_SELF, &usage);
-    // A resumed run that only had to write a missing grid or snapshot has done no step. Then the divisor `steps` is 1
-    // all the same.
-    const double steps = (double)std::max<int64_t>(s.step - run->first_step, 1);
-    const double ms = run->seconds / steps * 1e3;
-    const double peak_mib = usage.ru_maxrss / 1024.0; // Linux gives it in KiB
-    tell(run, "done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step, ms, peak_mib,
-         c.output_dir.c_str());
-    // Old checkpoints are removed only when a good step has followed the newest checkpoint. So if there are too many
-    // checkpoints now, one more step is done, only to find out whether the newest checkpoint is good.
-    const int keep = c.keep_checkpoints;
-    const bool too_many = !world.rank && keep && (int)run->folder.list().size() > keep;
-    // Only rank 0 has opened the folder. But all ranks must do the step together, because they exchange gradients. So
-    // rank 0 tells the other ranks whether the step is needed. The weights after this step are not saved.
-    if (!any_rank("the question whether a checkpoint is to spare", too_many)) return;
-    if (!train_step(&run->trainer, run->issued)) return;
-    copy_to_host(&run->state, run->trainer.records + run->issued % RECORDS, sizeof run->state);
-    if (s.ok) prove_checkpoint(run);
-}
-
-// Writes the rows and pictures that still wait for the disk. This is the last attempt. So if any of them can't be
-// written, the program ends with an error.
-static void write_the_rest(Run* run) {
-    write_log(run);
-    write_waiting(run);
-    if (!world.rank && (!run->unwritten_rows.empty() || fsync(run->log_file)))
-        die("%s: its last rows could not be written (%s)", run->folder.name("log.csv").c_str(), strerror(errno));
-    const auto& waiting = run->waiting_pictures;
-    if (!waiting.empty())
-        die("%s: could not be written, and so %zu pictures are missing, for want of room; the rest is there",
-            run->folder.name(waiting.begin()->first).c_str(), waiting.size());
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// --- the loop over the steps
-
-// Waits until all issued steps are done, and logs those that are not logged yet. validate: the validation loss is
-// measured after the last of these steps. show: the status line is printed for the last of these steps.
-static void collect_steps(Run* run, bool validate, bool show) {
-    StepState records[RECORDS]; // the results of the latest steps, which the device has stored (record_step)
-    const int64_t logged = run->state.step;
-    copy_to_host(records, run->trainer.records, sizeof records); // this waits for the steps
-    const double ended = now();
-    const double elapsed = ended - run->steps_began;
-    const double val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
-    // The validation loss is rounded as in log.csv, from which a resumed run reads it (open_log). So a resumed run
-    // makes the same decision about best.bin as a run without a pause.
-    run->val_loss = atof(text("%.9g", val).c_str());
-
-    const double count = (double)(run->issued - logged);
-    // per_step is a mean over recent steps. Each new step has a weight of 0.1 in it, and the mean so far has a weight
-    // of 0.9. The first three steps are slower than the others. So if fewer than three steps were logged before this
-    // call, the mean so far is dropped.
-    const double kept = logged < run->first_step + 3 ? 0 : std::pow(0.9, count);
-    run->per_step = kept * run->per_step + (1 - kept) * elapsed / count;
-    run->seconds += elapsed;
-
-    const std::lock_guard<PageTurn> turn(page_turn); // the page must not be written while the log changes
-    for (int64_t step = logged; step < run->issued; step++) {
-        run->state = records[step % RECORDS];
-        const bool is_last = step + 1 == run->issued;
-        const double steps_later = (double)(run->issued - 1 - step);
-        const double done = ended - elapsed * steps_later / count; // assumes that all steps took the same time
-        log_step(run, elapsed * 1e3 / count, is_last ? val : NAN, done - run->began);
-        if (!run->state.ok) report_bad_step(run);
-        else if (run->proven_step != run->saved_step) prove_checkpoint(run);
-    }
-    check_folder(run);
-    write_log(run);
-    if (now() - run->pictures_tried > 1) write_waiting(run);
-    if (show) print_step(run, val);
-    if (now() >= run->page.due) write_page(run, "running");
-    run->steps_began = now();
-}
-
-// Returns whether a signal ends the run. Several ranks must stop after the same step. So they exchange messages to
-// agree on this step. The messages take time, so they are sent only every STEPS_AGREED steps, and once for each of
-// these steps. (If they were sent once more after the same step, some ranks might have logged this step by then,
-// because each looks at its own clock in run_step. Then only these ranks would do one more step: lacks_validation.)
-static bool is_stopped(Run* run) {
-    const bool is_due = run->issued % STEPS_AGREED == 0 && run->issued != run->asked_step;
-    if (world.size == 1 || is_due) run->stop = any_rank("the question whether to stop", stop_signal);
-    run->asked_step = run->issued;
-    return run->stop;
-}
-
-// Does one turn of the loop: issues a step, and then does all that is due, such as a checkpoint. If nothing is due, the
-// host does not wait until the step is done.
-static void run_step(Run* run) {
-    const Config& c = run->config;
-    if (!train_step(&run->trainer, run->issued)) return;
-    run->issued++;
-    const int64_t step = run->issued;
-    const bool last = is_stopped(run) || step >= c.max_steps;
-    // A new status line shall appear every ten seconds or so. So if the last line would be more than ten seconds old
-    // when four more steps have ended, a new line is printed now, even if --log_interval asks for fewer lines. The four
-    // steps are a margin: a line is printed only when its step has ended.
-    const bool slow = now() - run->status_shown + 4 * run->per_step > 10;
-    // Returns whether something is due that happens after every `interval` steps, and after the last step. If interval
-    // is 0, it never happens.
-    auto due = [&](int interval) { return interval && (step % interval == 0 || last); };
-    // Returns whether a file is due that is written after every `interval` steps, and after the last step. After a
-    // skipped step, or on a full disk, the file is not written. Then it stays due until it is written. written: the
-    // step of the newest file of this kind.
-    auto file_due = [&](int interval, int64_t written, const Retries& retries) {
-        const bool is_behind = interval && step / interval > written / interval;
-        return interval && (last || (is_behind && step >= retries.next_step));
-    };
-    const bool save = file_due(c.save_interval, run->saved_step, run->checkpoint_retries);
-    const bool snapshot = file_due(c.ema_snapshots, run->snapshot_step, run->snapshot_retries);
-    const bool show = slow || due(c.log_interval);
-    const bool wants_val_loss = due(c.val_interval) || (c.keep_best && save);
-    const bool validate = run->val.count && wants_val_loss;
-    const bool draw = due(c.sample_interval) && !last; // finish_complete draws the last grid
-    const bool records_full = step - run->state.step >= STEPS_AHEAD;
-    if (!show && !save && !validate && !draw && !snapshot && !records_full) return;
-
-    collect_steps(run, validate, show || validate);
-    if (run->state.bad_in_row) return; // the newest step was skipped: the weights may be broken, so they are not saved
-    // The snapshot comes first. If the process is killed between the two files, the resumed run goes on from an earlier
-    // checkpoint, comes to this step again, and writes the snapshot again.
-    if (snapshot) save_snapshot(run);
-    if (save) save_checkpoint(run);
-    if (draw) save_grid(run);
-    if (save || draw) write_page(run, "running");
-    run->steps_began = now(); // so the time that writing took is not part of a step's time
-}
-
-// Returns whether one more step is needed before a stopped run can end. With --keep_best, the last checkpoint needs a
-// validation loss. The validation loss is measured when a step is logged. So if all steps are logged already, and the
-// last of them has no validation loss, the run does one more step.
-static bool lacks_validation(const Run& run) {
-    const Config& c = run.config;
-    const bool all_logged = run.state.step == run.issued;
-    const bool unsaved = all_logged && run.saved_updates < run.state.updates;
-    return c.keep_best && run.stop && unsaved && std::isnan(run.val_loss) && run.issued < c.max_steps;
-}
-
 // Calls keep_best_of_resumed for a run that has done all its steps already, before the program ends. So best.bin
 // becomes a link to the last checkpoint if this is the best one.
 static void link_best_of_finished(Run* run, const std::string& resume) {
@@ -8092,70 +8097,6 @@ static void link_best_of_finished(Run* run, const std::string& resume) {
     take_folder(run, resume);
     open_log(run);
     keep_best_of_resumed(run);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// --- train: a whole run, from the first check to the exit code
-
-// Does a whole run. data: the training data. output: the folder of --output_dir, if it exists. resume: the path of the
-// checkpoint to go on from; "": the run is new. start: that checkpoint. In a new run, start is the file of --init;
-// without --init its size is 0.
-// Returns the program's exit code. After a signal the exit code is 128 + the number of the signal, as in a shell. So
-// the command "./train_unet && next" does not start `next` with a model that is half trained.
-static int train(const Config& c, const Dataset& data, Folder output, const std::string& resume,
-                 const ModelFile& start) {
-    // First find errors in the settings, before the program allocates memory or writes a file.
-    if (!world.rank) check_output_dir(c, output, resume, start.state().step);
-    const Dataset val = open_validation_data(c, data);
-    if (start.size) check_size(start, build_unet(c));
-    Run run{c, make_trainer(c, data), val, output};
-    Trainer& tr = run.trainer;
-    run.sampler = make_sampler(c, tr.net.B);
-    take_values_of_data(c, &run.sampler, val.count ? val : data);
-    take_pictures_of_data(c, &run.sampler, val.count ? val : data);
-    print_start(c, tr, data);
-    if (resume.empty()) start_weights(&tr, start);
-    else restore(&run, start);
-    cast_params(tr.copy, tr.params, tr.net.flat_size);
-    const bool lacks_snapshot = lacks_file(run, "ema_", ".bin", c.ema_snapshots);
-    const bool lacks_grid = lacks_file(run, "samples_", ".png", c.sample_interval);
-    const bool all_steps_done = run.state.step >= c.max_steps;
-    if (all_steps_done && !lacks_snapshot && !lacks_grid) {
-        if (c.keep_best) link_best_of_finished(&run, resume);
-        printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", run.state.step,
-               c.max_steps);
-        return 0;
-    }
-    if (!resume.empty()) compare_with_checkpoint(&run, start);
-    // From here on the run writes into its folder.
-    if (!world.rank) take_folder(&run, resume);
-    open_log(&run);
-    keep_best_of_resumed(&run);
-    begin_page(&run);
-    listen_to_signals();
-
-    if (lacks_snapshot) {
-        run.snapshot_step = run.first_step - 1; // so that the snapshot stays due if it can't be written now
-        run.snapshot_updates = -1;
-        save_snapshot(&run);
-    }
-    if (lacks_grid && !all_steps_done) save_grid(&run); // finish_complete draws the last grid
-
-    // The loop over the steps.
-    run.steps_began = now();
-    while (run.issued < c.max_steps && !is_stopped(&run) && data_error(run).empty()) run_step(&run);
-    if (lacks_validation(run) && data_error(run).empty()) run_step(&run);
-    // Some steps may not be logged yet, for example after a signal.
-    const bool validate = c.keep_best && data_error(run).empty();
-    if (run.state.step < run.issued) collect_steps(&run, validate, validate);
-    // At the end: write the last files, print the last line, and write the rows and pictures that wait for the disk.
-    save_at_the_end(&run);
-    end_line(&run);
-    if (run.stop || !data_error(run).empty()) finish_stopped(&run);
-    else finish_complete(&run);
-    write_the_rest(&run);
-    end_page();
-    return run.stop ? 128 + run.stop : 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8334,560 +8275,638 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
 }
 
 // =====================================================================================================================
-// 13. main: the command line, then a run or samples
-// Settings that the command line leaves open are taken from elsewhere. In general, each setting comes from the first of
-// these that has a value for it:
-//   1. the command line
-//   2. a model file: with --init the settings of the model, with --resume_checkpoint also those of the run
-//   3. the data: the images' size and channels, the pictures' channels (--cond_file), and the number of classes if the
-//      preset does not set it
-//   4. the preset; without --preset, the preset that fits the size of the images
-//   5. the flag's default
-// There are exceptions. For example, some settings of a preset are replaced if they do not fit the data
-// (take_data_shape), the model (drop_preset_of_classes) or the sampler (take_ect_defaults).
-// A setting on the command line must agree with the model file, unless this setting may change from run to run.
+// 13. A training step, the loop over the steps, and main
+// Functions stand above those that call them. So read this section from its end upwards: main, run_program, train,
+// run_step, train_step, step_gradients, forward_and_loss. A training step runs like this:
 //
-// These functions are called in this order: run_program calls parse_command_line, and then complete_config, which reads
-// presets (apply_preset) and model files (take_model_file). With --sample, run_program then calls sample_and_stop. For
-// a run, it then calls check_run, take_data_shape and train.
+//   copy stream   images of the next batch -> device
+//   main stream   t, noise; q_sample | first ... last layer | loss | last ... first layer back | norm | judge | AdamW
+//                                    |  ^ waits: embedding         |  ^ waits, before memory is reused
+//   side stream                      +-> embedding                +-> weight gradients of convolutions -+
+//   other ranks                                                       these are sent when complete       | weights
+//                 \___ one microbatch; then the next one, whose gradients are added to these __________/
+//   host          reads images; launches all of this, except the copies, as one graph (replay). The host may start up
+//                 to STEPS_AHEAD steps before it reads the results of these steps for the log
+//
+// Time goes from left to right. Each ^ is a place where the main stream waits for the side stream: first for the
+// embedding, and later for weight gradients, before the memory that they read is used for something else (plan_waits).
+// Gradients are sent during the backward pass only if the GPUs write into each other's memory. With NCCL and MPI they
+// are sent after it (step_gradients). In the CPU build there are no streams: all of this runs one after the other.
+//
+// The functions, in the order in which they run: train calls make_trainer once. Then run_step calls train_step for each
+// step. The main calls of train_step are load_batch, step_gradients (which calls take_microbatch, forward_and_loss and
+// unet_backward), judge_step, update_slice and record_step. From time to time validation_loss is called.
 
-// Returns the settings of a model file of unet.cu, another program (github.com/clu0/unet.cu). The file's header holds
-// the shape of the network, but nothing about the diffusion. We assume the diffusion that unet.cu itself trains with:
-// 1000 steps and the linear schedule. The flags about the diffusion may be set on the command line.
-static Config unet_cu_config(const ModelFile& model) {
-    const int* s = model.header.slot;
-    const int channels = s[2];
-    const int num_channels = s[3];
-    const int out_channels = s[4];
-    const int height = s[5];
-    const int width = s[6];
-    const int max_period = s[7];
-    Config c;
-    apply_preset(&c, "unet64");
-    auto set = [&](const char* name, int value) {
-        set_flag(&c, *find_flag(name), std::to_string(value), model.path + ": ");
+// ---------------------------------------------------------------------------------------------------------------------
+// --- a step
+
+// Images of a batch, or the pictures that these images are conditioned on, in device memory.
+struct Pixels {
+    const void* data; // (B, channels, H, W)
+    int bytes;        // the size of a value, 1 or 4
+};
+
+// --augment: changes B images, each of `channels` channels, and returns the result, which is written to `out`. The
+// changes depend only on the key, so an image and its picture are changed in the same way. told: where the numbers that
+// describe the first image's change are written, for the network to read (UNet::values). Those of each next image are
+// written num_values() floats later. Without --augment, the images are returned as they are.
+static Pixels augment_if_asked(Trainer* tr, float* out, Pixels images, float* told, int channels, int B,
+                               RandomKey key) {
+    const Config& c = tr->net.config;
+    if (!c.augment) return images;
+    key.purpose = RANDOM_AUGMENT;
+    augment_images(out, tr->augmentations, tr->canvas, told, c.num_values(), images.data, c.augment, key, B, channels,
+                   c.H, c.W, images.bytes);
+    return Pixels{out, sizeof(float)};
+}
+
+// Puts B pictures where the network reads them (net->cond). With --cond they are made of the images; otherwise they are
+// copied from `pictures`. In training, a picture is mirrored if its image is mirrored, some pictures are left out
+// (--cond_dropout), and small pictures get noise (--cond_noise).
+static void put_pictures(Trainer* tr, Pixels images, Pixels pictures, int B, RandomKey key, bool training) {
+    const Config& c = tr->net.config;
+    const int C = c.in_channels;
+    PictureDraws draws{.key = key};
+    if (training) draws = {key, c.random_flip, c.cond_dropout, c.cond_noise};
+    tr->net.cond = tr->cond;
+    switch (c.picture_kind) {
+    case PictureKind::FILE:
+        take_pictures(tr->cond, pictures.data, draws, B, c.cond_channels, c.H, c.W, pictures.bytes);
+        break;
+    case PictureKind::LOWRES:
+        shrink_images(tr->small, images.data, c.picture_factor, draws, B, C, c.H, c.W, images.bytes);
+        enlarge_pictures(tr->cond, tr->small, c.picture_factor, draws, B, C, c.H, c.W);
+        break;
+    case PictureKind::GRAY: grey_images(tr->cond, images.data, draws, B, c.H, c.W, images.bytes); break;
+    case PictureKind::MASK: mask_images(tr->cond, images.data, draws, B, C, c.H, c.W, images.bytes); break;
+    }
+}
+
+// Prepares microbatch k of this rank's images for a training step. Sets what the network is told about these images
+// (labels, values, cond), and returns the images. With --augment, the images and their pictures are changed.
+static Pixels take_microbatch(Trainer* tr, const Upload& batch, int k, RandomKey key) {
+    const Config& c = tr->net.config;
+    const Dataset& data = tr->data;
+    const int B = c.micro();
+    const int images = c.batch_size / world.size; // the number of this rank's images
+    tr->net.labels = (int*)(batch.device + data.labels_at(images)) + k * B;
+    tr->net.values = (float*)(batch.device + data.values_at(images)) + (size_t)k * B * c.num_values();
+    float* const told = tr->net.values + c.cond_dim;
+    const Pixels stored{batch.device + k * B * data.image_bytes(), data.bytes};
+    const Pixels x0 = augment_if_asked(tr, tr->augmented, stored, told, c.in_channels, B, key);
+    Pixels pictures{};
+    if (const Dataset* const cond = data.cond.get()) {
+        const uint8_t* const first_picture = batch.device + data.pictures_at(images, c);
+        pictures = {first_picture + k * B * cond->image_bytes(), cond->bytes};
+        pictures = augment_if_asked(tr, tr->augmented_cond, pictures, told, c.cond_channels, B, key);
+    }
+    if (c.cond_channels) put_pictures(tr, x0, pictures, B, key, true);
+    return x0;
+}
+
+// Computes the loss of samples first .. first + B - 1 of a step, or of a round of validation. images: the images of
+// these samples. bytes: the size of a value of an image. Before the call, the samples' noise levels have been drawn,
+// and what the network is told about the samples has been set in tr->net (labels, values, cond). Writes the losses to
+// tr->loss + first, and the gradient of the loss to output_gradient(net). In training, this is the gradient of the mean
+// loss of the step's whole batch. Validation does not use the gradient. It uses other random draws, and neither dropout
+// nor flips nor FP8. With --objective ect, the teacher's answer is computed first, with the same draws.
+static void forward_and_loss(Trainer* tr, const Objective& o, const void* images, int bytes, int first, int B,
+                             RandomKey key, Dropout dropout, bool training) {
+    const Config& c = tr->net.config;
+    UNet* net = &tr->net;
+    RandomKey level_key = key;
+    RandomKey noise_key = key;
+    RandomKey flip_key = key;
+    level_key.purpose = training ? RANDOM_TIMESTEP : RANDOM_VAL_TIMESTEP;
+    noise_key.purpose = training ? RANDOM_NOISE : RANDOM_VAL_NOISE;
+    flip_key.purpose = RANDOM_FLIP;
+    const bool flips = training && c.random_flip;
+    float* const x = tensor_data<float>(net, net->input);
+    float* const out = tensor_data<float>(net, net->output);
+    // Adds noise to the images, as `levels` defines it, and computes the network's answer. t: what the network is told
+    // about the noise. teacher: the teacher's answer, which is a part of the target. It is null if there is no teacher,
+    // and also while the teacher's own answer is computed.
+    auto forward = [&](float* t, const NoiseLevel* levels, const float* teacher) {
+        q_sample_forward(x, tr->target, levels, teacher, images, // the next three arguments choose the random draws
+                         flips, noise_key, flip_key, B, c.in_channels, c.H, c.W, bytes);
+        net->t = t;
+        unet_forward(net, Weights{tr->params, tr->copy, training ? tr->fp8 : Fp8Weights{}}, dropout, B);
     };
-    set("in_channels", channels);
-    set("num_channels", num_channels);
-    set("max_period", max_period);
-    // The network of unet.cu has attention at its third and fourth level, where images have a quarter and an eighth of
-    // their height.
-    c.image_size = text("%dx%d", height, width);
-    c.attention_resolutions = text("%d,%d", height / 4, height / 8);
-    // The second half of the output channels, if there is one, is for a learned variance (--learn_sigma). With
-    // vlb_weight = 0 this half is neither trained nor used, unless --use_kl is True.
-    c.learn_sigma = out_channels == 2 * (int64_t)channels;
-    c.vlb_weight = 0;
-    c.noise_schedule = "linear";
-    return c;
-}
-
-// Sets a flag to the value in a model file. If the command line gives the flag, too, the two values must be the same.
-// But a flag that may change from run to run keeps the value of the command line. Which flags may change depends on
-// the flag's slot, its place in the file's header. Slots after SLOT_STEP hold settings of the run, such as the batch
-// size. All of these may change, except the optimiser, because the moments in the file are those of its own optimiser.
-// Slots before SLOT_STEP hold settings of the model. Of these, only the settings of FREE flags (common/flags.h) may
-// change. Flags without a slot of their own, such as image_size and seed, may not change, either.
-static void take_from_file(Config* c, const std::string& path, const std::string& name, const std::string& value) {
-    const Flag& f = *find_flag(name);
-    const bool given = c->given(name);
-    const bool may_change = (f.slot > SLOT_STEP && f.slot != SLOT_OPTIMIZER) || f.free;
-    if (given && may_change) return;
-    const std::string wanted = flag_value(*c, f);
-    set_flag(c, f, value, path + ": ");
-    const std::string there = flag_value(*c, f);
-    const std::string made = there.empty() ? "without it" : "with " + there;
-    if (given && !same_value(name, there, wanted))
-        die("--%s %s: %s was made %s; leave the flag out, or start without that file", f.name, wanted.c_str(),
-            path.c_str(), made.c_str());
-}
-
-// Returns whether a flag's value is a text that parse_model reads. A header does not hold such a value as one number in
-// one slot, but as a list of numbers, or as two numbers in two slots.
-static bool is_parsed(const std::string& name) {
-    return name == "image_size" || name == "channel_mult" || name == "attention_resolutions" || name == "cond";
-}
-
-// Takes the settings of the model from a model file of unet.cu, for take_model_file. If the command line gives such a
-// setting, too, the two values must be the same, unless it may change (take_from_file).
-static void take_unet_cu_file(Config* c, const ModelFile& model) {
-    const Config theirs = unet_cu_config(model);
-    for (const Flag& f : FLAGS) {
-        const bool is_in_header = f.slot && f.slot <= SLOT_STEP;
-        if (!is_parsed(f.name) && !is_in_header) continue;
-        // The file holds nothing about the diffusion, so the command line may set the diffusion's flags freely.
-        const bool is_diffusion = f.slot >= SLOT_DIFFUSION && f.slot < SLOT_PATCH_SIZE;
-        if (is_diffusion && c->given(f.name)) continue;
-        take_from_file(c, model.path, f.name, flag_value(theirs, f));
+    const bool tunes = o.tuning.on();
+    if (tunes) {
+        draw_teachers(tr->teachers, tr->teacher_t, B, o, level_key);
+        forward(tr->teacher_t, tr->teachers, nullptr);
+        mark({"draw t, noise; q_sample"});
     }
+    const NoiseLevel* const levels = tr->levels + first;
+    forward(tr->t + first, levels, tunes ? out : nullptr);
+
+    mark({"loss and its gradient"});
+    const float factor = training ? 1.0f / c.batch_size : 1;
+    double* const loss = tr->loss + first;
+    float* const dout = output_gradient(net);
+    const int HW = c.H * c.W;
+    const int C = c.in_channels;
+    if (tunes) tuning_loss_forward_backward(loss, dout, out, tr->target, levels, o.tuning.c, factor, B, HW * C);
+    else loss_forward_backward(loss, dout, out, tr->target, x, levels, o, factor, B, HW, C, c.out_channels());
 }
 
-// Returns the paths of --data_file and --cond_file that a checkpoint holds; "": it holds no such path. The paths lie
-// one after the other in 512 bytes of the header, with a byte 0 between them. The bytes after them are 0, too.
-static std::pair<std::string, std::string> kept_paths(const ModelFile& model) {
-    const std::string kept((const char*)&model.header.slot[SLOT_PATH], 512);
-    const std::string data_file = kept.substr(0, kept.find('\0'));
-    const std::string rest = kept.substr(std::min<size_t>(data_file.size() + 1, 512));
-    return {data_file, rest.substr(0, rest.find('\0'))};
-}
-
-// Finds a data file whose path is kept in a checkpoint. The path may be relative to the folder in which the run was
-// started. That folder may be one of the folders that contain the checkpoint. So the data file is looked for in the
-// current folder, and then in the checkpoint's folder and in the folders above it.
-static std::string find_data(const ModelFile& model, const std::string& data_file) {
-    std::filesystem::path found(data_file);
-    std::filesystem::path folder = std::filesystem::absolute(model.path).parent_path();
-    while (found.is_relative() && !exists(found.string()) && folder.has_relative_path()) { // up to the root
-        const std::filesystem::path candidate = folder / data_file;
-        if (exists(candidate.string())) found = candidate;
-        folder = folder.parent_path();
+// Computes this rank's slice of the gradient of a step. The result is in tr->sum.
+//
+// Why do N ranks compute the same bits as one rank? Sums of floats depend on their order, so the results of a run on N
+// ranks could be rounded differently from those of a run on one rank. But they are rounded in the same way, because all
+// that is computed depends only on the batch and the microbatch, and not on which rank computes it. So the runs must
+// have the same microbatch. Without --microbatch, the microbatch is a rank's share of the batch, which depends on N.
+// Then the runs do not compute the same bits.
+//
+// 1. The same draws. Each random draw (for noise, noise levels, flips, dropout, the choice of a sample's image, and so
+//    on) is a function of the seed, the step and the sample's index in the step. No draw depends on the rank that draws
+//    it, or on earlier draws.
+// 2. The same parts. A microbatch is the smallest unit of work. One rank computes it as a whole, by the same kernels on
+//    the same number of images. So its gradient is the same whichever rank computes it. (This is also true of the
+//    weight gradients that WeightGradients launches together: only the network, the microbatch and the kind of device
+//    decide which weight gradients these are.) The loss is divided by the size of the whole batch before the backward
+//    pass, and no later factor depends on N. (With --precision fp8, numbers are multiplied by factors before they are
+//    rounded. These factors are constants, or depend on the configuration alone: choose_gradient_factor.)
+// 3. The same order of the sum. Let g0, g1, g2, ... be the gradients of the step's microbatches, in the order of the
+//    samples. The step's gradient is ((g0 + g1) + g2) + ..., rounded to fp32 after each addition. A single rank
+//    computes the gradients one after the other, and adds each to the sum. With N ranks, rank r computes g(r),
+//    g(N + r), g(2 N + r), ... (first_sample). So in round k of the loop below, the ranks hold g(k N) to
+//    g(k N + N - 1), which are the next terms of the sum. Every rank sends each part of its gradient to the rank that
+//    owns this part. The owner adds its own part and the received parts to its sum, in the order of the ranks
+//    (sum_gradients). So each float is summed by one rank, in the order in which a single rank would sum it. The
+//    kernels that compute a microbatch's gradient never add it to the sum. If they did, they would add the old sum and
+//    their own partial sums in another order.
+// 4. The same norm. The squares are summed by stretches of STRETCH floats at fixed places of the flat array. A stretch
+//    belongs to one rank. The order in which the rank sums it does not depend on the rank's other stretches. All ranks
+//    receive the sums of all stretches and add them up in the same fixed order (judge_step). A flat array has padding
+//    at its end, whose length depends on N. But this padding is zero, and x + 0 = x.
+// 5. The same decision. Every rank has received the loss of every sample, in the order of the samples, and the sums
+//    that the norm is made of. So all ranks compute the same norm, the same verdict on the step, the same clipping and
+//    the same statistics. They need not send each other more for this.
+// 6. The same update. AdamW and the averages treat each parameter separately, so it does not matter which rank owns it.
+//    The owner sends the new weight to all ranks. Muon does not treat them separately: it multiplies whole matrices. So
+//    every rank receives the momentum of all matrices and computes the directions of all of them, by the same kernels
+//    in the same order (update_by_muon). Of these, it uses those of its slice.
+//
+// This holds under two conditions: the same microbatch and batch, and the same kind of device. A run that is resumed on
+// another number of ranks keeps its microbatch if it divides a rank's share of the batch. Otherwise the program prints
+// that the microbatch is another one (check_microbatch, check_resume).
+static void step_gradients(Trainer* tr, const Upload& batch) {
+    const Config& c = tr->net.config;
+    const int B = c.micro(); // the images of a microbatch
+    const int N = world.size;
+    const int rounds = c.batch_size / N / B; // the number of this rank's microbatches
+    const uint64_t seed = (uint64_t)c.seed;
+    const Slice& own = tr->own;
+    mark({"draw t, noise; q_sample"}); // `mark` is for dev/bench, which measures how long each part takes
+    const int64_t* const step = &tr->state->step;
+    // Draw the noise level of each sample of the whole batch, also of the samples of other ranks. judge_step reads in
+    // which quarter each of these levels lies (tr->quarters), and update_rms_losses reads the levels.
+    const RandomKey level_key{.seed = seed, .purpose = RANDOM_TIMESTEP, .step = step, .sample0 = 0};
+    draw_levels(tr->levels, tr->t, tr->quarters, c.batch_size, tr->objective, level_key);
+    if (!tr->fp8_works.empty()) {
+        mark({"weights to FP8"});
+        round_weights((uint8_t*)tr->fp8.weights, (uint8_t*)tr->fp8.turned, tr->copy, tr->fp8_works);
+        mark({"draw t, noise; q_sample"});
     }
-    return data_file.empty() ? "" : found.string();
-}
+    for (int k = 0; k < rounds; k++) {
+        const int first = (int)first_sample(k, B);
+        const Dropout dropout{c.dropout, seed, step, first};
+        const RandomKey key{.seed = seed, .purpose = 0, .step = step, .sample0 = first}; // each use sets its purpose
+        // On a single rank, the gradients of the first microbatch are written to the sum directly.
+        float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads;
+        if (k > 0) {
+            mark({"draw t, noise; q_sample"});
+            // With several ranks, this round overwrites `received` of all ranks. So with direct copies (world.direct),
+            // wait until all ranks have read what the round before has written there. With NCCL and MPI, meet does
+            // nothing: there a rank receives only when it is ready to.
+            meet();
+        }
+        const Pixels x0 = take_microbatch(tr, batch, k, key);
+        forward_and_loss(tr, tr->objective, x0.data, x0.bytes, first, B, key, dropout, true);
 
-// Sets flags that a resumed run takes from its checkpoint. A model file of --init does not set these flags.
-static void take_run_of_file(Config* c, const ModelFile& model) {
-    std::string rates;
-    for (int k = 0; k < model.emas(); k++) {
-        if (k) rates += ",";
-        rates += text("%.9g", model.ema_rate(k));
+        // The backward pass goes from the last layer to the first, and completes gradients in this order. So the last
+        // segment of the flat array (see Slice) is sent first. complete_from: from this place of the flat array on, all
+        // gradients are complete.
+        int unsent = own.segments; // segments 0 to unsent - 1 are not sent yet
+        const std::function<void(size_t, Stream*)> send_gradients = [&](size_t complete_from, Stream* stream) {
+            while (unsent && own.at(unsent - 1, 0) >= complete_from) {
+                unsent--;
+                const size_t begin = own.at(unsent, 0);
+                if (begin >= own.n) continue; // this segment is padding
+                all_to_all(tr->received + begin, grads + begin, own.each() * sizeof(float), stream);
+            }
+        };
+        // Only direct copies between GPUs (world.direct) run during the backward pass. NCCL would take multiprocessors
+        // from the kernels of that pass, and a call of MPI (in the CPU build) would stop the pass until it returns. So
+        // with NCCL and MPI the gradients are sent after the pass.
+        unet_backward(&tr->net, Weights{tr->params, tr->copy, tr->fp8}, grads, dropout, B,
+                      world.direct ? send_gradients : nullptr);
+        if (N > 1) {
+            mark({"gradients to their ranks"});
+            begin_exchange();
+            all_gather(tr->loss + k * N * B, tr->loss + first, B * sizeof(double), MAIN_STREAM);
+            send_gradients(0, MAIN_STREAM);
+            end_exchange();
+        }
+        // sum_gradients adds the gradients of this round to tr->sum. In the first round (k = 0) it replaces the old
+        // content of tr->sum. (On a single rank, the first gradients are there already.) Then it adds up the squares
+        // of tr->sum, of which judge_step makes the norm after the last round.
+        mark({"gradient norm"});
+        sum_gradients(tr->sum, everywhere(tr->squares), RankGradients{grads, tr->received, own}, k > 0);
     }
-    if (!c->given("ema_rate")) take_from_file(c, model.path, "ema_rate", rates);
-    // Random draws depend on the seed and the step. So with the same seed the resumed run makes the same draws as a run
-    // without a pause.
-    const int64_t seed = model.header.get<int64_t>(SLOT_SEED);
-    take_from_file(c, model.path, "seed", std::to_string(seed));
-    const auto [data_file, cond_file] = kept_paths(model);
-    const std::string data_path = find_data(model, data_file);
-    const std::string cond_path = find_data(model, cond_file);
-    if (!data_path.empty() && !c->given("data_file")) take_from_file(c, model.path, "data_file", data_path);
-    if (!cond_path.empty() && !c->given("cond_file")) take_from_file(c, model.path, "cond_file", cond_path);
+    // The norm needs the squares of all ranks. With world.direct, sum_gradients has written them to all ranks.
+    if (world.direct) meet();
+    else if (N > 1) gather(tr->squares, nullptr, sizeof(double), own, own.n);
 }
 
-// Sets the flags that a header holds as lists or in two slots (is_parsed).
-static void take_parsed_flags(Config* c, const ModelFile& model) {
-    const Header& h = model.header;
-    const int levels = h.slot[SLOT_LEVELS];
-    const int resolutions = h.slot[SLOT_RESOLUTIONS];
-    std::string mult;
-    for (int i = 0; i < levels; i++) {
-        if (i) mult += ",";
-        mult += text("%.9g", h.get<float>(SLOT_MULT + i));
+// --optimizer muon: Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) updates the matrices between
+// hidden channels, and AdamW the other parameters. Let W be such a matrix, and G its gradient after clipping:
+//
+//   m = 0.95 m + 0.05 G                                       the momentum
+//   X = 0.95 m + 0.05 G                                       Nesterov's momentum
+//   W = (1 - lr weight_decay) W - lr scale orthogonal(X)      scale: muon_scale
+//
+// orthogonal(X) has the same singular vectors as X, but all its singular values are about 1. So a step changes W by
+// about the same amount along each singular vector, also where the gradient is small. The singular values are not
+// computed. Five times, X is replaced by an odd polynomial of itself. Together, the five steps map values from 0.0015
+// to 1 to values between 0.68 and 1.21. Values below 0.0015 stay below 0.68, but grow by a factor of up to 485.
+//
+//   X = X / |X|           |X|: the root of the sum of squares, so no singular value is above 1 (up to rounding).
+//                         X = 0 if |X| < 1e-14
+//   A = X X^T             (X^T X, if X has more rows than columns)
+//   X = a X + (b A + c A A) X      (a X + X (b A + c A A), if X has more rows than columns)
+//                         a, b, c: MUON_A, MUON_B, MUON_C
+//
+// This function computes scale orthogonal(X), which is called the direction of the update, for the matrices of the
+// whole network. A matrix may be cut by the borders of the ranks' slices. So each rank computes X for its slice, all
+// ranks exchange X, and each rank computes all directions. X takes the memory of tr->sum, and so do the directions
+// afterwards. At the places of this rank's slice, the gradients of matrices are not needed any more, and at the other
+// ranks' places the received gradients have been added up already. The gradients of other parameters stay in tr->sum
+// at the places of this rank's slice, for AdamW. (The exchange sends them, too, but no rank uses what it receives of
+// them.)
+static void update_by_muon(Trainer* tr, const Update& update) {
+    muon_momentum(tr->sum, update, tr->state, tr->adamw, tr->own);
+    if (world.size > 1) gather(tr->sum, nullptr, STRETCH * sizeof(float), tr->own, tr->own.n);
+    orthogonalise(tr->sum, tr->muon, tr->state);
+    mark({"AdamW, EMA"});
+}
+
+// Does the optimiser's part of a step, for this rank's slice. All ranks get the new weights in the form that kernels
+// read: the first plain_size weights in fp32, and the other weights in the copy. With world.direct, adamw_update itself
+// writes them to all ranks. Otherwise they are gathered after it.
+static void update_slice(Trainer* tr) {
+    const Config& c = tr->net.config;
+    const Slice& own = tr->own;
+    const size_t plain = tr->net.plain_size;
+    Update update{};
+    update.params = everywhere(tr->params);
+    update.copy = everywhere(tr->copy);
+    update.plain = plain;
+    update.ema = tr->emas[0];
+    update.m = tr->m;
+    update.v = tr->v;
+    update.sum = tr->sum;
+    update.is_matrix = tr->is_matrix;
+    if (c.muon()) update_by_muon(tr, update);
+    adamw_update(update, tr->state, tr->adamw, own);
+    for (size_t k = 1; k < tr->emas.size(); k++) ema_update(tr->emas[k], tr->params, tr->state, c.emas[k], own);
+    if (world.size == 1) return;
+    mark({"weights to all ranks"});
+    if (world.direct) return meet(); // waits for adamw_update of all ranks, which writes new weights to all ranks
+    begin_exchange();
+    if (weights_have_copy()) gather(tr->copy, nullptr, STRETCH * act_bytes(), own, own.n);
+    gather(tr->params, nullptr, STRETCH * sizeof(float), own, plain);
+    end_exchange();
+}
+
+// Starts a training step. step: the number of steps that were started before. Returns false if the step's images can't
+// be read.
+static bool train_step(Trainer* tr, int64_t step) {
+    const Config& c = tr->net.config;
+    const int B = c.batch_size;
+    const int T = c.diffusion_steps;
+    Upload* batch = &tr->batch[step % 2];
+    come_to("a training step"); // with several ranks: notes that this rank has come here (host/ranks.h)
+    if (!load_batch(batch, &tr->data, c, true, step * B, B)) return false;
+    // In the CPU build, replay just calls this lambda. On a GPU, replay records the lambda's launches as a graph, and
+    // then launches the graph. It records only twice in a run, once for each of the two batches.
+    replay(&tr->graph[step % 2], [&] {
+        step_gradients(tr, *batch);
+        // Computes the gradient's norm, the step's loss and learning rate, and decides whether the step is good.
+        mark({"judge the step"});
+        judge_step(tr->state, tr->squares, tr->own.whole() / STRETCH, tr->loss, tr->quarters, tr->adamw, B);
+        if (tr->history) update_rms_losses(tr->rms_losses, tr->history, tr->levels, tr->loss, tr->state, T, B);
+        // Clips the gradient, and updates the weights and their averages.
+        mark({c.muon() ? "Muon" : "AdamW, EMA"});
+        update_slice(tr);
+        mark({"record the step"});
+        next_step(&tr->state->step);
+        record_step(tr->records, tr->state, RECORDS);
+        mark({""});
+    });
+    release(batch);
+    return true;
+}
+
+// Returns the mean loss of a data set's first 512 images (or of all, if there are fewer). Returns NaN if they can't be
+// read. t and noise are the same in every call, so that the losses of different calls can be compared. With --objective
+// ect, the gap between student and teacher changes from step to step. Here it is always the gap of the run's last step,
+// for the same reason.
+static double validation_loss(Trainer* tr, Dataset* val) {
+    const Config& c = tr->net.config;
+    const int count = (int)std::min<int64_t>(val->count, 512);
+    const int most = tr->net.B; // the largest number of images in a rank's batch
+    const int N = world.size;
+    std::vector<double> losses(count);
+    // zero is the number of the step for all random draws, so that every call draws the same. zero and batch are
+    // allocated once, at the first call.
+    static int64_t* const zero = device_alloc<int64_t>(1);
+    static Upload batch = make_upload(val->batch_bytes(most, c));
+    val->asked = 0; // ask for the images again: the system may have dropped them from memory since the last call
+    Objective objective = tr->objective;
+    objective.rms_losses = nullptr; // draw t uniformly, also with --schedule_sampler loss-second-moment
+    objective.tuning.step = tr->last_step;
+    for (int i = 0; i < count; i += N * most) { // in each round, every rank computes one batch
+        come_to("a batch of validation");
+        const int first = world.rank * most;
+        const int B = std::min(most, count - i - first); // below 1 if no image is left for this rank
+        if (B > 0) {
+            if (!load_batch(&batch, val, c, false, i + first, B)) return NAN;
+            const RandomKey key{(uint64_t)c.seed, RANDOM_VAL_TIMESTEP, zero, i + first};
+            draw_levels(tr->levels + first, tr->t + first, tr->quarters + first, B, objective, key);
+            tr->net.labels = (int*)(batch.device + val->labels_at(B));
+            tr->net.values = (float*)(batch.device + val->values_at(B));
+            const Pixels images{batch.device, val->bytes};
+            const Pixels pictures{batch.device + val->pictures_at(B, c), val->cond ? val->cond->bytes : 0};
+            if (c.cond_channels) put_pictures(tr, images, pictures, B, key, false);
+            forward_and_loss(tr, objective, batch.device, val->bytes, first, B, key, Dropout{}, false);
+            release(&batch);
+        }
+        if (N > 1) {
+            meet();
+            begin_exchange();
+            all_gather(tr->loss, tr->loss + first, most * sizeof(double), MAIN_STREAM);
+            end_exchange();
+        }
+        copy_to_host(&losses[i], tr->loss, std::min(N * most, count - i) * sizeof(double));
     }
-    std::string heights;
-    for (int i = 0; i < resolutions; i++) {
-        if (i) heights += ",";
-        heights += text("%d", h.slot[SLOT_ATTENTION + i]);
-    }
-    const int height = h.slot[SLOT_HEIGHT];
-    const int width = h.slot[SLOT_WIDTH];
-    take_from_file(c, model.path, "image_size", size_text(height, width));
-    take_from_file(c, model.path, "channel_mult", mult);
-    take_from_file(c, model.path, "attention_resolutions", heights);
-    // --cond says how the pictures are made. Its two slots hold the kind, and the factor K of lowres:K (otherwise 0).
-    check_field(model.path, "cond", h.slot[SLOT_COND], 0, std::size(PICTURE_WORDS) - 1);
-    const int factor = h.slot[SLOT_COND + 1];
-    const std::string kind = PICTURE_WORDS[h.slot[SLOT_COND]].word;
-    take_from_file(c, model.path, "cond", kind + (factor ? text(":%d", factor) : ""));
-}
-
-// If the command line does not give a flag, sets the flag to the value in the model file. If the command line gives it,
-// the two values must be the same, unless the flag may change from run to run (take_from_file). resume: the file is a
-// checkpoint whose run goes on. Then not only the settings of the model are taken from the file, but also the settings
-// of the run.
-static void take_model_file(Config* c, const ModelFile& model, bool resume) {
-    const std::string& path = model.path;
-    const Header& h = model.header;
-    if (resume && !model.has(HAS_EMA | HAS_TRAINING))
-        die("%s: holds weights only, no moments to resume from; --init starts a new run from it", path.c_str());
-    // --objective ect tunes a model that was trained with another objective. is_tuned: whether this run tunes the
-    // model in the file.
-    const bool is_tuned = !resume && c->given("objective") && c->objective == "ect" && !is_ect(h);
-    const bool from_unet_cu = h.slot[SLOT_MAGIC] == UNET_CU_MODEL_MAGIC;
-    if (is_tuned && (from_unet_cu || objective_of(h) == "ddpm"))
-        die("--objective ect: tunes models of --objective edm and flow, and %s was made with ddpm", path.c_str());
-    if (from_unet_cu) return take_unet_cu_file(c, model);
-
-    take_parsed_flags(c, model);
-    if (is_tuned) take_from_file(c, path, "ect_frame", header_value(*c, h, *find_flag("objective")));
-    for (const Flag& f : FLAGS) {
-        const bool is_of_run = f.slot > SLOT_STEP;
-        if (!f.slot || (is_of_run && !resume)) continue;
-        // Tuning has its own objective and its own noise levels, so these flags are not taken from the file.
-        const bool tuning_has_it = f.slot == SLOT_OBJECTIVE || f.slot == SLOT_P_MEAN || f.slot == SLOT_P_STD;
-        if (is_tuned && tuning_has_it) continue;
-        if (f.slot == SLOT_PRECISION && c->sample) continue; // samples need not have the precision of the training
-        if (slot_is_used(h, f)) take_from_file(c, path, f.name, header_value(*c, h, f));
-        else check_unused(h, f.slot, f.slot + 1, path, "");
-    }
-    if (resume) take_run_of_file(c, model);
-}
-
-// Sets the defaults for --objective ect and --sampler consistency. They are the values that Geng et al. 2024 use.
-// file_has_levels: a model file has already set the distribution of noise levels (P_mean and P_std).
-static void take_ect_defaults(Config* c, bool file_has_levels) {
-    const bool ect = c->objective == "ect";
-    if (ect && !c->given("sampler")) c->sampler = "consistency";
-    if (c->sampler == "consistency") {
-        if (!c->given("timestep_respacing")) c->timestep_respacing = "2";
-        // A preset's S_churn and guidance_scale are meant for another sampler.
-        if (!c->given("S_churn")) c->S_churn = 0;
-        if (!c->given("guidance_scale")) c->guidance_scale = 1;
-    }
-    if (ect && !file_has_levels) {
-        if (!c->given("P_mean")) c->P_mean = -1.1f;
-        if (!c->given("P_std")) c->P_std = 2;
-    }
-}
-
-// A preset may set class_dropout and guidance_scale for a model that is conditioned on classes. For a model without
-// classes, this function sets them to 0 and 1, with which they do nothing. (class_dropout stays if the model is
-// conditioned on numbers, because it can leave out the numbers, too.) guidance_scale also becomes 1 if the model has
-// classes, but class_dropout is 0.
-static void drop_preset_of_classes(Config* c) {
-    const bool has_condition = c->class_cond || c->cond_dim; // something that class_dropout can leave out
-    if (c->by_preset.contains("class_dropout") && !has_condition) c->class_dropout = 0;
-    if (c->by_preset.contains("guidance_scale") && !c->null_class()) c->guidance_scale = 1;
-}
-
-// Without --preset, the program chooses a preset. This preset, or the flags OF_LABELS (common/flags.h), which are used
-// with it, ask for a model that is conditioned on classes. If the images have no labels, the model is not conditioned
-// on classes (print_start says so). With --preset, missing labels are an error instead, because the user has asked for
-// classes.
-static void take_labels(Config* c, const Dataset& d) {
-    const bool is_default = c->by_preset.contains("class_cond") && !c->given("preset");
-    if (!d.labels.empty() || !c->class_cond || !is_default) return;
-    c->class_cond = false;
-    if (c->by_preset.contains("class_dropout")) c->class_dropout = 0;
-    drop_preset_of_classes(c);
-}
-
-// Without --preset, --min_snr_gamma becomes 5 if there are many images, and if the preset that the program has chosen
-// sets this flag. A lower value, which some presets have, gives low noise levels less weight in the loss. If there
-// are few images, the model learns them by heart. Then samples look best with such a lower value. If there are many
-// images, the model does not learn them by heart. Then samples are nearer to the images if low noise levels have more
-// weight (docs/LEARNT.md, "Photographs").
-static void take_number_of_images(Config* c, const Dataset& d) {
-    const bool is_default = c->by_preset.contains("min_snr_gamma") && !c->given("preset");
-    if (is_default && d.count >= MANY_IMAGES) c->min_snr_gamma = 5;
-}
-
-// Without a model file: takes the size, channels and classes of the images, and the channels of the pictures, from the
-// data files, except what the command line sets. (If a preset sets num_classes, it stays, too.) Also replaces settings
-// of the preset that do not fit the data: attention_resolutions, and what take_labels and take_number_of_images change.
-// Then, with or without a model file, checks that the data fits the model. where: what messages begin with; "FILE: " if
-// there is a model file, otherwise "".
-static void take_data_shape(Config* c, const Dataset& d, const std::string& where) {
-    if (where.empty()) {
-        if (!c->given("image_size")) c->image_size = size_text(d.H, d.W);
-        // The attention resolutions of the preset may be impossible for images of this size. Then there is attention at
-        // the lowest level instead.
-        if (!c->given("attention_resolutions") && !parse_model(c).empty() && !c->mult.empty())
-            c->attention_resolutions = text("%d", c->height(c->mult.size() - 1));
-        if (!c->given("in_channels")) c->in_channels = d.C;
-        if (!c->given("cond_channels") && d.cond) c->cond_channels = d.cond->C;
-        if (!c->chosen("num_classes")) c->num_classes = d.classes;
-        take_labels(c, d);
-        take_number_of_images(c, d);
-    }
-    auto refuse_unless = [&](bool ok, const char* flag, const std::string& why) {
-        if (!ok) refuse(where + wrong(c, flag, why));
-    };
-    // If the images and the model differ in size, the message about the sizes is printed, and not one that check_model
-    // returns about another flag than --image_size: most such errors follow from the sizes.
-    const std::string error = check_model(c);
-    const bool fits = d.H == c->H && d.W == c->W;
-    if (!error.empty() && (fits || error.starts_with("--image_size"))) refuse(where + error);
-    refuse_unless(fits, "data_file",
-                  text("its images are %dx%d and the model's %dx%d; prepare_data.py --image_size makes them fit", d.H,
-                       d.W, c->H, c->W));
-    refuse_unless(d.C == c->in_channels, "data_file",
-                  text("its images have %d channels and the model takes %d; prepare_data.py --channels makes them fit",
-                       d.C, c->in_channels));
-    refuse_unless(
-        d.K == c->cond_dim || !c->cond_dim, "cond_dim",
-        c->data_file + (d.K ? text(" has %d numbers an image", d.K)
-                            : " has no numbers; prepare_data.py --values TABLE puts those of a table into it"));
-    const bool makes_them = c->picture_kind != PictureKind::FILE;
-    refuse_unless(d.cond || makes_them || !c->cond_channels, "cond_channels",
-                  "needs --cond_file, a picture for each of the images");
-    refuse_unless(!d.cond || d.cond->C == c->cond_channels, "cond_file",
-                  text("its pictures have %d channels and the model takes --cond_channels %d", d.cond ? d.cond->C : 0,
-                       c->cond_channels));
-    if (!c->class_cond) return;
-    refuse_unless(d.classes <= c->num_classes, "num_classes",
-                  c->data_file + text(" has labels of %d classes", d.classes));
-    refuse_unless(!d.labels.empty(), "class_cond",
-                  c->data_file + " has no labels; make it from a folder with one sub-folder a class, or use "
-                                 "--class_cond False");
-}
-
-// Returns the path of the checkpoint that --resume_checkpoint means, or "" if the run is new.
-static std::string resume_path(const Config& c, const Folder& output) {
-    const std::string& wanted = c.resume_checkpoint;
-    if (wanted != "latest" && wanted != "auto") return wanted;
-    const auto found = output.list();
-    if (!found.empty()) return output.name(found.rbegin()->second);
-    if (wanted == "auto") return "";
-    die("--resume_checkpoint latest: %s holds no checkpoint; leave the flag out to start a run there%s",
-        c.output_dir.c_str(), output.has("log.csv") ? ", once its log.csv is moved away" : "");
-}
-
-// Checks that the counters of a checkpoint agree with each other, and that the run goes on with the data that it was
-// trained on. If the user gives --data_file, the images may be others than before. With --cond_file, the pictures may
-// be others.
-static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) {
-    const StepState s = m.state();
-    const Guard& g = s.guard;
-    // Every step was either an update or skipped. The guard's n is the number of updates that it has seen: all updates,
-    // or those since it was started anew (compare_with_checkpoint).
-    const int most_steps = std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]);
-    const bool steps_add_up = s.step <= most_steps && s.updates >= 0 && s.updates + s.bad_total == s.step;
-    const bool skips_fit = s.bad_in_row >= 0 && s.bad_in_row <= s.bad_total;
-    const bool is_finite = std::isfinite(g.mean_loss + g.mean_norm + g.var_loss + g.var_norm);
-    const bool counts_updates = g.n >= 0 && g.n <= (double)s.updates && g.n == std::floor(g.n);
-    const bool guard_works = counts_updates && is_finite && g.var_loss >= 0 && g.var_norm >= 0;
-    std::string why; // in what way the counters are wrong
-    if (!steps_add_up)
-        why = text("step %ld of at most %d, where %ld updates and %ld skipped steps must add up to it", s.step,
-                   most_steps, s.updates, s.bad_total);
-    else if (!skips_fit)
-        why = text("%ld skipped steps in a row, where %ld were skipped in all", s.bad_in_row, s.bad_total);
-    else if (!guard_works) why = text("running means of loss and gradient norm that %ld updates can't give", s.updates);
-    if (!why.empty()) die("%s: its header is damaged (%s): use an earlier checkpoint", m.path.c_str(), why.c_str());
-    // header_crc depends on the data file's whole content, because the header holds a checksum of the rest. It is 0 for
-    // a file of unet.cu, which holds no checksum.
-    const bool same_count = m.header.get<int64_t>(SLOT_IMAGES) == d.count;
-    const bool same_content = m.header.get<uint32_t>(SLOT_DATA_CRC) == d.header_crc;
-    if (!(same_count && same_content) && !c.given("data_file"))
-        die("%s: is not the data that %s was trained on; name it with --data_file, or name this one to go on with it",
-            c.data_file.c_str(), m.path.c_str());
-    const bool same_pictures = !d.cond || m.header.get<uint32_t>(SLOT_COND_CRC) == d.cond->header_crc;
-    if (!same_pictures && !c.given("cond_file"))
-        die("%s: does not hold the pictures that %s was trained with; name them with --cond_file, or name this file to "
-            "go on with it",
-            c.cond_file.c_str(), m.path.c_str());
-    // If the file's microbatch is 0, one process computed the whole batch at once. If there are several processes now,
-    // each computes only its share at once, so the microbatch is smaller. check_microbatch could not tell this from the
-    // 0 alone. So the message that the microbatch has changed is printed here.
-    const bool was_whole = m.header.slot[find_flag("microbatch")->slot] == 0;
-    const int whole = m.header.slot[find_flag("batch_size")->slot];
-    const bool is_chosen = world.size == 1 || c.given("microbatch");
-    if (was_whole && whole != c.microbatch && !is_chosen) tell_new_microbatch(c.microbatch, whole);
+    meet(); // the next step of another rank writes to this rank's tr->loss
+    return std::accumulate(losses.begin(), losses.end(), 0.0) / count;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- what ranks must have in common
+// --- how a run ends
 
-// Returns a checksum by which two different input files can be told apart. It takes about a second.
-//
-// Our own files hold a checksum of their whole content in their first 1024 bytes. This checksum is verified when a file
-// is read. So the first 1024 bytes of these files would be enough. But files of unet.cu hold no checksum. Therefore
-// more is read. A file of up to 64 MiB is read as a whole. Of a larger file, 256 excerpts at equal distances are read,
-// the first of them at the file's beginning, and one more excerpt at the file's end. So files with other images or
-// weights, and files that were cut short, have another checksum. Two files that differ may have the same checksum only
-// if they are large files of unet.cu and differ in just a few images or weights.
-static uint32_t sample_checksum(const InputFile& file) {
-    constexpr size_t EXCERPTS = 256;
-    constexpr size_t EXCERPT = 256 << 10; // bytes
-    if (file.size <= EXCERPTS * EXCERPT) return file.crc(0, 0);
-    std::vector<uint8_t> excerpt(EXCERPT);
-    uint32_t crc = 0;
-    const size_t last_begin = file.size - EXCERPT;
-    for (size_t k = 0; k < EXCERPTS; k++) {
-        file.read(excerpt.data(), EXCERPT, last_begin / (EXCERPTS - 1) * k);
-        crc = crc32(crc, excerpt.data(), EXCERPT);
+// Writes the last checkpoint and the last snapshot, if they do not exist yet. If the disk is full, this function tries
+// again for PATIENCE_AT_THE_END seconds, or until a second signal comes. Then it ends the program.
+static void save_at_the_end(Run* run) {
+    const int64_t updates = run->state.updates;
+    const bool takes_snapshots = run->config.ema_snapshots;
+    const double began = now();
+    stop_signal = 0; // from now on, the next signal counts as the second one
+    while (true) {
+        // The snapshot comes before the checkpoint, for the reason that run_step gives.
+        if (takes_snapshots && run->snapshot_updates < updates) save_snapshot(run);
+        if (run->saved_updates < updates) save_checkpoint(run);
+        const bool snapshot_done = !takes_snapshots || run->snapshot_updates == updates;
+        if (run->saved_updates == updates && snapshot_done) return;
+        const bool give_up = stop_signal || now() - began > PATIENCE_AT_THE_END;
+        if (any_rank("the end of a wait", give_up))
+            die("%s: step %ld could not be saved; %s", run->config.output_dir.c_str(), run->state.step,
+                saved_so_far(*run).c_str());
+        sleep(1); // a signal ends the sleep early
     }
-    // The distance between excerpts was rounded down, so the last excerpt of the loop may begin before last_begin.
-    // Therefore the excerpt at last_begin is read, too.
-    file.read(excerpt.data(), EXCERPT, last_begin);
-    return crc32(crc, excerpt.data(), EXCERPT);
 }
 
-// Returns a line of text about an input file. All ranks that read the same content get the same line. The line does not
-// contain the file's path, because the path may differ from machine to machine.
-static std::string describe_input(const std::string& name, const std::string& path) {
-    if (path.empty()) return "no " + name + "\n";
-    InputFile file;
-    file.open(path, "every rank reads it, at the same path unless its own command line names another");
-    const uint32_t checksum = sample_checksum(file);
-    close(file.file);
-    return text("a %s of %zu bytes and checksum %08x\n", name.c_str(), file.size, checksum);
+// Returns why an image could not be read; "": all images could be read.
+static std::string data_error(const Run& run) { return run.trainer.data.error + run.val.error; }
+
+// Ends a run that was stopped by a signal, or by data that cannot be read.
+static void finish_stopped(Run* run) {
+    // Data that can't be read is an error, and a signal is not an error. In both cases the message says what is saved.
+    const int64_t step = run->state.step;
+    const std::string saved = saved_so_far(*run);
+    const std::string error = data_error(*run);
+    if (!error.empty()) die("%s; stopped after step %ld; %s", error.c_str(), step, saved.c_str());
+    const std::string end = text("stopped by %s after step %ld; ", STOP_SIGNALS.at(run->stop), step) + saved;
+    write_page(run, "stopped", end);
+    tell(run, "%s\n", end.c_str());
 }
 
-// Ends the program, before the training or the sampling begins, if ranks run different programs, read different input
-// files, or have different flags. Such ranks would compute different things, or wait for each other for ever. Each rank
-// describes its program, inputs and flags in lines of text. Then the lines of all ranks are compared.
-static void compare_ranks(const Config& c, const std::string& weights) {
-    if (world.size < 2) return;
-    std::ifstream self("/proc/self/exe", std::ios::binary);
-    const std::string program{std::istreambuf_iterator<char>(self), {}};
-    std::string mine = text("a program of checksum %08x\n", crc32(0, program.data(), program.size()));
-    const bool training = !c.sample;
-    mine += describe_input("file of weights (--init, --resume_checkpoint)", weights);
-    mine += describe_input("--data_file", training ? c.data_file : "");
-    mine += describe_input("--val_data_file", training ? c.val_data_file : "");
-    mine += describe_input("--cond_file", c.cond_file);
-    mine += describe_input("--val_cond_file", training ? c.val_cond_file : "");
-    mine += describe_input("--start_from", c.start_from);
-    mine += describe_input("--inpaint", c.inpaint);
-    mine += describe_input("--mask", c.mask);
-    // Flags that name input files are left out of the loop below, because the other lines describe the content of these
-    // files. --device, --output and --output_dir may differ: each machine has its own devices and folders, and only
-    // rank 0 writes.
-    mine += text("--values of checksum %08x\n", crc32(0, c.value_rows.data(), c.value_rows.size() * sizeof(float)));
-    const std::set<std::string> inputs = {"init",    "data_file", "val_data_file", "cond_file", "val_cond_file",
-                                          "inpaint", "mask",      "values",        "start_from"};
-    const std::set<std::string> may_differ = {"device", "output", "output_dir"};
-    for (const Flag& f : FLAGS) {
-        const std::string name = f.name;
-        if (inputs.contains(name) || may_differ.contains(name)) continue;
-        std::string value = flag_value(c, f);
-        const bool names_file = !value.empty() && value != "latest" && value != "auto";
-        if (name == "resume_checkpoint" && names_file) value = "FILE"; // its content is compared above
-        mine += text("--%s %s\n", f.name, value.c_str());
+// Ends a run that has done all its steps.
+static void finish_complete(Run* run) {
+    const Config& c = run->config;
+    const StepState& s = run->state;
+    if (c.sample_interval) save_grid(run);
+    if (run->stop) return finish_stopped(run); // a signal came while the grid was drawn
+    write_page(run, "done");
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    // A resumed run that only had to write a missing grid or snapshot has done no step. Then the divisor `steps` is 1
+    // all the same.
+    const double steps = (double)std::max<int64_t>(s.step - run->first_step, 1);
+    const double ms = run->seconds / steps * 1e3;
+    const double peak_mib = usage.ru_maxrss / 1024.0; // Linux gives it in KiB
+    tell(run, "done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step, ms, peak_mib,
+         c.output_dir.c_str());
+    // Old checkpoints are removed only when a good step has followed the newest checkpoint. So if there are too many
+    // checkpoints now, one more step is done, only to find out whether the newest checkpoint is good.
+    const int keep = c.keep_checkpoints;
+    const bool too_many = !world.rank && keep && (int)run->folder.list().size() > keep;
+    // Only rank 0 has opened the folder. But all ranks must do the step together, because they exchange gradients. So
+    // rank 0 tells the other ranks whether the step is needed. The weights after this step are not saved.
+    if (!any_rank("the question whether a checkpoint is to spare", too_many)) return;
+    if (!train_step(&run->trainer, run->issued)) return;
+    copy_to_host(&run->state, run->trainer.records + run->issued % RECORDS, sizeof run->state);
+    if (s.ok) prove_checkpoint(run);
+}
+
+// Writes the rows and pictures that still wait for the disk. This is the last attempt. So if any of them can't be
+// written, the program ends with an error.
+static void write_the_rest(Run* run) {
+    write_log(run);
+    write_waiting(run);
+    if (!world.rank && (!run->unwritten_rows.empty() || fsync(run->log_file)))
+        die("%s: its last rows could not be written (%s)", run->folder.name("log.csv").c_str(), strerror(errno));
+    const auto& waiting = run->waiting_pictures;
+    if (!waiting.empty())
+        die("%s: could not be written, and so %zu pictures are missing, for want of room; the rest is there",
+            run->folder.name(waiting.begin()->first).c_str(), waiting.size());
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- the loop over the steps
+
+// Waits until all issued steps are done, and logs those that are not logged yet. validate: the validation loss is
+// measured after the last of these steps. show: the status line is printed for the last of these steps.
+static void collect_steps(Run* run, bool validate, bool show) {
+    StepState records[RECORDS]; // the results of the latest steps, which the device has stored (record_step)
+    const int64_t logged = run->state.step;
+    copy_to_host(records, run->trainer.records, sizeof records); // this waits for the steps
+    const double ended = now();
+    const double elapsed = ended - run->steps_began;
+    const double val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
+    // The validation loss is rounded as in log.csv, from which a resumed run reads it (open_log). So a resumed run
+    // makes the same decision about best.bin as a run without a pause.
+    run->val_loss = atof(text("%.9g", val).c_str());
+
+    const double count = (double)(run->issued - logged);
+    // per_step is a mean over recent steps. Each new step has a weight of 0.1 in it, and the mean so far has a weight
+    // of 0.9. The first three steps are slower than the others. So if fewer than three steps were logged before this
+    // call, the mean so far is dropped.
+    const double kept = logged < run->first_step + 3 ? 0 : std::pow(0.9, count);
+    run->per_step = kept * run->per_step + (1 - kept) * elapsed / count;
+    run->seconds += elapsed;
+
+    const std::lock_guard<PageTurn> turn(page_turn); // the page must not be written while the log changes
+    for (int64_t step = logged; step < run->issued; step++) {
+        run->state = records[step % RECORDS];
+        const bool is_last = step + 1 == run->issued;
+        const double steps_later = (double)(run->issued - 1 - step);
+        const double done = ended - elapsed * steps_later / count; // assumes that all steps took the same time
+        log_step(run, elapsed * 1e3 / count, is_last ? val : NAN, done - run->began);
+        if (!run->state.ok) report_bad_step(run);
+        else if (run->proven_step != run->saved_step) prove_checkpoint(run);
     }
-    must_agree("the comparison of flags and files", mine);
+    check_folder(run);
+    write_log(run);
+    if (now() - run->pictures_tried > 1) write_waiting(run);
+    if (show) print_step(run, val);
+    if (now() >= run->page.due) write_page(run, "running");
+    run->steps_began = now();
+}
+
+// Returns whether a signal ends the run. Several ranks must stop after the same step. So they exchange messages to
+// agree on this step. The messages take time, so they are sent only every STEPS_AGREED steps, and once for each of
+// these steps. (If they were sent once more after the same step, some ranks might have logged this step by then,
+// because each looks at its own clock in run_step. Then only these ranks would do one more step: lacks_validation.)
+static bool is_stopped(Run* run) {
+    const bool is_due = run->issued % STEPS_AGREED == 0 && run->issued != run->asked_step;
+    if (world.size == 1 || is_due) run->stop = any_rank("the question whether to stop", stop_signal);
+    run->asked_step = run->issued;
+    return run->stop;
+}
+
+// Does one turn of the loop: issues a step, and then does all that is due, such as a checkpoint. If nothing is due, the
+// host does not wait until the step is done.
+static void run_step(Run* run) {
+    const Config& c = run->config;
+    if (!train_step(&run->trainer, run->issued)) return;
+    run->issued++;
+    const int64_t step = run->issued;
+    const bool last = is_stopped(run) || step >= c.max_steps;
+    // A new status line shall appear every ten seconds or so. So if the last line would be more than ten seconds old
+    // when four more steps have ended, a new line is printed now, even if --log_interval asks for fewer lines. The four
+    // steps are a margin: a line is printed only when its step has ended.
+    const bool slow = now() - run->status_shown + 4 * run->per_step > 10;
+    // Returns whether something is due that happens after every `interval` steps, and after the last step. If interval
+    // is 0, it never happens.
+    auto due = [&](int interval) { return interval && (step % interval == 0 || last); };
+    // Returns whether a file is due that is written after every `interval` steps, and after the last step. After a
+    // skipped step, or on a full disk, the file is not written. Then it stays due until it is written. written: the
+    // step of the newest file of this kind.
+    auto file_due = [&](int interval, int64_t written, const Retries& retries) {
+        const bool is_behind = interval && step / interval > written / interval;
+        return interval && (last || (is_behind && step >= retries.next_step));
+    };
+    const bool save = file_due(c.save_interval, run->saved_step, run->checkpoint_retries);
+    const bool snapshot = file_due(c.ema_snapshots, run->snapshot_step, run->snapshot_retries);
+    const bool show = slow || due(c.log_interval);
+    const bool wants_val_loss = due(c.val_interval) || (c.keep_best && save);
+    const bool validate = run->val.count && wants_val_loss;
+    const bool draw = due(c.sample_interval) && !last; // finish_complete draws the last grid
+    const bool records_full = step - run->state.step >= STEPS_AHEAD;
+    if (!show && !save && !validate && !draw && !snapshot && !records_full) return;
+
+    collect_steps(run, validate, show || validate);
+    if (run->state.bad_in_row) return; // the newest step was skipped: the weights may be broken, so they are not saved
+    // The snapshot comes first. If the process is killed between the two files, the resumed run goes on from an earlier
+    // checkpoint, comes to this step again, and writes the snapshot again.
+    if (snapshot) save_snapshot(run);
+    if (save) save_checkpoint(run);
+    if (draw) save_grid(run);
+    if (save || draw) write_page(run, "running");
+    run->steps_began = now(); // so the time that writing took is not part of a step's time
+}
+
+// Returns whether one more step is needed before a stopped run can end. With --keep_best, the last checkpoint needs a
+// validation loss. The validation loss is measured when a step is logged. So if all steps are logged already, and the
+// last of them has no validation loss, the run does one more step.
+static bool lacks_validation(const Run& run) {
+    const Config& c = run.config;
+    const bool all_logged = run.state.step == run.issued;
+    const bool unsaved = all_logged && run.saved_updates < run.state.updates;
+    return c.keep_best && run.stop && unsaved && std::isnan(run.val_loss) && run.issued < c.max_steps;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- train: a whole run, from the first check to the exit code
+
+// Does a whole run. data: the training data. output: the folder of --output_dir, if it exists. resume: the path of the
+// checkpoint to go on from; "": the run is new. start: that checkpoint. In a new run, start is the file of --init;
+// without --init its size is 0.
+// Returns the program's exit code. After a signal the exit code is 128 + the number of the signal, as in a shell. So
+// the command "./train_unet && next" does not start `next` with a model that is half trained.
+static int train(const Config& c, const Dataset& data, Folder output, const std::string& resume,
+                 const ModelFile& start) {
+    // First find errors in the settings, before the program allocates memory or writes a file.
+    if (!world.rank) check_output_dir(c, output, resume, start.state().step);
+    const Dataset val = open_validation_data(c, data);
+    if (start.size) check_size(start, build_unet(c));
+    Run run{c, make_trainer(c, data), val, output};
+    Trainer& tr = run.trainer;
+    run.sampler = make_sampler(c, tr.net.B);
+    take_values_of_data(c, &run.sampler, val.count ? val : data);
+    take_pictures_of_data(c, &run.sampler, val.count ? val : data);
+    print_start(c, tr, data);
+    if (resume.empty()) start_weights(&tr, start);
+    else restore(&run, start);
+    cast_params(tr.copy, tr.params, tr.net.flat_size);
+    const bool lacks_snapshot = lacks_file(run, "ema_", ".bin", c.ema_snapshots);
+    const bool lacks_grid = lacks_file(run, "samples_", ".png", c.sample_interval);
+    const bool all_steps_done = run.state.step >= c.max_steps;
+    if (all_steps_done && !lacks_snapshot && !lacks_grid) {
+        if (c.keep_best) link_best_of_finished(&run, resume);
+        printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", run.state.step,
+               c.max_steps);
+        return 0;
+    }
+    if (!resume.empty()) compare_with_checkpoint(&run, start);
+    // From here on the run writes into its folder.
+    if (!world.rank) take_folder(&run, resume);
+    open_log(&run);
+    keep_best_of_resumed(&run);
+    begin_page(&run);
+    listen_to_signals();
+
+    if (lacks_snapshot) {
+        run.snapshot_step = run.first_step - 1; // so that the snapshot stays due if it can't be written now
+        run.snapshot_updates = -1;
+        save_snapshot(&run);
+    }
+    if (lacks_grid && !all_steps_done) save_grid(&run); // finish_complete draws the last grid
+
+    // The loop over the steps.
+    run.steps_began = now();
+    while (run.issued < c.max_steps && !is_stopped(&run) && data_error(run).empty()) run_step(&run);
+    if (lacks_validation(run) && data_error(run).empty()) run_step(&run);
+    // Some steps may not be logged yet, for example after a signal.
+    const bool validate = c.keep_best && data_error(run).empty();
+    if (run.state.step < run.issued) collect_steps(&run, validate, validate);
+    // At the end: write the last files, print the last line, and write the rows and pictures that wait for the disk.
+    save_at_the_end(&run);
+    end_line(&run);
+    if (run.stop || !data_error(run).empty()) finish_stopped(&run);
+    else finish_complete(&run);
+    write_the_rest(&run);
+    end_page();
+    return run.stop ? 128 + run.stop : 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- main
-
-// Applies a preset, and sets --patch_size to patch, if the preset is what sets this flag. If the command line does not
-// give --in_channels, it becomes C, the images' channels, because the preset may be for grey images.
-static void apply_with_patch(Config* c, const char* preset, int patch, int C) {
-    c->preset = preset;
-    apply_preset(c, preset);
-    if (c->by_preset.contains("patch_size")) c->patch_size = patch;
-    if (!c->given("in_channels")) c->in_channels = C;
-}
-
-// Returns "" if a preset suits images of H x W pixels and C channels. Otherwise returns a sentence that says why it
-// does not. Most often, a side of the images can't be halved as often as the preset's network halves it. c: a copy of
-// the configuration, which this function may change.
-static std::string preset_refuses(Config c, const char* preset, int patch, int H, int W, int C) {
-    apply_with_patch(&c, preset, patch, C);
-    c.image_size = size_text(H, W);
-    // The pictures of --cond_file have not been read yet. They are assumed to have as many channels as the images.
-    if (!c.cond_file.empty() && !c.given("cond_channels")) c.cond_channels = C;
-    // The attention's resolutions are no reason to refuse the preset, since take_data_shape makes them fit.
-    if (!c.given("attention_resolutions")) c.attention_resolutions = "";
-    return parse_model(&c);
-}
-
-// Without --preset: chooses a preset and applies it. Without --data_file and --data_dir this is DEFAULT_PRESET. For the
-// user's own images, the choice depends on their size, as explained below. Returns "", or a line for the user, which
-// says why the images do not get the preset that draws the better pictures.
-//
-// Images of 32x32 pixels and more get a preset that learns them quickly (docs/LEARNT.md, "Own pictures of other
-// sizes"). If this preset sets --patch_size, its network sees a square of 2x2 pixels as one position. From 128x128
-// pixels on, these squares are 4x4 pixels (2x2 if the sides can't be halved often enough for 4x4), so that a step with
-// images of 128x128 takes as long as a step with images of 64x64. All other images get PRESET_ELSE: smaller ones, and
-// those whose sides can't be halved often enough even for 2x2. Later, take_labels and take_number_of_images make the
-// flags fit the labels and the number of the images.
-static std::string apply_default_preset(Config* c, const Dataset& data) {
-    c->default_preset = true;
-    apply_flags(c, Config::OF_LABELS); // the preset comes after this, because it may set another --guidance_scale
-    if (!data.size && c->data_dir.empty()) {
-        c->preset = DEFAULT_PRESET;
-        apply_preset(c, c->preset);
-        return "";
-    }
-    // The size of the images. Out of a folder, prepare_data.py makes images of 64x64, or of --image_size.
-    Config sized = *c;
-    if (!c->given("image_size")) sized.image_size = "64";
-    if (data.size) sized.image_size = size_text(data.H, data.W);
-    std::string why = parse_image_size(&sized); // sets H and W; check_model reports the error later
-    const int H = sized.H, W = sized.W;
-    const int C = data.size ? data.C : 3; // --in_channels, if it is given, has priority (apply_with_patch)
-
-    const int smaller_side = why.empty() ? std::min(H, W) : 0;
-    const char* const preset = H == 32 && W == 32 ? PRESET_32 : PRESET_FROM_32;
-    struct Squares {
-        int patch, from; // the side of the squares, and the smaller side that an image must have for such squares
-    };
-    for (auto [patch, from] : {Squares{4, 128}, Squares{2, 32}}) {
-        if (smaller_side < from) continue;
-        why = preset_refuses(*c, preset, patch, H, W, C);
-        if (!why.empty()) continue;
-        apply_with_patch(c, preset, patch, C);
-        return "";
-    }
-    // If PRESET_ELSE does not suit the images either, check_model reports an error, and the line is not needed.
-    const bool is_told = smaller_side >= 32 && preset_refuses(*c, PRESET_ELSE, 0, H, W, C).empty();
-    apply_with_patch(c, PRESET_ELSE, 0, C);
-    if (!is_told) return "";
-    return text("preset %s draws better pictures than %s, but does not fit: %s", preset, PRESET_ELSE, why.c_str());
-}
-
-// Applies the preset of a run that is resumed without --preset. So flags that a checkpoint does not hold, such as
-// --save_interval or the --sampler of the run's grids, get the preset's values again. (If the command line of the run
-// had set them, it must set them again.) Returns false if the preset is not known, as with a checkpoint of an older
-// program.
-static bool apply_preset_of_run(Config* c, const ModelFile& model) {
-    const uint32_t checksum = model.header.get<uint32_t>(SLOT_PRESET);
-    for (const auto& [preset, settings] : PRESETS)
-        for (const bool is_default : {false, true}) {
-            if (preset_checksum(preset, is_default) != checksum) continue;
-            c->preset = preset;
-            c->default_preset = is_default;
-            if (is_default) apply_flags(c, Config::OF_LABELS); // as in apply_default_preset
-            apply_preset(c, preset);
-            return true;
-        }
-    return false;
-}
-
-// --num_gpus: each GPU needs a process. If several GPUs are to be used and no launcher has started these processes,
-// this process starts them and waits until they have ended. value: a number, or "all". patience: --rank_timeout.
-static void take_num_gpus(const std::string& value, int patience, char** argv) {
-    ranks.patience = patience;
-    // For "all", number is 0.
-    const int number = atoi(value.c_str());
-    const bool is_number = number >= 1 && std::to_string(number) == value;
-    if (value != "all" && !is_number) die("--num_gpus %s: must be a number from 1 on, or all", value.c_str());
-    if (world.size > 1 && number > 1 && number != world.size)
-        die("--num_gpus %d: a launcher has started %d processes; leave the flag out", number, world.size);
-    if (world.size > 1 || number == 1) return;
-    // There is only this process. If it is to use more than one GPU, it becomes the launcher.
-    const int gpus = count_gpus();
-    const int count = value == "all" ? gpus : number;
-    if (count > gpus) die("--num_gpus %d: the program can use %d here", count, gpus);
-    if (count <= 1) return;
-    if (ranks_need()) die("--num_gpus %d: %s", count, ranks_need());
-    // start_ranks does not return. It ends this process when all ranks have ended.
-    start_ranks(count, argv);
-}
-
-// Ends the program if two flags are given that contradict each other.
-static void check_contradictions(const Config& c) {
-    const bool names_checkpoint = !c.resume_checkpoint.empty() && c.resume_checkpoint != "auto";
-    if (!c.init.empty() && names_checkpoint)
-        die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
-    if (c.given("data_file") && c.given("data_dir"))
-        die("--data_file and --data_dir: a run trains on one of them; leave the other out");
-}
-
-// Sets the flags that the command line leaves open, except those that take_data_shape takes from the data. Opens the
-// data file if the choice of a preset needs it. resume: the model file is a checkpoint whose run goes on.
-static void complete_config(Config* c, const ModelFile& model, bool resume, Dataset* data) {
-    // A preset sets flags that the command line leaves open. If a model file holds another value for such a flag, the
-    // model file's value is used.
-    if (!c->preset.empty()) {
-        apply_preset(c, c->preset);
-    } else if (!resume || !apply_preset_of_run(c, model)) {
-        if (c->given("data_file")) *data = open_dataset(c->data_file);
-        const std::string line = apply_default_preset(c, *data);
-        if (!line.empty() && !model.size && !world.rank) printf("%s\n", line.c_str());
-    }
-    if (model.size) take_model_file(c, model, resume);
-    take_rescale_learned_sigmas(c, model.size);
-    take_ect_defaults(c, model.size && is_ect(model.header));
-    if (model.size) drop_preset_of_classes(c);
-    // A preset may ask for more sampling steps than the diffusion has. Then sampling uses all steps of the diffusion.
-    const bool too_many = atoi(c->timestep_respacing.c_str()) > c->diffusion_steps;
-    if (too_many && !c->given("timestep_respacing")) c->timestep_respacing = "";
-}
 
 // Does all that the program does, and returns its exit code.
 static int run_program(int argc, char** argv) {
