@@ -6,148 +6,148 @@
 // Map (make map renews the line numbers)
 //    251  Part I. The program
 //    254     1. Types at the interface: what operations are called with
-//    796     2. The interface: all that the program asks of a device
-//   1178     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1282     4. Configuration: flags, presets, help, what can work and what cannot
-//   2108     5. The network: a list of layers, made of guided-diffusion's flags
-//   3143     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3153         FP8: its buffers, its factors, and weights in FP8
-//   3313         gradients, and buffers
-//   3590     7. Forward and backward: two walks over the list
-//   3732     8. Diffusion: noise schedules, objectives, samplers
-//   4041         the level of a training sample, drawn, and its share of the loss
-//   4526         samplers
-//   5120     9. Data: .bin files that may be larger than memory, the order of their images
-//   5707    10. Model files: weights and checkpoints, initial weights
-//   6098    11. Settings: what the command line leaves open comes from presets, model files and the data
-//   6441         presets, and all settings together
-//   6580         what ranks must have in common
-//   6654    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
-//   6676         the learning rate, the verdict on a step, averages of the weights
-//   6771         what a trainer holds, and how ranks gather it
-//   6979         the log in memory, as the page shows it
-//   7108         what a run holds
-//   7207         the log and the status line
-//   7406         checkpoints, snapshots and grids
-//   7691         a run's first weights: new, of a file, or of the run that is resumed
-//   7999         what else a run takes when it begins: validation data, conditions of grids, its folder
-//   8103         samples, without a run
-//   8278    13. A training step, the loop over the steps, and main
-//   8301         a step
-//   8660         how a run ends
-//   8740         the loop over the steps
-//   8845         train: a whole run, from the first check to the exit code
-//   8909         main
-//   8980  Part II. The device
-//   8983    14. What all devices share: elements, nonlinearities, patches of pixels
-//   9067    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9137    16. The GPU: what all kernels share
-//   9209         Launches, which may overlap
-//   9256         Decisions: what kernels are chosen with
-//   9311         Single instructions: shared memory, mbarriers, clusters
-//   9407         Activations: pieces of 16 bytes
-//   9750         each_kernel: a thread for an element
-//   9764         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9934         Swizzle: how rows lie in shared memory
-//   9955         Hopper (sm_90a): TMA, wgmma and what goes with them
-//  10240         building blocks of Hopper's kernels (sm_90a)
-//  10558    17. Small operations: resampling, embeddings, diffusion
-//  10561         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10774         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11143         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11701    18. Group norm
-//  11704         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12267         groupnorm_backward_whole: an image's slab in shared memory
-//  12672    19. Attention
-//  12780         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13345         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13493         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14202    20. Convolution
-//  14256         ConvOut: results, 4 channels of a pixel at a time
-//  14505         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14576         conv_halo: 3x3, stride 1, any GPU
-//  15001         conv_gather: any kernel size and stride, any GPU
-//  15274         conv_few: the first and the last layer
-//  15461         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16075         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16206         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16709         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17175         conv_weight_tma: weight gradients (sm_90a)
-//  17490         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17816         FP8 in training: weights and gradients are rounded
-//  17932    21. The optimiser
-//  17935         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18196         muon: directions for matrices of weights
-//  18637    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18640         groupnorm_backward
-//  18810         attention: forward and, where a has dout, backward
-//  18875         convolution: forward and input gradient
-//  19402         convolution: weight gradients
-//  19790    23. The GPU: memory, copies, repeated work
-//  20023    24. Between ranks: from device to device
+//    798     2. The interface: all that the program asks of a device
+//   1180     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1284     4. Configuration: flags, presets, help, what can work and what cannot
+//   2114     5. The network: a list of layers, made of guided-diffusion's flags
+//   3149     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3159         FP8: its buffers, its factors, and weights in FP8
+//   3319         gradients, and buffers
+//   3596     7. Forward and backward: two walks over the list
+//   3738     8. Diffusion: noise schedules, objectives, samplers
+//   4047         the level of a training sample, drawn, and its share of the loss
+//   4532         samplers
+//   5126     9. Data: .bin files that may be larger than memory, the order of their images
+//   5713    10. Model files: weights and checkpoints, initial weights
+//   6104    11. Settings: what the command line leaves open comes from presets, model files and the data
+//   6447         presets, and all settings together
+//   6586         what ranks must have in common
+//   6660    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
+//   6682         the learning rate, the verdict on a step, averages of the weights
+//   6777         what a trainer holds, and how ranks gather it
+//   6985         the log in memory, as the page shows it
+//   7114         what a run holds
+//   7213         the log and the status line
+//   7412         checkpoints, snapshots and grids
+//   7697         a run's first weights: new, of a file, or of the run that is resumed
+//   8005         what else a run takes when it begins: validation data, conditions of grids, its folder
+//   8109         samples, without a run
+//   8284    13. A training step, the loop over the steps, and main
+//   8307         a step
+//   8666         how a run ends
+//   8746         the loop over the steps
+//   8851         train: a whole run, from the first check to the exit code
+//   8915         main
+//   8986  Part II. The device
+//   8989    14. What all devices share: elements, nonlinearities, patches of pixels
+//   9073    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9143    16. The GPU: what all kernels share
+//   9215         Launches, which may overlap
+//   9262         Decisions: what kernels are chosen with
+//   9317         Single instructions: shared memory, mbarriers, clusters
+//   9413         Activations: pieces of 16 bytes
+//   9756         each_kernel: a thread for an element
+//   9770         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9940         Swizzle: how rows lie in shared memory
+//   9961         Hopper (sm_90a): TMA, wgmma and what goes with them
+//  10246         building blocks of Hopper's kernels (sm_90a)
+//  10564    17. Small operations: resampling, embeddings, diffusion
+//  10567         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10780         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11149         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11707    18. Group norm
+//  11710         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12273         groupnorm_backward_whole: an image's slab in shared memory
+//  12678    19. Attention
+//  12786         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13351         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13499         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14208    20. Convolution
+//  14262         ConvOut: results, 4 channels of a pixel at a time
+//  14511         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14582         conv_halo: 3x3, stride 1, any GPU
+//  15007         conv_gather: any kernel size and stride, any GPU
+//  15280         conv_few: the first and the last layer
+//  15467         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16081         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16212         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16715         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17181         conv_weight_tma: weight gradients (sm_90a)
+//  17496         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17822         FP8 in training: weights and gradients are rounded
+//  17938    21. The optimiser
+//  17941         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18202         muon: directions for matrices of weights
+//  18643    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18646         groupnorm_backward
+//  18816         attention: forward and, where a has dout, backward
+//  18881         convolution: forward and input gradient
+//  19408         convolution: weight gradients
+//  19796    23. The GPU: memory, copies, repeated work
+//  20029    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8976, run_program 8912, train 8852, run_step 8794, train_step 8586, load_batch 5660 (read_image 5211),
-//     send 19993 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19924):
-//     step_gradients 8455: draw_levels 11162 (the formulas: draw_level 4114), forward_and_loss 8373, q_sample_forward
-//     11377, unet_forward 3621, forward_layer 3606 (a function of the layer's kind, such as forward_conv 2597 or
-//     forward_norm, with the addresses that layer_args 2383 makes),
-//     loss_forward_backward 11495, unet_backward 3696, which calls such a function as backward_conv 2604 of each layer
-//     (input gradients: conv_backward_input 19367) and, by launch_waiting 3658 on the side stream,
-//     conv_backward_weights 19783; finish_gradients 12621 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17987;
-//     judge_step 18035 (the verdict: judge_batch 6744), update_slice 8559, adamw_update 18167 (adamw_kernel 18112),
-//     next_step 18041, record_step 18047; later collect_steps 8744
-//   --optimizer muon: muon_updates 6857 says which weights; update_slice 8559, update_by_muon 8549 (with the formulas),
-//     muon_momentum 18239, orthogonalise 18614 (with muon_kernel above it), adamw_kernel 18112 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11569): sample_batch 5028, plan_route 4773,
-//     device_step 4821, euler_step 4558 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19249 draws all of its roads):
-//     forward_conv 2597; conv_forward 19289, with conv_product above it, which asks conv_is_wgmma 18885;
-//     on Hopper, large images: pick_conv_tiles_3x3 19192 (its tiles, such as Resident16, stand above pick_conv_small);
-//     conv_tiles 16694, with conv_tiles_kernel above it; Accumulators 10474 (its function multiply); Wgmma 10023;
-//     on Hopper, small images: pick_conv_small 19044; conv_small 17161, with conv_small_kernel and multiply_small above
-//     it; Wgmma 10023;
-//     on any other GPU pick_conv_halo_bf16 18957; conv_halo 14988, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9818
-//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8455
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 434, Silu 9030, with_nonlinearity 9040 (a case);
-//     BEHIND_NORMS, above add_norm 2828, chooses it. The embedding has SiLU as a layer: silu_forward 11061
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3968
-//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 560, and beside each other edm_question
-//     3802, ask 3837, frame_of 3850, sigma_draws 3857, has_steps_of_t 3864; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2489; an example is forward_linear 2517
-//     with what follows it; a function such as add_resblock 2881 puts the layer into the network; its operation
+//     main 8982, run_program 8918, train 8858, run_step 8800, train_step 8592, load_batch 5666 (read_image 5217),
+//     send 19999 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19930):
+//     step_gradients 8461: draw_levels 11168 (the formulas: draw_level 4120), forward_and_loss 8379, q_sample_forward
+//     11383, unet_forward 3627, forward_layer 3612 (a function of the layer's kind, such as forward_conv 2603 or
+//     forward_norm, with the addresses that layer_args 2389 makes),
+//     loss_forward_backward 11501, unet_backward 3702, which calls such a function as backward_conv 2610 of each layer
+//     (input gradients: conv_backward_input 19373) and, by launch_waiting 3664 on the side stream,
+//     conv_backward_weights 19789; finish_gradients 12627 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 17993;
+//     judge_step 18041 (the verdict: judge_batch 6750), update_slice 8565, adamw_update 18173 (adamw_kernel 18118),
+//     next_step 18047, record_step 18053; later collect_steps 8750
+//   --optimizer muon: muon_updates 6863 says which weights; update_slice 8565, update_by_muon 8555 (with the formulas),
+//     muon_momentum 18245, orthogonalise 18620 (with muon_kernel above it), adamw_kernel 18118 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11575): sample_batch 5034, plan_route 4779,
+//     device_step 4827, euler_step 4564 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 19255 draws all of its roads):
+//     forward_conv 2603; conv_forward 19295, with conv_product above it, which asks conv_is_wgmma 18891;
+//     on Hopper, large images: pick_conv_tiles_3x3 19198 (its tiles, such as Resident16, stand above pick_conv_small);
+//     conv_tiles 16700, with conv_tiles_kernel above it; Accumulators 10480 (its function multiply); Wgmma 10029;
+//     on Hopper, small images: pick_conv_small 19050; conv_small 17167, with conv_small_kernel and multiply_small above
+//     it; Wgmma 10029;
+//     on any other GPU pick_conv_halo_bf16 18963; conv_halo 14994, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9824
+//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8461
+//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 436, Silu 9036, with_nonlinearity 9046 (a case);
+//     BEHIND_NORMS, above add_norm 2834, chooses it. The embedding has SiLU as a layer: silu_forward 11067
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3974
+//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 562, and beside each other edm_question
+//     3808, ask 3843, frame_of 3856, sigma_draws 3863, has_steps_of_t 3870; the head of their section lists the changes
+//   to add a kind of layer: a list of all places stands above LayerKind 2495; an example is forward_linear 2523
+//     with what follows it; a function such as add_resblock 2887 puts the layer into the network; its operation
 //     needs a prototype in the interface, a kernel, and loops in dev/reference.h
-//   to add an element type beside bf16: Element 327, with a list of all places above it: element_named 1444,
-//     forward_and_loss 8373, ElementOf 9001, with_act 9275 (act_has_wgmma below it), unpack_bf16 9423 and all below it
-//     to load_two 9487, mma 9818, tma_type 10194, adamw_kernel 18112 (adamw_update below it), conv_product 19249
-//   the settings, to their values: parse_command_line 1640, take_aliases 1669, complete_config 6560
-//     (apply_preset 1556, take_model_file 6259, take_ect_defaults 6289), take_data_shape 6341 (take_labels 6318),
-//     check_model 1939, check_run 2092
-//   FP8 (--precision fp8): choose_fp8 3082 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3157 and plan_fp8_gradients 3172 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3217 for samples, make_fp8_training 3279 for training; add_fp8_args 2357
-//     hands them to the layers. forward_conv 2597, backward_conv 2604 and weight_work 2330 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19352 makes an input gradient a forward convolution; conv_product_fp8 19282 picks the
-//     kernel, multiply_fp8 10508 and WgmmaFp8 10067 multiply; weight gradients: conv_weight_fp8_kernel 17760;
-//     print_fp8 7941 says whether it pays
+//   to add an element type beside bf16: Element 329, with a list of all places above it: element_named 1446,
+//     forward_and_loss 8379, ElementOf 9007, with_act 9281 (act_has_wgmma below it), unpack_bf16 9429 and all below it
+//     to load_two 9493, mma 9824, tma_type 10200, adamw_kernel 18118 (adamw_update below it), conv_product 19255
+//   the settings, to their values: parse_command_line 1645, take_aliases 1674, complete_config 6566
+//     (apply_preset 1561, take_model_file 6265, take_ect_defaults 6295), take_data_shape 6347 (take_labels 6324),
+//     check_model 1945, check_run 2098
+//   FP8 (--precision fp8): choose_fp8 3088 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3163 and plan_fp8_gradients 3178 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3223 for samples, make_fp8_training 3285 for training; add_fp8_args 2363
+//     hands them to the layers. forward_conv 2603, backward_conv 2610 and weight_work 2336 choose between bf16 and FP8;
+//     conv_backward_input_fp8 19358 makes an input gradient a forward convolution; conv_product_fp8 19288 picks the
+//     kernel, multiply_fp8 10514 and WgmmaFp8 10073 multiply; weight gradients: conv_weight_fp8_kernel 17766;
+//     print_fp8 7947 says whether it pays
 //   an error message, to its cause: search for three or four of its words behind the first colon, without numbers.
 //     (What stands before it, such as a flag and its value, or a file's name, is put together at run time. A long text
 //     goes on in the next line.) They stand where the error is found: in a call of die, refuse or must (host/files.h),
-//     of wrong 1521 (a flag's value), or of a function beside it whose name ends in _unless. If a function stores the
+//     of wrong 1526 (a flag's value), or of a function beside it whose name ends in _unless. If a function stores the
 //     message in a variable, such as `error` or `why`, look for what reads the variable next: it prints the message. A
-//     message that begins with "stopped at step" comes from stop_run 7424. Its reasons are found in judge_batch 6744,
-//     by healthy and suspicious above it. For a damaged header they stand in check_field 5906 and check_unused
-//     (host/files.h): look at their callers; for a data file also in take_data_fields 5259, for a checkpoint's counters
-//     in check_resume 6400. unknown_word 1430 prints the message for a word of a flag that some place does not know.
-//     Such a place calls it itself or through meaning 1436.
+//     message that begins with "stopped at step" comes from stop_run 7430. Its reasons are found in judge_batch 6750,
+//     by healthy and suspicious above it. For a damaged header they stand in check_field 5912 and check_unused
+//     (host/files.h): look at their callers; for a data file also in take_data_fields 5265, for a checkpoint's counters
+//     in check_resume 6406. unknown_word 1432 prints the message for a word of a flag that some place does not know.
+//     Such a place calls it itself or through meaning 1438.
 //     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7679 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 7450 that a file could not be written yet.
-//     stop_run 7424 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     report_bad_step 7685 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
+//     is_written 7456 that a file could not be written yet.
+//     stop_run 7430 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -260,6 +260,7 @@ typedef void act;                  // an element of an activation; void, because
 constexpr int STEPS_AHEAD = 64;    // how many steps the host may start before it reads their results for the log
 constexpr int STEPS_AGREED = 16;   // after how many steps the ranks agree again on whether to stop
 constexpr int MOST_IMAGES = 65535; // at a time: the image is a dimension of some kernels' grids, and CUDA limits it
+constexpr int MOST_PIXELS = (1 << 28) - 1; // at a time: halo_source has 28 bits for a pixel's number
 // The presets that are used if the command line has no --preset (see apply_default_preset).
 static const char* const DEFAULT_PRESET = "quick64"; // without a data file
 static const char* const PRESET_32 = "photos32";     // for images of 32x32
@@ -272,6 +273,7 @@ typedef float act;
 constexpr int STEPS_AHEAD = 1;
 constexpr int STEPS_AGREED = 1;
 constexpr int MOST_IMAGES = INT_MAX;
+constexpr int MOST_PIXELS = INT_MAX;
 static const char* const DEFAULT_PRESET = "quick32";
 static const char* const PRESET_32 = "quick32";
 static const char* const PRESET_FROM_32 = "emoji64";
@@ -1465,11 +1467,14 @@ static std::string set_value(std::string* flag, const Flag& f, const std::string
     return any_text || std::ranges::count(choices(f), value) ? "" : text("one of %s", f.choices);
 }
 
+// strtod and strtof also read hexadecimal numbers, such as 0x2. Python's float does not, so flags can't have them.
+static bool is_hexadecimal(const std::string& value) { return value.find_first_of("xX") != std::string::npos; }
+
 static std::string set_value(float* flag, const Flag& f, const std::string& value) {
     char* end = nullptr;
     errno = 0;
     *flag = (float)strtod(value.c_str(), &end);
-    const bool is_number = !value.empty() && !*end && errno != ERANGE;
+    const bool is_number = !value.empty() && !*end && errno != ERANGE && !is_hexadecimal(value);
     // Model files hold this value in fp32, so the program also uses it in fp32. The limits are rounded in the same way.
     // NaN is refused, because it is not in range.
     const bool in_range = *flag >= (float)f.low && *flag <= (float)f.high;
@@ -1716,6 +1721,7 @@ static void take_rescale_learned_sigmas(Config* c, bool from_file) {
 // Reads numbers with commas between them, such as "1,2,3,4". Returns false if there is anything else in the text.
 static bool parse_list(const std::string& list, std::vector<float>* numbers) {
     numbers->clear();
+    if (is_hexadecimal(list)) return false;
     const char* p = list.c_str(); // where the next number begins
     while (*p) {
         char* end = nullptr;
@@ -3549,10 +3555,10 @@ static void check_memory(UNet* net, bool training) {
 // message that says which batch would fit.
 static void plan_memory(UNet* net, int B, bool training) {
     const double pixels = (double)B * net->config.H * net->config.W;
-    if (pixels > INT_MAX)
-        die("--batch_size %d: so many images of %s at a time are more than 2^31 pixels; "
+    if (pixels > MOST_PIXELS)
+        die("--batch_size %d: so many images of %s at a time are more than %d pixels; "
             "a smaller --microbatch (or --batch_size) works",
-            B, net->config.image_size.c_str());
+            B, net->config.image_size.c_str(), MOST_PIXELS);
     if (B > MOST_IMAGES)
         die("--batch_size %d: a GPU computes at most %d images at a time; "
             "a smaller --microbatch (or --batch_size) works",

@@ -27,10 +27,17 @@ def float32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
+def number(word: str, type_: type[int] | type[float] = float) -> int | float:
+    """The number that a word is. ValueError: it is none, or one for Python alone, such as 1_0 or digits of another alphabet."""
+    if "_" in word or not word.isascii():
+        raise ValueError(word)
+    return type_(word)
+
+
 def numbers(words: list[str]) -> list[float]:
     """The numbers that these words are, as float32; [] if one of them is something else."""
     try:
-        return [float32(float(word)) for word in words]
+        return [float32(number(word)) for word in words]
     except ValueError:
         return []
 
@@ -142,12 +149,14 @@ def parse_value(name: str, type_: str, text: str) -> Any:
         if type_ == "bool":
             return {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False}[text]
         if type_ in ("int", "float"):
-            return int(text) if type_ == "int" else float(text)
+            if text != text.rstrip():  # train_unet.cu takes no space behind a number
+                raise ValueError(text)
+            return number(text, int if type_ == "int" else float)
         if name == "image_size":
             height, x, width = text.partition("x")
-            return int(height), int(width if x else height)
+            return int(number(height, int)), int(number(width if x else height, int))
         if type_.startswith("tuple"):
-            return tuple((float if "float" in type_ else int)(v) for v in text.split(",")) if text else ()
+            return tuple(number(v, float if "float" in type_ else int) for v in text.split(",")) if text else ()
         return text
     except (ValueError, KeyError):
         wanted = {"bool": "True or False", "int": "a whole number", "float": "a number", "tuple[int, int]": "64 or 48x64"}

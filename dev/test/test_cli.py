@@ -462,6 +462,9 @@ def test_a_part_that_keeps_no_step(run: Callable, data: Path) -> None:
         (["--lr", "-1e-3"], ["--lr -1e-3"]),
         (["--lr", "1e-3x"], ["--lr 1e-3x"]),
         (["--lr", "1e999"], ["--lr 1e999"]),
+        (["--lr", "0x1p-9"], ["--lr 0x1p-9"]),
+        (["--max_steps", "1_0"], ["--max_steps 1_0"]),
+        (["--channel_mult", "1,0x2"], ["--channel_mult 1,0x2"]),
         (["--dropout", "1"], ["--dropout 1"]),
         (["--ema_rate", "1.5"], ["--ema_rate 1.5"]),
         (["--adam_beta2", "1"], ["--adam_beta2 1"]),
@@ -586,6 +589,16 @@ def test_both_programs_say_the_same_of_a_wrong_word(refused: Callable, words: st
     with pytest.raises(train_unet.UserError) as twin:
         train_unet.parse_flags(words.split(), train_unet.FLAGS)
     assert refused(words.split()) == f"train_unet: {twin.value}\n"
+
+
+@pytest.mark.parametrize(
+    "words", ["--max_steps 1_0", "--max_steps 0x2", "--lr 1_0", "--lr 0x2", "--channel_mult 1,0x2", "--ema_rate 0.9_9", "--classes 1,2_0"]
+)
+def test_numbers_that_only_one_language_reads(refused: Callable, words: str) -> None:
+    """Python reads 1_0, and C reads 0x2."""
+    with pytest.raises(train_unet.UserError, match=words):
+        train_unet.parse_flags(words.split(), train_unet.FLAGS)
+    refused(words.split(), words)
 
 
 def test_data_that_is_missing_is_not_always_what_make_unpacks(refused: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
