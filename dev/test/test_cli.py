@@ -594,11 +594,11 @@ def test_both_programs_say_the_same_of_a_wrong_word(refused: Callable, words: st
 @pytest.mark.parametrize(
     "words", ["--max_steps 1_0", "--max_steps 0x2", "--lr 1_0", "--lr 0x2", "--channel_mult 1,0x2", "--ema_rate 0.9_9", "--classes 1,2_0"]
 )
-def test_numbers_that_only_one_language_reads(refused: Callable, words: str) -> None:
+def test_numbers_that_only_one_language_reads(refused: Callable, data: Path, words: str) -> None:
     """Python reads 1_0, and C reads 0x2."""
     with pytest.raises(train_unet.UserError, match=words):
         train_unet.parse_flags(words.split(), train_unet.FLAGS)
-    refused(words.split(), words)
+    refused([*words.split(), "--data_file", data], words)
 
 
 def test_data_that_is_missing_is_not_always_what_make_unpacks(refused: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
