@@ -4,150 +4,153 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    251  Part I. The program
-//    254     1. Types at the interface: what operations are called with
-//    798     2. The interface: all that the program asks of a device
-//   1180     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1284     4. Configuration: flags, presets, help, what can work and what cannot
-//   2114     5. The network: a list of layers, made of guided-diffusion's flags
-//   3149     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3159         FP8: its buffers, its factors, and weights in FP8
-//   3319         gradients, and buffers
-//   3596     7. Forward and backward: two walks over the list
-//   3738     8. Diffusion: noise schedules, objectives, samplers
-//   4047         the level of a training sample, drawn, and its share of the loss
-//   4532         samplers
-//   5126     9. Data: .bin files that may be larger than memory, the order of their images
-//   5713    10. Model files: weights and checkpoints, initial weights
-//   6104    11. Settings: what the command line leaves open comes from presets, model files and the data
-//   6447         presets, and all settings together
-//   6586         what ranks must have in common
-//   6660    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
-//   6682         the learning rate, the verdict on a step, averages of the weights
-//   6777         what a trainer holds, and how ranks gather it
-//   6985         the log in memory, as the page shows it
-//   7114         what a run holds
-//   7213         the log and the status line
-//   7412         checkpoints, snapshots and grids
-//   7697         a run's first weights: new, of a file, or of the run that is resumed
-//   8005         what else a run takes when it begins: validation data, conditions of grids, its folder
-//   8109         samples, without a run
-//   8284    13. A training step, the loop over the steps, and main
-//   8307         a step
-//   8666         how a run ends
-//   8746         the loop over the steps
-//   8851         train: a whole run, from the first check to the exit code
-//   8915         main
-//   8986  Part II. The device
-//   8989    14. What all devices share: elements, nonlinearities, patches of pixels
-//   9073    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9143    16. The GPU: what all kernels share
-//   9215         Launches, which may overlap
-//   9262         Decisions: what kernels are chosen with
-//   9317         Single instructions: shared memory, mbarriers, clusters
-//   9413         Activations: pieces of 16 bytes
-//   9756         each_kernel: a thread for an element
-//   9770         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9940         Swizzle: how rows lie in shared memory
-//   9961         Hopper (sm_90a): TMA, wgmma and what goes with them
-//  10246         building blocks of Hopper's kernels (sm_90a)
-//  10564    17. Small operations: resampling, embeddings, diffusion
-//  10567         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10780         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11149         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11707    18. Group norm
-//  11710         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12273         groupnorm_backward_whole: an image's slab in shared memory
-//  12678    19. Attention
-//  12786         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13351         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13499         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14208    20. Convolution
-//  14262         ConvOut: results, 4 channels of a pixel at a time
-//  14511         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14582         conv_halo: 3x3, stride 1, any GPU
-//  15007         conv_gather: any kernel size and stride, any GPU
-//  15280         conv_few: the first and the last layer
-//  15467         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16081         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16212         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16715         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17181         conv_weight_tma: weight gradients (sm_90a)
-//  17496         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17822         FP8 in training: weights and gradients are rounded
-//  17938    21. The optimiser
-//  17941         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18202         muon: directions for matrices of weights
-//  18643    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18646         groupnorm_backward
-//  18816         attention: forward and, where a has dout, backward
-//  18881         convolution: forward and input gradient
-//  19408         convolution: weight gradients
-//  19796    23. The GPU: memory, copies, repeated work
-//  20029    24. Between ranks: from device to device
+//    254  Part I. The program
+//    257     1. Types at the interface: what operations are called with
+//    802     2. The interface: all that the program asks of a device
+//   1184     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1288     4. Configuration: flags, presets, help, what can work and what cannot
+//   2118     5. The network: a list of layers, made of guided-diffusion's flags
+//   3153     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3163         FP8: its buffers, its factors, and weights in FP8
+//   3323         gradients, and buffers
+//   3600     7. Forward and backward: two walks over the list
+//   3742     8. Diffusion: noise schedules, objectives, samplers
+//   4053         the level of a training sample, drawn, and its share of the loss
+//   4538         samplers
+//   5132     9. Data: .bin files that may be larger than memory, the order of their images
+//   5719    10. Model files: weights and checkpoints, initial weights
+//   6110    11. Settings: what the command line leaves open comes from presets, model files and the data
+//   6453         presets, and all settings together
+//   6592         what ranks must have in common
+//   6666    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
+//   6688         the learning rate, the verdict on a step, averages of the weights
+//   6783         what a trainer holds, and how ranks gather it
+//   6994         the log in memory, as the page shows it
+//   7123         what a run holds
+//   7222         the log and the status line
+//   7421         checkpoints, snapshots and grids
+//   7706         a run's first weights: new, of a file, or of the run that is resumed
+//   8014         what else a run takes when it begins: validation data, conditions of grids, its folder
+//   8158         samples, without a run
+//   8333    13. A training step, the loop over the steps, and main
+//   8357         a step
+//   8723         how a run ends
+//   8803         the loop over the steps
+//   8912         train: a whole run, from the first check to the exit code
+//   8946         main
+//   9019  Part II. The device
+//   9022    14. What all devices share: elements, nonlinearities, patches of pixels
+//   9106    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9176    16. The GPU: what all kernels share
+//   9248         Launches, which may overlap
+//   9295         Decisions: what kernels are chosen with
+//   9350         Single instructions: shared memory, mbarriers, clusters
+//   9446         Activations: pieces of 16 bytes
+//   9789         each_kernel: a thread for an element
+//   9803         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9973         Swizzle: how rows lie in shared memory
+//   9994         Hopper (sm_90a): TMA, wgmma and what goes with them
+//  10279         building blocks of Hopper's kernels (sm_90a)
+//  10597    17. Small operations: resampling, embeddings, diffusion
+//  10600         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10813         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11182         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11740    18. Group norm
+//  11743         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12306         groupnorm_backward_whole: an image's slab in shared memory
+//  12711    19. Attention
+//  12819         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13384         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13532         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14241    20. Convolution
+//  14295         ConvOut: results, 4 channels of a pixel at a time
+//  14544         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14615         conv_halo: 3x3, stride 1, any GPU
+//  15040         conv_gather: any kernel size and stride, any GPU
+//  15313         conv_few: the first and the last layer
+//  15500         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16114         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16245         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16748         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17214         conv_weight_tma: weight gradients (sm_90a)
+//  17529         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17855         FP8 in training: weights and gradients are rounded
+//  17971    21. The optimiser
+//  17974         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18235         muon: directions for matrices of weights
+//  18676    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18679         groupnorm_backward
+//  18849         attention: forward and, where a has dout, backward
+//  18914         convolution: forward and input gradient
+//  19441         convolution: weight gradients
+//  19829    23. The GPU: memory, copies, repeated work
+//  20062    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 8982, run_program 8918, train 8858, run_step 8800, train_step 8592, load_batch 5666 (read_image 5217),
-//     send 19999 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19930):
-//     step_gradients 8461: draw_levels 11168 (the formulas: draw_level 4120), forward_and_loss 8379, q_sample_forward
-//     11383, unet_forward 3627, forward_layer 3612 (a function of the layer's kind, such as forward_conv 2603 or
-//     forward_norm, with the addresses that layer_args 2389 makes),
-//     loss_forward_backward 11501, unet_backward 3702, which calls such a function as backward_conv 2610 of each layer
-//     (input gradients: conv_backward_input 19373) and, by launch_waiting 3664 on the side stream,
-//     conv_backward_weights 19789; finish_gradients 12627 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 17993;
-//     judge_step 18041 (the verdict: judge_batch 6750), update_slice 8565, adamw_update 18173 (adamw_kernel 18118),
-//     next_step 18047, record_step 18053; later collect_steps 8750
-//   --optimizer muon: muon_updates 6863 says which weights; update_slice 8565, update_by_muon 8555 (with the formulas),
-//     muon_momentum 18245, orthogonalise 18620 (with muon_kernel above it), adamw_kernel 18118 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11575): sample_batch 5034, plan_route 4779,
-//     device_step 4827, euler_step 4564 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19255 draws all of its roads):
-//     forward_conv 2603; conv_forward 19295, with conv_product above it, which asks conv_is_wgmma 18891;
-//     on Hopper, large images: pick_conv_tiles_3x3 19198 (its tiles, such as Resident16, stand above pick_conv_small);
-//     conv_tiles 16700, with conv_tiles_kernel above it; Accumulators 10480 (its function multiply); Wgmma 10029;
-//     on Hopper, small images: pick_conv_small 19050; conv_small 17167, with conv_small_kernel and multiply_small above
-//     it; Wgmma 10029;
-//     on any other GPU pick_conv_halo_bf16 18963; conv_halo 14994, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9824
-//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8461
-//   to add a nonlinearity beside SiLU, behind the norms: Nonlinearity 436, Silu 9036, with_nonlinearity 9046 (a case);
-//     BEHIND_NORMS, above add_norm 2834, chooses it. The embedding has SiLU as a layer: silu_forward 11067
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3974
-//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 562, and beside each other edm_question
-//     3808, ask 3843, frame_of 3856, sigma_draws 3863, has_steps_of_t 3870; the head of their section lists the changes
-//   to add a kind of layer: a list of all places stands above LayerKind 2495; an example is forward_linear 2523
-//     with what follows it; a function such as add_resblock 2887 puts the layer into the network; its operation
-//     needs a prototype in the interface, a kernel, and loops in dev/reference.h
-//   to add an element type beside bf16: Element 329, with a list of all places above it: element_named 1446,
-//     forward_and_loss 8379, ElementOf 9007, with_act 9281 (act_has_wgmma below it), unpack_bf16 9429 and all below it
-//     to load_two 9493, mma 9824, tma_type 10200, adamw_kernel 18118 (adamw_update below it), conv_product 19255
-//   the settings, to their values: parse_command_line 1645, take_aliases 1674, complete_config 6566
-//     (apply_preset 1561, take_model_file 6265, take_ect_defaults 6295), take_data_shape 6347 (take_labels 6324),
-//     check_model 1945, check_run 2098
-//   FP8 (--precision fp8): choose_fp8 3088 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3163 and plan_fp8_gradients 3178 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3223 for samples, make_fp8_training 3285 for training; add_fp8_args 2363
-//     hands them to the layers. forward_conv 2603, backward_conv 2610 and weight_work 2336 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19358 makes an input gradient a forward convolution; conv_product_fp8 19288 picks the
-//     kernel, multiply_fp8 10514 and WgmmaFp8 10073 multiply; weight gradients: conv_weight_fp8_kernel 17766;
-//     print_fp8 7947 says whether it pays
+//     main 9015, run_program 8949, train 8919, run_step 8868, train_step 8647, load_batch 5672 (read_image 5223),
+//     send 20032 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19963):
+//     step_gradients 8515: draw_levels 11201 (the formulas: draw_level 4126), forward_and_loss 8429, q_sample_forward
+//     11416, unet_forward 3631, forward_layer 3616 (a function of the layer's kind, such as forward_conv 2607 or
+//     forward_norm, with the addresses that layer_args 2393 makes),
+//     loss_forward_backward 11534, unet_backward 3706, which calls such a function as backward_conv 2614 of each layer
+//     (input gradients: conv_backward_input 19406) and, by launch_waiting 3668 on the side stream,
+//     conv_backward_weights 19822; finish_gradients 12660 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 18026;
+//     judge_step 18074 (the verdict: judge_batch 6756), update_slice 8620, adamw_update 18206 (adamw_kernel 18151),
+//     next_step 18080, record_step 18086; later collect_steps 8807
+//   --optimizer muon: muon_updates 6871 says which weights; update_slice 8620, update_by_muon 8610 (with the formulas),
+//     muon_momentum 18278, orthogonalise 18653 (with muon_kernel above it), adamw_kernel 18151 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11608): sample_batch 5040, plan_route 4785,
+//     device_step 4833, euler_step 4570 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 19288 draws all of its roads):
+//     forward_conv 2607; conv_forward 19328, with conv_product above it, which asks conv_is_wgmma 18924;
+//     on Hopper, large images: pick_conv_tiles_3x3 19231 (its tiles, such as Resident16, stand above pick_conv_small);
+//     conv_tiles 16733, with conv_tiles_kernel above it; Accumulators 10513 (its function multiply); Wgmma 10062;
+//     on Hopper, small images: pick_conv_small 19083; conv_small 17200, with conv_small_kernel and multiply_small above
+//     it; Wgmma 10062;
+//     on any other GPU pick_conv_halo_bf16 18996; conv_halo 15027, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9857
+//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8515
+//   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 439,
+//     Silu 9069, with_nonlinearity 9079 (a case); BEHIND_NORMS, above add_norm 2838, chooses it. The embedding has SiLU
+//     as a layer: silu_forward 11100
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3980
+//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 565, and beside each other edm_question
+//     3814, ask 3849, frame_of 3862, sigma_draws 3869, has_steps_of_t 3876; the head of their section lists the
+//     changes. For a parameter that model files keep: model_header 5825, check_lists 5927, take_model_file 6271,
+//     is_of_objective 7776
+//   to add a kind of layer: a list of all places stands above LayerKind 2499; an example is forward_linear 2527
+//     with what follows it; a function such as add_resblock 2891 puts the layer into the network; its operation
+//     needs a prototype in the interface, a kernel (such as linear_forward 11060), and loops in dev/reference.h
+//   to add an element type beside bf16: Element 332, with a list of all places above it: element_named 1450,
+//     forward_and_loss 8429, ElementOf 9040, with_act 9314 (act_has_wgmma below it), unpack_bf16 9462 and all below it
+//     to load_two 9526, mma 9857, tma_type 10233, adamw_kernel 18151 (adamw_update below it), conv_product 19288
+//   the settings, to their values: parse_command_line 1649, take_aliases 1678, complete_config 6572
+//     (apply_preset 1565, take_model_file 6271, take_ect_defaults 6301), take_data_shape 6353 (take_labels 6330),
+//     check_model 1949, check_run 2102
+//   FP8 (--precision fp8): choose_fp8 3092 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3167 and plan_fp8_gradients 3182 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3227 for samples, make_fp8_training 3289 for training; add_fp8_args 2367
+//     hands them to the layers. forward_conv 2607, backward_conv 2614 and weight_work 2340 choose between bf16 and FP8;
+//     conv_backward_input_fp8 19391 makes an input gradient a forward convolution; conv_product_fp8 19321 picks the
+//     kernel, multiply_fp8 10547 and WgmmaFp8 10106 multiply; weight gradients: conv_weight_fp8_kernel 17799;
+//     print_fp8 7956 says whether it pays
 //   an error message, to its cause: search for three or four of its words behind the first colon, without numbers.
 //     (What stands before it, such as a flag and its value, or a file's name, is put together at run time. A long text
 //     goes on in the next line.) They stand where the error is found: in a call of die, refuse or must (host/files.h),
-//     of wrong 1526 (a flag's value), or of a function beside it whose name ends in _unless. If a function stores the
+//     of wrong 1530 (a flag's value), or of a function beside it whose name ends in _unless. If a function stores the
 //     message in a variable, such as `error` or `why`, look for what reads the variable next: it prints the message. A
-//     message that begins with "stopped at step" comes from stop_run 7430. Its reasons are found in judge_batch 6750,
-//     by healthy and suspicious above it. For a damaged header they stand in check_field 5912 and check_unused
-//     (host/files.h): look at their callers; for a data file also in take_data_fields 5265, for a checkpoint's counters
-//     in check_resume 6406. unknown_word 1432 prints the message for a word of a flag that some place does not know.
-//     Such a place calls it itself or through meaning 1438.
-//     Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run later:
-//     report_bad_step 7685 says that a step was skipped (the run ends after --max_bad_steps such steps in a row),
-//     is_written 7456 that a file could not be written yet.
-//     stop_run 7430 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     message that begins with "stopped at step" comes from stop_run 7439, either because save_arrays 7496 found
+//     weights that are not finite, or after bad steps, which judge_batch 6756 finds by healthy and suspicious above it.
+//     For a damaged header they stand in check_field 5918 and check_unused (host/files.h): look at their callers; for a
+//     data file also in take_data_fields 5271, for a checkpoint's counters in check_resume 6412. unknown_word 1436
+//     prints the message for a word of a flag that some place does not know. Such a place calls it itself or through
+//     meaning 1442. Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run
+//     later: report_bad_step 7694 says that a step was skipped (the run ends after --max_bad_steps such steps in a
+//     row), is_written 7465 that a file could not be written yet. stop_run 7439 ends a run whose weights are broken. It
+//     saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -689,7 +692,8 @@ struct Slice {
 // The gradients of this rank's slice, as each rank has computed them. own: a flat array of the gradients that this rank
 // has computed. received: another flat array. At the place of rank r's part of a segment, it holds the gradients that
 // rank r has computed for this rank's part of that segment. Nothing is received at the places of this rank's own parts.
-// There Trainer::sum, which is the same array, holds the sum over all ranks. With one rank, received is null.
+// At those places, the array holds the sum over all ranks (Trainer::sum is the same array). With one rank, received is
+// null.
 struct RankGradients {
     const float *own, *received;
     Slice slice;
@@ -3612,8 +3616,8 @@ static void (*mark)(const Operation&) = [](const Operation&) {};
 static void forward_layer(const Walk& walk, const Layer& l) {
     if (l.fused) return; // the next layer also computes this one
     mark({.layer = &l});
-    LayerArgs a = layer_args(walk, l);
-    l.kind->forward(a);
+    LayerArgs a = layer_args(walk, l); // the shapes, and where the layer's tensors and weights lie
+    l.kind->forward(a);                // for example forward_conv (section 5)
     // If a norm reads the output, l.kind->forward has also summed the output and its square over the pixels, in one or
     // more parts (Stats). It has set a.out_stats.parts to the number of these parts. The number is kept in the tensor,
     // where layer_args finds it when the norm is computed.
@@ -3729,8 +3733,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         mark({.layer = &l, .pass = BACKWARD});
         l.kind->backward(a);
     }
-    mark({"finish gradients"}); // on a GPU, terms of the norms' dweight and dbias still have to be added up
-    finish_gradients();
+    mark({"finish gradients"});
+    finish_gradients(); // on a GPU, adds up the terms of the norms' dweight and dbias
     weight_gradients.wait_for(weight_gradients.last);
 }
 
@@ -3752,18 +3756,18 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //   1. common/flags.h:
 //      its word, added at the end of the row of `objective`, because model files hold the word's place in this row;
 //      rows for its parameters, if it has any. If a model file has to keep a parameter, its row is SAVED(slot, ...) or
-//      FREE(slot, ...), and check_lists must no longer list this slot as unused. All slots that are still unused are
-//      among those of a run: files of weights alone do not hold them, so samples would use the flag's default. For a
-//      parameter that samples need, make its slot an exception where model_header and take_model_file test is_of_run,
-//      and in check_lists. Also add its slot to is_of_objective (section 12). Then a run that is resumed with another
-//      value does not compare its losses with those before;
+//      FREE(slot, ...). Take a slot from those that check_lists lists as unused, and delete it from this list. Also add
+//      it to is_of_objective (section 12). Then a run that is resumed with another value does not compare its losses
+//      with those before. Slots that are still unused belong to checkpoints of a run. Files of weights alone do not
+//      hold them, so samples would use the flag's default. If samples need the parameter, make its slot an exception
+//      at three places: where model_header and take_model_file test is_of_run, and in check_lists;
 //      the rows OBJECTIVES(...). Such a row names the objectives for which the flags below it exist. For parameters
 //      that only the new objective has, add a new row OBJECTIVES above their rows. If the new objective shares
 //      parameters of edm (sigma_data, P_mean, P_std), add its word to OBJECTIVES(of_edm, "edm|ect"). If you forget
 //      this, nothing warns you: slot_is_used is then false for these parameters, so model files do not get their
 //      values, and samples use the flags' defaults;
 //      if --objective ect may tune models of the new objective: the objective's word in the row of `ect_frame`, and in
-//      take_model_file's message
+//      take_model_file's message; if a parameter only says which levels are drawn, its slot beside SLOT_P_MEAN there
 //   2. Frame (section 1): its enumerator
 //   3. here:
 //      a function with its formulas, beside edm_question. If it has a parameter of its own: a member of Objective, a
@@ -3772,7 +3776,9 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //      whether log(sigma) or t is drawn in training, and how (sigma_draws; for another distribution also SigmaDraws
 //      and draw_level);
 //      which sigmas its samplers use (has_steps_of_t);
-//      a weight of the loss, if it is not 1: a member of Question, which make_level and student_level use
+//      a weight of the loss, if it is not 1: a member of Question, which make_level and student_level use. Then
+//      usual_gradient (section 6), too, if the gradients become larger or smaller than those of a mean of squares;
+//      with --precision fp8 they are multiplied by a factor that follows from it
 //   4. the PyTorch twin: what train_unet.py computes of it, and the objective's frame in common/flags.py
 //
 // To let the network predict another quantity, with the levels of ddpm, change the row of `predict` in common/flags.h,
@@ -5705,7 +5711,7 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
             values[k * c.num_values() + j] = is_known ? d->values[i * c.cond_dim + j] : 0;
         }
     }
-    send(batch);
+    send(batch); // the copy stream copies the batch to the device, while the step before is computed
     return true;
 }
 
@@ -6672,8 +6678,8 @@ static void compare_ranks(const Config& c, const std::string& weights) {
 // memory and tried again. Instead of a checkpoint or an ema_STEP.bin that could not be written, one of a later step is
 // written.
 //
-// These functions do a run, in this order: train makes the Run; start_weights or restore fills its arrays; then
-// run_step is called again and again. run_step calls train_step (section 13). When something is due, run_step also
+// These functions do a run, in this order: train makes the Run, and begin_run fills its arrays by start_weights or
+// restore. Then run_step (section 13) is called again and again. It calls train_step. When something is due, it also
 // calls collect_steps, which logs the steps that the device has done. After it, run_step calls those of save_snapshot,
 // save_checkpoint and save_grid that are due. At the end save_at_the_end is called, and then finish_complete or
 // finish_stopped. Without a run, sample_and_stop draws images.
@@ -6838,7 +6844,9 @@ struct Trainer {
     float* history;     // (T, HISTORY + 1): the latest losses at each t (remember_losses); null: none are kept
     double* rms_losses; // (T): for each t, the root mean square of these losses, or -1 if there are fewer than HISTORY
 };
+// At most STEPS_AHEAD steps wait to be logged, so twice as many records are more than enough.
 constexpr int RECORDS = 128;
+static_assert(RECORDS >= 2 * STEPS_AHEAD);
 
 static AdamW optimiser_settings(const Config& c) {
     AdamW h{};
@@ -6957,8 +6965,9 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
 }
 
 // With several ranks: every rank sends its parts of a flat array to all other ranks. Only segments that hold some of
-// the first n parameters are sent. bytes: how many bytes of the array belong to a stretch. (In Trainer::squares this is
-// one double.) slice: this rank's parts, one after the other; null: they are already in their places in the flat array.
+// the first n parameters are sent. bytes: how many bytes of the array belong to a stretch. These are STRETCH elements;
+// but Trainer::squares has one double for each stretch. slice: this rank's parts, one after the other; null: they are
+// already in their places in the flat array.
 static void gather(void* flat, const void* slice, size_t bytes, const Slice& own, size_t n) {
     begin_exchange();
     for (int s = 0; s < own.segments && own.at(s, 0) < n; s++) {
@@ -8105,6 +8114,46 @@ static void link_best_of_finished(Run* run, const std::string& resume) {
     keep_best_of_resumed(run);
 }
 
+// Begins a run: fills the weights, opens the files that the run writes, and writes a snapshot or a grid that is missing.
+// data, resume, start: as in train. Returns false if there is nothing to do, because all steps were done before.
+static bool begin_run(Run* run, const Dataset& data, const std::string& resume, const ModelFile& start) {
+    const Config& c = run->config;
+    const Dataset& val = run->val;
+    Trainer& tr = run->trainer;
+    run->sampler = make_sampler(c, tr.net.B);
+    take_values_of_data(c, &run->sampler, val.count ? val : data);
+    take_pictures_of_data(c, &run->sampler, val.count ? val : data);
+    print_start(c, tr, data);
+    if (resume.empty()) start_weights(&tr, start);
+    else restore(run, start);
+    cast_params(tr.copy, tr.params, tr.net.flat_size); // makes the copy of the weights that convolutions read
+    const bool lacks_snapshot = lacks_file(*run, "ema_", ".bin", c.ema_snapshots);
+    const bool lacks_grid = lacks_file(*run, "samples_", ".png", c.sample_interval);
+    const bool all_steps_done = run->state.step >= c.max_steps;
+    if (all_steps_done && !lacks_snapshot && !lacks_grid) {
+        if (c.keep_best) link_best_of_finished(run, resume);
+        printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", run->state.step,
+               c.max_steps);
+        return false;
+    }
+    if (!resume.empty()) compare_with_checkpoint(run, start);
+    // From here on the run writes into its folder.
+    if (!world.rank) take_folder(run, resume);
+    open_log(run);
+    keep_best_of_resumed(run);
+    begin_page(run);
+    listen_to_signals();
+
+    if (lacks_snapshot) {
+        // So that the snapshot stays due if it can't be written now (run_step, save_at_the_end).
+        run->snapshot_step = run->first_step - 1;
+        run->snapshot_updates = -1;
+        save_snapshot(run);
+    }
+    if (lacks_grid && !all_steps_done) save_grid(run); // finish_complete draws the last grid
+    return true;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // --- samples, without a run
 
@@ -8291,6 +8340,7 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
 //   side stream                      +-> embedding                +-> weight gradients of convolutions -+
 //   other ranks                                                       these are sent when complete       | weights
 //                 \___ one microbatch; then the next one, whose gradients are added to these __________/
+//                      (norm, judge and AdamW come once in a step, after the last microbatch)
 //   host          reads images; launches all of this, except the copies, as one graph (replay). The host may start up
 //                 to STEPS_AHEAD steps before it reads the results of these steps for the log
 //
@@ -8383,6 +8433,8 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
     RandomKey level_key = key;
     RandomKey noise_key = key;
     RandomKey flip_key = key;
+    // level_key is only for the teachers' levels. It gives the same random words as those that tr->levels were drawn
+    // with.
     level_key.purpose = training ? RANDOM_TIMESTEP : RANDOM_VAL_TIMESTEP;
     noise_key.purpose = training ? RANDOM_NOISE : RANDOM_VAL_NOISE;
     flip_key.purpose = RANDOM_FLIP;
@@ -8391,10 +8443,11 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
     float* const out = tensor_data<float>(net, net->output);
     // Adds noise to the images, as `levels` defines it, and computes the network's answer. t: what the network is told
     // about the noise. teacher: the teacher's answer, which is a part of the target. It is null if there is no teacher,
-    // and also while the teacher's own answer is computed.
+    // and also while the teacher's own answer is computed. The teacher's answer lies in `out`. q_sample_forward reads
+    // it there, before unet_forward writes the new answer to the same place.
     auto forward = [&](float* t, const NoiseLevel* levels, const float* teacher) {
-        q_sample_forward(x, tr->target, levels, teacher, images, // the next three arguments choose the random draws
-                         flips, noise_key, flip_key, B, c.in_channels, c.H, c.W, bytes);
+        q_sample_forward(x, tr->target, levels, teacher, images, flips, noise_key, flip_key, B, c.in_channels, c.H, c.W,
+                         bytes);
         net->t = t;
         unet_forward(net, Weights{tr->params, tr->copy, training ? tr->fp8 : Fp8Weights{}}, dropout, B);
     };
@@ -8446,7 +8499,8 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
 // 4. The same norm. The squares are summed by stretches of STRETCH floats at fixed places of the flat array. A stretch
 //    belongs to one rank. The order in which the rank sums it does not depend on the rank's other stretches. All ranks
 //    receive the sums of all stretches and add them up in the same fixed order (judge_step). A flat array has padding
-//    at its end, whose length depends on N. But this padding is zero, and x + 0 = x.
+//    at its end, whose length depends on N. So more ranks may have more stretches. But the additional stretches come
+//    last, and their sums are zero; and x + 0 = x.
 // 5. The same decision. Every rank has received the loss of every sample, in the order of the samples, and the sums
 //    that the norm is made of. So all ranks compute the same norm, the same verdict on the step, the same clipping and
 //    the same statistics. They need not send each other more for this.
@@ -8465,10 +8519,11 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
     const int rounds = c.batch_size / N / B; // the number of this rank's microbatches
     const uint64_t seed = (uint64_t)c.seed;
     const Slice& own = tr->own;
-    mark({"draw t, noise; q_sample"}); // `mark` is for dev/bench, which measures how long each part takes
+    mark({"draw t, noise; q_sample"});
     const int64_t* const step = &tr->state->step;
-    // Draw the noise level of each sample of the whole batch, also of the samples of other ranks. judge_step reads in
-    // which quarter each of these levels lies (tr->quarters), and update_rms_losses reads the levels.
+    // Draw the noise level of each sample of the whole batch, also of the samples of other ranks. (In the default
+    // objective, this is a timestep t, and all t are equally likely: see draw_level.) judge_step reads in which quarter
+    // each of these levels lies (tr->quarters), and update_rms_losses reads the levels.
     const RandomKey level_key{.seed = seed, .purpose = RANDOM_TIMESTEP, .step = step, .sample0 = 0};
     draw_levels(tr->levels, tr->t, tr->quarters, c.batch_size, tr->objective, level_key);
     if (!tr->fp8_works.empty()) {
@@ -8493,8 +8548,8 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         forward_and_loss(tr, tr->objective, x0.data, x0.bytes, first, B, key, dropout, true);
 
         // The backward pass goes from the last layer to the first, and completes gradients in this order. So the last
-        // segment of the flat array (see Slice) is sent first. complete_from: from this place of the flat array on, all
-        // gradients are complete.
+        // segment of the flat array is sent first. (A segment has a part for each rank: see Slice.) complete_from: from
+        // this place of the flat array on, all gradients are complete.
         int unsent = own.segments; // segments 0 to unsent - 1 are not sent yet
         const std::function<void(size_t, Stream*)> send_gradients = [&](size_t complete_from, Stream* stream) {
             while (unsent && own.at(unsent - 1, 0) >= complete_from) {
@@ -8591,6 +8646,7 @@ static void update_slice(Trainer* tr) {
 // be read.
 static bool train_step(Trainer* tr, int64_t step) {
     const Config& c = tr->net.config;
+    const size_t stretches = tr->own.whole() / STRETCH; // of a whole flat array
     const int B = c.batch_size;
     const int T = c.diffusion_steps;
     Upload* batch = &tr->batch[step % 2];
@@ -8598,11 +8654,12 @@ static bool train_step(Trainer* tr, int64_t step) {
     if (!load_batch(batch, &tr->data, c, true, step * B, B)) return false;
     // In the CPU build, replay just calls this lambda. On a GPU, replay records the lambda's launches as a graph, and
     // then launches the graph. It records only twice in a run, once for each of the two batches.
+    // (`mark` is for dev/bench, which measures how long each part of a step takes.)
     replay(&tr->graph[step % 2], [&] {
         step_gradients(tr, *batch);
         // Computes the gradient's norm, the step's loss and learning rate, and decides whether the step is good.
         mark({"judge the step"});
-        judge_step(tr->state, tr->squares, tr->own.whole() / STRETCH, tr->loss, tr->quarters, tr->adamw, B);
+        judge_step(tr->state, tr->squares, stretches, tr->loss, tr->quarters, tr->adamw, B);
         if (tr->history) update_rms_losses(tr->rms_losses, tr->history, tr->levels, tr->loss, tr->state, T, B);
         // Clips the gradient, and updates the weights and their averages.
         mark({c.muon() ? "Muon" : "AdamW, EMA"});
@@ -8726,7 +8783,7 @@ static void finish_complete(Run* run) {
     if (!any_rank("the question whether a checkpoint is to spare", too_many)) return;
     if (!train_step(&run->trainer, run->issued)) return;
     copy_to_host(&run->state, run->trainer.records + run->issued % RECORDS, sizeof run->state);
-    if (s.ok) prove_checkpoint(run);
+    if (run->state.ok) prove_checkpoint(run); // the state of the step that was just done
 }
 
 // Writes the rows and pictures that still wait for the disk. This is the last attempt. So if any of them can't be
@@ -8760,8 +8817,9 @@ static void collect_steps(Run* run, bool validate, bool show) {
 
     const double count = (double)(run->issued - logged);
     // per_step is a mean over recent steps. Each new step has a weight of 0.1 in it, and the mean so far has a weight
-    // of 0.9. The first three steps are slower than the others. So if fewer than three steps were logged before this
-    // call, the mean so far is dropped.
+    // of 0.9. So if ten steps are logged together, the mean so far keeps a weight of 0.9^10 = 0.35. The first three
+    // steps are slower than the others. So if fewer than three steps were logged before this call, the mean so far is
+    // dropped.
     const double kept = logged < run->first_step + 3 ? 0 : std::pow(0.9, count);
     run->per_step = kept * run->per_step + (1 - kept) * elapsed / count;
     run->seconds += elapsed;
@@ -8784,6 +8842,16 @@ static void collect_steps(Run* run, bool validate, bool show) {
     run->steps_began = now();
 }
 
+// Returns whether one more step is needed before a stopped run can end. With --keep_best, the last checkpoint needs a
+// validation loss. The validation loss is measured when a step is logged. So if all steps are logged already, and the
+// last of them has no validation loss, the run does one more step.
+static bool lacks_validation(const Run& run) {
+    const Config& c = run.config;
+    const bool all_logged = run.state.step == run.issued;
+    const bool unsaved = all_logged && run.saved_updates < run.state.updates;
+    return c.keep_best && run.stop && unsaved && std::isnan(run.val_loss) && run.issued < c.max_steps;
+}
+
 // Returns whether a signal ends the run. Several ranks must stop after the same step. So they exchange messages to
 // agree on this step. The messages take time, so they are sent only every STEPS_AGREED steps, and once for each of
 // these steps. (If they were sent once more after the same step, some ranks might have logged this step by then,
@@ -8799,7 +8867,7 @@ static bool is_stopped(Run* run) {
 // host does not wait until the step is done.
 static void run_step(Run* run) {
     const Config& c = run->config;
-    if (!train_step(&run->trainer, run->issued)) return;
+    if (!train_step(&run->trainer, run->issued)) return; // unreadable images end the run (data_error, in train)
     run->issued++;
     const int64_t step = run->issued;
     const bool last = is_stopped(run) || step >= c.max_steps;
@@ -8814,6 +8882,7 @@ static void run_step(Run* run) {
     // skipped step, or on a full disk, the file is not written. Then it stays due until it is written. written: the
     // step of the newest file of this kind.
     auto file_due = [&](int interval, int64_t written, const Retries& retries) {
+        // Whole-number division: has a multiple of `interval` been passed since that step?
         const bool is_behind = interval && step / interval > written / interval;
         return interval && (last || (is_behind && step >= retries.next_step));
     };
@@ -8827,7 +8896,9 @@ static void run_step(Run* run) {
     if (!show && !save && !validate && !draw && !snapshot && !records_full) return;
 
     collect_steps(run, validate, show || validate);
-    if (run->state.bad_in_row) return; // the newest step was skipped: the weights may be broken, so they are not saved
+    // If the newest step was skipped, the weights may be broken, so they are not saved. Files stay due (file_due), but
+    // the grid of this step is left out.
+    if (run->state.bad_in_row) return;
     // The snapshot comes first. If the process is killed between the two files, the resumed run goes on from an earlier
     // checkpoint, comes to this step again, and writes the snapshot again.
     if (snapshot) save_snapshot(run);
@@ -8835,16 +8906,6 @@ static void run_step(Run* run) {
     if (draw) save_grid(run);
     if (save || draw) write_page(run, "running");
     run->steps_began = now(); // so the time that writing took is not part of a step's time
-}
-
-// Returns whether one more step is needed before a stopped run can end. With --keep_best, the last checkpoint needs a
-// validation loss. The validation loss is measured when a step is logged. So if all steps are logged already, and the
-// last of them has no validation loss, the run does one more step.
-static bool lacks_validation(const Run& run) {
-    const Config& c = run.config;
-    const bool all_logged = run.state.step == run.issued;
-    const bool unsaved = all_logged && run.saved_updates < run.state.updates;
-    return c.keep_best && run.stop && unsaved && std::isnan(run.val_loss) && run.issued < c.max_steps;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8862,39 +8923,9 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
     const Dataset val = open_validation_data(c, data);
     if (start.size) check_size(start, build_unet(c));
     Run run{c, make_trainer(c, data), val, output};
-    Trainer& tr = run.trainer;
-    run.sampler = make_sampler(c, tr.net.B);
-    take_values_of_data(c, &run.sampler, val.count ? val : data);
-    take_pictures_of_data(c, &run.sampler, val.count ? val : data);
-    print_start(c, tr, data);
-    if (resume.empty()) start_weights(&tr, start);
-    else restore(&run, start);
-    cast_params(tr.copy, tr.params, tr.net.flat_size);
-    const bool lacks_snapshot = lacks_file(run, "ema_", ".bin", c.ema_snapshots);
-    const bool lacks_grid = lacks_file(run, "samples_", ".png", c.sample_interval);
-    const bool all_steps_done = run.state.step >= c.max_steps;
-    if (all_steps_done && !lacks_snapshot && !lacks_grid) {
-        if (c.keep_best) link_best_of_finished(&run, resume);
-        printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", run.state.step,
-               c.max_steps);
-        return 0;
-    }
-    if (!resume.empty()) compare_with_checkpoint(&run, start);
-    // From here on the run writes into its folder.
-    if (!world.rank) take_folder(&run, resume);
-    open_log(&run);
-    keep_best_of_resumed(&run);
-    begin_page(&run);
-    listen_to_signals();
+    if (!begin_run(&run, data, resume, start)) return 0; // all steps are done already
 
-    if (lacks_snapshot) {
-        run.snapshot_step = run.first_step - 1; // so that the snapshot stays due if it can't be written now
-        run.snapshot_updates = -1;
-        save_snapshot(&run);
-    }
-    if (lacks_grid && !all_steps_done) save_grid(&run); // finish_complete draws the last grid
-
-    // The loop over the steps.
+    // The loop over the steps. (run_step, too, asks is_stopped. For the same step, ranks exchange messages only once.)
     run.steps_began = now();
     while (run.issued < c.max_steps && !is_stopped(&run) && data_error(run).empty()) run_step(&run);
     if (lacks_validation(run) && data_error(run).empty()) run_step(&run);
@@ -8904,7 +8935,7 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
     // At the end: write the last files, print the last line, and write the rows and pictures that wait for the disk.
     save_at_the_end(&run);
     end_line(&run);
-    if (run.stop || !data_error(run).empty()) finish_stopped(&run);
+    if (run.stop || !data_error(run).empty()) finish_stopped(&run); // after an error of the data, this does not return
     else finish_complete(&run);
     write_the_rest(&run);
     end_page();
@@ -8926,7 +8957,7 @@ static int run_program(int argc, char** argv) {
         return 0;
     }
     take_aliases(&c);
-    take_num_gpus(c.num_gpus, c.rank_timeout, argv);
+    take_num_gpus(c.num_gpus, c.rank_timeout, argv); // if this starts a process for each GPU, it does not return
     check_contradictions(c);
 
     // Rank 0 opens the folders that it writes to, and chooses the checkpoint for all ranks.
@@ -8951,6 +8982,7 @@ static int run_program(int argc, char** argv) {
     complete_config(&c, model, resumes, &data);
     const std::string where = model.size ? model.path + ": " : ""; // error messages about a setting begin with it
     start_device(c.precision, c.device);
+    // --exchange auto: GPUs write into each other's memory directly if they can. nccl: they send by NCCL.
     const bool directly = meaning<bool>("exchange", c.exchange, {{"auto", true}, {"nccl", false}});
 
     // Samples, without a run.
@@ -8969,7 +9001,8 @@ static int run_program(int argc, char** argv) {
     // A run: its data, all checks, and then the training.
     if (!c.data_dir.empty()) take_data_dir(&c, where);
     check_run(&c, where);
-    if (!data.size) data = open_dataset(c.data_file); // a step reads its images later, in load_batch
+    // complete_config has opened the data already if a preset depends on them. A step reads its images in load_batch.
+    if (!data.size) data = open_dataset(c.data_file);
     open_pictures(&data, "cond_file", c.cond_file);
     take_data_shape(&c, data, where);
     if (resumes) check_resume(c, model, data);
@@ -9042,7 +9075,7 @@ template <class T> struct Silu {
     }
 };
 
-// Calls work(Silu<T>{}) if n is SILU, and nothing if n is NONE.
+// Calls `work` with the struct of n: with Silu<T>{} if n is SILU. Does nothing if n is NONE.
 template <class T, class F> HD INLINE void with_nonlinearity(Nonlinearity n, F work) {
     switch (n) {
     case Nonlinearity::NONE: return;
@@ -19699,6 +19732,26 @@ static void launch_weight_kind(WeightKind kind, const WeightPlans& works, Stream
     }
 }
 
+// A launch for weight gradients should have a certain amount of work (WEIGHT_LAUNCH_CYCLES). Returns what fraction of
+// this amount the layer's weight gradient is. If the fraction is 1 or more, the launch needs no other layers. The
+// fraction is at least 1 / WEIGHT_BATCH, because a launch can't compute more than WEIGHT_BATCH layers.
+static double conv_weight_load(const ConvShape& s) {
+    if (conv_weight_alone(s)) return 1;
+    ConvWeight p = plan_weight(s);
+    WeightCosts cost = weight_costs(p);
+    const bool tma = conv_is_wgmma(s);
+    if (tma && !is_fp8(s.in)) {
+        set_warpgroups(&p, 1);
+        if (s.kernel == 1) cost.tile = 160 + 180 * std::min(3, p.channel_tiles);
+        else cost.tile = s.out_W() > 8 ? 830 : 430;
+    }
+    // A block of a portable kernel takes longer. So a launch of such a kernel must be larger. Otherwise the last round
+    // of blocks, which does not fill the GPU, costs too much.
+    const double enough = WEIGHT_LAUNCH_CYCLES * (tma ? 1 : 6);
+    const double cycles = (double)(range_blocks(p) * cost.tile) * p.pixel_tiles / cost.slots;
+    return std::max(1.0 / WEIGHT_BATCH, cycles / enough);
+}
+
 // Computes the weight gradients of at most WEIGHT_BATCH layers: with one launch for each kind, and one launch that adds
 // up all partials. It leaves out the layers that conv_weight_one computes (conv_weight_alone). If the workspace has no
 // room for the partials of all layers, this function computes the layers in two halves.
@@ -19762,26 +19815,6 @@ static void conv_weight_one(WeightWork w, Stream* stream) {
         w.dout = detour;
     }
     conv_weight_batch({w}, stream);
-}
-
-// A launch for weight gradients should have a certain amount of work (WEIGHT_LAUNCH_CYCLES). Returns what fraction of
-// this amount the layer's weight gradient is. If the fraction is 1 or more, the launch needs no other layers. The
-// fraction is at least 1 / WEIGHT_BATCH, because a launch can't compute more than WEIGHT_BATCH layers.
-static double conv_weight_load(const ConvShape& s) {
-    if (conv_weight_alone(s)) return 1;
-    ConvWeight p = plan_weight(s);
-    WeightCosts cost = weight_costs(p);
-    const bool tma = conv_is_wgmma(s);
-    if (tma && !is_fp8(s.in)) {
-        set_warpgroups(&p, 1);
-        if (s.kernel == 1) cost.tile = 160 + 180 * std::min(3, p.channel_tiles);
-        else cost.tile = s.out_W() > 8 ? 830 : 430;
-    }
-    // A block of a portable kernel takes longer. So a launch of such a kernel must be larger. Otherwise the last round
-    // of blocks, which does not fill the GPU, costs too much.
-    const double enough = WEIGHT_LAUNCH_CYCLES * (tma ? 1 : 6);
-    const double cycles = (double)(range_blocks(p) * cost.tile) * p.pixel_tiles / cost.slots;
-    return std::max(1.0 / WEIGHT_BATCH, cycles / enough);
 }
 
 // The operation of the interface: computes weight gradients. First come all layers that can share launches, then the
