@@ -31,91 +31,91 @@
 //   7421         checkpoints, snapshots and grids
 //   7706         a run's first weights: new, of a file, or of the run that is resumed
 //   8014         what else a run takes when it begins: validation data, conditions of grids, its folder
-//   8158         samples, without a run
-//   8333    13. A training step, the loop over the steps, and main
-//   8357         a step
-//   8723         how a run ends
-//   8803         the loop over the steps
-//   8912         train: a whole run, from the first check to the exit code
-//   8946         main
-//   9019  Part II. The device
-//   9022    14. What all devices share: elements, nonlinearities, patches of pixels
-//   9106    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9176    16. The GPU: what all kernels share
-//   9248         Launches, which may overlap
-//   9295         Decisions: what kernels are chosen with
-//   9350         Single instructions: shared memory, mbarriers, clusters
-//   9446         Activations: pieces of 16 bytes
-//   9789         each_kernel: a thread for an element
-//   9803         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9973         Swizzle: how rows lie in shared memory
-//   9994         Hopper (sm_90a): TMA, wgmma and what goes with them
-//  10279         building blocks of Hopper's kernels (sm_90a)
-//  10597    17. Small operations: resampling, embeddings, diffusion
-//  10600         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10813         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11182         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11740    18. Group norm
-//  11743         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12306         groupnorm_backward_whole: an image's slab in shared memory
-//  12711    19. Attention
-//  12819         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13384         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13532         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14241    20. Convolution
-//  14295         ConvOut: results, 4 channels of a pixel at a time
-//  14544         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14615         conv_halo: 3x3, stride 1, any GPU
-//  15040         conv_gather: any kernel size and stride, any GPU
-//  15313         conv_few: the first and the last layer
-//  15500         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16114         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16245         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16748         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17214         conv_weight_tma: weight gradients (sm_90a)
-//  17529         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17855         FP8 in training: weights and gradients are rounded
-//  17971    21. The optimiser
-//  17974         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18235         muon: directions for matrices of weights
-//  18676    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18679         groupnorm_backward
-//  18849         attention: forward and, where a has dout, backward
-//  18914         convolution: forward and input gradient
-//  19441         convolution: weight gradients
-//  19829    23. The GPU: memory, copies, repeated work
-//  20062    24. Between ranks: from device to device
+//   8159         samples, without a run
+//   8334    13. A training step, the loop over the steps, and main
+//   8358         a step
+//   8724         how a run ends
+//   8804         the loop over the steps
+//   8913         train: a whole run, from the first check to the exit code
+//   8947         main
+//   9020  Part II. The device
+//   9023    14. What all devices share: elements, nonlinearities, patches of pixels
+//   9107    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9177    16. The GPU: what all kernels share
+//   9249         Launches, which may overlap
+//   9296         Decisions: what kernels are chosen with
+//   9351         Single instructions: shared memory, mbarriers, clusters
+//   9447         Activations: pieces of 16 bytes
+//   9790         each_kernel: a thread for an element
+//   9804         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9974         Swizzle: how rows lie in shared memory
+//   9995         Hopper (sm_90a): TMA, wgmma and what goes with them
+//  10280         building blocks of Hopper's kernels (sm_90a)
+//  10598    17. Small operations: resampling, embeddings, diffusion
+//  10601         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10814         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11183         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11741    18. Group norm
+//  11744         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12307         groupnorm_backward_whole: an image's slab in shared memory
+//  12712    19. Attention
+//  12820         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13385         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13533         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14242    20. Convolution
+//  14296         ConvOut: results, 4 channels of a pixel at a time
+//  14545         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14616         conv_halo: 3x3, stride 1, any GPU
+//  15041         conv_gather: any kernel size and stride, any GPU
+//  15314         conv_few: the first and the last layer
+//  15501         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16115         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16246         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16749         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17215         conv_weight_tma: weight gradients (sm_90a)
+//  17530         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17856         FP8 in training: weights and gradients are rounded
+//  17972    21. The optimiser
+//  17975         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18236         muon: directions for matrices of weights
+//  18677    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18680         groupnorm_backward
+//  18850         attention: forward and, where a has dout, backward
+//  18915         convolution: forward and input gradient
+//  19442         convolution: weight gradients
+//  19830    23. The GPU: memory, copies, repeated work
+//  20063    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights:
-//     main 9015, run_program 8949, train 8919, run_step 8868, train_step 8647, load_batch 5672 (read_image 5223),
-//     send 20032 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19963):
-//     step_gradients 8515: draw_levels 11201 (the formulas: draw_level 4126), forward_and_loss 8429, q_sample_forward
-//     11416, unet_forward 3631, forward_layer 3616 (a function of the layer's kind, such as forward_conv 2607 or
+//     main 9016, run_program 8950, train 8920, run_step 8869, train_step 8648, load_batch 5672 (read_image 5223),
+//     send 20033 (to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19964):
+//     step_gradients 8516: draw_levels 11202 (the formulas: draw_level 4126), forward_and_loss 8430, q_sample_forward
+//     11417, unet_forward 3631, forward_layer 3616 (a function of the layer's kind, such as forward_conv 2607 or
 //     forward_norm, with the addresses that layer_args 2393 makes),
-//     loss_forward_backward 11534, unet_backward 3706, which calls such a function as backward_conv 2614 of each layer
-//     (input gradients: conv_backward_input 19406) and, by launch_waiting 3668 on the side stream,
-//     conv_backward_weights 19822; finish_gradients 12660 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 18026;
-//     judge_step 18074 (the verdict: judge_batch 6756), update_slice 8620, adamw_update 18206 (adamw_kernel 18151),
-//     next_step 18080, record_step 18086; later collect_steps 8807
-//   --optimizer muon: muon_updates 6871 says which weights; update_slice 8620, update_by_muon 8610 (with the formulas),
-//     muon_momentum 18278, orthogonalise 18653 (with muon_kernel above it), adamw_kernel 18151 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11608): sample_batch 5040, plan_route 4785,
+//     loss_forward_backward 11535, unet_backward 3706, which calls such a function as backward_conv 2614 of each layer
+//     (input gradients: conv_backward_input 19407) and, by launch_waiting 3668 on the side stream,
+//     conv_backward_weights 19823; finish_gradients 12661 (those of norms); with several ranks send_gradients (in
+//     step_gradients) and all_to_all (in the last section); sum_gradients 18027;
+//     judge_step 18075 (the verdict: judge_batch 6756), update_slice 8621, adamw_update 18207 (adamw_kernel 18152),
+//     next_step 18081, record_step 18087; later collect_steps 8808
+//   --optimizer muon: muon_updates 6871 says which weights; update_slice 8621, update_by_muon 8611 (with the formulas),
+//     muon_momentum 18279, orthogonalise 18654 (with muon_kernel above it), adamw_kernel 18152 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11609): sample_batch 5040, plan_route 4785,
 //     device_step 4833, euler_step 4570 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19288 draws all of its roads):
-//     forward_conv 2607; conv_forward 19328, with conv_product above it, which asks conv_is_wgmma 18924;
-//     on Hopper, large images: pick_conv_tiles_3x3 19231 (its tiles, such as Resident16, stand above pick_conv_small);
-//     conv_tiles 16733, with conv_tiles_kernel above it; Accumulators 10513 (its function multiply); Wgmma 10062;
-//     on Hopper, small images: pick_conv_small 19083; conv_small 17200, with conv_small_kernel and multiply_small above
-//     it; Wgmma 10062;
-//     on any other GPU pick_conv_halo_bf16 18996; conv_halo 15027, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9857
-//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8515
+//   a convolution, to the tensor cores (a table above conv_product 19289 draws all of its roads):
+//     forward_conv 2607; conv_forward 19329, with conv_product above it, which asks conv_is_wgmma 18925;
+//     on Hopper, large images: pick_conv_tiles_3x3 19232 (its tiles, such as Resident16, stand above pick_conv_small);
+//     conv_tiles 16734, with conv_tiles_kernel above it; Accumulators 10514 (its function multiply); Wgmma 10063;
+//     on Hopper, small images: pick_conv_small 19084; conv_small 17201, with conv_small_kernel and multiply_small above
+//     it; Wgmma 10063;
+//     on any other GPU pick_conv_halo_bf16 18997; conv_halo 15028, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9858
+//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8516
 //   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 439,
-//     Silu 9069, with_nonlinearity 9079 (a case); BEHIND_NORMS, above add_norm 2838, chooses it. The embedding has SiLU
-//     as a layer: silu_forward 11100
+//     Silu 9070, with_nonlinearity 9080 (a case); BEHIND_NORMS, above add_norm 2838, chooses it. The embedding has SiLU
+//     as a layer: silu_forward 11101
 //   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3980
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 565, and beside each other edm_question
 //     3814, ask 3849, frame_of 3862, sigma_draws 3869, has_steps_of_t 3876; the head of their section lists the
@@ -123,10 +123,10 @@
 //     is_of_objective 7776
 //   to add a kind of layer: a list of all places stands above LayerKind 2499; an example is forward_linear 2527
 //     with what follows it; a function such as add_resblock 2891 puts the layer into the network; its operation
-//     needs a prototype in the interface, a kernel (such as linear_forward 11060), and loops in dev/reference.h
+//     needs a prototype in the interface, a kernel (such as linear_forward 11061), and loops in dev/reference.h
 //   to add an element type beside bf16: Element 332, with a list of all places above it: element_named 1450,
-//     forward_and_loss 8429, ElementOf 9040, with_act 9314 (act_has_wgmma below it), unpack_bf16 9462 and all below it
-//     to load_two 9526, mma 9857, tma_type 10233, adamw_kernel 18151 (adamw_update below it), conv_product 19288
+//     forward_and_loss 8430, ElementOf 9041, with_act 9315 (act_has_wgmma below it), unpack_bf16 9463 and all below it
+//     to load_two 9527, mma 9858, tma_type 10234, adamw_kernel 18152 (adamw_update below it), conv_product 19289
 //   the settings, to their values: parse_command_line 1649, take_aliases 1678, complete_config 6572
 //     (apply_preset 1565, take_model_file 6271, take_ect_defaults 6301), take_data_shape 6353 (take_labels 6330),
 //     check_model 1949, check_run 2102
@@ -134,8 +134,8 @@
 //     by which factor, and where. plan_fp8 3167 and plan_fp8_gradients 3182 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3227 for samples, make_fp8_training 3289 for training; add_fp8_args 2367
 //     hands them to the layers. forward_conv 2607, backward_conv 2614 and weight_work 2340 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19391 makes an input gradient a forward convolution; conv_product_fp8 19321 picks the
-//     kernel, multiply_fp8 10547 and WgmmaFp8 10106 multiply; weight gradients: conv_weight_fp8_kernel 17799;
+//     conv_backward_input_fp8 19392 makes an input gradient a forward convolution; conv_product_fp8 19322 picks the
+//     kernel, multiply_fp8 10548 and WgmmaFp8 10107 multiply; weight gradients: conv_weight_fp8_kernel 17800;
 //     print_fp8 7956 says whether it pays
 //   an error message, to its cause: search for three or four of its words behind the first colon, without numbers.
 //     (What stands before it, such as a flag and its value, or a file's name, is put together at run time. A long text
@@ -8114,8 +8114,9 @@ static void link_best_of_finished(Run* run, const std::string& resume) {
     keep_best_of_resumed(run);
 }
 
-// Begins a run: fills the weights, opens the files that the run writes, and writes a snapshot or a grid that is missing.
-// data, resume, start: as in train. Returns false if there is nothing to do, because all steps were done before.
+// Begins a run: fills the weights, opens the files that the run writes, and writes a snapshot or a grid that is
+// missing. data, resume, start: as in train. Returns false if there is nothing to do, because all steps were done
+// before.
 static bool begin_run(Run* run, const Dataset& data, const std::string& resume, const ModelFile& start) {
     const Config& c = run->config;
     const Dataset& val = run->val;

@@ -172,6 +172,15 @@ def test_sampling_in_large_batches(tmp_path: Path) -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize(("size", "batch", "limit"), [(8, 65536, "65535 images"), (4096, 16, "268435455 pixels")])
+def test_more_at_a_time_than_kernels_can_number(refused: Callable, make_data: Callable, size: int, batch: int, limit: str) -> None:
+    """CUDA limits the dimensions of a grid, and halo_source has 28 bits for a pixel."""
+    few = make_data("few.bin", make_images(1, 1, size, size))
+    model = f"--num_channels 32 --channel_mult 1 --num_res_blocks 1 --attention_resolutions {size}"
+    refused(flags(RUN, model, "--data_file", few, "--batch_size", batch), f"--batch_size {batch}", limit, binary="cuda")
+
+
+@needs_gpu
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
 def test_sanitizer(data: Path, tmp_path: Path, tool: str) -> None:
     if not shutil.which("compute-sanitizer"):
