@@ -6,151 +6,151 @@
 // Map (make map renews the line numbers)
 //    254  Part I. The program
 //    257     1. Types at the interface: what operations are called with
-//    802     2. The interface: all that the program asks of a device
-//   1184     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1288     4. Configuration: flags, presets, help, what can work and what cannot
-//   2118     5. The network: a list of layers, made of guided-diffusion's flags
-//   3153     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3163         FP8: its buffers, its factors, and weights in FP8
-//   3323         gradients, and buffers
-//   3600     7. Forward and backward: two walks over the list
-//   3742     8. Diffusion: noise schedules, objectives, samplers
-//   4053         the level of a training sample, drawn, and its share of the loss
-//   4538         samplers
-//   5132     9. Data: .bin files that may be larger than memory, the order of their images
-//   5719    10. Model files: weights and checkpoints, initial weights
-//   6110    11. Settings: what the command line leaves open comes from presets, model files and the data
-//   6453         presets, and all settings together
-//   6592         what ranks must have in common
-//   6666    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
-//   6688         the learning rate, the verdict on a step, averages of the weights
-//   6783         what a trainer holds, and how ranks gather it
-//   6994         the log in memory, as the page shows it
-//   7123         what a run holds
-//   7222         the log and the status line
-//   7421         checkpoints, snapshots and grids
-//   7706         a run's first weights: new, of a file, or of the run that is resumed
-//   8014         what else a run takes when it begins: validation data, conditions of grids, its folder
-//   8159         samples, without a run
-//   8334    13. A training step, the loop over the steps, and main
-//   8358         a step
-//   8724         how a run ends
+//    803     2. The interface: all that the program asks of a device
+//   1185     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1289     4. Configuration: flags, presets, help, what can work and what cannot
+//   2119     5. The network: a list of layers, made of guided-diffusion's flags
+//   3156     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3166         FP8: its buffers, its factors, and weights in FP8
+//   3326         gradients, and buffers
+//   3603     7. Forward and backward: two walks over the list
+//   3748     8. Diffusion: noise schedules, objectives, samplers
+//   4059         the level of a training sample, drawn, and its share of the loss
+//   4544         samplers
+//   5138     9. Data: .bin files that may be larger than memory, the order of their images
+//   5725    10. Model files: weights and checkpoints, initial weights
+//   6116    11. Settings: what the command line leaves open comes from presets, model files and the data
+//   6459         presets, and all settings together
+//   6598         what ranks must have in common
+//   6672    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
+//   6694         the learning rate, the verdict on a step, averages of the weights
+//   6789         what a trainer holds, and how ranks gather it
+//   7000         the log in memory, as the page shows it
+//   7129         what a run holds
+//   7228         the log and the status line
+//   7427         checkpoints, snapshots and grids
+//   7712         a run's first weights: new, of a file, or of the run that is resumed
+//   8020         what else a run takes when it begins: validation data, conditions of grids, its folder
+//   8168         how a run ends
+//   8238         samples, without a run
+//   8413    13. A training step, the loop over the steps, and main
+//   8437         a step
 //   8804         the loop over the steps
-//   8913         train: a whole run, from the first check to the exit code
-//   8947         main
-//   9020  Part II. The device
-//   9023    14. What all devices share: elements, nonlinearities, patches of pixels
-//   9107    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9177    16. The GPU: what all kernels share
-//   9249         Launches, which may overlap
-//   9296         Decisions: what kernels are chosen with
-//   9351         Single instructions: shared memory, mbarriers, clusters
-//   9447         Activations: pieces of 16 bytes
-//   9790         each_kernel: a thread for an element
-//   9804         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9974         Swizzle: how rows lie in shared memory
-//   9995         Hopper (sm_90a): TMA, wgmma and what goes with them
-//  10280         building blocks of Hopper's kernels (sm_90a)
-//  10598    17. Small operations: resampling, embeddings, diffusion
-//  10601         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10814         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11183         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11741    18. Group norm
-//  11744         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12307         groupnorm_backward_whole: an image's slab in shared memory
-//  12712    19. Attention
-//  12820         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13385         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13533         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14242    20. Convolution
-//  14296         ConvOut: results, 4 channels of a pixel at a time
-//  14545         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14616         conv_halo: 3x3, stride 1, any GPU
-//  15041         conv_gather: any kernel size and stride, any GPU
-//  15314         conv_few: the first and the last layer
-//  15501         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16115         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16246         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16749         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17215         conv_weight_tma: weight gradients (sm_90a)
-//  17530         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17856         FP8 in training: weights and gradients are rounded
-//  17972    21. The optimiser
-//  17975         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18236         muon: directions for matrices of weights
-//  18677    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18680         groupnorm_backward
-//  18850         attention: forward and, where a has dout, backward
-//  18915         convolution: forward and input gradient
-//  19442         convolution: weight gradients
-//  19830    23. The GPU: memory, copies, repeated work
-//  20063    24. Between ranks: from device to device
+//   8927         train: a whole run, from the first check to the exit code
+//   8962         main
+//   9035  Part II. The device
+//   9038    14. What all devices share: elements, nonlinearities, patches of pixels
+//   9122    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9192    16. The GPU: what all kernels share
+//   9264         Launches, which may overlap
+//   9311         Decisions: what kernels are chosen with
+//   9366         Single instructions: shared memory, mbarriers, clusters
+//   9462         Activations: pieces of 16 bytes
+//   9805         each_kernel: a thread for an element
+//   9819         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9989         Swizzle: how rows lie in shared memory
+//  10010         Hopper (sm_90a): TMA, wgmma and what goes with them
+//  10295         building blocks of Hopper's kernels (sm_90a)
+//  10613    17. Small operations: resampling, embeddings, diffusion
+//  10616         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10829         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11198         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11756    18. Group norm
+//  11759         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12322         groupnorm_backward_whole: an image's slab in shared memory
+//  12727    19. Attention
+//  12835         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13400         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13548         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14257    20. Convolution
+//  14311         ConvOut: results, 4 channels of a pixel at a time
+//  14560         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14631         conv_halo: 3x3, stride 1, any GPU
+//  15056         conv_gather: any kernel size and stride, any GPU
+//  15329         conv_few: the first and the last layer
+//  15516         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16130         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16261         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16764         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17230         conv_weight_tma: weight gradients (sm_90a)
+//  17545         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17871         FP8 in training: weights and gradients are rounded
+//  17987    21. The optimiser
+//  17990         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18251         muon: directions for matrices of weights
+//  18692    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18695         groupnorm_backward
+//  18865         attention: forward and, where a has dout, backward
+//  18930         convolution: forward and input gradient
+//  19458         convolution: weight gradients
+//  19846    23. The GPU: memory, copies, repeated work
+//  20079    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
-//   a step, from the images to the weights:
-//     main 9016, run_program 8950, train 8920, run_step 8869, train_step 8648, load_batch 5672 (read_image 5223),
-//     send 20033 (to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19964):
-//     step_gradients 8516: draw_levels 11202 (the formulas: draw_level 4126), forward_and_loss 8430, q_sample_forward
-//     11417, unet_forward 3631, forward_layer 3616 (a function of the layer's kind, such as forward_conv 2607 or
-//     forward_norm, with the addresses that layer_args 2393 makes),
-//     loss_forward_backward 11535, unet_backward 3706, which calls such a function as backward_conv 2614 of each layer
-//     (input gradients: conv_backward_input 19407) and, by launch_waiting 3668 on the side stream,
-//     conv_backward_weights 19823; finish_gradients 12661 (those of norms); with several ranks send_gradients (in
-//     step_gradients) and all_to_all (in the last section); sum_gradients 18027;
-//     judge_step 18075 (the verdict: judge_batch 6756), update_slice 8621, adamw_update 18207 (adamw_kernel 18152),
-//     next_step 18081, record_step 18087; later collect_steps 8808
-//   --optimizer muon: muon_updates 6871 says which weights; update_slice 8621, update_by_muon 8611 (with the formulas),
-//     muon_momentum 18279, orthogonalise 18654 (with muon_kernel above it), adamw_kernel 18152 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11609): sample_batch 5040, plan_route 4785,
-//     device_step 4833, euler_step 4570 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19289 draws all of its roads):
-//     forward_conv 2607; conv_forward 19329, with conv_product above it, which asks conv_is_wgmma 18925;
-//     on Hopper, large images: pick_conv_tiles_3x3 19232 (its tiles, such as Resident16, stand above pick_conv_small);
-//     conv_tiles 16734, with conv_tiles_kernel above it; Accumulators 10514 (its function multiply); Wgmma 10063;
-//     on Hopper, small images: pick_conv_small 19084; conv_small 17201, with conv_small_kernel and multiply_small above
-//     it; Wgmma 10063;
-//     on any other GPU pick_conv_halo_bf16 18997; conv_halo 15028, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9858
-//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8516
-//   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 439,
-//     Silu 9070, with_nonlinearity 9080 (a case); BEHIND_NORMS, above add_norm 2838, chooses it. The embedding has SiLU
-//     as a layer: silu_forward 11101
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3980
-//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 565, and beside each other edm_question
-//     3814, ask 3849, frame_of 3862, sigma_draws 3869, has_steps_of_t 3876; the head of their section lists the
-//     changes. For a parameter that model files keep: model_header 5825, check_lists 5927, take_model_file 6271,
-//     is_of_objective 7776
-//   to add a kind of layer: a list of all places stands above LayerKind 2499; an example is forward_linear 2527
-//     with what follows it; a function such as add_resblock 2891 puts the layer into the network; its operation
-//     needs a prototype in the interface, a kernel (such as linear_forward 11061), and loops in dev/reference.h
-//   to add an element type beside bf16: Element 332, with a list of all places above it: element_named 1450,
-//     forward_and_loss 8430, ElementOf 9041, with_act 9315 (act_has_wgmma below it), unpack_bf16 9463 and all below it
-//     to load_two 9527, mma 9858, tma_type 10234, adamw_kernel 18152 (adamw_update below it), conv_product 19289
-//   the settings, to their values: parse_command_line 1649, take_aliases 1678, complete_config 6572
-//     (apply_preset 1565, take_model_file 6271, take_ect_defaults 6301), take_data_shape 6353 (take_labels 6330),
-//     check_model 1949, check_run 2102
-//   FP8 (--precision fp8): choose_fp8 3092 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3167 and plan_fp8_gradients 3182 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3227 for samples, make_fp8_training 3289 for training; add_fp8_args 2367
-//     hands them to the layers. forward_conv 2607, backward_conv 2614 and weight_work 2340 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19392 makes an input gradient a forward convolution; conv_product_fp8 19322 picks the
-//     kernel, multiply_fp8 10548 and WgmmaFp8 10107 multiply; weight gradients: conv_weight_fp8_kernel 17800;
-//     print_fp8 7956 says whether it pays
+//   a step, from the images to the weights (what stands in brackets need not be opened: where it is called, a comment
+//   says what it does):
+//     main 9031, run_program 8965, train 8934, run_step 8883 (these stand one above the other), train_step 8773,
+//     load_batch 5678, read_image 5229 (send 20049: to the GPU);
+//     the rest is recorded as a graph at the first two steps and repeated later (replay 19980):
+//     step_gradients 8641; draw_levels 11217 (the formulas: draw_level 4132); forward_and_loss 8509; q_sample_forward
+//     11432; unet_forward 3636 with forward_layer above it (layer_args 2394: addresses), which calls a function of the
+//     layer's kind, such as forward_conv 2610; loss_forward_backward 11550; unet_backward 3713, which calls such a
+//     function as backward_conv 2617 of each layer (the input gradient of a convolution: conv_backward_input 19423)
+//     and, by launch_waiting 3673 on the side stream, conv_backward_weights 19839 (finish_gradients 12676: those of
+//     norms); with several ranks send_gradients (in step_gradients) and all_to_all (in the last section); sum_gradients
+//     18042, judge_step 18090 (the verdict: judge_batch 6762); update_slice 8746 (above train_step), adamw_update 18222
+//     with adamw_kernel above it; next_step 18096, record_step 18102; later collect_steps 8808
+//   --optimizer muon: muon_updates 6877 says which weights; update_slice 8746, update_by_muon 8736 (with the formulas),
+//     muon_momentum 18294, orthogonalise 18669 (with muon_kernel above it), adamw_kernel 18167 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11624): sample_batch 5046, plan_route 4791,
+//     device_step 4839, euler_step 4576 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 19305 draws all of its roads):
+//     forward_conv 2610; conv_forward 19345, with conv_product above it, which asks conv_is_wgmma 18940;
+//     on Hopper, large images: pick_conv_tiles_3x3 19248 (its tiles, such as Resident16, stand above pick_conv_small);
+//     conv_tiles 16749, with conv_tiles_kernel above it; Accumulators 10529 (its function multiply); Wgmma 10078;
+//     on Hopper, small images: pick_conv_small 19099; conv_small 17216, with conv_small_kernel and multiply_small above
+//     it; Wgmma 10078;
+//     on any other GPU pick_conv_halo_bf16 19012; conv_halo 15043, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9873
+//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8641
+//   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 440,
+//     Silu 9085, with_nonlinearity 9095 (a case); BEHIND_NORMS, above add_norm 2841, chooses it. The embedding has SiLU
+//     as a layer: silu_forward 11116
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3986
+//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 566, and beside each other edm_question
+//     3820, ask 3855, frame_of 3868, sigma_draws 3875, has_steps_of_t 3882; the head of their section lists the
+//     changes. For a parameter that model files keep: model_header 5831, check_lists 5933, take_model_file 6277,
+//     is_of_objective 7782
+//   to add a kind of layer: a list of all places stands above LayerKind 2502; an example is forward_linear 2530
+//     with what follows it; a function such as add_resblock 2894 puts the layer into the network; its operation
+//     needs a prototype in the interface, a kernel (such as linear_forward 11076), and loops in dev/reference.h
+//   to add an element type beside bf16: Element 333, with a list of all places above it: element_named 1451,
+//     forward_and_loss 8509, ElementOf 9056, with_act 9330 (act_has_wgmma below it), unpack_bf16 9478 and all below it
+//     to load_two 9542, mma 9873, tma_type 10249, adamw_kernel 18167 (adamw_update below it), conv_product 19305
+//   the settings, to their values: parse_command_line 1650, take_aliases 1679, complete_config 6578
+//     (apply_preset 1566, take_model_file 6277, take_ect_defaults 6307), take_data_shape 6359 (take_labels 6336),
+//     check_model 1950, check_run 2103
+//   FP8 (--precision fp8): choose_fp8 3095 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3170 and plan_fp8_gradients 3185 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3230 for samples, make_fp8_training 3292 for training; add_fp8_args 2368
+//     hands them to the layers. forward_conv 2610, backward_conv 2617 and weight_work 2341 choose between bf16 and FP8;
+//     conv_backward_input_fp8 19408 makes an input gradient a forward convolution; conv_product_fp8 19338 picks the
+//     kernel, multiply_fp8 10563 and WgmmaFp8 10122 multiply; weight gradients: conv_weight_fp8_kernel 17815;
+//     print_fp8 7962 says whether it pays
 //   an error message, to its cause: search for three or four of its words behind the first colon, without numbers.
 //     (What stands before it, such as a flag and its value, or a file's name, is put together at run time. A long text
-//     goes on in the next line.) They stand where the error is found: in a call of die, refuse or must (host/files.h),
-//     of wrong 1530 (a flag's value), or of a function beside it whose name ends in _unless. If a function stores the
-//     message in a variable, such as `error` or `why`, look for what reads the variable next: it prints the message. A
-//     message that begins with "stopped at step" comes from stop_run 7439, either because save_arrays 7496 found
-//     weights that are not finite, or after bad steps, which judge_batch 6756 finds by healthy and suspicious above it.
-//     For a damaged header they stand in check_field 5918 and check_unused (host/files.h): look at their callers; for a
-//     data file also in take_data_fields 5271, for a checkpoint's counters in check_resume 6412. unknown_word 1436
-//     prints the message for a word of a flag that some place does not know. Such a place calls it itself or through
-//     meaning 1442. Notices, after which the run goes on, stand in calls of tell or printf. Two of them may end the run
-//     later: report_bad_step 7694 says that a step was skipped (the run ends after --max_bad_steps such steps in a
-//     row), is_written 7465 that a file could not be written yet. stop_run 7439 ends a run whose weights are broken. It
-//     saves nothing, and names the checkpoint to go on from
+//     goes on in the next line. If nothing is found here, search host/.) They stand where the error is found: in a call
+//     of die, refuse or must (host/files.h), of wrong 1531 (a flag's value), or of a function beside it whose name ends
+//     in _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7445,
+//     either because save_arrays 7502 found weights that are not finite, or after bad steps, which judge_batch 6762
+//     finds by healthy and suspicious above it. For a damaged header they stand in check_field 5924 and check_unused
+//     (host/files.h): look at their callers; for a data file also in take_data_fields 5277, for a checkpoint's counters
+//     in check_resume 6418. unknown_word 1437 prints the message for a word of a flag that some place does not know.
+//     Such a place calls it itself or through meaning 1443. Notices, after which the run goes on, stand in calls of
+//     tell or printf. Two of them may end the run later: report_bad_step 7700 says that a step was skipped (the run
+//     ends after --max_bad_steps such steps in a row), is_written 7471 that a file could not be written yet. stop_run
+//     7445 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -315,7 +315,7 @@ static const char* const PRESET_ELSE = "fashion32";
 // Until these are done, a run ends with an error message:
 //   `precision`                its word, in the flag's row of common/flags.h and in element_named (section 4). In the
 //                              row it comes after all other words, because model files hold a word's place in the row.
-//                              Below element_named, --use_fp16 chooses bf16. Should it choose the new type?
+//                              Below element_named, --use_fp16 chooses bf16. If the new type is fp16, change that
 //   conv_product               its rows in the table (section 22): one for pick_conv_gather, and one for a function
 //                              like pick_conv_halo_bf16. Only conv_halo can upsample, and store the last layer's fp32
 //
@@ -325,7 +325,8 @@ static const char* const PRESET_ELSE = "fashion32";
 //   act_has_wgmma              It is false for the new type, so a Hopper GPU, too, uses the kernels for any GPU. It may
 //                              become true when Hopper's kernels support the type. The element is a template parameter
 //                              of conv_tiles and conv_small. All other kernels for Hopper are written for one type:
-//                              conv_weight_fp8 for FP8, and the rest for bf16
+//                              conv_weight_fp8 for FP8, and the rest for bf16. So before it becomes true for some of
+//                              these kernels, split it in two
 //   forward_and_loss           A type whose smallest numbers are larger than bf16's (fp16) loses small gradients. Then
 //                              `factor` there has to be larger (a loss scale), and sum_gradients has to undo it.
 //                              (Then sum_gradients must always write the sum: so far, its `write` may be false.)
@@ -2485,7 +2486,9 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 //      its forward function also writes the sums that the norm needs, and sets the number of their parts
 //      (a.out_stats.parts; see forward_layer), which is at most max_stat_parts. If the kind needs a setting, add a
 //      member to Layer. The functions can read it as they read a.layer->heads
-//   2. a line that adds such a layer to the list: add_layer(net, {.kind = &...}, ...) in a function like add_resblock
+//   2. a line that adds such a layer to the list: add_layer(net, {.kind = &...}, ...) in a function like add_resblock.
+//      If the layer has weights, add_params before it (add_embedding shows both). If such a weight does not lie in
+//      memory as PyTorch's does, also permute_param (section 10)
 //   3. its operation: a prototype in section 2, a kernel in Part II, loops in dev/reference.h. If its kernel needs a
 //      workspace, the function that says how large also needs a prototype, and returns 0 in section 15 (the CPU)
 //   4. muon_updates, if AdamW should update its weights also with --optimizer muon. Without this change, Muon updates
@@ -3616,8 +3619,10 @@ static void (*mark)(const Operation&) = [](const Operation&) {};
 static void forward_layer(const Walk& walk, const Layer& l) {
     if (l.fused) return; // the next layer also computes this one
     mark({.layer = &l});
-    LayerArgs a = layer_args(walk, l); // the shapes, and where the layer's tensors and weights lie
-    l.kind->forward(a);                // for example forward_conv (section 5)
+    // The shapes, and the addresses of the layer's tensors and weights. (Convolutions read the copy of their weights,
+    // which is bf16 if activations are. All other layers read weights in fp32.)
+    LayerArgs a = layer_args(walk, l);
+    l.kind->forward(a); // for example forward_conv (section 5)
     // If a norm reads the output, l.kind->forward has also summed the output and its square over the pixels, in one or
     // more parts (Stats). It has set a.out_stats.parts to the number of these parts. The number is kept in the tensor,
     // where layer_args finds it when the norm is computed.
@@ -3668,6 +3673,8 @@ struct WeightGradients {
     void launch_waiting() {
         // When this launch's work is finished, the flat array of the gradients is complete from index complete_from on.
         // So complete_from must lie after the weights of every convolution whose weight gradient is not launched yet.
+        // These are the convolutions before `last` in the list, because the backward pass goes from the last layer to
+        // the first.
         // From plain_size on, the flat array holds nothing but convolutions' weights. Of the gradients before
         // plain_size, some are only complete at the end of the backward pass (finish_gradients).
         size_t complete_from = net->plain_size;
@@ -3718,12 +3725,11 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
             if (before.block_end == i) forward_layer(walk, before);
         LayerArgs a = layer_args(walk, l);
         if (l.kind == &CONV) {
-            // If l reads net->input, l is the network's first convolution. After it, only the embedding's layers are
-            // left in the backward pass. Without --use_scale_shift_norm, convolutions read the embedding, and the
-            // embedding's gradient (demb) is computed together with their weight gradients. Then the embedding's layers
-            // wait for those weight gradients, but they need not wait for l's. So the weight gradients that are waiting
-            // now are launched alone, before l's weight gradient is added. (With --cond_channels or --patch_size, the
-            // first convolution reads another tensor, and this is not done.)
+            // Without --use_scale_shift_norm, convolutions read the embedding. Then the embedding's gradient (demb) is
+            // computed together with their weight gradients. If l is the network's first convolution (it reads
+            // net->input), only the embedding's layers are left after it. They wait for the weight gradients that make
+            // demb, and these should not have to wait for l's. So they are launched now, without l's. (With
+            // --cond_channels or --patch_size, the first convolution reads another tensor, and this is not done.)
             if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.launch_waiting();
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
             if (l.rounds_dout) round_gradient(a.dout_fp8, a.dout, (size_t)B * a.Hout * a.Wout * a.Cout);
@@ -8026,8 +8032,11 @@ static Dataset open_validation_data(const Config& c, const Dataset& data) {
         die("--val_data_file %s: has %d numbers an image and the model takes --cond_dim %d", val.path.c_str(), val.K,
             c.cond_dim);
     // For a model with classes, the validation images must have labels, of at most --num_classes classes.
-    const bool labels_fit = !val.labels.empty() && val.classes <= c.num_classes;
-    if (val.count && c.class_cond && !labels_fit)
+    if (val.count && c.class_cond && val.labels.empty())
+        die("--val_data_file %s: has no labels, and the model has classes; "
+            "it must be labelled as the training data is, or train with --class_cond False",
+            val.path.c_str());
+    if (val.count && c.class_cond && val.classes > c.num_classes)
         die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is, "
             "or train with --class_cond False",
             val.path.c_str(), val.classes, c.num_classes);
@@ -8153,6 +8162,76 @@ static bool begin_run(Run* run, const Dataset& data, const std::string& resume, 
     }
     if (lacks_grid && !all_steps_done) save_grid(run); // finish_complete draws the last grid
     return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- how a run ends
+
+// Writes the last checkpoint and the last snapshot, if they do not exist yet. If the disk is full, this function tries
+// again for PATIENCE_AT_THE_END seconds, or until a second signal comes. Then it ends the program.
+static void save_at_the_end(Run* run) {
+    const int64_t updates = run->state.updates;
+    const bool takes_snapshots = run->config.ema_snapshots;
+    const double began = now();
+    stop_signal = 0; // from now on, the next signal counts as the second one
+    while (true) {
+        // The snapshot comes before the checkpoint, for the reason that run_step gives.
+        if (takes_snapshots && run->snapshot_updates < updates) save_snapshot(run);
+        if (run->saved_updates < updates) save_checkpoint(run);
+        const bool snapshot_done = !takes_snapshots || run->snapshot_updates == updates;
+        if (run->saved_updates == updates && snapshot_done) return;
+        const bool give_up = stop_signal || now() - began > PATIENCE_AT_THE_END;
+        if (any_rank("the end of a wait", give_up))
+            die("%s: step %ld could not be saved; %s", run->config.output_dir.c_str(), run->state.step,
+                saved_so_far(*run).c_str());
+        sleep(1); // a signal ends the sleep early
+    }
+}
+
+// Returns why an image could not be read; "": all images could be read.
+static std::string data_error(const Run& run) { return run.trainer.data.error + run.val.error; }
+
+// Ends a run that was stopped by a signal, or by data that cannot be read.
+static void finish_stopped(Run* run) {
+    // Data that can't be read is an error, and a signal is not an error. In both cases the message says what is saved.
+    const int64_t step = run->state.step;
+    const std::string saved = saved_so_far(*run);
+    const std::string error = data_error(*run);
+    if (!error.empty()) die("%s; stopped after step %ld; %s", error.c_str(), step, saved.c_str());
+    const std::string end = text("stopped by %s after step %ld; ", STOP_SIGNALS.at(run->stop), step) + saved;
+    write_page(run, "stopped", end);
+    tell(run, "%s\n", end.c_str());
+}
+
+// Ends a run that has done all its steps.
+static void finish_complete(Run* run) {
+    const Config& c = run->config;
+    const StepState& s = run->state;
+    if (c.sample_interval) save_grid(run);
+    if (run->stop) return finish_stopped(run); // a signal came while the grid was drawn
+    write_page(run, "done");
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    // A resumed run that only had to write a missing grid or snapshot has done no step. Then the divisor `steps` is 1
+    // all the same.
+    const double steps = (double)std::max<int64_t>(s.step - run->first_step, 1);
+    const double ms = run->seconds / steps * 1e3;
+    const double peak_mib = usage.ru_maxrss / 1024.0; // Linux gives it in KiB
+    tell(run, "done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step, ms, peak_mib,
+         c.output_dir.c_str());
+}
+
+// Writes the rows and pictures that still wait for the disk. This is the last attempt. So if any of them can't be
+// written, the program ends with an error.
+static void write_the_rest(Run* run) {
+    write_log(run);
+    write_waiting(run);
+    if (!world.rank && (!run->unwritten_rows.empty() || fsync(run->log_file)))
+        die("%s: its last rows could not be written (%s)", run->folder.name("log.csv").c_str(), strerror(errno));
+    const auto& waiting = run->waiting_pictures;
+    if (!waiting.empty())
+        die("%s: could not be written, and so %zu pictures are missing, for want of room; the rest is there",
+            run->folder.name(waiting.begin()->first).c_str(), waiting.size());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8471,6 +8550,52 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
     else loss_forward_backward(loss, dout, out, tr->target, x, levels, o, factor, B, HW, C, c.out_channels());
 }
 
+// Returns the mean loss of a data set's first 512 images (or of all, if there are fewer). Returns NaN if they can't be
+// read. t and noise are the same in every call, so that the losses of different calls can be compared. With --objective
+// ect, the gap between student and teacher changes from step to step. Here it is always the gap of the run's last step,
+// for the same reason.
+static double validation_loss(Trainer* tr, Dataset* val) {
+    const Config& c = tr->net.config;
+    const int count = (int)std::min<int64_t>(val->count, 512);
+    const int most = tr->net.B; // the largest number of images in a rank's batch
+    const int N = world.size;
+    std::vector<double> losses(count);
+    // zero is the number of the step for all random draws, so that every call draws the same. zero and batch are
+    // allocated once, at the first call.
+    static int64_t* const zero = device_alloc<int64_t>(1);
+    static Upload batch = make_upload(val->batch_bytes(most, c));
+    val->asked = 0; // ask for the images again: the system may have dropped them from memory since the last call
+    Objective objective = tr->objective;
+    objective.rms_losses = nullptr; // draw t uniformly, also with --schedule_sampler loss-second-moment
+    objective.tuning.step = tr->last_step;
+    for (int i = 0; i < count; i += N * most) { // in each round, every rank computes one batch
+        come_to("a batch of validation");
+        const int first = world.rank * most;
+        const int B = std::min(most, count - i - first); // below 1 if no image is left for this rank
+        if (B > 0) {
+            if (!load_batch(&batch, val, c, false, i + first, B)) return NAN;
+            const RandomKey key{(uint64_t)c.seed, RANDOM_VAL_TIMESTEP, zero, i + first};
+            draw_levels(tr->levels + first, tr->t + first, tr->quarters + first, B, objective, key);
+            tr->net.labels = (int*)(batch.device + val->labels_at(B));
+            tr->net.values = (float*)(batch.device + val->values_at(B));
+            const Pixels images{batch.device, val->bytes};
+            const Pixels pictures{batch.device + val->pictures_at(B, c), val->cond ? val->cond->bytes : 0};
+            if (c.cond_channels) put_pictures(tr, images, pictures, B, key, false);
+            forward_and_loss(tr, objective, batch.device, val->bytes, first, B, key, Dropout{}, false);
+            release(&batch);
+        }
+        if (N > 1) {
+            meet();
+            begin_exchange();
+            all_gather(tr->loss, tr->loss + first, most * sizeof(double), MAIN_STREAM);
+            end_exchange();
+        }
+        copy_to_host(&losses[i], tr->loss, std::min(N * most, count - i) * sizeof(double));
+    }
+    meet(); // the next step of another rank writes to this rank's tr->loss
+    return std::accumulate(losses.begin(), losses.end(), 0.0) / count;
+}
+
 // Computes this rank's slice of the gradient of a step. The result is in tr->sum.
 //
 // Why do N ranks compute the same bits as one rank? Sums of floats depend on their order, so the results of a run on N
@@ -8658,7 +8783,8 @@ static bool train_step(Trainer* tr, int64_t step) {
     // (`mark` is for dev/bench, which measures how long each part of a step takes.)
     replay(&tr->graph[step % 2], [&] {
         step_gradients(tr, *batch);
-        // Computes the gradient's norm, the step's loss and learning rate, and decides whether the step is good.
+        // Computes the gradient's norm, the step's loss and learning rate, and decides whether the step is good:
+        // whether its loss and its norm are finite, and not far larger than usual (judge_batch).
         mark({"judge the step"});
         judge_step(tr->state, tr->squares, stretches, tr->loss, tr->quarters, tr->adamw, B);
         if (tr->history) update_rms_losses(tr->rms_losses, tr->history, tr->levels, tr->loss, tr->state, T, B);
@@ -8672,132 +8798,6 @@ static bool train_step(Trainer* tr, int64_t step) {
     });
     release(batch);
     return true;
-}
-
-// Returns the mean loss of a data set's first 512 images (or of all, if there are fewer). Returns NaN if they can't be
-// read. t and noise are the same in every call, so that the losses of different calls can be compared. With --objective
-// ect, the gap between student and teacher changes from step to step. Here it is always the gap of the run's last step,
-// for the same reason.
-static double validation_loss(Trainer* tr, Dataset* val) {
-    const Config& c = tr->net.config;
-    const int count = (int)std::min<int64_t>(val->count, 512);
-    const int most = tr->net.B; // the largest number of images in a rank's batch
-    const int N = world.size;
-    std::vector<double> losses(count);
-    // zero is the number of the step for all random draws, so that every call draws the same. zero and batch are
-    // allocated once, at the first call.
-    static int64_t* const zero = device_alloc<int64_t>(1);
-    static Upload batch = make_upload(val->batch_bytes(most, c));
-    val->asked = 0; // ask for the images again: the system may have dropped them from memory since the last call
-    Objective objective = tr->objective;
-    objective.rms_losses = nullptr; // draw t uniformly, also with --schedule_sampler loss-second-moment
-    objective.tuning.step = tr->last_step;
-    for (int i = 0; i < count; i += N * most) { // in each round, every rank computes one batch
-        come_to("a batch of validation");
-        const int first = world.rank * most;
-        const int B = std::min(most, count - i - first); // below 1 if no image is left for this rank
-        if (B > 0) {
-            if (!load_batch(&batch, val, c, false, i + first, B)) return NAN;
-            const RandomKey key{(uint64_t)c.seed, RANDOM_VAL_TIMESTEP, zero, i + first};
-            draw_levels(tr->levels + first, tr->t + first, tr->quarters + first, B, objective, key);
-            tr->net.labels = (int*)(batch.device + val->labels_at(B));
-            tr->net.values = (float*)(batch.device + val->values_at(B));
-            const Pixels images{batch.device, val->bytes};
-            const Pixels pictures{batch.device + val->pictures_at(B, c), val->cond ? val->cond->bytes : 0};
-            if (c.cond_channels) put_pictures(tr, images, pictures, B, key, false);
-            forward_and_loss(tr, objective, batch.device, val->bytes, first, B, key, Dropout{}, false);
-            release(&batch);
-        }
-        if (N > 1) {
-            meet();
-            begin_exchange();
-            all_gather(tr->loss, tr->loss + first, most * sizeof(double), MAIN_STREAM);
-            end_exchange();
-        }
-        copy_to_host(&losses[i], tr->loss, std::min(N * most, count - i) * sizeof(double));
-    }
-    meet(); // the next step of another rank writes to this rank's tr->loss
-    return std::accumulate(losses.begin(), losses.end(), 0.0) / count;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// --- how a run ends
-
-// Writes the last checkpoint and the last snapshot, if they do not exist yet. If the disk is full, this function tries
-// again for PATIENCE_AT_THE_END seconds, or until a second signal comes. Then it ends the program.
-static void save_at_the_end(Run* run) {
-    const int64_t updates = run->state.updates;
-    const bool takes_snapshots = run->config.ema_snapshots;
-    const double began = now();
-    stop_signal = 0; // from now on, the next signal counts as the second one
-    while (true) {
-        // The snapshot comes before the checkpoint, for the reason that run_step gives.
-        if (takes_snapshots && run->snapshot_updates < updates) save_snapshot(run);
-        if (run->saved_updates < updates) save_checkpoint(run);
-        const bool snapshot_done = !takes_snapshots || run->snapshot_updates == updates;
-        if (run->saved_updates == updates && snapshot_done) return;
-        const bool give_up = stop_signal || now() - began > PATIENCE_AT_THE_END;
-        if (any_rank("the end of a wait", give_up))
-            die("%s: step %ld could not be saved; %s", run->config.output_dir.c_str(), run->state.step,
-                saved_so_far(*run).c_str());
-        sleep(1); // a signal ends the sleep early
-    }
-}
-
-// Returns why an image could not be read; "": all images could be read.
-static std::string data_error(const Run& run) { return run.trainer.data.error + run.val.error; }
-
-// Ends a run that was stopped by a signal, or by data that cannot be read.
-static void finish_stopped(Run* run) {
-    // Data that can't be read is an error, and a signal is not an error. In both cases the message says what is saved.
-    const int64_t step = run->state.step;
-    const std::string saved = saved_so_far(*run);
-    const std::string error = data_error(*run);
-    if (!error.empty()) die("%s; stopped after step %ld; %s", error.c_str(), step, saved.c_str());
-    const std::string end = text("stopped by %s after step %ld; ", STOP_SIGNALS.at(run->stop), step) + saved;
-    write_page(run, "stopped", end);
-    tell(run, "%s\n", end.c_str());
-}
-
-// Ends a run that has done all its steps.
-static void finish_complete(Run* run) {
-    const Config& c = run->config;
-    const StepState& s = run->state;
-    if (c.sample_interval) save_grid(run);
-    if (run->stop) return finish_stopped(run); // a signal came while the grid was drawn
-    write_page(run, "done");
-    struct rusage usage;
-    getrusage(RUSAGE_SELF, &usage);
-    // A resumed run that only had to write a missing grid or snapshot has done no step. Then the divisor `steps` is 1
-    // all the same.
-    const double steps = (double)std::max<int64_t>(s.step - run->first_step, 1);
-    const double ms = run->seconds / steps * 1e3;
-    const double peak_mib = usage.ru_maxrss / 1024.0; // Linux gives it in KiB
-    tell(run, "done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step, ms, peak_mib,
-         c.output_dir.c_str());
-    // Old checkpoints are removed only when a good step has followed the newest checkpoint. So if there are too many
-    // checkpoints now, one more step is done, only to find out whether the newest checkpoint is good.
-    const int keep = c.keep_checkpoints;
-    const bool too_many = !world.rank && keep && (int)run->folder.list().size() > keep;
-    // Only rank 0 has opened the folder. But all ranks must do the step together, because they exchange gradients. So
-    // rank 0 tells the other ranks whether the step is needed. The weights after this step are not saved.
-    if (!any_rank("the question whether a checkpoint is to spare", too_many)) return;
-    if (!train_step(&run->trainer, run->issued)) return;
-    copy_to_host(&run->state, run->trainer.records + run->issued % RECORDS, sizeof run->state);
-    if (run->state.ok) prove_checkpoint(run); // the state of the step that was just done
-}
-
-// Writes the rows and pictures that still wait for the disk. This is the last attempt. So if any of them can't be
-// written, the program ends with an error.
-static void write_the_rest(Run* run) {
-    write_log(run);
-    write_waiting(run);
-    if (!world.rank && (!run->unwritten_rows.empty() || fsync(run->log_file)))
-        die("%s: its last rows could not be written (%s)", run->folder.name("log.csv").c_str(), strerror(errno));
-    const auto& waiting = run->waiting_pictures;
-    if (!waiting.empty())
-        die("%s: could not be written, and so %zu pictures are missing, for want of room; the rest is there",
-            run->folder.name(waiting.begin()->first).c_str(), waiting.size());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8841,6 +8841,20 @@ static void collect_steps(Run* run, bool validate, bool show) {
     if (show) print_step(run, val);
     if (now() >= run->page.due) write_page(run, "running");
     run->steps_began = now();
+}
+
+// Finds out whether the last checkpoint of a finished run is good, if that is needed. Old checkpoints are removed only
+// when a good step has followed the newest checkpoint. So if there are too many checkpoints now, one more step is done.
+// The weights after this step are not saved.
+static void prove_last_checkpoint(Run* run) {
+    const int keep = run->config.keep_checkpoints;
+    const bool too_many = !world.rank && keep && (int)run->folder.list().size() > keep;
+    // Only rank 0 has opened the folder. But all ranks must do the step together, because they exchange gradients. So
+    // rank 0 tells the other ranks whether the step is needed.
+    if (!any_rank("the question whether a checkpoint is to spare", too_many)) return;
+    if (!train_step(&run->trainer, run->issued)) return;
+    copy_to_host(&run->state, run->trainer.records + run->issued % RECORDS, sizeof run->state);
+    if (run->state.ok) prove_checkpoint(run);
 }
 
 // Returns whether one more step is needed before a stopped run can end. With --keep_best, the last checkpoint needs a
@@ -8938,6 +8952,7 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
     end_line(&run);
     if (run.stop || !data_error(run).empty()) finish_stopped(&run); // after an error of the data, this does not return
     else finish_complete(&run);
+    if (!run.stop) prove_last_checkpoint(&run);
     write_the_rest(&run);
     end_page();
     return run.stop ? 128 + run.stop : 0;
@@ -9056,9 +9071,9 @@ template <> struct ElementOf<bf16> {
 // the embedding, SiLU is a layer (its kind is SILU), so BEHIND_NORMS does not change it. A model file does not record
 // which nonlinearity the model was trained with.
 //
-// Why df is given u: the sigmoid is computed fastest from u. For bf16, u = -z log2(e), since the hardware computes 2^u,
-// which is then e^-z. For fp32, u is z. The factor costs nothing: a norm's z is x * scale + shift, and the norm
-// multiplies scale and shift by the factor, once for each image and channel.
+// Why is df given u, not z? The sigmoid is computed fastest from u. For bf16, u = -z log2(e), because the hardware
+// computes 2^u, and this is e^-z. For fp32, u is z. The factor costs nothing: a norm's z is x * scale + shift, and the
+// norm multiplies scale and shift by the factor, once for each image and channel.
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 template <class T> constexpr float Z_FACTOR = ElementOf<T>::FAST_EXP ? -LOG2E : 1;
 
@@ -18033,8 +18048,8 @@ static void sum_gradients(float* sum, const Everywhere<double>& squares, const R
 
 // Computes the gradient's norm and the batch's losses, both over all ranks, and decides whether this step is good or is
 // skipped. There is one block. It adds up in a fixed order: first each thread adds up its numbers, then each warp adds
-// up the sums of its threads, and then thread 0 adds up the sums of the 8 warps. At the end thread 0 decides
-// (judge_batch).
+// up the sums of its threads, and then thread 0 adds up the sums of the 8 warps. At the end thread 0 decides.
+// It sets whether the step is good, the learning rate and the counters (judge_batch).
 static __global__ void __launch_bounds__(256)
     judge_step_kernel(StepState* state,      // the norm, the losses and the decision are written to it
                       const double* squares, // (stretches): |gradient|^2 of each stretch
@@ -19228,7 +19243,8 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
 }
 
 // Picks the tile of conv_tiles for 3x3 on images larger than 32 x 32. For a convolution that also computes a skip
-// connection it picks the tile on smaller images, too.
+// connection it picks the tile on smaller images, too. The number in a tile's name is how many rows it has. (All tiles
+// are defined above pick_conv_small.)
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_3x3(const ConvCall& c) {
     const int slices = ceil_div(c.Cin1, slice_channels(E));
     const bool skip = c.out.skip.weight;               // only tiles with RESIDENT weights can compute a skip connection
@@ -19262,9 +19278,9 @@ static bool conv_is_small(const ConvCall& c) {
 // by a table of its own. Such a table in general chooses the largest tile with which every multiprocessor still has a
 // block. On small images pick_conv_small may choose conv_tiles in place of conv_small. The table below shows how a
 // layer of the network's list leads to an instruction of the tensor cores. Each function calls the next one below it.
-// Brackets hold another name, or another end of the name. In the first two columns, what is in brackets is for FP8,
-// except _1x1, which is for 1x1 convolutions. In the last two columns, what is in brackets is for fp32. In FP8,
-// conv_product_fp8 stands in place of conv_product.
+// Brackets hold another name, or another end of the name. _1x1 is for 1x1 convolutions. All other brackets in the
+// first two columns are for FP8, and those in the last two columns are for fp32. In FP8, conv_product_fp8 stands in
+// place of conv_product.
 //
 //   forward_conv (section 5)     what a layer of kind CONV calls
 //   conv_forward                 fills a ConvCall. For upsampling, stride 2 or few channels it may first replace the
