@@ -4,153 +4,157 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    254  Part I. The program
-//    257     1. Types at the interface: what operations are called with
-//    803     2. The interface: all that the program asks of a device
-//   1185     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1289     4. Configuration: flags, presets, help, what can work and what cannot
-//   2119     5. The network: a list of layers, made of guided-diffusion's flags
-//   3156     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3166         FP8: its buffers, its factors, and weights in FP8
-//   3326         gradients, and buffers
-//   3603     7. Forward and backward: two walks over the list
-//   3748     8. Diffusion: noise schedules, objectives, samplers
-//   4059         the level of a training sample, drawn, and its share of the loss
-//   4544         samplers
-//   5138     9. Data: .bin files that may be larger than memory, the order of their images
-//   5725    10. Model files: weights and checkpoints, initial weights
-//   6116    11. Settings: what the command line leaves open comes from presets, model files and the data
-//   6459         presets, and all settings together
-//   6598         what ranks must have in common
-//   6672    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
-//   6694         the learning rate, the verdict on a step, averages of the weights
-//   6789         what a trainer holds, and how ranks gather it
-//   7000         the log in memory, as the page shows it
-//   7129         what a run holds
-//   7228         the log and the status line
-//   7427         checkpoints, snapshots and grids
-//   7712         a run's first weights: new, of a file, or of the run that is resumed
-//   8020         what else a run takes when it begins: validation data, conditions of grids, its folder
-//   8168         how a run ends
-//   8238         samples, without a run
-//   8413    13. A training step, the loop over the steps, and main
-//   8437         a step
-//   8804         the loop over the steps
-//   8927         train: a whole run, from the first check to the exit code
-//   8962         main
-//   9035  Part II. The device
-//   9038    14. What all devices share: elements, nonlinearities, patches of pixels
-//   9122    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9192    16. The GPU: what all kernels share
-//   9264         Launches, which may overlap
-//   9311         Decisions: what kernels are chosen with
-//   9366         Single instructions: shared memory, mbarriers, clusters
-//   9462         Activations: pieces of 16 bytes
-//   9805         each_kernel: a thread for an element
-//   9819         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9989         Swizzle: how rows lie in shared memory
-//  10010         Hopper (sm_90a): TMA, wgmma and what goes with them
-//  10295         building blocks of Hopper's kernels (sm_90a)
-//  10613    17. Small operations: resampling, embeddings, diffusion
-//  10616         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10829         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11198         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11756    18. Group norm
-//  11759         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12322         groupnorm_backward_whole: an image's slab in shared memory
-//  12727    19. Attention
-//  12835         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13400         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13548         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14257    20. Convolution
-//  14311         ConvOut: results, 4 channels of a pixel at a time
-//  14560         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14631         conv_halo: 3x3, stride 1, any GPU
-//  15056         conv_gather: any kernel size and stride, any GPU
-//  15329         conv_few: the first and the last layer
-//  15516         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16130         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16261         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16764         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17230         conv_weight_tma: weight gradients (sm_90a)
-//  17545         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17871         FP8 in training: weights and gradients are rounded
-//  17987    21. The optimiser
-//  17990         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18251         muon: directions for matrices of weights
-//  18692    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18695         groupnorm_backward
-//  18865         attention: forward and, where a has dout, backward
-//  18930         convolution: forward and input gradient
-//  19458         convolution: weight gradients
-//  19846    23. The GPU: memory, copies, repeated work
-//  20079    24. Between ranks: from device to device
+//    258  Part I. The program
+//    261     1. Types at the interface: what operations are called with
+//    808     2. The interface: all that the program asks of a device
+//   1190     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1294     4. Configuration: flags, presets, help, what can work and what cannot
+//   2124     5. The network: a list of layers, made of guided-diffusion's flags
+//   3161     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3171         FP8: its buffers, its factors, and weights in FP8
+//   3331         gradients, and buffers
+//   3608     7. Forward and backward: two walks over the list
+//   3753     8. Diffusion: noise schedules, objectives, samplers
+//   4064         the level of a training sample, drawn, and its share of the loss
+//   4549         samplers
+//   5143     9. Data: .bin files that may be larger than memory, the order of their images
+//   5731    10. Model files: weights and checkpoints, initial weights
+//   6122    11. Settings: what the command line leaves open comes from presets, model files and the data
+//   6465         presets, and all settings together
+//   6604         what ranks must have in common
+//   6678    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
+//   6700         the learning rate, the verdict on a step, averages of the weights
+//   6795         what a trainer holds, and how ranks gather it
+//   7006         the log in memory, as the page shows it
+//   7135         what a run holds
+//   7234         the log and the status line
+//   7433         checkpoints, snapshots and grids
+//   7718         a run's first weights: new, of a file, or of the run that is resumed
+//   8026         what else a run takes when it begins: validation data, conditions of grids, its folder
+//   8174         how a run ends
+//   8244         samples, without a run
+//   8419    13. A training step, the loop over the steps, and main
+//   8443         a step
+//   8810         the loop over the steps
+//   8933         train: a whole run, from the first check to the exit code
+//   8968         main
+//   9041  Part II. The device
+//   9044    14. What all devices share: elements, nonlinearities, patches of pixels
+//   9128    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9198    16. The GPU: what all kernels share
+//   9270         Launches, which may overlap
+//   9317         Decisions: what kernels are chosen with
+//   9372         Single instructions: shared memory, mbarriers, clusters
+//   9468         Activations: pieces of 16 bytes
+//   9811         each_kernel: a thread for an element
+//   9825         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9995         Swizzle: how rows lie in shared memory
+//  10016         Hopper (sm_90a): TMA, wgmma and what goes with them
+//  10301         building blocks of Hopper's kernels (sm_90a)
+//  10621    17. Small operations: resampling, embeddings, diffusion
+//  10624         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10837         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11206         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11764    18. Group norm
+//  11767         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12330         groupnorm_backward_whole: an image's slab in shared memory
+//  12735    19. Attention
+//  12843         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13408         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13556         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14265    20. Convolution
+//  14319         ConvOut: results, 4 channels of a pixel at a time
+//  14568         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14639         conv_halo: 3x3, stride 1, any GPU
+//  15064         conv_gather: any kernel size and stride, any GPU
+//  15337         conv_few: the first and the last layer
+//  15524         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16138         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16269         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16772         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17238         conv_weight_tma: weight gradients (sm_90a)
+//  17553         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17879         FP8 in training: weights and gradients are rounded
+//  17995    21. The optimiser
+//  17998         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18259         muon: directions for matrices of weights
+//  18700    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18703         groupnorm_backward
+//  18873         attention: forward and, where a has dout, backward
+//  18938         convolution: forward and input gradient
+//  19468         convolution: weight gradients
+//  19856    23. The GPU: memory, copies, repeated work
+//  20089    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
-//   a step, from the images to the weights (what stands in brackets need not be opened: where it is called, a comment
-//   says what it does):
-//     main 9031, run_program 8965, train 8934, run_step 8883 (these stand one above the other), train_step 8773,
-//     load_batch 5678, read_image 5229 (send 20049: to the GPU);
-//     the rest is recorded as a graph at the first two steps and repeated later (replay 19980):
-//     step_gradients 8641; draw_levels 11217 (the formulas: draw_level 4132); forward_and_loss 8509; q_sample_forward
-//     11432; unet_forward 3636 with forward_layer above it (layer_args 2394: addresses), which calls a function of the
-//     layer's kind, such as forward_conv 2610; loss_forward_backward 11550; unet_backward 3713, which calls such a
-//     function as backward_conv 2617 of each layer (the input gradient of a convolution: conv_backward_input 19423)
-//     and, by launch_waiting 3673 on the side stream, conv_backward_weights 19839 (finish_gradients 12676: those of
-//     norms); with several ranks send_gradients (in step_gradients) and all_to_all (in the last section); sum_gradients
-//     18042, judge_step 18090 (the verdict: judge_batch 6762); update_slice 8746 (above train_step), adamw_update 18222
-//     with adamw_kernel above it; next_step 18096, record_step 18102; later collect_steps 8808
-//   --optimizer muon: muon_updates 6877 says which weights; update_slice 8746, update_by_muon 8736 (with the formulas),
-//     muon_momentum 18294, orthogonalise 18669 (with muon_kernel above it), adamw_kernel 18167 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11624): sample_batch 5046, plan_route 4791,
-//     device_step 4839, euler_step 4576 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19305 draws all of its roads):
-//     forward_conv 2610; conv_forward 19345, with conv_product above it, which asks conv_is_wgmma 18940;
-//     on Hopper, large images: pick_conv_tiles_3x3 19248 (its tiles, such as Resident16, stand above pick_conv_small);
-//     conv_tiles 16749, with conv_tiles_kernel above it; Accumulators 10529 (its function multiply); Wgmma 10078;
-//     on Hopper, small images: pick_conv_small 19099; conv_small 17216, with conv_small_kernel and multiply_small above
-//     it; Wgmma 10078;
-//     on any other GPU pick_conv_halo_bf16 19012; conv_halo 15043, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9873
-//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8641
-//   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 440,
-//     Silu 9085, with_nonlinearity 9095 (a case); BEHIND_NORMS, above add_norm 2841, chooses it. The embedding has SiLU
-//     as a layer: silu_forward 11116
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3986
-//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 566, and beside each other edm_question
-//     3820, ask 3855, frame_of 3868, sigma_draws 3875, has_steps_of_t 3882; the head of their section lists the
-//     changes. For a parameter that model files keep: model_header 5831, check_lists 5933, take_model_file 6277,
-//     is_of_objective 7782
-//   to add a kind of layer: a list of all places stands above LayerKind 2502; an example is forward_linear 2530
-//     with what follows it; a function such as add_resblock 2894 puts the layer into the network; its operation
-//     needs a prototype in the interface, a kernel (such as linear_forward 11076), and loops in dev/reference.h
-//   to add an element type beside bf16: Element 333, with a list of all places above it: element_named 1451,
-//     forward_and_loss 8509, ElementOf 9056, with_act 9330 (act_has_wgmma below it), unpack_bf16 9478 and all below it
-//     to load_two 9542, mma 9873, tma_type 10249, adamw_kernel 18167 (adamw_update below it), conv_product 19305
-//   the settings, to their values: parse_command_line 1650, take_aliases 1679, complete_config 6578
-//     (apply_preset 1566, take_model_file 6277, take_ect_defaults 6307), take_data_shape 6359 (take_labels 6336),
-//     check_model 1950, check_run 2103
-//   FP8 (--precision fp8): choose_fp8 3095 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3170 and plan_fp8_gradients 3185 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3230 for samples, make_fp8_training 3292 for training; add_fp8_args 2368
-//     hands them to the layers. forward_conv 2610, backward_conv 2617 and weight_work 2341 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19408 makes an input gradient a forward convolution; conv_product_fp8 19338 picks the
-//     kernel, multiply_fp8 10563 and WgmmaFp8 10122 multiply; weight gradients: conv_weight_fp8_kernel 17815;
-//     print_fp8 7962 says whether it pays
+//   a step, from the images to the weights. What stands in brackets need not be opened: where it is called, a comment
+//   says what it does.
+//     command line: main 9037, run_program 8971, train 8940 and run_step 8889, one above the other; train_step 8779
+//     images are read: load_batch 5683, read_image 5234 (send 20059: to the GPU)
+//     the rest is recorded as a graph at the first two steps, and repeated later (replay 19990)
+//     a microbatch: step_gradients 8647 (draw_levels 11225: noise levels, by draw_level 4137; take_microbatch 8489)
+//     noise and loss: forward_and_loss 8515; q_sample_forward 11440; loss_forward_backward 11558
+//     forward: unet_forward 3641, with forward_layer above it (layer_args 2399: addresses), calls a function of each
+//       layer's kind, such as forward_conv 2615
+//     backward: unet_backward 3718 calls such a function as backward_conv 2622 of each layer (a convolution's input
+//       gradient: conv_backward_input 19433) and, by launch_waiting 3678 on the side stream,
+//       conv_backward_weights 19849 (finish_gradients 12684: those of norms)
+//     several ranks: send_gradients (in step_gradients) and all_to_all (in the last section)
+//     the sum, and the verdict: sum_gradients 18050, judge_step 18098 (by judge_batch 6768)
+//     the update: update_slice 8752 (above train_step), adamw_update 18230 with adamw_kernel above it
+//     the log: next_step 18104, record_step 18110; later collect_steps 8814
+//   --optimizer muon: muon_updates 6883 says which weights; update_slice 8752, update_by_muon 8742 (with the formulas),
+//     muon_momentum 18302, orthogonalise 18677 (with muon_kernel above it), adamw_kernel 18175 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11632): sample_batch 5051, plan_route 4796,
+//     device_step 4844, euler_step 4581 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 19315 draws all of its roads):
+//     forward_conv 2615; conv_forward 19355, with conv_product above it, which asks conv_is_wgmma 18948;
+//     on Hopper, large images: pick_conv_tiles_3x3 19256 (its tiles, such as Resident16, stand above pick_conv_small);
+//     conv_tiles 16757, with conv_tiles_kernel above it; Accumulators 10535 (its function multiply); Wgmma 10084;
+//     on Hopper, small images: pick_conv_small 19107; conv_small 17224, with conv_small_kernel and multiply_small above
+//     it; Wgmma 10084;
+//     on any other GPU pick_conv_halo_bf16 19020; conv_halo 15051, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9879
+//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8647
+//   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 445,
+//     Silu 9091, with_nonlinearity 9101 (a case); BEHIND_NORMS, above add_norm 2846, chooses it. The embedding has SiLU
+//     as a layer: silu_forward 11124
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3991
+//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 571, and beside each other edm_question
+//     3825, ask 3860, frame_of 3873, sigma_draws 3880, has_steps_of_t 3887; the head of their section lists the
+//     changes. For a parameter that model files keep: model_header 5837, check_lists 5939, take_model_file 6283,
+//     is_of_objective 7788
+//   to add a kind of layer: a list of all places stands above LayerKind 2507; an example is forward_linear 2535
+//     with what follows it; a function such as add_resblock 2899 puts the layer into the network; its operation
+//     needs a prototype in the interface (such as that of linear_forward 932), a kernel (linear_forward 11084), and
+//     loops in dev/reference.h
+//   to add an element type beside bf16: Element 338, with a list of all places above it: element_named 1456,
+//     ElementOf 9062, with_act 9336 (act_has_wgmma below it), unpack_bf16 9484 and all below it
+//     to load_two 9548, mma 9879, tma_type 10255, adamw_kernel 18175 (adamw_update below it), conv_product 19315
+//   the settings, to their values: parse_command_line 1655, take_aliases 1684, complete_config 6584
+//     (apply_preset 1571, take_model_file 6283, take_ect_defaults 6313), take_data_shape 6365 (take_labels 6342),
+//     check_model 1955, check_run 2108
+//   FP8 (--precision fp8): choose_fp8 3100 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3175 and plan_fp8_gradients 3190 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3235 for samples, make_fp8_training 3297 for training; add_fp8_args 2373
+//     hands them to the layers. forward_conv 2615, backward_conv 2622 and weight_work 2346 choose between bf16 and FP8;
+//     conv_backward_input_fp8 19418 makes an input gradient a forward convolution; conv_product_fp8 19348 picks the
+//     kernel, multiply_fp8 10571 and WgmmaFp8 10128 multiply; weight gradients: conv_weight_fp8_kernel 17823;
+//     print_fp8 7968 says whether it pays
 //   an error message, to its cause: search for three or four of its words behind the first colon, without numbers.
 //     (What stands before it, such as a flag and its value, or a file's name, is put together at run time. A long text
 //     goes on in the next line. If nothing is found here, search host/.) They stand where the error is found: in a call
-//     of die, refuse or must (host/files.h), of wrong 1531 (a flag's value), or of a function beside it whose name ends
+//     of die, refuse or must (host/files.h), of wrong 1536 (a flag's value), or of a function beside it whose name ends
 //     in _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7445,
-//     either because save_arrays 7502 found weights that are not finite, or after bad steps, which judge_batch 6762
-//     finds by healthy and suspicious above it. For a damaged header they stand in check_field 5924 and check_unused
-//     (host/files.h): look at their callers; for a data file also in take_data_fields 5277, for a checkpoint's counters
-//     in check_resume 6418. unknown_word 1437 prints the message for a word of a flag that some place does not know.
-//     Such a place calls it itself or through meaning 1443. Notices, after which the run goes on, stand in calls of
-//     tell or printf. Two of them may end the run later: report_bad_step 7700 says that a step was skipped (the run
-//     ends after --max_bad_steps such steps in a row), is_written 7471 that a file could not be written yet. stop_run
-//     7445 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7451,
+//     either because save_arrays 7508 found weights that are not finite, or after bad steps, which judge_batch 6768
+//     finds by healthy and suspicious above it. For a damaged header they stand in check_field 5930 and check_unused
+//     (host/files.h): look at their callers; for a data file also in take_data_fields 5282, for a checkpoint's counters
+//     in check_resume 6424. unknown_word 1442 prints the message for a word of a flag that some place does not know.
+//     Such a place calls it itself or through meaning 1448. Notices, after which the run goes on, stand in calls of
+//     tell or printf. Two of them may end the run later: report_bad_step 7706 says that a step was skipped (the run
+//     ends after --max_bad_steps such steps in a row), is_written 7477 that a file could not be written yet. stop_run
+//     7451 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -327,9 +331,10 @@ static const char* const PRESET_ELSE = "fashion32";
 //                              of conv_tiles and conv_small. All other kernels for Hopper are written for one type:
 //                              conv_weight_fp8 for FP8, and the rest for bf16. So before it becomes true for some of
 //                              these kernels, split it in two
-//   forward_and_loss           A type whose smallest numbers are larger than bf16's (fp16) loses small gradients. Then
-//                              `factor` there has to be larger (a loss scale), and sum_gradients has to undo it.
-//                              (Then sum_gradients must always write the sum: so far, its `write` may be false.)
+//   forward_and_loss           Only for a type whose smallest numbers are larger than bf16's, such as fp16, which loses
+//                              small gradients: `factor` there has to be larger (a loss scale), and sum_gradients has
+//                              to undo it. (Then sum_gradients must always write the sum: so far, its `write` may be
+//                              false.)
 enum class Element : uint8_t { FP32, BF16, FP8, FP8_GRADIENT };
 struct ElementFacts {
     const char* name; // its word for --precision, if it has one
@@ -2492,8 +2497,8 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 //   3. its operation: a prototype in section 2, a kernel in Part II, loops in dev/reference.h. If its kernel needs a
 //      workspace, the function that says how large also needs a prototype, and returns 0 in section 15 (the CPU)
 //   4. muon_updates, if AdamW should update its weights also with --optimizer muon. Without this change, Muon updates
-//      all its weights of two or more dimensions. Muon can't do that if a side of the matrix that make_muon makes of
-//      such a weight is not a multiple of 32
+//      all its weights of two or more dimensions. make_muon makes a matrix of such a weight. Muon can't update it if
+//      the number of its rows or of its columns is not a multiple of 32
 //   5. if a flag chooses the kind: the flag's row, as the list for an objective describes it (section 8), and the same
 //      layer in common/model.py. A model file does not name its layers. If a file was made with other layers,
 //      check_size notices this only if the total number of parameters is another
@@ -3674,8 +3679,8 @@ struct WeightGradients {
         // When this launch's work is finished, the flat array of the gradients is complete from index complete_from on.
         // So complete_from must lie after the weights of every convolution whose weight gradient is not launched yet.
         // These are the convolutions before `last` in the list, because the backward pass goes from the last layer to
-        // the first.
-        // From plain_size on, the flat array holds nothing but convolutions' weights. Of the gradients before
+        // the first. From plain_size on, the flat array holds nothing but convolutions' weights, in the order of the
+        // list. Of the gradients before
         // plain_size, some are only complete at the end of the backward pass (finish_gradients).
         size_t complete_from = net->plain_size;
         for (int i = 0; i < last; i++) {
@@ -3737,7 +3742,7 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
             if (!a.d1.dx && !a.d2.dx) continue; // the network's first convolution: its input needs no gradient
         }
         mark({.layer = &l, .pass = BACKWARD});
-        l.kind->backward(a);
+        l.kind->backward(a); // for example backward_conv: the input's gradient, which is a convolution of dout
     }
     mark({"finish gradients"});
     finish_gradients(); // on a GPU, adds up the terms of the norms' dweight and dbias
@@ -3762,18 +3767,18 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //   1. common/flags.h:
 //      its word, added at the end of the row of `objective`, because model files hold the word's place in this row;
 //      rows for its parameters, if it has any. If a model file has to keep a parameter, its row is SAVED(slot, ...) or
-//      FREE(slot, ...). Take a slot from those that check_lists lists as unused, and delete it from this list. Also add
-//      it to is_of_objective (section 12). Then a run that is resumed with another value does not compare its losses
-//      with those before. Slots that are still unused belong to checkpoints of a run. Files of weights alone do not
-//      hold them, so samples would use the flag's default. If samples need the parameter, make its slot an exception
-//      at three places: where model_header and take_model_file test is_of_run, and in check_lists;
-//      the rows OBJECTIVES(...). Such a row names the objectives for which the flags below it exist. For parameters
-//      that only the new objective has, add a new row OBJECTIVES above their rows. If the new objective shares
-//      parameters of edm (sigma_data, P_mean, P_std), add its word to OBJECTIVES(of_edm, "edm|ect"). If you forget
-//      this, nothing warns you: slot_is_used is then false for these parameters, so model files do not get their
-//      values, and samples use the flags' defaults;
-//      if --objective ect may tune models of the new objective: the objective's word in the row of `ect_frame`, and in
-//      take_model_file's message; if a parameter only says which levels are drawn, its slot beside SLOT_P_MEAN there
+//      FREE(slot, ...). Take a slot from the ranges that check_lists calls unused, and let the range begin behind it.
+//      Also add it to is_of_objective (section 12). Then a run that is resumed with another value does not compare its
+//      losses with those before. Slots that are still unused belong to checkpoints of a run. Files of weights alone do
+//      not hold them, so samples would use the flag's default. If samples need the parameter, make its slot an
+//      exception at three places: where model_header and take_model_file test is_of_run, and in check_lists; the rows
+//      OBJECTIVES(...). Such a row names the objectives for which the flags below it exist. For parameters that only
+//      the new objective has, add a new row OBJECTIVES above their rows. If the new objective shares parameters of edm
+//      (sigma_data, P_mean, P_std), add its word to OBJECTIVES(of_edm, "edm|ect"). If you forget this, nothing warns
+//      you: slot_is_used is then false for these parameters, so model files do not get their values, and samples use
+//      the flags' defaults; if --objective ect may tune models of the new objective: the objective's word in the row of
+//      `ect_frame`, and in take_model_file's message; if a parameter only says which levels are drawn, its slot beside
+//      SLOT_P_MEAN there
 //   2. Frame (section 1): its enumerator
 //   3. here:
 //      a function with its formulas, beside edm_question. If it has a parameter of its own: a member of Objective, a
@@ -5706,6 +5711,7 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
     for (int k = 0; k < own_images; k++) {
         const int64_t b = sample(k);
         const int64_t i = image(first + b);
+        // Reads the image from the file, and compares its checksum, if the file has one for each image.
         if (!read_image(d, i, batch->host + k * d->image_bytes())) return false;
         if (d->cond && !read_picture(d, i, pictures + k * d->cond->image_bytes())) return false;
         labels[k] = d->labels.empty() ? 0 : d->labels[i];
@@ -7734,7 +7740,7 @@ static int array_for_average(const Config& c, const ModelFile& m, int k) {
     // In the resumed run, --ema_rate may list the rates in another order than before.
     for (int i = 0; i < m.emas(); i++)
         if (m.ema_rate(i) == rate) return m.ema_array(i);
-    const bool averages_whole_run = rate > 1; // a power function; see POWER_EMAS
+    const bool averages_whole_run = rate > 1; // a power function, which --ema_snapshots has added (POWER_EMAS)
     must(!averages_whole_run, text("--ema_snapshots %d", c.ema_snapshots),
          "averages the whole run, and " + m.path + " has kept no such average; leave it out");
     return k < m.emas() ? m.ema_array(k) : 0;
@@ -8513,8 +8519,8 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
     RandomKey level_key = key;
     RandomKey noise_key = key;
     RandomKey flip_key = key;
-    // level_key is only for the teachers' levels. It gives the same random words as those that tr->levels were drawn
-    // with.
+    // level_key is only for --objective ect (draw_teachers). It gives the same random words as those that tr->levels
+    // were drawn with.
     level_key.purpose = training ? RANDOM_TIMESTEP : RANDOM_VAL_TIMESTEP;
     noise_key.purpose = training ? RANDOM_NOISE : RANDOM_VAL_NOISE;
     flip_key.purpose = RANDOM_FLIP;
@@ -9063,9 +9069,9 @@ template <> struct ElementOf<bf16> {
 #endif
 
 // To add a nonlinearity, write a struct like Silu below, with two functions. f(z) returns the value at z. df(u) returns
-// the derivative at z, but its argument is u = Z_FACTOR<T> z. (If df needs z itself, it begins with
-// z = u / Z_FACTOR<T>.) Then add a value to enum Nonlinearity, and its case to with_nonlinearity. To use it, set
-// BEHIND_NORMS (section 5) to this value. The PyTorch twin has its nonlinearities in common/model.py.
+// the derivative at z, but its argument is u = Z_FACTOR<T> z, for a reason that is given below. (If df needs z itself,
+// it begins with z = u / Z_FACTOR<T>.) Then add a value to enum Nonlinearity, and its case to with_nonlinearity. To use
+// it, set BEHIND_NORMS (section 5) to this value. The PyTorch twin has its nonlinearities in common/model.py.
 //
 // The group norms of the CPU build and of the GPU build call f and df. They contain no formula of a nonlinearity. In
 // the embedding, SiLU is a layer (its kind is SILU), so BEHIND_NORMS does not change it. A model file does not record
@@ -10550,7 +10556,9 @@ template <int OUT_SLICES, int N> struct Accumulators {
     // channels.
     template <int STEPS, bool TRANSPOSED> INLINE void multiply(uint32_t weights, Operand pixels) {
         constexpr int A_MAJOR = TRANSPOSED ? MN_MAJOR : K_MAJOR;
-        constexpr int A_STEP = TRANSPOSED ? 128 : 2; // from 16 values of k to the next 16, in units of 16 bytes
+        // From 16 input channels to the next 16, in units of 16 bytes: 16 channels of a row (32 bytes), or 16 rows of
+        // 128 bytes. (A slice of output channels, b, has 64 rows of 128 bytes, which are 512 such units.)
+        constexpr int A_STEP = TRANSPOSED ? 128 : 2;
         const Operand a = Operand::rows(weights, 8);
         wgmma_fence();
         UNROLL_FOR (int k = 0; k < STEPS; k++)
@@ -19257,7 +19265,8 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_
         {c.Cin1 == 32 && E == Element::BF16, conv_tiles<HalfSlice<BACKWARD>>},
         // one slice of weights leaves room for tiles of 32 rows
         {!skip && one_slice_and_32_rows, conv_tiles<Resident32<BACKWARD, E>>},
-        // up to two slices of weights fit into shared memory beside the pixels
+        // up to two slices of weights fit into shared memory beside the pixels; Resident16 multiplies 64 output
+        // channels by 16 x 8 pixels, with four products for each tap of a slice
         {slices <= 2, conv_tiles<Resident16<BACKWARD, E>>},
         // more weights pass through a ring; a tile of 32 rows uses each of them for more pixels, which pays if few of
         // its rows lie outside the image
@@ -19278,9 +19287,10 @@ static bool conv_is_small(const ConvCall& c) {
 // by a table of its own. Such a table in general chooses the largest tile with which every multiprocessor still has a
 // block. On small images pick_conv_small may choose conv_tiles in place of conv_small. The table below shows how a
 // layer of the network's list leads to an instruction of the tensor cores. Each function calls the next one below it.
-// Brackets hold another name, or another end of the name. _1x1 is for 1x1 convolutions. All other brackets in the
-// first two columns are for FP8, and those in the last two columns are for fp32. In FP8, conv_product_fp8 stands in
-// place of conv_product.
+// Brackets hold another name, or another end of the name:
+//   in the first two columns it is for FP8, except _1x1, which is for 1x1 convolutions
+//   in the last two columns it is for fp32
+// In FP8, conv_product_fp8 stands in place of conv_product.
 //
 //   forward_conv (section 5)     what a layer of kind CONV calls
 //   conv_forward                 fills a ConvCall. For upsampling, stride 2 or few channels it may first replace the
@@ -19834,8 +19844,8 @@ static void conv_weight_one(WeightWork w, Stream* stream) {
     conv_weight_batch({w}, stream);
 }
 
-// The operation of the interface: computes weight gradients. First come all layers that can share launches, then the
-// other layers one by one.
+// The operation of the interface: computes weight gradients. First come all layers that can share launches: one launch
+// for each kind of kernel, and one that adds up partial sums in a fixed order. Then come the other layers, one by one.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* stream) {
     conv_weight_batch(works, stream);
     for (const WeightWork& w : works)

@@ -2,7 +2,7 @@
 
 A heading is the line behind a ruler (// and then = or - up to column 120): "// Part I. TITLE" or "// 7. TITLE" behind =, "// --- TITLE" behind -.
 A road names what comes one after the other, "train 4606, run_step 4453": behind each name stands the line where it is defined (the last one, if
-several builds have their own). Names are written by hand, numbers by this program.
+several builds have their own), or behind "that of silu_forward" the line of its prototype. Names are written by hand, numbers by this program.
 """
 
 from __future__ import annotations
@@ -58,14 +58,18 @@ def roads(lines: list[str]) -> list[str]:
     missing = []
 
     def renew(match: re.Match[str]) -> str:
-        places = [number for number, line in enumerate(lines, 1) if match[1] in line and is_definition(lines, number - 1, match[1])]
+        prototype, name, space, _ = match.groups()
+        if prototype:
+            places = [number for number, line in enumerate(lines, 1) if re.match(rf"static [\w*& ]+\b{name}\(", line)][:1]
+        else:
+            places = [number for number, line in enumerate(lines, 1) if name in line and is_definition(lines, number - 1, name)]
         if not places:
-            missing.append(f"{SOURCE.name}: a road at its head leads to {match[1]}, which is defined nowhere")
+            missing.append(f"{SOURCE.name}: a road at its head leads to {name}, which is defined nowhere")
         structs = [number for number in places if re.match(r"\s*(template <.*> )?(struct|class|enum)\b", lines[number - 1])]  # not its constructors
-        return f"{match[1]}{match[2]}{(structs or places or [0])[-1]}"
+        return f"{prototype or ''}{name}{space}{(structs or places or [0])[-1]}"
 
     between = r" |\n// +"  # a number may stand at the beginning of the next line
-    renewed = re.sub(rf"\b([A-Za-z_]\w*)({between})(\d+)", renew, "".join(lines[first:last])).splitlines(keepends=True)
+    renewed = re.sub(rf"(that of )?\b([A-Za-z_]\w*)({between})(\d+)", renew, "".join(lines[first:last])).splitlines(keepends=True)
     if missing:
         sys.exit("\n".join(missing))
     return [*lines[:first], *renewed, *lines[last:]]
