@@ -6,155 +6,155 @@
 // Map (make map renews the line numbers)
 //    258  Part I. The program
 //    261     1. Types at the interface: what operations are called with
-//    808     2. The interface: all that the program asks of a device
-//   1190     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1294     4. Configuration: flags, presets, help, what can work and what cannot
-//   2124     5. The network: a list of layers, made of guided-diffusion's flags
-//   3161     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3171         FP8: its buffers, its factors, and weights in FP8
-//   3331         gradients, and buffers
-//   3608     7. Forward and backward: two walks over the list
-//   3753     8. Diffusion: noise schedules, objectives, samplers
-//   4064         the level of a training sample, drawn, and its share of the loss
-//   4549         samplers
-//   5143     9. Data: .bin files that may be larger than memory, the order of their images
-//   5731    10. Model files: weights and checkpoints, initial weights
-//   6122    11. Settings: what the command line leaves open comes from presets, model files and the data
-//   6465         presets, and all settings together
-//   6604         what ranks must have in common
-//   6678    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
-//   6700         the learning rate, the verdict on a step, averages of the weights
-//   6795         what a trainer holds, and how ranks gather it
-//   7006         the log in memory, as the page shows it
-//   7135         what a run holds
-//   7234         the log and the status line
-//   7433         checkpoints, snapshots and grids
-//   7718         a run's first weights: new, of a file, or of the run that is resumed
-//   8026         what else a run takes when it begins: validation data, conditions of grids, its folder
-//   8174         how a run ends
-//   8244         samples, without a run
-//   8419    13. A training step, the loop over the steps, and main
-//   8443         a step
-//   8810         the loop over the steps
-//   8933         train: a whole run, from the first check to the exit code
-//   8968         main
-//   9041  Part II. The device
-//   9044    14. What all devices share: elements, nonlinearities, patches of pixels
-//   9128    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9198    16. The GPU: what all kernels share
-//   9270         Launches, which may overlap
-//   9317         Decisions: what kernels are chosen with
-//   9372         Single instructions: shared memory, mbarriers, clusters
-//   9468         Activations: pieces of 16 bytes
-//   9811         each_kernel: a thread for an element
-//   9825         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9995         Swizzle: how rows lie in shared memory
-//  10016         Hopper (sm_90a): TMA, wgmma and what goes with them
-//  10301         building blocks of Hopper's kernels (sm_90a)
-//  10621    17. Small operations: resampling, embeddings, diffusion
-//  10624         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10837         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11206         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11764    18. Group norm
-//  11767         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12330         groupnorm_backward_whole: an image's slab in shared memory
-//  12735    19. Attention
-//  12843         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13408         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13556         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14265    20. Convolution
-//  14319         ConvOut: results, 4 channels of a pixel at a time
-//  14568         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14639         conv_halo: 3x3, stride 1, any GPU
-//  15064         conv_gather: any kernel size and stride, any GPU
-//  15337         conv_few: the first and the last layer
-//  15524         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16138         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16269         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16772         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17238         conv_weight_tma: weight gradients (sm_90a)
-//  17553         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17879         FP8 in training: weights and gradients are rounded
-//  17995    21. The optimiser
-//  17998         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18259         muon: directions for matrices of weights
-//  18700    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18703         groupnorm_backward
-//  18873         attention: forward and, where a has dout, backward
-//  18938         convolution: forward and input gradient
-//  19468         convolution: weight gradients
-//  19856    23. The GPU: memory, copies, repeated work
-//  20089    24. Between ranks: from device to device
+//    809     2. The interface: all that the program asks of a device
+//   1191     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1295     4. Configuration: flags, presets, help, what can work and what cannot
+//   2125     5. The network: a list of layers, made of guided-diffusion's flags
+//   3163     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3173         FP8: its buffers, its factors, and weights in FP8
+//   3333         gradients, and buffers
+//   3610     7. Forward and backward: two walks over the list
+//   3755     8. Diffusion: noise schedules, objectives, samplers
+//   4066         the level of a training sample, drawn, and its share of the loss
+//   4551         samplers
+//   5145     9. Data: .bin files that may be larger than memory, the order of their images
+//   5733    10. Model files: weights and checkpoints, initial weights
+//   6124    11. Settings: what the command line leaves open comes from presets, model files and the data
+//   6467         presets, and all settings together
+//   6606         what ranks must have in common
+//   6680    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
+//   6702         the learning rate, the verdict on a step, averages of the weights
+//   6797         what a trainer holds, and how ranks gather it
+//   7008         the log in memory, as the page shows it
+//   7137         what a run holds
+//   7236         the log and the status line
+//   7435         checkpoints, snapshots and grids
+//   7720         a run's first weights: new, of a file, or of the run that is resumed
+//   8028         what else a run takes when it begins: validation data, conditions of grids, its folder
+//   8176         how a run ends
+//   8246         samples, without a run
+//   8421    13. A training step, the loop over the steps, and main
+//   8445         a step
+//   8812         the loop over the steps
+//   8935         train: a whole run, from the first check to the exit code
+//   8970         main
+//   9043  Part II. The device
+//   9046    14. What all devices share: elements, nonlinearities, patches of pixels
+//   9130    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9200    16. The GPU: what all kernels share
+//   9272         Launches, which may overlap
+//   9319         Decisions: what kernels are chosen with
+//   9374         Single instructions: shared memory, mbarriers, clusters
+//   9470         Activations: pieces of 16 bytes
+//   9813         each_kernel: a thread for an element
+//   9827         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//   9997         Swizzle: how rows lie in shared memory
+//  10018         Hopper (sm_90a): TMA, wgmma and what goes with them
+//  10303         building blocks of Hopper's kernels (sm_90a)
+//  10623    17. Small operations: resampling, embeddings, diffusion
+//  10626         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10839         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11208         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11766    18. Group norm
+//  11769         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12332         groupnorm_backward_whole: an image's slab in shared memory
+//  12737    19. Attention
+//  12845         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13410         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13558         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14268    20. Convolution
+//  14322         ConvOut: results, 4 channels of a pixel at a time
+//  14571         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14642         conv_halo: 3x3, stride 1, any GPU
+//  15067         conv_gather: any kernel size and stride, any GPU
+//  15340         conv_few: the first and the last layer
+//  15527         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16141         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16272         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16775         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17241         conv_weight_tma: weight gradients (sm_90a)
+//  17556         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17882         FP8 in training: weights and gradients are rounded
+//  17998    21. The optimiser
+//  18001         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18262         muon: directions for matrices of weights
+//  18704    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18707         groupnorm_backward
+//  18877         attention: forward and, where a has dout, backward
+//  18942         convolution: forward and input gradient
+//  19472         convolution: weight gradients
+//  19860    23. The GPU: memory, copies, repeated work
+//  20093    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights. What stands in brackets need not be opened: where it is called, a comment
 //   says what it does.
-//     command line: main 9037, run_program 8971, train 8940 and run_step 8889, one above the other; train_step 8779
-//     images are read: load_batch 5683, read_image 5234 (send 20059: to the GPU)
-//     the rest is recorded as a graph at the first two steps, and repeated later (replay 19990)
-//     a microbatch: step_gradients 8647 (draw_levels 11225: noise levels, by draw_level 4137; take_microbatch 8489)
-//     noise and loss: forward_and_loss 8515; q_sample_forward 11440; loss_forward_backward 11558
-//     forward: unet_forward 3641, with forward_layer above it (layer_args 2399: addresses), calls a function of each
-//       layer's kind, such as forward_conv 2615
-//     backward: unet_backward 3718 calls such a function as backward_conv 2622 of each layer (a convolution's input
-//       gradient: conv_backward_input 19433) and, by launch_waiting 3678 on the side stream,
-//       conv_backward_weights 19849 (finish_gradients 12684: those of norms)
+//     command line: main 9039, run_program 8973, train 8942 and run_step 8891, one above the other; train_step 8781
+//     images are read: load_batch 5685, read_image 5236 (send 20063: to the GPU)
+//     the rest is recorded as a graph at the first two steps, and repeated later (replay 19994)
+//     a microbatch: step_gradients 8649 (draw_levels 11227: noise levels, by draw_level 4139; take_microbatch 8491)
+//     noise and loss: forward_and_loss 8517; q_sample_forward 11442; loss_forward_backward 11560
+//     forward: unet_forward 3643, with forward_layer above it (layer_args 2400: addresses), calls a function of each
+//       layer's kind, such as forward_conv 2616
+//     backward: unet_backward 3720 calls such a function as backward_conv 2623 of each layer (a convolution's input
+//       gradient: conv_backward_input 19437) and, by launch_waiting 3680 on the side stream,
+//       conv_backward_weights 19853 (finish_gradients 12686: those of norms)
 //     several ranks: send_gradients (in step_gradients) and all_to_all (in the last section)
-//     the sum, and the verdict: sum_gradients 18050, judge_step 18098 (by judge_batch 6768)
-//     the update: update_slice 8752 (above train_step), adamw_update 18230 with adamw_kernel above it
-//     the log: next_step 18104, record_step 18110; later collect_steps 8814
-//   --optimizer muon: muon_updates 6883 says which weights; update_slice 8752, update_by_muon 8742 (with the formulas),
-//     muon_momentum 18302, orthogonalise 18677 (with muon_kernel above it), adamw_kernel 18175 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11632): sample_batch 5051, plan_route 4796,
-//     device_step 4844, euler_step 4581 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19315 draws all of its roads):
-//     forward_conv 2615; conv_forward 19355, with conv_product above it, which asks conv_is_wgmma 18948;
-//     on Hopper, large images: pick_conv_tiles_3x3 19256 (its tiles, such as Resident16, stand above pick_conv_small);
-//     conv_tiles 16757, with conv_tiles_kernel above it; Accumulators 10535 (its function multiply); Wgmma 10084;
-//     on Hopper, small images: pick_conv_small 19107; conv_small 17224, with conv_small_kernel and multiply_small above
-//     it; Wgmma 10084;
-//     on any other GPU pick_conv_halo_bf16 19020; conv_halo 15051, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9879
-//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8647
-//   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 445,
-//     Silu 9091, with_nonlinearity 9101 (a case); BEHIND_NORMS, above add_norm 2846, chooses it. The embedding has SiLU
-//     as a layer: silu_forward 11124
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3991
-//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 571, and beside each other edm_question
-//     3825, ask 3860, frame_of 3873, sigma_draws 3880, has_steps_of_t 3887; the head of their section lists the
-//     changes. For a parameter that model files keep: model_header 5837, check_lists 5939, take_model_file 6283,
-//     is_of_objective 7788
-//   to add a kind of layer: a list of all places stands above LayerKind 2507; an example is forward_linear 2535
-//     with what follows it; a function such as add_resblock 2899 puts the layer into the network; its operation
-//     needs a prototype in the interface (such as that of linear_forward 932), a kernel (linear_forward 11084), and
+//     the sum, and the verdict: sum_gradients 18053, judge_step 18101 (by judge_batch 6770)
+//     the update: update_slice 8754 (above train_step), adamw_update 18233 with adamw_kernel above it
+//     the log: next_step 18107, record_step 18113; later collect_steps 8816
+//   --optimizer muon: muon_updates 6885 says which weights; update_slice 8754, update_by_muon 8744 (with the formulas),
+//     muon_momentum 18305, orthogonalise 18681 (with muon_kernel above it), adamw_kernel 18178 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11634): sample_batch 5053, plan_route 4798,
+//     device_step 4846, euler_step 4583 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 19319 draws all of its roads):
+//     forward_conv 2616; conv_forward 19359, with conv_product above it, which asks conv_is_wgmma 18952;
+//     on Hopper, large images: pick_conv_tiles_3x3 19260 (its tiles, such as Resident16, stand above pick_conv_small);
+//     conv_tiles 16760, with conv_tiles_kernel above it; Accumulators 10537 (its function multiply); Wgmma 10086;
+//     on Hopper, small images: pick_conv_small 19111; conv_small 17227, with conv_small_kernel and multiply_small above
+//     it; Wgmma 10086;
+//     on any other GPU pick_conv_halo_bf16 19024; conv_halo 15054, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9881
+//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8649
+//   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 446,
+//     Silu 9093, with_nonlinearity 9103 (a case); BEHIND_NORMS, above add_norm 2847, chooses it. The embedding has SiLU
+//     as a layer: silu_forward 11126
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3993
+//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 572, and beside each other edm_question
+//     3827, ask 3862, frame_of 3875, sigma_draws 3882, has_steps_of_t 3889; the head of their section lists the
+//     changes. For a parameter that model files keep: model_header 5839, check_lists 5941, take_model_file 6285,
+//     is_of_objective 7790
+//   to add a kind of layer: a list of all places stands above LayerKind 2508; an example is forward_linear 2536
+//     with what follows it; a function such as add_resblock 2900 puts the layer into the network; its operation
+//     needs a prototype in the interface (such as that of linear_forward 933), a kernel (linear_forward 11086), and
 //     loops in dev/reference.h
-//   to add an element type beside bf16: Element 338, with a list of all places above it: element_named 1456,
-//     ElementOf 9062, with_act 9336 (act_has_wgmma below it), unpack_bf16 9484 and all below it
-//     to load_two 9548, mma 9879, tma_type 10255, adamw_kernel 18175 (adamw_update below it), conv_product 19315
-//   the settings, to their values: parse_command_line 1655, take_aliases 1684, complete_config 6584
-//     (apply_preset 1571, take_model_file 6283, take_ect_defaults 6313), take_data_shape 6365 (take_labels 6342),
-//     check_model 1955, check_run 2108
-//   FP8 (--precision fp8): choose_fp8 3100 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3175 and plan_fp8_gradients 3190 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3235 for samples, make_fp8_training 3297 for training; add_fp8_args 2373
-//     hands them to the layers. forward_conv 2615, backward_conv 2622 and weight_work 2346 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19418 makes an input gradient a forward convolution; conv_product_fp8 19348 picks the
-//     kernel, multiply_fp8 10571 and WgmmaFp8 10128 multiply; weight gradients: conv_weight_fp8_kernel 17823;
-//     print_fp8 7968 says whether it pays
+//   to add an element type beside bf16: Element 338, with a list of all places above it: element_named 1457,
+//     ElementOf 9064, with_act 9338 (act_has_wgmma below it), unpack_bf16 9486 and all below it
+//     to load_two 9550, mma 9881, tma_type 10257, adamw_kernel 18178 (adamw_update below it), conv_product 19319
+//   the settings, to their values: parse_command_line 1656, take_aliases 1685, complete_config 6586
+//     (apply_preset 1572, take_model_file 6285, take_ect_defaults 6315), take_data_shape 6367 (take_labels 6344),
+//     check_model 1956, check_run 2109
+//   FP8 (--precision fp8): choose_fp8 3102 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3177 and plan_fp8_gradients 3192 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3237 for samples, make_fp8_training 3299 for training; add_fp8_args 2374
+//     hands them to the layers. forward_conv 2616, backward_conv 2623 and weight_work 2347 choose between bf16 and FP8;
+//     conv_backward_input_fp8 19422 makes an input gradient a forward convolution; conv_product_fp8 19352 picks the
+//     kernel, multiply_fp8 10573 and WgmmaFp8 10130 multiply; weight gradients: conv_weight_fp8_kernel 17826;
+//     print_fp8 7970 says whether it pays
 //   an error message, to its cause: search for three or four of its words behind the first colon, without numbers.
 //     (What stands before it, such as a flag and its value, or a file's name, is put together at run time. A long text
 //     goes on in the next line. If nothing is found here, search host/.) They stand where the error is found: in a call
-//     of die, refuse or must (host/files.h), of wrong 1536 (a flag's value), or of a function beside it whose name ends
+//     of die, refuse or must (host/files.h), of wrong 1537 (a flag's value), or of a function beside it whose name ends
 //     in _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7451,
-//     either because save_arrays 7508 found weights that are not finite, or after bad steps, which judge_batch 6768
-//     finds by healthy and suspicious above it. For a damaged header they stand in check_field 5930 and check_unused
-//     (host/files.h): look at their callers; for a data file also in take_data_fields 5282, for a checkpoint's counters
-//     in check_resume 6424. unknown_word 1442 prints the message for a word of a flag that some place does not know.
-//     Such a place calls it itself or through meaning 1448. Notices, after which the run goes on, stand in calls of
-//     tell or printf. Two of them may end the run later: report_bad_step 7706 says that a step was skipped (the run
-//     ends after --max_bad_steps such steps in a row), is_written 7477 that a file could not be written yet. stop_run
-//     7451 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7453,
+//     either because save_arrays 7510 found weights that are not finite, or after bad steps, which judge_batch 6770
+//     finds by healthy and suspicious above it. For a damaged header they stand in check_field 5932 and check_unused
+//     (host/files.h): look at their callers; for a data file also in take_data_fields 5284, for a checkpoint's counters
+//     in check_resume 6426. unknown_word 1443 prints the message for a word of a flag that some place does not know.
+//     Such a place calls it itself or through meaning 1449. Notices, after which the run goes on, stand in calls of
+//     tell or printf. Two of them may end the run later: report_bad_step 7708 says that a step was skipped (the run
+//     ends after --max_bad_steps such steps in a row), is_written 7479 that a file could not be written yet. stop_run
+//     7453 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -385,10 +385,11 @@ static inline uint8_t fp8_bits(float v, const Fp8Format& f = E4M3) {
     if (size >= f.largest) return sign | f.largest_bits;
     uint32_t bits; // the float's bits: 8 of exponent and 23 of mantissa
     memcpy(&bits, &size, sizeof bits);
-    // fp32 stores its exponent plus 127. Below the smallest normal FP8 number, all FP8 numbers are multiples of the
-    // smallest FP8 number above 0. The bits of such a number, read as an integer, say which multiple it is. So |v| is
-    // divided by that smallest number and rounded to an integer.
-    const int smallest_normal = 127 + 1 - f.bias; // the exponent of FP8's smallest normal number, as fp32 stores it
+    // The exponent of FP8's smallest normal number, as fp32 stores it (plus 127). FP8 numbers below that number are
+    // subnormal: they are multiples of the smallest FP8 number above 0. The bits of a subnormal number, read as an
+    // integer, say which multiple it is. So if |v| is that small, it is divided by the smallest FP8 number above 0, and
+    // rounded to an integer.
+    const int smallest_normal = 127 + 1 - f.bias;
     if ((int)(bits >> 23) < smallest_normal)
         return sign | (uint8_t)std::lrintf(std::ldexp(size, f.bias - 1 + f.mantissa));
     const int dropped = 23 - f.mantissa; // how many bits of the float's mantissa FP8 does not keep
@@ -2217,7 +2218,7 @@ struct Layer {
     int dout_fp8 = -1;        // CONV with fp8_gradient: the buffer of dout in FP8
     bool rounds_dout = false; // CONV with fp8_gradient: unet_backward makes dout_fp8 from dout; false: a norm writes it
     int after = -1;           // backward: this layer waits until the weight gradient of layer `after` is complete
-    int skip = -1;            // CONV, forward: the layer of the skip connection that this layer also computes, and adds
+    int skip = -1;            // CONV, forward: the skip connection's layer, if this layer also computes it and adds it
     bool fused = false;       // forward: the next layer's operation also computes this layer
 };
 
@@ -2326,7 +2327,7 @@ struct LayerArgs {
     Grad d1, d2;
     float *dweight, *dbias, *demb;
 
-    // For FP8. These pointers are null if the walk or the layer does not use FP8.
+    // For FP8. If the walk or the layer does not use FP8, these pointers are null, and so is `bytes` of each Fp8Copy.
     const act *weight_fp8, *turned_fp8;        // CONV: its weights in Fp8Weights::weights, and those in
                                                // Fp8Weights::turned. If weight_fp8 is not null, x1 is FP8, too
     const float *factors_fp8, *dx_factors_fp8; // CONV: factors of the sums of products (see conv_forward)
@@ -2507,7 +2508,7 @@ static Workspace no_workspace(const LayerArgs&) { return {}; }
 struct LayerKind {
     const char* name;
     void (*forward)(LayerArgs&);
-    void (*backward)(LayerArgs&) = nullptr; // null: its input needs no gradient
+    void (*backward)(LayerArgs&) = nullptr; // null: it has no weights, and its input needs no gradient
     enum Reads { INPUT = 1, OUTPUT = 2, EMB = 4 };
     int backward_reads = 0; // which tensors of the forward pass the backward pass reads
     bool embedding = false; // its layers are the embedding's, which run at the same time as later ones (unet_forward)
@@ -3055,7 +3056,8 @@ static int param_group(const Param& p) {
 }
 
 // Chooses where in the flat arrays each parameter lies. Each parameter of groups 2 and 3 begins at a multiple of 64
-// elements. So kernels can read it in pieces of 16 bytes, whatever its element is.
+// elements. So kernels can read it in pieces of 16 bytes, whatever its element is. (make_muon needs this, too:
+// is_matrix has one byte for 64 elements.)
 static void place_params(UNet* net) {
     auto round_to_64 = [](size_t floats) { return (floats + 63) / 64 * 64; };
     size_t end = 0;
@@ -6668,7 +6670,7 @@ static void compare_ranks(const Config& c, const std::string& weights) {
         if (inputs.contains(name) || may_differ.contains(name)) continue;
         std::string value = flag_value(c, f);
         const bool names_file = !value.empty() && value != "latest" && value != "auto";
-        if (name == "resume_checkpoint" && names_file) value = "FILE"; // its content is compared above
+        if (name == "resume_checkpoint" && names_file) value = "FILE"; // a line above describes the content
         mine += text("--%s %s\n", f.name, value.c_str());
     }
     must_agree("the comparison of flags and files", mine);
@@ -7100,9 +7102,9 @@ void LogSummary::add(const std::string& row, bool is_skipped) {
     else if (ms > 0 && ms < BIG) seconds += ms / 1000;
 
     const LogPart part = part_of_row(values, seconds, is_skipped);
-    // The mean is updated with one loss at a time. The newest loss, number n, gets the share 10 / (n + 9) of the mean.
-    // Then the share of the k-th of the n losses is about proportional to k^9, so the latest losses matter most. From
-    // n = 491 on the newest loss always gets the share 0.02. Then the mean depends on about the last fifty losses.
+    // Each loss updates the mean. Let n be guard.n, the number of healthy steps so far. The newest loss gets the share
+    // 10 / (n + 9) of the mean. So the mean describes about the latest tenth of the losses. From n = 491 on this share
+    // is always 0.02. Then the mean describes about the latest fifty losses.
     const double share = std::max(10 / (guard.n + 9), 0.02);
     if (part.n[0] && std::fabs(loss) < 1e9) mean += (loss - mean) * share;
 
@@ -7151,7 +7153,7 @@ struct Page {
     double due = 0;      // when the page is to be written again, in seconds, as now() returns them
 };
 
-// If the disk has no room for a checkpoint or a snapshot, the program tries again later. This struct holds when the
+// If a checkpoint or a snapshot can't be written, the program tries again later. This struct holds when the
 // first attempt failed, and after which step the next attempt is made. There is one struct for checkpoints and one for
 // snapshots: if a snapshot could be written, a checkpoint, which is larger, may still fail.
 struct Retries {
@@ -7809,9 +7811,9 @@ static std::string changed_loss(const Config& c, const ModelFile& m, const Datas
     return "";
 }
 
-// Compares a resumed run with its checkpoint m. The guard compares a step's loss and its gradient's norm with those of
-// earlier steps. If these can't be compared any more, the guard is started anew, as in a new run. Otherwise it could
-// skip every step of the resumed run. Likewise, new validation losses may mean something else than that of best.bin.
+// Compares a resumed run with its checkpoint m. If validation losses now mean something else than before, sets
+// run->val_loss_changed. If losses or gradient norms now mean something else, starts the guard anew, as in a new run. A
+// guard that compared them with those of earlier steps could skip every step of the resumed run.
 static void compare_with_checkpoint(Run* run, const ModelFile& m) {
     const Config& c = run->config;
     const std::string objective = changed_flag(c, m, [&](const Flag& f) { return is_of_objective(c, f); });
@@ -8598,7 +8600,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
         }
         copy_to_host(&losses[i], tr->loss, std::min(N * most, count - i) * sizeof(double));
     }
-    meet(); // the next step of another rank writes to this rank's tr->loss
+    meet(); // waits until all ranks have read tr->loss: the next step of a rank writes to tr->loss of the other ranks
     return std::accumulate(losses.begin(), losses.end(), 0.0) / count;
 }
 
@@ -12430,8 +12432,8 @@ template <class T, bool DROPOUT> struct NormSlab {
     // store_dx reads.
     float2* coefficients = (float2*)(kept + 2 * slots * threads);
     float4* channels = (float4*)(coefficients + w.slab);    // (slab): mean, rstd, and w in dxhat = w dz
-    float2* warp_sums = (float2*)(channels + w.slab);       // (row_warps, slab): sums of dz, dz x
-    float2* block_sums = warp_sums + row_warps * w.pitch(); // (blocks, slab): the blocks' sums, if blocks > 1
+    float2* warp_sums = (float2*)(channels + w.slab);       // row_warps rows of slab pairs: sums of dz, dz x
+    float2* block_sums = warp_sums + row_warps * w.pitch(); // the same for each block, if blocks > 1
 
     // Pixels and channels. Images are processed from the last to the first. One reason is that dout of the last images
     // may still be in the L2 cache. The other reason is that the next kernel, which reads dx, begins with the first
@@ -13865,8 +13867,9 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
         accumulators_ready(o);
         accumulators_ready(s);
         multiply_ab(o, probabilities, v);
-        // If CHUNKS is 0, the last turn computes scores that are not used. If a branch skipped them, the compiler would
-        // not overlap the products.
+        // CHUNKS is 0 if the number of chunks is known only at run time. Then the last turn computes scores that nobody
+        // uses. If a branch skipped them, the compiler would not overlap the products. If CHUNKS is not 0, the loop is
+        // unrolled, and the compiler decides the condition.
         if (!T::CHUNKS || i + 1 < chunks) {
             multiply_ab<K_MAJOR, 0>(s, q, head_rows<DIM>(next));
         }
@@ -17097,7 +17100,7 @@ template <class T> struct SmallEpilogue {
     // their squares to an array in shared memory: (warp of the warpgroup, channel, 2). A lane reads two neighbouring
     // channels, of each pixel or (if PIXELS_AT_ONCE = 2) of every second pixel.
     INLINE void sum_pixels(uint32_t results, uint32_t sums) const {
-        constexpr int WORDS = T::BOX / 2; // pairs of channels in a row of a box
+        constexpr int WORDS = T::BOX / 2; // words of 4 bytes, two channels each, of a pixel in a box
         constexpr int PIXELS_AT_ONCE = 32 / WORDS;
         constexpr int LOADS = 8 / PIXELS_AT_ONCE;
         const int c = lane % WORDS * 2;
@@ -18405,8 +18408,9 @@ template <class Operand, int N, bool IS_LEFT> struct MuonSide {
         : operand(operand), first_row(first_row), base(base), lane_address(base + lane_offset(warp_row)) {}
 
     // Returns lane_address - base. ldmatrix loads four matrices of 8 x 8 numbers: two neighbouring chunks of lines 0-7,
-    // and the same two of lines 8-15. Fragments A and B need these matrices in different orders. In a TRANSPOSED
-    // operand a line runs along the rows, so each kind of fragment needs the other order. So there are two cases:
+    // and the same two of lines 8-15. mma needs them in one order for the left operand, and in another order for the
+    // right one. In a TRANSPOSED operand a line holds the numbers of one k, not those of one row. Then the two orders
+    // are exchanged:
     //
     //                                           matrix 0     matrix 1     matrix 2     matrix 3
     //   left not TRANSPOSED, right TRANSPOSED   lines 0-7    lines 8-15   lines 0-7    lines 8-15
@@ -19083,11 +19087,11 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
     else conv_gather<Pixels64, BACKWARD>(c);
 }
 
-// Tiles of conv_tiles for 3x3: ConvTiles<taps, rows, slices of 64 output channels, whether weights are resident,
-// BACKWARD, products for a tap of a slice, element type>. With up to 128 input channels (FP8: 256) all weights stay in
-// shared memory (resident). Then one warpgroup multiplies while the other one finishes its tile, and they take turns.
-// With more input channels the weights pass through a ring (streamed), and both warpgroups multiply by the same weights
-// at the same time.
+// Tiles of conv_tiles for 3x3. The arguments of ConvTiles are: taps, rows of pixels, slices of 64 output channels,
+// RESIDENT, BACKWARD, STEPS (in bf16, how many products a tap of a slice of input channels needs), and the element
+// type. With up to 128 input channels (FP8: 256) all weights stay in shared memory (RESIDENT). Then the two warpgroups
+// take turns: one multiplies while the other one finishes its tile. With more input channels the weights pass through a
+// ring (streamed), and both warpgroups multiply by the same weights at the same time.
 template <bool BACKWARD> using HalfSlice = ConvTiles<9, 16, 1, true, BACKWARD, 2>; // Cin = 32: 2 products a tap, not 4
 template <bool BACKWARD, Element E = Element::BF16> using Resident16 = ConvTiles<9, 16, 1, true, BACKWARD, 4, E>;
 template <bool BACKWARD, Element E = Element::BF16> using Resident32 = ConvTiles<9, 32, 1, true, BACKWARD, 4, E>;
