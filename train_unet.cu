@@ -6,155 +6,155 @@
 // Map (make map renews the line numbers)
 //    258  Part I. The program
 //    261     1. Types at the interface: what operations are called with
-//    809     2. The interface: all that the program asks of a device
-//   1191     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1295     4. Configuration: flags, presets, help, what can work and what cannot
-//   2125     5. The network: a list of layers, made of guided-diffusion's flags
-//   3163     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3173         FP8: its buffers, its factors, and weights in FP8
-//   3333         gradients, and buffers
-//   3610     7. Forward and backward: two walks over the list
-//   3755     8. Diffusion: noise schedules, objectives, samplers
-//   4066         the level of a training sample, drawn, and its share of the loss
-//   4551         samplers
-//   5145     9. Data: .bin files that may be larger than memory, the order of their images
-//   5733    10. Model files: weights and checkpoints, initial weights
-//   6124    11. Settings: what the command line leaves open comes from presets, model files and the data
-//   6467         presets, and all settings together
-//   6606         what ranks must have in common
-//   6680    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
-//   6702         the learning rate, the verdict on a step, averages of the weights
-//   6797         what a trainer holds, and how ranks gather it
-//   7008         the log in memory, as the page shows it
-//   7137         what a run holds
-//   7236         the log and the status line
-//   7435         checkpoints, snapshots and grids
-//   7720         a run's first weights: new, of a file, or of the run that is resumed
-//   8028         what else a run takes when it begins: validation data, conditions of grids, its folder
-//   8176         how a run ends
-//   8246         samples, without a run
-//   8421    13. A training step, the loop over the steps, and main
-//   8445         a step
-//   8812         the loop over the steps
-//   8935         train: a whole run, from the first check to the exit code
-//   8970         main
-//   9043  Part II. The device
-//   9046    14. What all devices share: elements, nonlinearities, patches of pixels
-//   9130    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9200    16. The GPU: what all kernels share
-//   9272         Launches, which may overlap
-//   9319         Decisions: what kernels are chosen with
-//   9374         Single instructions: shared memory, mbarriers, clusters
-//   9470         Activations: pieces of 16 bytes
-//   9813         each_kernel: a thread for an element
-//   9827         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//   9997         Swizzle: how rows lie in shared memory
-//  10018         Hopper (sm_90a): TMA, wgmma and what goes with them
-//  10303         building blocks of Hopper's kernels (sm_90a)
-//  10623    17. Small operations: resampling, embeddings, diffusion
-//  10626         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10839         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11208         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11766    18. Group norm
-//  11769         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12332         groupnorm_backward_whole: an image's slab in shared memory
-//  12737    19. Attention
-//  12845         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13410         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13558         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14268    20. Convolution
-//  14322         ConvOut: results, 4 channels of a pixel at a time
-//  14571         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14642         conv_halo: 3x3, stride 1, any GPU
-//  15067         conv_gather: any kernel size and stride, any GPU
-//  15340         conv_few: the first and the last layer
-//  15527         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16141         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16272         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16775         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17241         conv_weight_tma: weight gradients (sm_90a)
-//  17556         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17882         FP8 in training: weights and gradients are rounded
-//  17998    21. The optimiser
-//  18001         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18262         muon: directions for matrices of weights
-//  18704    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18707         groupnorm_backward
-//  18877         attention: forward and, where a has dout, backward
-//  18942         convolution: forward and input gradient
-//  19472         convolution: weight gradients
-//  19860    23. The GPU: memory, copies, repeated work
-//  20093    24. Between ranks: from device to device
+//    813     2. The interface: all that the program asks of a device
+//   1200     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1304     4. Configuration: flags, presets, help, what can work and what cannot
+//   2135     5. The network: a list of layers, made of guided-diffusion's flags
+//   3175     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3185         FP8: its buffers, its factors, and weights in FP8
+//   3350         gradients, and buffers
+//   3629     7. Forward and backward: two walks over the list
+//   3776     8. Diffusion: noise schedules, objectives, samplers
+//   4090         the level of a training sample, drawn, and its share of the loss
+//   4576         samplers
+//   5171     9. Data: .bin files that may be larger than memory, the order of their images
+//   5760    10. Model files: weights and checkpoints, initial weights
+//   6152    11. Settings: what the command line leaves open comes from presets, model files and the data
+//   6496         presets, and all settings together
+//   6636         what ranks must have in common
+//   6710    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
+//   6732         the learning rate, the verdict on a step, averages of the weights
+//   6827         what a trainer holds, and how ranks gather it
+//   7039         the log in memory, as the page shows it
+//   7169         what a run holds
+//   7268         the log and the status line
+//   7467         checkpoints, snapshots and grids
+//   7753         a run's first weights: new, of a file, or of the run that is resumed
+//   8062         what else a run takes when it begins: validation data, conditions of grids, its folder
+//   8210         how a run ends
+//   8281         samples, without a run
+//   8456    13. A training step, the loop over the steps, and main
+//   8480         a step
+//   8848         the loop over the steps
+//   8972         train: a whole run, from the first check to the exit code
+//   9007         main
+//   9080  Part II. The device
+//   9083    14. What all devices share: elements, nonlinearities, patches of pixels
+//   9168    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9238    16. The GPU: what all kernels share
+//   9310         Launches, which may overlap
+//   9357         Decisions: what kernels are chosen with
+//   9412         Single instructions: shared memory, mbarriers, clusters
+//   9510         Activations: pieces of 16 bytes
+//   9853         each_kernel: a thread for an element
+//   9867         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//  10039         Swizzle: how rows lie in shared memory
+//  10061         Hopper (sm_90a): TMA, wgmma and what goes with them
+//  10346         building blocks of Hopper's kernels (sm_90a)
+//  10668    17. Small operations: resampling, embeddings, diffusion
+//  10671         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10885         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11257         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11819    18. Group norm
+//  11822         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12388         groupnorm_backward_whole: an image's slab in shared memory
+//  12795    19. Attention
+//  12904         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13469         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13617         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14328    20. Convolution
+//  14382         ConvOut: results, 4 channels of a pixel at a time
+//  14631         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14704         conv_halo: 3x3, stride 1, any GPU
+//  15134         conv_gather: any kernel size and stride, any GPU
+//  15407         conv_few: the first and the last layer
+//  15597         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16212         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16343         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16848         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17314         conv_weight_tma: weight gradients (sm_90a)
+//  17631         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17959         FP8 in training: weights and gradients are rounded
+//  18075    21. The optimiser
+//  18078         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18339         muon: directions for matrices of weights
+//  18784    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18787         groupnorm_backward
+//  18958         attention: forward and, where a has dout, backward
+//  19023         convolution: forward and input gradient
+//  19554         convolution: weight gradients
+//  19945    23. The GPU: memory, copies, repeated work
+//  20178    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights. What stands in brackets need not be opened: where it is called, a comment
 //   says what it does.
-//     command line: main 9039, run_program 8973, train 8942 and run_step 8891, one above the other; train_step 8781
-//     images are read: load_batch 5685, read_image 5236 (send 20063: to the GPU)
-//     the rest is recorded as a graph at the first two steps, and repeated later (replay 19994)
-//     a microbatch: step_gradients 8649 (draw_levels 11227: noise levels, by draw_level 4139; take_microbatch 8491)
-//     noise and loss: forward_and_loss 8517; q_sample_forward 11442; loss_forward_backward 11560
-//     forward: unet_forward 3643, with forward_layer above it (layer_args 2400: addresses), calls a function of each
-//       layer's kind, such as forward_conv 2616
-//     backward: unet_backward 3720 calls such a function as backward_conv 2623 of each layer (a convolution's input
-//       gradient: conv_backward_input 19437) and, by launch_waiting 3680 on the side stream,
-//       conv_backward_weights 19853 (finish_gradients 12686: those of norms)
+//     command line: main 9076, run_program 9010, train 8979 and run_step 8928, one above the other; train_step 8817
+//     images are read: load_batch 5712, read_image 5262 (send 20148: to the GPU)
+//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20079)
+//     a microbatch: step_gradients 8684 (draw_levels 11276: noise levels, by draw_level 4163; take_microbatch 8526)
+//     noise and loss: forward_and_loss 8552; q_sample_forward 11494; loss_forward_backward 11612
+//     forward: unet_forward 3663, with forward_layer above it (layer_args 2411: addresses), calls a function of each
+//       layer's kind, such as forward_conv 2628
+//     backward: unet_backward 3740 calls such a function as backward_conv 2635 of each layer (a convolution's input
+//       gradient: conv_backward_input 19519) and, by launch_waiting 3700 on the side stream,
+//       conv_backward_weights 19938 (finish_gradients 12744: those of norms)
 //     several ranks: send_gradients (in step_gradients) and all_to_all (in the last section)
-//     the sum, and the verdict: sum_gradients 18053, judge_step 18101 (by judge_batch 6770)
-//     the update: update_slice 8754 (above train_step), adamw_update 18233 with adamw_kernel above it
-//     the log: next_step 18107, record_step 18113; later collect_steps 8816
-//   --optimizer muon: muon_updates 6885 says which weights; update_slice 8754, update_by_muon 8744 (with the formulas),
-//     muon_momentum 18305, orthogonalise 18681 (with muon_kernel above it), adamw_kernel 18178 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11634): sample_batch 5053, plan_route 4798,
-//     device_step 4846, euler_step 4583 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19319 draws all of its roads):
-//     forward_conv 2616; conv_forward 19359, with conv_product above it, which asks conv_is_wgmma 18952;
-//     on Hopper, large images: pick_conv_tiles_3x3 19260 (its tiles, such as Resident16, stand above pick_conv_small);
-//     conv_tiles 16760, with conv_tiles_kernel above it; Accumulators 10537 (its function multiply); Wgmma 10086;
-//     on Hopper, small images: pick_conv_small 19111; conv_small 17227, with conv_small_kernel and multiply_small above
-//     it; Wgmma 10086;
-//     on any other GPU pick_conv_halo_bf16 19024; conv_halo 15054, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9881
-//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8649
-//   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 446,
-//     Silu 9093, with_nonlinearity 9103 (a case); BEHIND_NORMS, above add_norm 2847, chooses it. The embedding has SiLU
-//     as a layer: silu_forward 11126
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 3993
-//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 572, and beside each other edm_question
-//     3827, ask 3862, frame_of 3875, sigma_draws 3882, has_steps_of_t 3889; the head of their section lists the
-//     changes. For a parameter that model files keep: model_header 5839, check_lists 5941, take_model_file 6285,
-//     is_of_objective 7790
-//   to add a kind of layer: a list of all places stands above LayerKind 2508; an example is forward_linear 2536
-//     with what follows it; a function such as add_resblock 2900 puts the layer into the network; its operation
-//     needs a prototype in the interface (such as that of linear_forward 933), a kernel (linear_forward 11086), and
+//     the sum, and the verdict: sum_gradients 18130, judge_step 18178 (by judge_batch 6800)
+//     the update: update_slice 8790 (above train_step), adamw_update 18310 with adamw_kernel above it
+//     the log: next_step 18184, record_step 18190; later collect_steps 8852
+//   --optimizer muon: muon_updates 6915 says which weights; update_slice 8790, update_by_muon 8780 (with the formulas),
+//     muon_momentum 18382, orthogonalise 18761 (with muon_kernel above it), adamw_kernel 18255 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11686): sample_batch 5079, plan_route 4824,
+//     device_step 4872, euler_step 4608 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 19401 draws all of its roads):
+//     forward_conv 2628; conv_forward 19441, with conv_product above it, which asks conv_is_wgmma 19033;
+//     on Hopper, large images: pick_conv_tiles_3x3 19342 (its tiles, such as Resident16, stand above pick_conv_small);
+//     conv_tiles 16833, with conv_tiles_kernel above it; Accumulators 10581 (its function multiply); Wgmma 10129;
+//     on Hopper, small images: pick_conv_small 19192; conv_small 17300, with conv_small_kernel and multiply_small above
+//     it; Wgmma 10129;
+//     on any other GPU pick_conv_halo_bf16 19105; conv_halo 15121, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9921
+//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8684
+//   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 448,
+//     Silu 9130, with_nonlinearity 9141 (a case); BEHIND_NORMS, above add_norm 2859, chooses it. The embedding has SiLU
+//     as a layer: silu_forward 11175
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 4017
+//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 575, and beside each other edm_question
+//     3851, ask 3886, frame_of 3899, sigma_draws 3906, has_steps_of_t 3913; the head of their section lists the
+//     changes. For a parameter that model files keep: model_header 5866, check_lists 5969, take_model_file 6313,
+//     is_of_objective 7824
+//   to add a kind of layer: a list of all places stands above LayerKind 2520; an example is forward_linear 2548
+//     with what follows it; a function such as add_resblock 2912 puts the layer into the network; its operation
+//     needs a prototype in the interface (such as that of linear_forward 938), a kernel (linear_forward 11135), and
 //     loops in dev/reference.h
-//   to add an element type beside bf16: Element 338, with a list of all places above it: element_named 1457,
-//     ElementOf 9064, with_act 9338 (act_has_wgmma below it), unpack_bf16 9486 and all below it
-//     to load_two 9550, mma 9881, tma_type 10257, adamw_kernel 18178 (adamw_update below it), conv_product 19319
-//   the settings, to their values: parse_command_line 1656, take_aliases 1685, complete_config 6586
-//     (apply_preset 1572, take_model_file 6285, take_ect_defaults 6315), take_data_shape 6367 (take_labels 6344),
-//     check_model 1956, check_run 2109
-//   FP8 (--precision fp8): choose_fp8 3102 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3177 and plan_fp8_gradients 3192 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3237 for samples, make_fp8_training 3299 for training; add_fp8_args 2374
-//     hands them to the layers. forward_conv 2616, backward_conv 2623 and weight_work 2347 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19422 makes an input gradient a forward convolution; conv_product_fp8 19352 picks the
-//     kernel, multiply_fp8 10573 and WgmmaFp8 10130 multiply; weight gradients: conv_weight_fp8_kernel 17826;
-//     print_fp8 7970 says whether it pays
+//   to add an element type beside bf16: Element 340, with a list of all places above it: element_named 1466,
+//     ElementOf 9101, with_act 9376 (act_has_wgmma below it), unpack_bf16 9526 and all below it
+//     to load_two 9590, mma 9921, tma_type 10300, adamw_kernel 18255 (adamw_update below it), conv_product 19401
+//   the settings, to their values: parse_command_line 1665, take_aliases 1694, complete_config 6616
+//     (apply_preset 1581, take_model_file 6313, take_ect_defaults 6343), take_data_shape 6395 (take_labels 6372),
+//     check_model 1965, check_run 2119
+//   FP8 (--precision fp8): choose_fp8 3114 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3190 and plan_fp8_gradients 3205 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3250 for samples, make_fp8_training 3316 for training; add_fp8_args 2385
+//     hands them to the layers. forward_conv 2628, backward_conv 2635 and weight_work 2358 choose between bf16 and FP8;
+//     conv_backward_input_fp8 19504 makes an input gradient a forward convolution; conv_product_fp8 19434 picks the
+//     kernel, multiply_fp8 10618 and WgmmaFp8 10173 multiply; weight gradients: conv_weight_fp8_kernel 17903;
+//     print_fp8 8004 says whether it pays
 //   an error message, to its cause: search for three or four of its words behind the first colon, without numbers.
 //     (What stands before it, such as a flag and its value, or a file's name, is put together at run time. A long text
 //     goes on in the next line. If nothing is found here, search host/.) They stand where the error is found: in a call
-//     of die, refuse or must (host/files.h), of wrong 1537 (a flag's value), or of a function beside it whose name ends
+//     of die, refuse or must (host/files.h), of wrong 1546 (a flag's value), or of a function beside it whose name ends
 //     in _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7453,
-//     either because save_arrays 7510 found weights that are not finite, or after bad steps, which judge_batch 6770
-//     finds by healthy and suspicious above it. For a damaged header they stand in check_field 5932 and check_unused
-//     (host/files.h): look at their callers; for a data file also in take_data_fields 5284, for a checkpoint's counters
-//     in check_resume 6426. unknown_word 1443 prints the message for a word of a flag that some place does not know.
-//     Such a place calls it itself or through meaning 1449. Notices, after which the run goes on, stand in calls of
-//     tell or printf. Two of them may end the run later: report_bad_step 7708 says that a step was skipped (the run
-//     ends after --max_bad_steps such steps in a row), is_written 7479 that a file could not be written yet. stop_run
-//     7453 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7485,
+//     either because save_arrays 7542 found weights that are not finite, or after bad steps, which judge_batch 6800
+//     finds by healthy and suspicious above it. For a damaged header they stand in check_field 5959 and check_unused
+//     (host/files.h): look at their callers; for a data file also in take_data_fields 5310, for a checkpoint's counters
+//     in check_resume 6455. unknown_word 1452 prints the message for a word of a flag that some place does not know.
+//     Such a place calls it itself or through meaning 1458. Notices, after which the run goes on, stand in calls of
+//     tell or printf. Two of them may end the run later: report_bad_step 7741 says that a step was skipped (the run
+//     ends after --max_bad_steps such steps in a row), is_written 7511 that a file could not be written yet. stop_run
+//     7485 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -266,7 +266,7 @@
 typedef void act;                  // an element of an activation; void, because act_element holds its type at run time
 constexpr int STEPS_AHEAD = 64;    // how many steps the host may start before it reads their results for the log
 constexpr int STEPS_AGREED = 16;   // after how many steps the ranks agree again on whether to stop
-constexpr int MOST_IMAGES = 65535; // at a time: the image is a dimension of some kernels' grids, and CUDA limits it
+constexpr int MOST_IMAGES = 65535; // at a time: some grids count images in y or z, and CUDA limits y and z to this
 constexpr int MOST_PIXELS = (1 << 28) - 1; // at a time: halo_source has 28 bits for a pixel's number
 // The presets that are used if the command line has no --preset (see apply_default_preset).
 static const char* const DEFAULT_PRESET = "quick64"; // without a data file
@@ -308,7 +308,7 @@ static const char* const PRESET_ELSE = "fashion32";
 //   unpack, pack, FourOf,      how a piece of 16 bytes becomes floats, and the reverse. Then the same for four of its
 //   to_floats, from_floats,    numbers, and for two (section 16, side by side)
 //   store_two, load_two
-//   mma, pack_pair             its instruction on the tensor cores, and two numbers in one register of a fragment
+//   mma, pack_pair             its instruction on the tensor cores, and how two numbers are packed into one register
 //                              (section 16). A type that is split into several fp16 numbers (ElementOf::PARTS is above
 //                              1) does not need them. Fragments are made for numbers of 2 bytes, where an instruction
 //                              adds up 16 products for each sum. With numbers of 1 byte it adds up 32, so
@@ -321,7 +321,9 @@ static const char* const PRESET_ELSE = "fashion32";
 //                              row it comes after all other words, because model files hold a word's place in the row.
 //                              Below element_named, --use_fp16 chooses bf16. If the new type is fp16, change that
 //   conv_product               its rows in the table (section 22): one for pick_conv_gather, and one for a function
-//                              like pick_conv_halo_bf16. Only conv_halo can upsample, and store the last layer's fp32
+//                              like pick_conv_halo_bf16. Both are needed: conv_gather computes stride 2 and 1x1, and
+//                              of the kernels for any GPU, only conv_halo can upsample and can store the last
+//                              convolution's result, which is fp32
 //
 // No error reminds you of these:
 //   cast_params, adamw_kernel  They round the weights' copy, which convolutions read, to bf16. Used unchanged for the
@@ -437,7 +439,7 @@ struct WeightRounding {
 // is 1, and it reads its input enlarged to 2H x 2W: each pixel becomes 2 x 2 equal pixels.
 struct ConvShape {
     int B, H, W, C1, C2, Cout, kernel, stride, upsample;
-    // The elements of the input and of the output. What the network itself reads and returns is FP32.
+    // The elements of the input and of the output. The network's own input and its output are FP32.
     Element in = act_element, out = act_element;
     HD int out_H() const { return ((H << upsample) + stride - 1) >> (stride - 1); } // stride is 1 or 2
     HD int out_W() const { return ((W << upsample) + stride - 1) >> (stride - 1); }
@@ -476,8 +478,9 @@ template <class T> struct GradOf {
 };
 typedef GradOf<act> Grad;
 
-// The group norm that reads a tensor needs two sums: the sum of each channel over an image's pixels, and the sum of its
-// squares. The pixels may be summed in several parts, which the norm adds up: sums is (B, parts, C, 2).
+// A group norm needs two sums for each channel of the tensor that it reads: over an image's pixels, the sum of the
+// channel's values, and the sum of their squares. The pixels may be divided into several parts, each with sums of its
+// own. The norm then adds up the sums of all parts. sums: (B, parts, C, 2).
 struct Stats {
     double* sums;
     int parts;
@@ -567,8 +570,8 @@ struct NoiseLevel {
     float target_teacher = 0; // ect: the teacher's answer (see TuningWeight) times this is added to the target
 };
 
-// A Frame says by which formulas a network is shown, told and asked something at a noise level: by those of ddpm_level,
-// edm_question or flow_question.
+// A Frame says which formulas compute the members of a NoiseLevel, such as the network's input and its target: those of
+// ddpm_level, edm_question or flow_question.
 enum class Frame : uint8_t { DDPM, EDM, FLOW };
 
 // The weight of a sample's loss with --objective ect. The loss is the distance between two images: the one that the
@@ -600,7 +603,7 @@ struct Augmentation {
     double y_x, y_y, y_1;
 };
 
-// How the sigma of a training sample is drawn (draw_level), if Objective::levels is null.
+// How the sigma of a sample of training or validation is drawn (draw_level), if Objective::levels is null.
 struct SigmaDraws {
     float P_mean, P_std; // ln(sigma) is normally distributed; its mean and standard deviation
     bool uniform_t;      // true: instead, t = sigma / (1 + sigma) is uniformly distributed between 0 and 1
@@ -631,7 +634,8 @@ struct Objective {
 //   x' = next_x x + next_x0 x0 + next_m m + sigma z
 //   m' = m_x x + m_x0 x0
 // With range > 0 the network has learned sigma: sigma = exp(log_sigma + range (v + 1) / 2), where v is the second half
-// of the channels of the network's answer. (v is never guided: it is that of the first half of the batch.)
+// of the channels of the network's answer. (Guidance does not change v: also in a guided step, v is read from the
+// answers for the first half of the batch.)
 struct SamplerStep {
     float t;        // what the network is told
     float guidance; // see Denoising; 1: this step is not guided
@@ -831,7 +835,7 @@ HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) /
 // In this case there is only the input x1, and nothing is added to its gradient.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
 static void conv_forward(act* out,                            // (B, Ho, Wo, Cout)
-                         Stats* stats,                        // [of out]
+                         Stats* stats,                        // [the sums of out]
                          const act* x1, const act* x2,        // (B, H, W, C1), [(B, H, W, C2)]
                          const act* weight,                   // (Cout, kernel, kernel, C1 + C2)
                          const float* bias,                   // (Cout)
@@ -884,14 +888,15 @@ static void round_gradient(Fp8Copy fp8, const act* dout, size_t n);
 // Attention of T pixels to each other: out = softmax(q k^T / sqrt(d)) v, with C = heads * d channels.
 static void attention_forward(act* out,         // (B, T, C)
                               SoftmaxRow* rows, // (B, heads, T): kept for the backward pass
-                              const act* qkv,   // (B, T, 3C): C channels of q, then k, then v; each has all heads
+                              const act* qkv,   // (B, T, 3C): C channels of q (all heads), then C of k, then C of v
                               int B, int T, int C, int heads);
 static void attention_backward(act* dqkv,       // as qkv
                                const act* dout, // as out
                                const act* qkv, const act* out, const SoftmaxRow* rows, int B, int T, int C, int heads);
 
 // downsample: the average of 2 x 2 pixels (an odd last row or column is not read). upsample: each pixel becomes 2 x 2
-// equal pixels. H and W are those of x, the input of the forward function, in the backward functions, too.
+// equal pixels. In the forward and the backward functions, H and W are the size of x, which is the input of the forward
+// function.
 static void downsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C);
 static void downsample_backward(Grad dx, const act* dout, int B, int H, int W, int C);
 static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C);
@@ -975,9 +980,10 @@ static void finish_gradients();
 // Diffusion. Draws each sample's noise level. Writes the level, t (what the network is told of the level), and in which
 // quarter of all levels it lies.
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key);
-// For consistency tuning (--objective ect). Each sample that draw_levels has drawn a noise level for also has a second,
-// lower noise level. The network's answer at the second level is called the teacher's answer. It becomes a part of the
-// sample's target. This function writes the second levels, and t, which the network is told of each of them.
+// For consistency tuning (--objective ect). draw_levels draws a noise level for each sample. Each sample also has a
+// second, lower noise level. The network's answer at the second level is called the teacher's answer. It becomes a part
+// of the sample's target. This function writes the second level of each sample (teachers), and what the network is told
+// of this level (t).
 static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key);
 // Mixes noise into images: x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4). It also writes target, which
 // is what the network should answer: target_x0 x_0 + target_noise noise [+ target_teacher teacher].
@@ -998,9 +1004,10 @@ static void loss_forward_backward(double* loss,             // (B)
                                   const float* x,           // (B, HW, C): the network's input
                                   const NoiseLevel* levels, // (B)
                                   const Objective& o, float factor, int B, int HW, int C, int Cout);
-// This function is called in place of loss_forward_backward if o.tuning.on(). loss = weight (sqrt(D + c^2) - c). The
-// factor after weight is the pseudo-Huber distance to the teacher's image. D is the sum of (x0_out (out - target))^2
-// over a sample's n values.
+// This function is called in place of loss_forward_backward if o.tuning.on(), where o is the Objective. The loss of a
+// sample is weight (sqrt(D + c^2) - c): its weight times the pseudo-Huber distance between the student's image and the
+// teacher's image. D is the sum of (x0_out (out - target))^2 over the sample's n values. weight and x0_out are members
+// of its NoiseLevel. dout is the gradient of factor * (the sum of the samples' losses).
 static void tuning_loss_forward_backward(double* loss,             // (B)
                                          float* dout,              // as out
                                          const float* out,         // (B, n)
@@ -1012,7 +1019,7 @@ static void tuning_loss_forward_backward(double* loss,             // (B)
 static void augment_images(float* out,          // (B, C, H, W)
                            Augmentation* drawn, // (B)
                            float* canvas,       // (B, C, fine_size(H), fine_size(W)): working memory
-                           float* told,         // (B, stride): what the network is told (AUGMENT_NUMBERS a row)
+                           float* told,         // (B, stride), of which AUGMENT_NUMBERS columns are written
                            int stride,
                            const void* images, // (B, C, H, W), of 1 or 4 bytes a value
                            float p, RandomKey key, int B, int C, int H, int W, int bytes);
@@ -1043,11 +1050,11 @@ static void keep_known(float* x,           // (B or 2 B, n)
                        const float* mask,  // (B, n)
                        const SamplerStep* steps, RandomKey key, bool guided, int B, int n);
 
-// Optimiser, for a slice of the flat arrays. Adds the ranks' gradients in the order of the ranks, and writes the result
-// to sum (flat). If add is true, they are added to the old sum. Then, for each stretch of sum, the squares of its
-// numbers are added up and written to squares. These totals, like new weights, are written to all ranks whose memory
-// this rank can write to (Everywhere). The comments above step_gradients explain the order, and why there are
-// stretches.
+// Optimiser, for a slice of the flat arrays. Adds up the ranks' gradients in the order of the ranks, and writes the
+// result to sum (flat). If add is true, the old content of sum is the first term. Then, for each stretch of this slice,
+// the squares of its numbers in sum are added up. This total is written to squares. As with new weights, each total is
+// written to all ranks whose memory this rank can write to (Everywhere). The comments above step_gradients explain the
+// order, and why there are stretches.
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add);
 // Computes the step's loss, the norm of its gradient and its learning rate, and decides whether the step is good or is
 // skipped (judge_batch).
@@ -1076,9 +1083,9 @@ static void next_step(int64_t* step); // adds 1 to *step, after all draws of the
 // there the host reads it later, for the log.
 static void record_step(StepState* records, const StepState* state, int count);
 
-// How many bytes of memory operations need beside their arrays (0 on a CPU).
+// How many bytes of memory operations need in addition to the arrays that they are called with (0 on a CPU).
 static size_t conv_workspace(ConvShape s);           // for the weight gradient
-static size_t conv_detour_bytes(const ConvShape& s); // for the arrays of another convolution that replaces this one
+static size_t conv_detour_bytes(const ConvShape& s); // if another convolution is computed instead: for its arrays
 static size_t groupnorm_backward_workspace(const NormShape& s);
 static size_t norm_sums_bytes(const NormShape& s); // for sums that are kept until finish_gradients
 static size_t attention_backward_workspace(int B, int T, int C, int heads);
@@ -1120,8 +1127,9 @@ template <class T> static Everywhere<T> everywhere(T* p) {
     }
     return all;
 }
-// Connects this rank's device with the devices of the other ranks. direct: whether devices write to each other's
-// memory wherever they can (world.direct).
+// Connects this rank's device with the devices of the other ranks. direct: whether devices may write to each other's
+// memory. world.direct becomes true if they may and can: there are at most NEAR ranks, all on one machine, and each
+// GPU can open the memory of the others (open_alloc).
 static void join_devices(bool direct);
 
 // The device: memory, and copies to and from it. New memory is filled with zeros. start_device chooses the device
@@ -1136,8 +1144,9 @@ static void copy_to_device(void* to, const void* host, size_t bytes);
 static void copy_to_host(void* host, const void* from, size_t bytes);
 static int max_stat_parts(int H, int W); // the largest Stats::parts of a tensor of this size
 
-// A list of launches that is repeated with the same pointers. On a GPU, replay(g, work) records the launches of work()
-// at its first call, and repeats them as one launch. On a CPU, it calls work() each time.
+// A list of launches that is repeated with the same pointers. On a GPU, the first call of replay(g, work) calls work()
+// and records its launches, without running them. Then this call and all later calls run the recorded launches, as one
+// launch. On a CPU, or if allowed.graphs is false, each call of replay calls work().
 struct Graph {
     void* exec = nullptr;
     size_t nodes = 0; // how many launches the graph contains
@@ -1148,7 +1157,7 @@ static void free_graph(Graph* g);
 // run_beside runs work on the side stream, at the same time as later work on the main stream. ticket: a number that the
 // caller chooses for this work. wait_for_side(ticket) makes the main stream wait until two things have ended: the work
 // with this ticket, and all earlier work of the side stream. (On a CPU, run_beside returns when the work has ended.)
-template <class F> static void run_beside(int ticket, F work); // work(Stream*)
+template <class F> static void run_beside(int ticket, F work); // work takes a Stream*: the side stream
 static void wait_for_side(int ticket);
 // Each of these switches allows something that makes the program faster. dev/bench turns them off, for its profile and
 // for tests. early, beside and graphs do not change any bit of the results. The other switches change bits, because
@@ -1168,7 +1177,7 @@ static struct Allowed {
 struct Upload {
     uint8_t *host, *device;
     size_t bytes;
-    void *sent, *released; // on a GPU: events that mark the ends of the copy and of the work that reads `device`
+    void *sent, *released; // on a GPU, two events: the copy has ended; the work that reads `device` has ended
 };
 static Upload make_upload(size_t bytes);
 static void wait_for_host_side(Upload* u); // waits until u->host may be written
@@ -1298,10 +1307,10 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
 //
 // The main functions run in this order: parse_command_line, take_aliases, apply_preset, and then, if there is a model
 // file, take_model_file (section 11). The values of a model file replace those of the preset, but not those of the
-// command line. In a run, check_run is next. Then take_data_shape (section 11) is called. If there is no model file, it
-// takes the images' size, channels and classes from the data, where the command line does not give them. Then it calls
-// check_model. With --sample there is no training data, and run_program calls check_model itself. The checks find flags
-// that cannot work, alone or together.
+// command line. In a run, check_run is next, and then take_data_shape (section 11). If there is no model file,
+// take_data_shape takes the images' size, channels and classes from the data, where the command line does not give
+// them. Then, with or without a model file, take_data_shape calls check_model. With --sample there is no training data,
+// and run_program calls check_model itself. The checks find flags that cannot work, alone or together.
 
 constexpr double BIG = 1e9;
 struct Config;
@@ -1376,7 +1385,7 @@ struct Config {
 
     // The names of the flags that the command line or the preset has set.
     std::set<string> on_command_line, by_preset;
-    bool default_preset = false; // the program has chosen the preset, not the user
+    bool default_preset = false; // true: the program has chosen the preset. false: the user has
     bool given(const string& flag) const { return on_command_line.contains(flag); }
     bool chosen(const string& flag) const { return given(flag) || by_preset.contains(flag); }
 
@@ -1892,7 +1901,7 @@ static std::string read_value_table(Config* c) {
     const size_t K = c->cond_dim;
     std::error_code ignored;
     if (std::filesystem::is_fifo(c->values, ignored))
-        return "is a pipe; it must be a file"; // to open it could take forever
+        return "is a pipe; it must be a file"; // the opening would wait until another program writes to the pipe
     std::ifstream file(c->values);
     if (!file) return text("can't be opened (%s)", strerror(errno));
     std::string line;
@@ -2033,7 +2042,7 @@ static std::string check_model(Config* c) {
 // Parses --ema_rate, and adds the averages that --ema_snapshots needs. where: what an error message begins with:
 // "FILE: " if the rates come from a file, else "".
 static void parse_ema_rate(Config* c, const std::string& where) {
-    // A rate is from 0 to 1. A number above 1 is the exponent of a power function. A user does not write such a number:
+    // A rate is from 0 to 1. A number above 1 is one of the exponents POWER_EMAS. A user does not write such a number:
     // it comes from a checkpoint, and is never the first in the list.
     bool works = parse_list(c->ema_rate, &c->emas) && !c->emas.empty();
     for (size_t k = 0; k < c->emas.size(); k++) {
@@ -2052,11 +2061,12 @@ static void parse_ema_rate(Config* c, const std::string& where) {
            wrong(c, "ema_rate", text("must be a number from 0 to 1, or up to %d of them with commas%s", most, beside)));
 }
 
-// --objective ect: checks that q^a stays below LARGEST_GAP_DIVISOR until the run ends. a is the number of the stage,
+// --objective ect: checks that q^a never exceeds LARGEST_GAP_DIVISOR during the run. a is the number of the stage,
 // from 1 on. So in the last stage, a is the number of all stages. ect_stage returns how many steps a stage has.
 static void check_ect_stages(Config* c, const std::string& where) {
     if (c->objective != "ect") return;
-    // q^a < LARGEST_GAP_DIVISOR holds up to a = log(LARGEST_GAP_DIVISOR) / log(q), which is 19 for q = 2.
+    // q^a exceeds LARGEST_GAP_DIVISOR if a is above log(LARGEST_GAP_DIVISOR) / log(q), which is 19.9 for q = 2. So
+    // `most`, the largest a that works, is this quotient rounded down.
     const int64_t most = (int64_t)(std::log(LARGEST_GAP_DIVISOR) / std::log((double)c->ect_q));
     const int64_t stages = (c->max_steps + c->ect_stage() - 1) / c->ect_stage(); // rounded up
     if (stages <= most) return;
@@ -2148,8 +2158,9 @@ static void check_run(Config* c, const std::string& where) {
 // The shortcut is the block's input, at half or double its resolution if the block changes the resolution. If the
 // number of channels changes, the shortcut is a 1x1 convolution of that input (a skip connection, see Words).
 // The drawing of the network is simplified. At the resolution of `middle` there are also residual blocks with skips.
-// The output of each `half` is also a skip. Every skip ends in a residual block, also the uppermost one: in the second
-// half of the network, a level has one residual block more than in the first half (add_output_blocks). With
+// The output of each `half` is also a skip. In the drawing, the uppermost skip seems to end behind the residual blocks.
+// But every skip ends in a residual block: in the second half of the network, a level has one residual block more than
+// in the first half (add_output_blocks). With
 // --resblock_updown, `half` and `double` are residual blocks, too, but these have no skip as an input.
 //
 // A layer has a kind (LayerKind): what it computes. It also has indices of tensors, parameters and buffers. An index is
@@ -2183,8 +2194,8 @@ struct Tensor {
     int stats = -1;                  // if a group norm reads this tensor: the buffer of Stats::sums
     bool fp8 = false;                // a convolution reads this tensor in FP8 (in walks that use FP8)
     int parts = 1;                   // Stats::parts, as the forward pass has last set it
-    bool needs_grad = false;         // whether the layer that writes this tensor has a backward pass, which reads its
-                                     // gradient
+    bool needs_grad = false;         // whether the layer that writes this tensor has a backward pass. If so, this
+                                     // backward pass reads the tensor's gradient
 };
 
 // The buffers for the gradient of one input of a layer: d = this layer's part of the gradient + add1 + add2. fp8: the
@@ -2199,13 +2210,13 @@ struct LayerKind; // what a layer computes: CONV, GROUPNORM, ...: see "The kinds
 struct Layer {
     const LayerKind* kind = nullptr;
     std::string name;
-    int x1 = -1, x2 = -1, out = -1;           // tensors: the layer reads [x1 | x2] and writes out
-    int weight = -1;                          // a parameter; the bias, if there is one, is the next parameter
-    int residual = -1;                        // CONV: a tensor that is added to the result, unless there is a skip
-    int emb = -1, emb_offset = 0;             // the tensor UNet::emb or -1, and this layer's first column in it
-    int kernel = 1, stride = 1, upsample = 0; // CONV
-    bool fp8 = false;                         // CONV: forward product and weight gradient are in FP8 (choose_fp8)
-    bool fp8_gradient = false;                // CONV: the input gradient is computed in FP8 (choose_fp8)
+    int x1 = -1, x2 = -1, out = -1;                 // tensors: the layer reads [x1 | x2] and writes out
+    int weight = -1;                                // a parameter; the bias, if there is one, is the next parameter
+    int residual = -1;                              // CONV: a tensor that is added to the result; -1 if `skip` is set
+    int emb = -1, emb_offset = 0;                   // the tensor UNet::emb or -1, and this layer's first column in it
+    int kernel = 1, stride = 1, upsample = 0;       // CONV
+    bool fp8 = false;                               // CONV: forward product and weight gradient are in FP8 (choose_fp8)
+    bool fp8_gradient = false;                      // CONV: the input gradient is computed in FP8 (choose_fp8)
     Nonlinearity nonlinearity = Nonlinearity::NONE; // GROUPNORM
     int dropout_block = -1;                         // GROUPNORM: index of the residual block whose dropout follows
     int heads = 0;                                  // ATTENTION, and the CONV that makes its qkv: the number of heads
@@ -2218,8 +2229,8 @@ struct Layer {
     int dout_fp8 = -1;        // CONV with fp8_gradient: the buffer of dout in FP8
     bool rounds_dout = false; // CONV with fp8_gradient: unet_backward makes dout_fp8 from dout; false: a norm writes it
     int after = -1;           // backward: this layer waits until the weight gradient of layer `after` is complete
-    int skip = -1;            // CONV, forward: the skip connection's layer, if this layer also computes it and adds it
-    bool fused = false;       // forward: the next layer's operation also computes this layer
+    int skip = -1;            // CONV: index of a skip connection, if this layer's forward function also computes it
+    bool fused = false;       // this is a skip connection that the next layer's forward function computes
 };
 
 // A part of the arena: the memory of a tensor, a gradient, or something else that a layer keeps.
@@ -2277,8 +2288,8 @@ struct Fp8Weights {
     const uint8_t* turned = nullptr;        // the weights of all convolutions with Layer::fp8_gradient, in the order in
                                             // which input gradients read them
     const float* gradient_factor = nullptr; // (1): gradients are multiplied by this before they are rounded
-    const float* dx_factors = nullptr;      // all equal, one for each channel of a layer's input: the sums of an input
-                                            // gradient are multiplied by these
+    const float* dx_factors = nullptr;      // the sums of an input gradient are multiplied by these. There is one for
+                                            // each channel of the widest input, and all are equal
 };
 // The parameters of a network. fp32: all of them. copy: the convolutions' weights once more, in the activations' type.
 // (If activations are fp32, fp32 and copy are the same array.)
@@ -2331,7 +2342,7 @@ struct LayerArgs {
     const act *weight_fp8, *turned_fp8;        // CONV: its weights in Fp8Weights::weights, and those in
                                                // Fp8Weights::turned. If weight_fp8 is not null, x1 is FP8, too
     const float *factors_fp8, *dx_factors_fp8; // CONV: factors of the sums of products (see conv_forward)
-    Fp8Copy out_fp8;                           // GROUPNORM: its result, in FP8 alone
+    Fp8Copy out_fp8;                           // GROUPNORM: its result, which is then written only in FP8
     Fp8Copy dout_fp8;                          // CONV: dout in FP8
     Fp8Copy d1_fp8, d2_fp8;                    // GROUPNORM: the gradients of x1 and x2 in FP8
 
@@ -2482,9 +2493,9 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 //   Its functions read its weights in fp32, because only the weights of convolutions have a copy.
 //   It does not read a norm's output that a convolution reads, too. With --precision fp8, such an output may hold
 //   numbers of 8 bits alone (plan_fp8).
-//   If it is a layer of the embedding (.embedding = true), it stands before all other layers in the list, its forward
-//   function launches on a.stream, and it uses no workspace. It runs at the same time as layers on the main stream
-//   (unet_forward), and the workspace is theirs.
+//   If it is a layer of the embedding (.embedding = true), it stands before all other layers in the list. Its forward
+//   function launches on a.stream and uses no workspace. The reason is that this function runs at the same time as
+//   layers on the main stream (unet_forward), and those layers use the workspace.
 //
 // To add a kind, change these places:
 //
@@ -2496,10 +2507,11 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 //      If the layer has weights, add_params before it (add_embedding shows both). If such a weight does not lie in
 //      memory as PyTorch's does, also permute_param (section 10)
 //   3. its operation: a prototype in section 2, a kernel in Part II, loops in dev/reference.h. If its kernel needs a
-//      workspace, the function that says how large also needs a prototype, and returns 0 in section 15 (the CPU)
+//      workspace, a function returns the workspace's size. This function also needs a prototype in section 2, and it
+//      returns 0 in section 15 (the CPU)
 //   4. muon_updates, if AdamW should update its weights also with --optimizer muon. Without this change, Muon updates
-//      all its weights of two or more dimensions. make_muon makes a matrix of such a weight. Muon can't update it if
-//      the number of its rows or of its columns is not a multiple of 32
+//      all its weights of two or more dimensions. make_muon makes a matrix of such a weight. If the number of its rows
+//      or of its columns is not a multiple of 32, make_muon ends the program, because Muon's kernels can't update it
 //   5. if a flag chooses the kind: the flag's row, as the list for an objective describes it (section 8), and the same
 //      layer in common/model.py. A model file does not name its layers. If a file was made with other layers,
 //      check_size notices this only if the total number of parameters is another
@@ -2511,12 +2523,12 @@ struct LayerKind {
     void (*backward)(LayerArgs&) = nullptr; // null: it has no weights, and its input needs no gradient
     enum Reads { INPUT = 1, OUTPUT = 2, EMB = 4 };
     int backward_reads = 0; // which tensors of the forward pass the backward pass reads
-    bool embedding = false; // its layers are the embedding's, which run at the same time as later ones (unet_forward)
+    bool embedding = false; // its layers make the embedding, while other layers run (unet_forward)
     bool fp32 = embedding;  // its tensors are FP32, whatever act_element is
     bool sums = false;      // it writes out_stats, so a group norm may read its output (see add_norm)
 
     double (*flops)(const LayerArgs&) = no_flops;            // operations of a forward pass; a multiply-add is 2
-    Workspace (*workspace)(const LayerArgs&) = no_workspace; // memory that its functions need beside their arrays
+    Workspace (*workspace)(const LayerArgs&) = no_workspace; // the workspaces that its functions need
 };
 
 // The layers of the embedding. Their tensors are in fp32 and have B rows.
@@ -2879,9 +2891,9 @@ static int add_resample(UNet* net, Resample resample, const std::string& name, i
 // Ends a residual block or an attention block. The block consists of the layers from `first` on. Returns its output.
 // With --use_checkpoint (Chen et al. 2016, arXiv:1604.06174) only the input tensors and the output tensor of such a
 // block are kept. Before the block's backward pass its layers are computed again, except for two layers, whose results
-// the backward passes of the block's layers do not read. One is the last layer. The other is the layer in the block
-// whose result the last one adds, if there is such a layer: the 1x1 convolution of the shortcut or, without it, the
-// layer that changes the resolution of the block's input (see add_resblock).
+// the backward passes of the block's layers do not read. One is the last layer. The other is the layer of the block
+// whose result the last layer adds to its own, if there is such a layer: the 1x1 convolution of the shortcut or,
+// without it, the layer that changes the resolution of the block's input (see add_resblock).
 static int end_block(UNet* net, size_t first) {
     const Layer last = net->layers.back();
     const int end = (int)net->layers.size() - 1;
@@ -3153,7 +3165,7 @@ static UNet build_unet(const Config& c) {
     place_params(&net);
     Layer& projection = *std::ranges::find(net.layers, net.emb, &Layer::out);
     const auto first_param = std::ranges::find(net.params, 0u, &Param::offset);
-    projection.weight = (int)(first_param - net.params.begin()); // group 0 comes first (param_group)
+    projection.weight = (int)(first_param - net.params.begin()); // the first weight of group 0 lies at offset 0
 
     for (const Layer& l : net.layers) net.flops += l.kind->flops(layer_args(Walk{.net = &net, .B = 1}, l));
     return net;
@@ -3171,9 +3183,10 @@ static UNet build_unet(const Config& c) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- FP8: its buffers, its factors, and weights in FP8
-// --precision fp8: plans the memory of the inputs that convolutions read in FP8. The group norm that makes such an
-// input writes it in FP8 alone. When sampling, the input's buffer has one byte for each number. In training the buffer
-// stays as large as without FP8, because validation and grids compute without FP8, with the same buffers.
+// --precision fp8: plans the memory of the inputs that convolutions read in FP8. A group norm makes such an input, and
+// writes either FP8 or the activations' type, never both. When sampling, the input's buffer has one byte for each
+// number. In training the buffer stays as large as without FP8, because validation and grids compute without FP8, with
+// the same buffers.
 static void plan_fp8(UNet* net, bool training) {
     for (const Layer& conv : net->layers) {
         if (!conv.fp8) continue;
@@ -3262,7 +3275,8 @@ static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& fl
 }
 
 // Returns how large gradients of the network's output may usually become, in units of 1 / n. Here n is how many numbers
-// a batch of images has. If the loss is a mean of n squares of errors, the errors are about 1, so the result is 1.
+// a batch of images has. If the loss is a mean of n squares of errors, a gradient is 2 / n times an error. The errors
+// are about 1 or smaller, so the result is 1. (It is only an estimate, so the factor 2 does not matter.)
 static double usual_gradient(const Config& c) {
     if (c.objective != "ect") {
         // The variational bound is a sum over all timesteps, in bits (make_objective). So its gradients are larger.
@@ -3271,11 +3285,14 @@ static double usual_gradient(const Config& c) {
         else if (c.learned_variance()) bound = c.vlb_weight;
         return std::max(1.0, bound * c.diffusion_steps / std::log(2.0));
     }
-    // The loss of a sample is a distance, not a mean. The gradient of a distance has the same length for images of any
-    // size, weight |x0_out| (tuning_loss). So each of its C H W numbers is sqrt(C H W) times as large as in a mean.
+    // The loss of a sample is a distance (tuning_loss), not a mean. For images of any size, the length of its gradient
+    // is at most weight |x0_out|. The gradient has C H W numbers, so each of them is about weight |x0_out| /
+    // sqrt(C H W). In the gradient of a mean, each is about 1 / (C H W). So the numbers of the distance's gradient are
+    // sqrt(C H W) weight |x0_out| times as large.
     const double length = std::sqrt((double)c.H * c.W * c.in_channels);
-    // weight |x0_out| is at most q^a with --ect_weight gap. With snr it is about 1 / t if t is small, and of a thousand
-    // t that are drawn, about one is smaller than smallest_t.
+    // With --ect_weight gap, weight |x0_out| is at most q^a: the weight is 1 / (t - r), t - r is at least t / q^a
+    // (teacher_sigma), and |x0_out| is at most t. last_a is the largest a of the run. With --ect_weight snr,
+    // weight |x0_out| is about 1 / t if t is small. Of a thousand t that are drawn, about one is below smallest_t.
     const double last_a = 1 + (double)((c.max_steps - 1) / c.ect_stage());
     const double smallest_t = std::exp((double)c.P_mean - 3 * (double)c.P_std);
     return length * (c.ect_weight == "gap" ? std::pow((double)c.ect_q, last_a) : 1 / smallest_t);
@@ -3355,7 +3372,7 @@ static void plan_gradients(UNet* net) {
     contribute(net->output);
     for (int i = (int)net->layers.size() - 1; i >= 0; i--) {
         Layer& l = net->layers[i];
-        if (waiting[l.out].empty()) continue; // l has no backward pass, so no layer writes the gradient of its output
+        if (waiting[l.out].empty()) continue; // no gradient of l.out is planned, because l has no backward pass
         if (waiting[l.out].size() != 1) die("internal error: the gradient of %s is not complete", l.name.c_str());
         l.dout = waiting[l.out][0];
         if (l.residual >= 0) waiting[l.residual].push_back(l.dout);
@@ -3401,7 +3418,8 @@ static int first_emb_reader(const UNet* net) {
 }
 
 // Plans which weight gradients each layer waits for in the backward pass. A layer that waits for the weight gradient of
-// layer k also waits for the weight gradients of all layers after k in the list.
+// layer k also waits for the weight gradients of all layers after k in the list, because the side stream computes these
+// earlier, or in the same launch.
 static void plan_waits(UNet* net) {
     const int L = (int)net->layers.size();
     int done = L; // some layer already waits for the weight gradients of all layers from index `done` on
@@ -3467,7 +3485,8 @@ static void plan_lifetimes(UNet* net) {
         if (l.kind == &GROUPNORM) use(time, {stats(l.x1), stats(l.x2)});
         if (!l.fused) use(time, {data(l.out), stats(l.out)});
     };
-    // The sampler and the loss also use the network's input and output, before the first layer and after the last one.
+    // The network's input is written before the first layer runs. After the last layer, the sampler or the loss uses
+    // the input and the output.
     use(0, {data(net->input)});
     use(L + 1, {data(net->input), data(net->output)});
     for (int i = 0; i < L; i++) {
@@ -3493,7 +3512,7 @@ static void plan_lifetimes(UNet* net) {
         use(back, {l.saved, l.demb});
         use(back, {l.d1.d, l.d1.add1, l.d1.add2, l.d1.fp8});
         use(back, {l.d2.d, l.d2.add1, l.d2.add2, l.d2.fp8});
-        if (l.out == net->output) use(L + 1, {l.dout}); // the loss writes it
+        if (l.out == net->output) use(L + 1, {l.dout}); // the loss writes the gradient of the network's output
         const bool again = l.block_end >= 0;
         // The layer is computed again just before the backward pass of its block's last layer (block_end).
         if (again) use_forward(l, 2 * L + 1 - l.block_end);
@@ -3511,7 +3530,7 @@ static void place_buffers(UNet* net, int B) {
     // A stable sort, so that buffers of equal size have the same order, and the same places, on every machine.
     std::ranges::stable_sort(order, std::greater{}, bytes);
 
-    std::multimap<size_t, const Buffer*> placed; // by offset
+    std::multimap<size_t, const Buffer*> placed; // the buffers that have a place, sorted by offset
     net->arena_bytes = 0;
     for (Buffer* b : order) {
         b->offset = 0;
@@ -3565,8 +3584,8 @@ static void check_memory(UNet* net, bool training) {
         die("a batch of %d needs %s; %s %d fits", B, both.c_str(), training ? "--microbatch" : "--batch_size", fits);
 }
 
-// Gives the network its device memory for batches of up to B. If there is too little memory, the program ends with a
-// message that says which batch would fit.
+// Gives the network its device memory for batches of up to B samples. If there is too little memory, the program ends
+// with a message that says which batch would fit.
 static void plan_memory(UNet* net, int B, bool training) {
     const double pixels = (double)B * net->config.H * net->config.W;
     if (pixels > MOST_PIXELS)
@@ -3627,7 +3646,8 @@ static void forward_layer(const Walk& walk, const Layer& l) {
     if (l.fused) return; // the next layer also computes this one
     mark({.layer = &l});
     // The shapes, and the addresses of the layer's tensors and weights. (Convolutions read the copy of their weights,
-    // which is bf16 if activations are. All other layers read weights in fp32.)
+    // which is bf16 if activations are. Those that multiply in FP8 read another copy, in FP8. All other layers read
+    // weights in fp32.)
     LayerArgs a = layer_args(walk, l);
     l.kind->forward(a); // for example forward_conv (section 5)
     // If a norm reads the output, l.kind->forward has also summed the output and its square over the pixels, in one or
@@ -3682,8 +3702,8 @@ struct WeightGradients {
         // So complete_from must lie after the weights of every convolution whose weight gradient is not launched yet.
         // These are the convolutions before `last` in the list, because the backward pass goes from the last layer to
         // the first. From plain_size on, the flat array holds nothing but convolutions' weights, in the order of the
-        // list. Of the gradients before
-        // plain_size, some are only complete at the end of the backward pass (finish_gradients).
+        // list. Of the gradients before plain_size, some are only complete at the end of the backward pass
+        // (finish_gradients).
         size_t complete_from = net->plain_size;
         for (int i = 0; i < last; i++) {
             const Layer& l = net->layers[i];
@@ -3734,9 +3754,10 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         if (l.kind == &CONV) {
             // Without --use_scale_shift_norm, convolutions read the embedding. Then the embedding's gradient (demb) is
             // computed together with their weight gradients. If l is the network's first convolution (it reads
-            // net->input), only the embedding's layers are left after it. They wait for the weight gradients that make
-            // demb, and these should not have to wait for l's. So they are launched now, without l's. (With
-            // --cond_channels or --patch_size, the first convolution reads another tensor, and this is not done.)
+            // net->input), only the backward passes of the embedding's layers come after that of l. They need demb. So
+            // the weight gradients that wait are launched now. If the weight gradient of l were in the same launch,
+            // demb would be complete later. (With --cond_channels or --patch_size, the first convolution reads another
+            // tensor than net->input. Then this launch is not made.)
             if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.launch_waiting();
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
             if (l.rounds_dout) round_gradient(a.dout_fp8, a.dout, (size_t)B * a.Hout * a.Wout * a.Cout);
@@ -3766,21 +3787,24 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //
 // To add an objective like edm or flow, change these places:
 //
-//   1. common/flags.h:
-//      its word, added at the end of the row of `objective`, because model files hold the word's place in this row;
-//      rows for its parameters, if it has any. If a model file has to keep a parameter, its row is SAVED(slot, ...) or
-//      FREE(slot, ...). Take a slot from the ranges that check_lists calls unused, and let the range begin behind it.
-//      Also add it to is_of_objective (section 12). Then a run that is resumed with another value does not compare its
-//      losses with those before. Slots that are still unused belong to checkpoints of a run. Files of weights alone do
-//      not hold them, so samples would use the flag's default. If samples need the parameter, make its slot an
-//      exception at three places: where model_header and take_model_file test is_of_run, and in check_lists; the rows
-//      OBJECTIVES(...). Such a row names the objectives for which the flags below it exist. For parameters that only
-//      the new objective has, add a new row OBJECTIVES above their rows. If the new objective shares parameters of edm
-//      (sigma_data, P_mean, P_std), add its word to OBJECTIVES(of_edm, "edm|ect"). If you forget this, nothing warns
-//      you: slot_is_used is then false for these parameters, so model files do not get their values, and samples use
-//      the flags' defaults; if --objective ect may tune models of the new objective: the objective's word in the row of
-//      `ect_frame`, and in take_model_file's message; if a parameter only says which levels are drawn, its slot beside
-//      SLOT_P_MEAN there
+//   1. common/flags.h, and the functions that read its rows:
+//      a. The objective's word: add it at the end of the row of `objective`, because model files hold the word's place
+//         in this row.
+//      b. A row for each parameter of the objective, if there are any. If model files have to keep the parameter, the
+//         row is SAVED(slot, ...) or FREE(slot, ...). Take a slot from the ranges that check_lists calls unused, and
+//         let the range begin after this slot. Add the slot to is_of_objective (section 12), too. Then a run that is
+//         resumed with another value of the parameter does not compare its losses with those before. All slots that
+//         are still unused are in the part of the header that only checkpoints fill, not files of weights alone. So
+//         samples of such a file would use the flag's default. If samples need the parameter, make its slot an
+//         exception at three places: where model_header and take_model_file test is_of_run, and in check_lists.
+//      c. The rows OBJECTIVES(...). Such a row names the objectives for which the flags below it exist. For parameters
+//         that only the new objective has, add a new row OBJECTIVES above their rows. If the new objective shares
+//         parameters of edm (sigma_data, P_mean, P_std), add its word to OBJECTIVES(of_edm, "edm|ect"). If you forget
+//         this, nothing warns you: slot_is_used is then false for these parameters, so model files do not get their
+//         values, and samples use the flags' defaults.
+//      d. If --objective ect may tune models of the new objective: add the objective's word to the row of `ect_frame`
+//         and to the message in take_model_file. If a parameter only says which levels are drawn, take_model_file must
+//         not take it from the file of the model that is tuned: add its slot where SLOT_P_MEAN is tested.
 //   2. Frame (section 1): its enumerator
 //   3. here:
 //      a function with its formulas, beside edm_question. If it has a parameter of its own: a member of Objective, a
@@ -3789,9 +3813,9 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //      whether log(sigma) or t is drawn in training, and how (sigma_draws; for another distribution also SigmaDraws
 //      and draw_level);
 //      which sigmas its samplers use (has_steps_of_t);
-//      a weight of the loss, if it is not 1: a member of Question, which make_level and student_level use. Then
-//      usual_gradient (section 6), too, if the gradients become larger or smaller than those of a mean of squares;
-//      with --precision fp8 they are multiplied by a factor that follows from it
+//      a weight of the loss, if it is not 1: a member of Question, which make_level and student_level use. If the
+//      weight makes the gradients larger or smaller than those of a mean of squares, also change usual_gradient
+//      (section 6). With --precision fp8, gradients are multiplied by a factor that is computed from its result
 //   4. the PyTorch twin: what train_unet.py computes of it, and the objective's frame in common/flags.py
 //
 // To let the network predict another quantity, with the levels of ddpm, change the row of `predict` in common/flags.h,
@@ -3830,7 +3854,7 @@ HD static inline Question edm_question(double ratio, double sigma_data) {
     const double c_skip_over_c_in = sigma_data * sigma_data / total;
     const double c_out = ratio * sigma_data / total;
     const double target_x0 = ratio / (sigma_data * total); // (1 - c_skip) / c_out
-    const double target_noise = -sigma_data / total;       // -c_skip sigma / c_out
+    const double target_noise = -sigma_data / total;       // -c_skip ratio / c_out
     return Question{
         .t = log(ratio) / 4,
         .signal = c_in,
@@ -4082,7 +4106,7 @@ HD static inline double remember_losses(float* row, int t, const NoiseLevel* lev
     for (int b = 0; b < B; b++) {
         if (levels[b].index != t) continue;
         const int n = (int)row[HISTORY];
-        for (int k = 1; k < HISTORY && n == HISTORY; k++) row[k - 1] = row[k]; // drops the oldest loss
+        for (int k = 1; k < HISTORY && n == HISTORY; k++) row[k - 1] = row[k]; // a full row drops its oldest loss
         row[n < HISTORY ? n : HISTORY - 1] = (float)fmin(loss[b] / levels[b].importance, FLT_MAX);
         row[HISTORY] = (float)(n < HISTORY ? n + 1 : n);
     }
@@ -4372,6 +4396,7 @@ HD static inline float noise_strength(const Words& words) { return (words.w[0] >
 
 // Value i of an enlarged row (or column) is interpolated between two values of the small row, number `first` and number
 // `second`. As in PyTorch's F.interpolate(mode="bilinear", align_corners=False), a pixel's place is that of its centre.
+// place_in_small finds these two. Its `size` is how many values the small row has.
 struct Between {
     int first, second;
     float fraction; // the weight of the second value; the weight of the first is 1 - fraction
@@ -4472,8 +4497,8 @@ HD static inline float mask_value(bool hidden) { return hidden ? 1.0f : -1.0f; }
 
 // With --objective ect (Geng et al. 2024) the loss of a sample is weight (sqrt(D + c^2) - c): a weight times the
 // pseudo-Huber distance between the student's image and the teacher's image. D is the sum of the squares of the
-// differences between the two images. Each difference is x0_out (out - target). The derivative of the loss by a value
-// of out is slope (out - target).
+// differences between the two images. Each difference is x0_out (out - target), where `out` is a value of the student's
+// answer. The derivative of the loss with respect to `out` is slope (out - target).
 struct TuningLoss {
     double value, slope;
 };
@@ -4488,9 +4513,9 @@ HD static inline TuningLoss tuning_loss(const NoiseLevel& level, double D, doubl
 // The variational bound is a sum that has a term for each value of an image. A BoundTerm holds such a term, in nats,
 // and its derivatives with respect to d (d_mean) and v (d_variance). d = output - target is the error of an output that
 // predicts the mean. v is the output that predicts the variance of the same value. (The network's answer has C channels
-// for the means. With --learn_sigma, C more channels hold the v. Without it, v and range are 0.) The network's variance
-// is exp(log_var + u) with u = log_ratio + range (v + 1) / 2. If this variance is learned and v lies between -1 and 1,
-// it lies between two fixed variances, `small` and beta in ddpm_levels (Nichol & Dhariwal 2021, eq. 15). The term is:
+// for the means. With --learn_sigma, C more channels hold v. Without it, v and range are 0.) The network's variance is
+// exp(log_var + u) with u = log_ratio + range (v + 1) / 2. If this variance is learned and v lies between -1 and 1, the
+// variance lies between two fixed ones, `small` and beta in ddpm_levels (Nichol & Dhariwal 2021, eq. 15). The term is:
 //   t > 0   the KL divergence of two normal distributions, whose means differ by sqrt(kl exp(log_var)) d
 //   t = 0   minus the log of the probability that the network's distribution gives to the true value, which is one of
 //           the 256 values of a byte
@@ -4522,7 +4547,7 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
     // The 256 values of x_0 lie 2 / 255 apart. So a value stands for the interval from x_0 - 1 / 255 to x_0 + 1 / 255.
     // Its probability is normal_cdf at the interval's upper end (high) minus normal_cdf at its lower end (low). Both
     // ends are measured from the mean, in units of the standard deviation. The mean is the network's estimate of x_0,
-    // so x_0 - mean = -x0_out d.
+    // x0_x x + x0_out output. The true x_0 is x0_x x + x0_out target. So x_0 - mean = -x0_out d.
     const double centered = -(double)level.x0_out * d;
     const double inverse = exp(-0.5 * ((double)level.log_var + u)); // 1 / the standard deviation
     const double high = inverse * (centered + 1.0 / 255);
@@ -4616,9 +4641,10 @@ static Move ddpm_step(const Config& c, double s, double n) {
 // Heun's method (Karras et al. 2022, algorithm 1) uses the mean of the slopes at both ends of the step. So a step is
 // two moves. The first move is Euler's step from x to y, and x0 is remembered. In the second move the network is asked
 // about y, and y0 is its estimate of x_0:
-//   x' = x + (n - s) ((x - x0) / s + (y - y0) / n) / 2 = y + (n - s) / (2 n) (x0 - y0)
-// The two formulas are equal because (x - x0) / s = (y - x0) / n: y lies on the line from x to x0. A step to n = 0 is
-// Euler's step alone.
+//   x' = x + (n - s) ((x - x0) / s + (y - y0) / n) / 2     (the mean of the two slopes)
+//      = y + (n - s) ((y - y0) / n - (x - x0) / s) / 2     (because y = x + (n - s) (x - x0) / s)
+//      = y + (n - s) / (2 n) (x0 - y0)                     (because (x - x0) / s = (y - x0) / n)
+// The last reason holds because y lies on the line from x to x0. A step to n = 0 is Euler's step alone.
 static void add_heun_step(std::vector<Move>* moves, double s, double n) {
     Move to_y = euler_step(s, n);
     if (n > 0) to_y.m_x0 = 1;
@@ -4759,7 +4785,7 @@ static std::vector<int> step_order(const Config& c, int N) {
     std::vector<int> order;
     for (int level = N - 1; level >= 0; level--) {
         order.push_back(N - 1 - level);
-        int& left = again[level - 1]; // the step from `level` ends at the next lower level
+        int& left = again[level - 1]; // how many times to go back from level - 1, where this step ends
         if (left > 0) level += c.jump_length;
         left--;
     }
@@ -4809,8 +4835,8 @@ static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
         if (i == first && i > last) route.first_move = (int64_t)route.moves.size();
         if (c.can_churn()) {
             const double gamma = churn_gamma(c, s, N);
-            // The standard deviation of the noise that raises sigma from s to s' = s (1 + gamma) is
-            // S_noise sqrt(s'^2 - s^2). Written like this, it is exactly 0 without churn.
+            // The noise raises sigma from s to s' = s (1 + gamma). Its standard deviation is S_noise sqrt(s'^2 - s^2).
+            // The next line computes the same in another form, which is exactly 0 if gamma is 0.
             const double noise = s * std::sqrt(gamma * (2 + gamma)) * c.S_noise;
             if (route.moves.empty()) route.churn = noise;
             else route.moves.back().noise = noise; // the noise is added at the end of the step before
@@ -4987,8 +5013,8 @@ static std::span<const float> values_of_image(const Config& c, const Sampler& s,
 }
 
 // These three functions write the conditions of images first .. first + B - 1 to where the network reads them. With
-// guidance the batch holds every image twice. For the second copy the class, the numbers and the picture are left out,
-// each of them only if it was sometimes left out in training.
+// guidance the batch holds every image twice (copies = 2, otherwise 1). For the second copy the class, the numbers and
+// the picture are left out, each of them only if it was sometimes left out in training.
 
 static void put_labels(const Config& c, Sampler* s, int64_t first, int B, int copies) {
     std::vector<int> labels(B * copies);
@@ -5069,7 +5095,7 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     net->cond = s->cond;
     if (!s->images.empty()) put_given_images(x, s, first, B, copies, n);
     auto key = [&](uint32_t purpose, const int64_t* step) { return RandomKey{seed, purpose, step, first}; };
-    const bool adds = !s->images.empty(); // whether noise is added to the given images
+    const bool adds = !s->images.empty(); // true: noise is added to the given images in x; false: it overwrites x
     for (int copy = 0; copy < copies; copy++) {
         float* const images = x + (size_t)copy * B * n;
         draw_normals(images, B, n, key(RANDOM_SAMPLE_START, s->zero), s->plan.start, adds);
@@ -5136,7 +5162,7 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
         if (!world.rank) copy_to_host(&images[i * size], made, count * size * sizeof(float));
     }
     const bool terminal = terminal_columns() > 0;
-    if (told > start && (terminal || !stop_signal)) // if progress was shown: wipes it, or prints a last line
+    if (told > start && (terminal || !stop_signal)) // progress was shown: wipe it, or (no terminal) print a last line
         show_status(terminal ? "" : "sampling: 100 %, took " + duration(now() - start));
     return images;
 }
@@ -5197,7 +5223,7 @@ struct Dataset : InputFile {
     std::vector<float> values;       // (N, K): the numbers
     std::string value_names;         // the names of the K numbers, a line for each; or empty
     std::vector<uint32_t> image_crc; // (N), the checksum of each image; empty: the checksums are not known
-    int64_t asked = 0;               // position in the stream of images up to which images were asked for (load_batch)
+    int64_t asked = 0;               // load_batch has asked the system to fetch the images before this stream position
     std::string error;               // why an image could not be used
     std::shared_ptr<Dataset> cond;   // --cond_file: a picture for each image, in the same order; null: there are none
 
@@ -5215,8 +5241,8 @@ struct Dataset : InputFile {
     size_t batch_bytes(int B, const Config& c) const {
         return pictures_at(B, c) + (cond ? B * cond->image_bytes() : 0);
     }
-    // In the file, the images are followed by labels, numbers, names and checksums, all in words of 4 bytes. These are
-    // the numbers of words:
+    // In the file, the images are followed by labels, numbers, names and checksums, all in words of 4 bytes. These
+    // functions return how many words the labels, the numbers, and all four together have.
     size_t label_words() const { return classes > 0 ? count : 0; }
     size_t value_words() const { return count * K; }
     size_t words_behind() const {
@@ -5416,7 +5442,8 @@ static bool is_up_to_date(const std::string& path, const Config& c, int64_t chan
     const bool same_size = s[DATA_SLOT_HEIGHT] == c.H && s[DATA_SLOT_WIDTH] == c.W;
     const bool fits = same_size && s[DATA_SLOT_CHANNELS] == c.in_channels;
     const bool is_kept = fits && changed <= nanoseconds(st.st_mtim);
-    // --data_dir makes no numbers of the images (prepare_data.py --values). So such a file would be lost, too.
+    // A file that holds numbers of the images was made by prepare_data.py --values. A file that --data_dir makes has no
+    // numbers, so it must not replace this file.
     must(is_kept || s[DATA_SLOT_VALUES] == 0, path,
          "holds numbers, which --data_dir can't make, and it would be replaced: move it away, "
          "or name it as --data_file");
@@ -5668,7 +5695,7 @@ static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
     for (size_t k = 0; k < values; k++) finite = finite && std::isfinite(image_value(to, cond->bytes, k));
     if (finite) return true;
     d->error = cond->path + text(": image %ld holds a value that is not finite; make the file again", i);
-    if (world.size > 1) refuse(d->error); // as read_image does
+    if (world.size > 1) refuse(d->error); // as in read_image: the other ranks can't do this step without this rank
     return false;
 }
 
@@ -5700,7 +5727,7 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
                 if (file) posix_fadvise(file->file, file->image_at(i), file->image_bytes(), POSIX_FADV_WILLNEED);
         }
 
-    // The host's buffer may only be filled again after the batch that it held before has been sent.
+    // Wait until the batch that the host's buffer held before has been sent, because this call fills the buffer again.
     wait_for_host_side(batch);
     int* labels = (int*)(batch->host + d->labels_at(own_images));
     float* values = (float*)(batch->host + d->values_at(own_images));
@@ -5713,7 +5740,7 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
     for (int k = 0; k < own_images; k++) {
         const int64_t b = sample(k);
         const int64_t i = image(first + b);
-        // Reads the image from the file, and compares its checksum, if the file has one for each image.
+        // Reads the image from the file, and checks it, if its checksum is known (Dataset::image_crc).
         if (!read_image(d, i, batch->host + k * d->image_bytes())) return false;
         if (d->cond && !read_picture(d, i, pictures + k * d->cond->image_bytes())) return false;
         labels[k] = d->labels.empty() ? 0 : d->labels[i];
@@ -5725,7 +5752,7 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
             values[k * c.num_values() + j] = is_known ? d->values[i * c.cond_dim + j] : 0;
         }
     }
-    send(batch); // the copy stream copies the batch to the device, while the step before is computed
+    send(batch); // on a GPU, the copy stream copies the batch to it, while the GPU computes the step before
     return true;
 }
 
@@ -5795,14 +5822,14 @@ constexpr int SLOT_EMAS = 98;       // how many averages there are besides the f
 constexpr int SLOT_SAMPLER = 106;   // schedule_sampler
 constexpr int SLOT_ECT = 107;       // ect_q; the other flags whose names begin with ect_ follow, except ect_frame
 constexpr int SLOT_ECT_D = 110;
-constexpr int SLOT_ECT_END = 113;  // the first slot after these flags
+constexpr int SLOT_ECT_END = 113;  // the first slot after the slots of these ect_ flags
 constexpr int SLOT_COND_CRC = 113; // with cond_channels: the header_crc of --cond_file
 constexpr int SLOT_COND_NOISE = 114;
 constexpr int SLOT_PRECISION = 115; // the run's --precision
 constexpr int SLOT_OPTIMIZER = 116; // the run's --optimizer
 constexpr int SLOT_PRESET = 117;    // the run's preset (preset_checksum)
 constexpr int SLOT_VAL_CRC = 118;   // the header_crc of --val_data_file; the slots after it are unused, up to SLOT_PATH
-constexpr int SLOT_PATH = 128;      // 512 bytes: the path data_file, a byte 0, the path cond_file
+constexpr int SLOT_PATH = 128;      // 512 bytes: the path of --data_file, a zero byte, the path of --cond_file
 constexpr int MOST_LEVELS = 8;      // how many numbers channel_mult may have, and how many attention_resolutions
 
 // A header stores the objective as a number. Returns the objective's name, as --objective takes it ("ddpm", "edm" and
@@ -5936,8 +5963,9 @@ static void check_field(const std::string& path, const char* field, int64_t valu
             path.c_str(), field, value, low, high);
 }
 
-// Checks the lengths of the header's lists, and that slots that have no meaning in this file are 0. (The slots of flags
-// that the model does not use are not checked here, but in take_model_file.)
+// Checks the lengths of the header's lists, and that slots that have no meaning in this file are 0. (If the model does
+// not use a flag, take_model_file checks that the flag's slot is 0. Only some such slots are checked here, too, among
+// them those of the ect_ flags.)
 static void check_lists(const ModelFile& m) {
     const int* s = m.header.slot;
     check_field(m.path, "levels", s[SLOT_LEVELS], 1, MOST_LEVELS);
@@ -6172,9 +6200,9 @@ static Config unet_cu_config(const ModelFile& model) {
 // Sets a flag to the value in a model file. If the command line gives the flag, too, the two values must be the same.
 // But a flag that may change from run to run keeps the value of the command line. Which flags may change depends on
 // the flag's slot, its place in the file's header. Slots after SLOT_STEP hold settings of the run, such as the batch
-// size. All of these may change, except the optimiser, because the moments in the file are those of its own optimiser.
-// Slots before SLOT_STEP hold settings of the model. Of these, only the settings of FREE flags (common/flags.h) may
-// change. Flags without a slot of their own, such as image_size and seed, may not change, either.
+// size. All of these may change, except the optimiser, because the moments in the file belong to the optimiser that has
+// made them. Slots before SLOT_STEP hold settings of the model. Of these, only the settings of FREE flags
+// (common/flags.h) may change. Flags without a slot of their own, such as image_size and seed, may not change, either.
 static void take_from_file(Config* c, const std::string& path, const std::string& name, const std::string& value) {
     const Flag& f = *find_flag(name);
     const bool given = c->given(name);
@@ -6196,7 +6224,7 @@ static bool is_parsed(const std::string& name) {
 }
 
 // Takes the settings of the model from a model file of unet.cu, for take_model_file. If the command line gives such a
-// setting, too, the two values must be the same, unless it may change (take_from_file).
+// setting, too, the two values must be the same, unless the setting may change from run to run (take_from_file).
 static void take_unet_cu_file(Config* c, const ModelFile& model) {
     const Config theirs = unet_cu_config(model);
     for (const Flag& f : FLAGS) {
@@ -6224,7 +6252,7 @@ static std::pair<std::string, std::string> kept_paths(const ModelFile& model) {
 static std::string find_data(const ModelFile& model, const std::string& data_file) {
     std::filesystem::path found(data_file);
     std::filesystem::path folder = std::filesystem::absolute(model.path).parent_path();
-    while (found.is_relative() && !exists(found.string()) && folder.has_relative_path()) { // up to the root
+    while (found.is_relative() && !exists(found.string()) && folder.has_relative_path()) { // until the folder is /
         const std::filesystem::path candidate = folder / data_file;
         if (exists(candidate.string())) found = candidate;
         folder = folder.parent_path();
@@ -6278,10 +6306,10 @@ static void take_parsed_flags(Config* c, const ModelFile& model) {
     take_from_file(c, model.path, "cond", kind + (factor ? text(":%d", factor) : ""));
 }
 
-// If the command line does not give a flag, sets the flag to the value in the model file. If the command line gives it,
-// the two values must be the same, unless the flag may change from run to run (take_from_file). resume: the file is a
-// checkpoint whose run goes on. Then not only the settings of the model are taken from the file, but also the settings
-// of the run.
+// If the command line does not give a flag, sets the flag to the value in the model file. If the command line gives the
+// flag, the two values must be the same, unless the flag may change from run to run (take_from_file). resume: the file
+// is a checkpoint whose run goes on. Then not only the settings of the model are taken from the file, but also the
+// settings of the run.
 static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     const std::string& path = model.path;
     const Header& h = model.header;
@@ -6360,10 +6388,10 @@ static void take_number_of_images(Config* c, const Dataset& d) {
 }
 
 // Without a model file: takes the size, channels and classes of the images, and the channels of the pictures, from the
-// data files, except what the command line sets. (If a preset sets num_classes, it stays, too.) Also replaces settings
-// of the preset that do not fit the data: attention_resolutions, and what take_labels and take_number_of_images change.
-// Then, with or without a model file, checks that the data fits the model. where: what messages begin with; "FILE: " if
-// there is a model file, otherwise "".
+// data files, except what the command line sets. (If a preset sets num_classes, the preset's number stays.) Also
+// replaces settings of the preset that do not fit the data: attention_resolutions, and what take_labels and
+// take_number_of_images change. Then, with or without a model file, checks that the data fits the model. where: what
+// messages begin with; "FILE: " if there is a model file, otherwise "".
 static void take_data_shape(Config* c, const Dataset& d, const std::string& where) {
     if (where.empty()) {
         if (!c->given("image_size")) c->image_size = size_text(d.H, d.W);
@@ -6380,8 +6408,9 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
     auto refuse_unless = [&](bool ok, const char* flag, const std::string& why) {
         if (!ok) refuse(where + wrong(c, flag, why));
     };
-    // If the images and the model differ in size, the message about the sizes is printed, and not one that check_model
-    // returns about another flag than --image_size: most such errors follow from the sizes.
+    // check_model returns the first error that it finds. If the images and the model differ in size, an error about
+    // another flag than --image_size is most often a result of this difference. So the error is not printed then.
+    // Instead, the next check prints a message about the two sizes.
     const std::string error = check_model(c);
     const bool fits = d.H == c->H && d.W == c->W;
     if (!error.empty() && (fits || error.starts_with("--image_size"))) refuse(where + error);
@@ -6426,8 +6455,8 @@ static std::string resume_path(const Config& c, const Folder& output) {
 static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) {
     const StepState s = m.state();
     const Guard& g = s.guard;
-    // Every step was either an update or skipped. The guard's n is the number of updates that it has seen: all updates,
-    // or those since it was started anew (compare_with_checkpoint).
+    // Every step was either an update or skipped. The guard's n is a number of updates: of all updates or, if the guard
+    // was started anew (compare_with_checkpoint), of the updates since then.
     const int most_steps = std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]);
     const bool steps_add_up = s.step <= most_steps && s.updates >= 0 && s.updates + s.bad_total == s.step;
     const bool skips_fit = s.bad_in_row >= 0 && s.bad_in_row <= s.bad_total;
@@ -6510,14 +6539,14 @@ static std::string apply_default_preset(Config* c, const Dataset& data) {
     Config sized = *c;
     if (!c->given("image_size")) sized.image_size = "64";
     if (data.size) sized.image_size = size_text(data.H, data.W);
-    std::string why = parse_image_size(&sized); // sets H and W; check_model reports the error later
+    std::string why = parse_image_size(&sized); // sets sized.H and sized.W; check_model reports an error later
     const int H = sized.H, W = sized.W;
     const int C = data.size ? data.C : 3; // --in_channels, if it is given, has priority (apply_with_patch)
 
     const int smaller_side = why.empty() ? std::min(H, W) : 0;
     const char* const preset = H == 32 && W == 32 ? PRESET_32 : PRESET_FROM_32;
     struct Squares {
-        int patch, from; // the side of the squares, and the smaller side that an image must have for such squares
+        int patch, from; // the side of the squares, and how long both sides of an image must at least be for them
     };
     for (auto [patch, from] : {Squares{4, 128}, Squares{2, 32}}) {
         if (smaller_side < from) continue;
@@ -6526,7 +6555,8 @@ static std::string apply_default_preset(Config* c, const Dataset& data) {
         apply_with_patch(c, preset, patch, C);
         return "";
     }
-    // If PRESET_ELSE does not suit the images either, check_model reports an error, and the line is not needed.
+    // The line for the user is left out in two cases. Images below 32x32 always get PRESET_ELSE. And if PRESET_ELSE
+    // does not suit the images either, check_model reports an error.
     const bool is_told = smaller_side >= 32 && preset_refuses(*c, PRESET_ELSE, 0, H, W, C).empty();
     apply_with_patch(c, PRESET_ELSE, 0, C);
     if (!is_told) return "";
@@ -6534,8 +6564,8 @@ static std::string apply_default_preset(Config* c, const Dataset& data) {
 }
 
 // Applies the preset of a run that is resumed without --preset. So flags that a checkpoint does not hold, such as
-// --save_interval or the --sampler of the run's grids, get the preset's values again. (If the command line of the run
-// had set them, it must set them again.) Returns false if the preset is not known, as with a checkpoint of an older
+// --save_interval or the --sampler of the run's grids, get the preset's values again. (If such a flag was on the run's
+// command line, it must be given again.) Returns false if the preset is not known, as with a checkpoint of an older
 // program.
 static bool apply_preset_of_run(Config* c, const ModelFile& model) {
     const uint32_t checksum = model.header.get<uint32_t>(SLOT_PRESET);
@@ -6670,7 +6700,7 @@ static void compare_ranks(const Config& c, const std::string& weights) {
         if (inputs.contains(name) || may_differ.contains(name)) continue;
         std::string value = flag_value(c, f);
         const bool names_file = !value.empty() && value != "latest" && value != "auto";
-        if (name == "resume_checkpoint" && names_file) value = "FILE"; // a line above describes the content
+        if (name == "resume_checkpoint" && names_file) value = "FILE"; // describe_input describes the file
         mine += text("--%s %s\n", f.name, value.c_str());
     }
     must_agree("the comparison of flags and files", mine);
@@ -6693,8 +6723,8 @@ static void compare_ranks(const Config& c, const std::string& weights) {
 // written.
 //
 // These functions do a run, in this order: train makes the Run, and begin_run fills its arrays by start_weights or
-// restore. Then run_step (section 13) is called again and again. It calls train_step. When something is due, it also
-// calls collect_steps, which logs the steps that the device has done. After it, run_step calls those of save_snapshot,
+// restore. Then run_step (section 13) is called again and again. It calls train_step. When something is due, run_step
+// then calls collect_steps, which logs the steps that the device has done, and after that those of save_snapshot,
 // save_checkpoint and save_grid that are due. At the end save_at_the_end is called, and then finish_complete or
 // finish_stopped. Without a run, sample_and_stop draws images.
 
@@ -6781,15 +6811,15 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
 }
 
 // Returns the share of the newest weights in an average of the weights: ema = ema + share (weights - ema). updates: the
-// number of updates so far, with the newest one.
-// With a rate of up to 1, the average is exponential: the weights after update k have the factor rate^(updates - k) in
-// it, divided by the sum of these factors. The first share is 1, so the initial weights don't count. With a rate of 1,
-// all factors are the same. With a rate above 1, the factors are about proportional to k^rate (Karras et al. 2024,
-// eq. 2).
+// number of updates so far, including the newest one.
+// With a rate of up to 1, the weights after update k count rate^(updates - k) times as much in the average as the
+// newest weights. (So with a rate of 1, the weights after all updates count the same.) With a rate above 1, the weights
+// after update k count about (k / updates)^rate times as much as the newest ones (Karras et al. 2024, eq. 2). The share
+// at the first update is 1, so the initial weights don't count.
 HD static inline float average_share(float rate, int64_t updates) {
     if (rate > 1) return (float)-expm1((rate + 1.0) * log1p(-1.0 / updates));
     if (rate == 1) return 1.0f / updates;
-    const double sum = -expm1(updates * log((double)rate)); // (1 - rate) times the sum of the factors
+    const double sum = -expm1(updates * log((double)rate)); // (1 - rate) (1 + rate + ... + rate^(updates - 1))
     return (float)((1.0 - rate) / sum);
 }
 
@@ -6799,8 +6829,8 @@ HD static inline float average_share(float rate, int64_t updates) {
 // step can be recorded once, and repeated for later steps (Graph). There is memory for two batches: one batch is copied
 // to the device while the model is trained on the other batch. So there are two recordings: graph[0] and graph[1].
 // A slice is this rank's part of a flat array of all parameters. If there is one rank, the slice is the whole array. In
-// the shapes below, B is the batch size, micro is the number of samples in a microbatch, T is diffusion_steps, K is
-// cond_channels, and factor is picture_factor.
+// the shapes below, B is the batch size, micro is the number of samples in a microbatch (with guidance at least 2,
+// because the samples of grids need them), T is diffusion_steps, K is cond_channels, and factor is picture_factor.
 struct Trainer {
     UNet net;
     Dataset data;
@@ -6814,7 +6844,7 @@ struct Trainer {
     // weights after the first plain_size are those of convolutions. The network reads them from `copy`. (If activations
     // are fp32, plain_size includes all weights, and `copy` is this same array.)
     float* params;
-    float* grads;         // the gradients of the current microbatch
+    float* grads;         // the gradients of the current microbatch (with one rank, those of the first are in `sum`)
     act *copy, *ema_copy; // the weights, and their first average, in the type that convolutions read (Weights::copy)
     Fp8Weights fp8;       // --precision fp8: the FP8 copies of weights, which training steps read
     std::vector<WeightRounding> fp8_works; // the convolutions whose weights fp8 holds
@@ -6840,7 +6870,7 @@ struct Trainer {
     float* target;              // (micro, H, W, C): the answer that the network should give
     float* t;                   // (B): what the network is told about the noise level of each sample
     NoiseLevel* levels;         // (B): the noise level of each sample
-    int* quarters;              // (B): the quarter of all noise levels that each sample's level lies in
+    int* quarters;              // (B): in which quarter of all noise levels each sample's level lies (LossSums)
     double* loss;               // (B): the loss of each sample
     // --augment
     Augmentation* augmentations; // (micro): how each image is changed; null: images are not changed
@@ -6851,9 +6881,9 @@ struct Trainer {
     float* augmented_cond; // (micro, K, H, W): with --augment, the changed pictures
     float* small;          // (micro, H / factor, W / factor, C): with --cond lowres, the images at low resolution
     // --objective ect
-    NoiseLevel* teachers; // (micro): each sample's lower noise level, for the teacher; null: no --objective ect
-    float* teacher_t;     // (micro): what the teacher is told about this level
-    int64_t* last_step;   // the run's last step. Validation uses that step's gap between student and teacher.
+    NoiseLevel* teachers; // (micro): noise levels of the teacher's inputs (less noise); null: no --objective ect
+    float* teacher_t;     // (micro): what the teacher is told about these levels
+    int64_t* last_step;   // (1): the run's last step, from which validation computes the levels of teachers
     // --schedule_sampler loss-second-moment
     float* history;     // (T, HISTORY + 1): the latest losses at each t (remember_losses); null: none are kept
     double* rms_losses; // (T): for each t, the root mean square of these losses, or -1 if there are fewer than HISTORY
@@ -6939,9 +6969,10 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.m = device_alloc<float>(tr.own.owned());
     tr.v = device_alloc<float>(tr.own.owned());
     if (c.muon()) make_muon(&tr);
-    // To draw samples, the network reads the first average from ema_copy. If activations are fp32, make_copy allocates
-    // nothing and returns its argument. So the argument is the array in which save_grid gets the whole average: with
-    // several ranks, whole_array gathers it in grads.
+    // To draw samples, the network reads the first average from ema_copy. If activations are fp32, there is no copy,
+    // and make_copy returns its argument. So the argument is the array in which save_grid finds the whole average in
+    // fp32: with one rank this is emas[0], and with several ranks it is grads, in which whole_array gathers the
+    // average.
     tr.ema_copy = make_copy(N > 1 ? tr.grads : tr.emas[0], whole);
     tr.state = device_alloc<StepState>(1);
     tr.records = device_alloc<StepState>(RECORDS);
@@ -6979,9 +7010,9 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
 }
 
 // With several ranks: every rank sends its parts of a flat array to all other ranks. Only segments that hold some of
-// the first n parameters are sent. bytes: how many bytes of the array belong to a stretch. These are STRETCH elements;
-// but Trainer::squares has one double for each stretch. slice: this rank's parts, one after the other; null: they are
-// already in their places in the flat array.
+// the first n parameters are sent. bytes: the size of a stretch in this array, in bytes. In most arrays a stretch has
+// STRETCH elements, but Trainer::squares has only one double for each stretch. slice: an array of this rank's parts,
+// one after the other; null: the parts are already in their places in the flat array.
 static void gather(void* flat, const void* slice, size_t bytes, const Slice& own, size_t n) {
     begin_exchange();
     for (int s = 0; s < own.segments && own.at(s, 0) < n; s++) {
@@ -7062,11 +7093,12 @@ struct LogSummary {
     int64_t rows = 1; // how many rows a part summarises; this number is doubled when parts are joined
     Guard guard{};    // the run's guard after the newest row; add_read computes it again, since rows do not hold it
     int skipped = 0;  // how many bad rows add_read has added since the last good row (add leaves it as it is)
-    int most_skipped = Config{}.max_bad_steps; // a run ends after so many bad steps, one after the other
+    int most_skipped = Config{}.max_bad_steps; // after this many bad steps in a row, a run ends
     double mean = 0;    // the mean loss over about the latest tenth of the steps, at most about 50 steps
     double seconds = 0; // the length of the run when the last row's step was done
-    // Both functions add a row, which must be the next row of the log. add_read is for rows that are read from log.csv.
-    // It finds out by its guard whether the run skipped the row's step.
+    // Both functions add a row, which must be the next row of the log. add is for rows of the running process, which
+    // knows whether the step was skipped. add_read is for rows that are read from log.csv. It finds out by the member
+    // `guard` whether the row's step was skipped.
     void add(const std::string& row, bool is_skipped);
     void add_read(const std::string& row);
 };
@@ -7102,9 +7134,9 @@ void LogSummary::add(const std::string& row, bool is_skipped) {
     else if (ms > 0 && ms < BIG) seconds += ms / 1000;
 
     const LogPart part = part_of_row(values, seconds, is_skipped);
-    // Each loss updates the mean. Let n be guard.n, the number of healthy steps so far. The newest loss gets the share
-    // 10 / (n + 9) of the mean. So the mean describes about the latest tenth of the losses. From n = 491 on this share
-    // is always 0.02. Then the mean describes about the latest fifty losses.
+    // Each loss of a healthy step updates the mean. Let n be guard.n, the number of healthy steps so far. The newest
+    // loss has a share of 10 / (n + 9) in the mean. So the mean describes about the latest tenth of the losses. But the
+    // share is at least 0.02, which it reaches at n = 491. After that the mean describes about the latest fifty losses.
     const double share = std::max(10 / (guard.n + 9), 0.02);
     if (part.n[0] && std::fabs(loss) < 1e9) mean += (loss - mean) * share;
 
@@ -7124,9 +7156,9 @@ void LogSummary::add(const std::string& row, bool is_skipped) {
 void LogSummary::add_read(const std::string& row) {
     const LogValues values = parse_row(row);
     // The run's guard judged the step by the same rule as the guard here. But a resumed run may have started its guard
-    // anew (compare_with_checkpoint), and the rows do not say so. If the guard here finds most_skipped rows bad, one
-    // after the other, the run must have started its guard anew, because otherwise it would have ended. So the guard
-    // here starts anew, too.
+    // anew (compare_with_checkpoint), and the rows do not say so. If the guard here has found most_skipped rows bad,
+    // one after the other, and there is one more row, then the run has started its guard anew, because otherwise the
+    // run would have ended. So the guard here starts anew, too.
     if (skipped == most_skipped) guard = Guard{};
     const bool is_skipped = !healthy(&guard, values[COLUMN_LOSS], values[COLUMN_GRAD_NORM]);
     skipped = is_skipped ? skipped + 1 : 0;
@@ -7153,11 +7185,11 @@ struct Page {
     double due = 0;      // when the page is to be written again, in seconds, as now() returns them
 };
 
-// If a checkpoint or a snapshot can't be written, the program tries again later. This struct holds when the
-// first attempt failed, and after which step the next attempt is made. There is one struct for checkpoints and one for
+// If a checkpoint or a snapshot can't be written, the program tries again later. This struct holds when the first
+// attempt failed, and after which step the next attempt is made. There is one struct for checkpoints and one for
 // snapshots: if a snapshot could be written, a checkpoint, which is larger, may still fail.
 struct Retries {
-    double failing_since = 0; // when a file of this kind first could not be written; 0: the latest one was written
+    double failing_since = 0; // when the first of the failed attempts was made; 0: the latest attempt did not fail
     int64_t next_step = 0;    // the first step after which the program tries again
 };
 
@@ -7185,7 +7217,7 @@ struct Run {
     int64_t proven_step = -1;      // the step of the newest checkpoint that is known to be good (prove_checkpoint)
     int64_t snapshot_step = 0;     // the step of the newest snapshot or, before there is one, the step resumed from
     int64_t snapshot_updates = 0;  // how many updates had been done when that snapshot was written
-    bool val_loss_changed = false; // validation losses mean something else than those before the run was resumed
+    bool val_loss_changed = false; // validation losses now mean something else than before the run was resumed
     double best_loss = INFINITY;   // at rank 0: the validation loss of best.bin; infinite: unknown, or no best.bin
 
     // The log, the page and the line on the terminal.
@@ -7302,7 +7334,7 @@ static void check_folder(Run* run) {
     if (run->folder.is_removed())
         die("%s: was removed while the run wrote there; stopped after step %ld", run->folder.path.c_str(),
             run->state.step);
-    if (run->said_moved || run->folder.has_its_name()) return; // all is well, or the user knows
+    if (run->said_moved || run->folder.has_its_name()) return; // the user knows already, or nothing was moved
     run->said_moved = true;
     tell(run, "%s: was moved; the run goes on in it, wherever it is now\n", run->folder.path.c_str());
 }
@@ -7313,7 +7345,7 @@ static void write_log(Run* run) {
     std::string& rows = run->unwritten_rows;
     while (!rows.empty()) {
         const ssize_t written = write(run->log_file, rows.data(), rows.size());
-        if (written <= 0) break; // what is left waits
+        if (written <= 0) break; // the rows that are left wait for the next call
         rows.erase(0, (size_t)written);
     }
     const std::string why = strerror(errno);
@@ -7484,7 +7516,7 @@ static bool is_written(Run* run, Retries* retries, const std::string& name, cons
         retries->failing_since = now();
         tell(run, "%s: %s; it is tried again for %.0f minutes\n", name.c_str(), failure.c_str(), PATIENCE / 60);
     }
-    const bool hopeless = error == EFBIG; // a limit on the size of files (ulimit -f) does not go away
+    const bool hopeless = error == EFBIG; // the file is above a limit of size (ulimit -f), which does not go away
     if (error && (hopeless || now() - retries->failing_since > PATIENCE))
         die("%s: %s; stopped after step %ld; %s", name.c_str(), failure.c_str(), run->state.step,
             saved_so_far(*run).c_str());
@@ -7563,8 +7595,9 @@ static void keep_best(Run* run, const std::string& checkpoint) {
          failure.c_str(), checkpoint.c_str());
 }
 
-// A run may be killed after it wrote its best checkpoint, and before it made best.bin a link to it. When it is resumed
-// from this checkpoint, the link is made. If the loss of best.bin is unknown, best.bin stays.
+// A run may be killed after it wrote its best checkpoint, and before it made best.bin a link to this checkpoint. If the
+// run is then resumed from this checkpoint, this function makes the link. But if there is a best.bin whose loss is
+// unknown, best.bin stays as it is.
 static void keep_best_of_resumed(Run* run) {
     if (world.rank || (run->folder.has(BEST) && std::isinf(run->best_loss))) return;
     const std::string checkpoint = text("model_%07ld.bin", run->first_step);
@@ -7599,7 +7632,7 @@ static void save_checkpoint(Run* run) {
     if (tr.history) copy_to_host(history.data(), tr.history, history.size() * sizeof(float));
     std::vector<float*> arrays = {tr.params, tr.emas[0], tr.m, tr.v};
     arrays.insert(arrays.end(), tr.emas.begin() + 1, tr.emas.end());
-    // The step has at least seven digits. So, up to step 9,999,999, files that are sorted by name are sorted by step.
+    // The name holds the step with at least seven digits. So, up to step 9,999,999, sorting by name sorts by step.
     const std::string name = text("model_%07ld.bin", s.step);
     if (!save_arrays(run, &run->checkpoint_retries, name, h, arrays, history)) return;
     // The checkpoint is written. The next step shows whether its weights are good (prove_checkpoint).
@@ -7608,11 +7641,11 @@ static void save_checkpoint(Run* run) {
     keep_best(run, name);
 }
 
-// Writes the two averages whose rates are in POWER_EMAS into a model file: one where other files have the weights, and
-// the other where they have the first average. A rate of POWER_EMAS is the exponent of a power function. From the
-// snapshots of a run, train_unet.py --ema_sigma_rel makes averages with other exponents. The slot SLOT_STEP of this
-// file holds the number of updates instead of the number of steps, because the averages depend on the number of
-// updates.
+// Writes the two averages whose rates are in POWER_EMAS into a model file. The first of them lies where other model
+// files have the weights, and the second lies where they have the first average. A rate of POWER_EMAS is the exponent
+// of a power function. From the snapshots of a run, train_unet.py --ema_sigma_rel makes averages with other exponents.
+// The slot SLOT_STEP of this file holds the number of updates instead of the number of steps, because the averages
+// depend on the number of updates.
 static void save_snapshot(Run* run) {
     const Config& c = run->config;
     const Header h = model_header(c, HAS_EMA, run->state.updates);
@@ -7720,8 +7753,8 @@ static void report_bad_step(Run* run) {
 // --- a run's first weights: new, of a file, or of the run that is resumed
 
 // Sets the weights of a new run. With --init they are read from that file; otherwise they are random. If the file holds
-// an average of the weights, the run starts from the average, unless --use_ema is False. The averages hold the
-// same weights until the first update, which then replaces them (average_share).
+// an average of the weights, the run starts from the average, unless --use_ema is False. The run's own averages get the
+// same numbers. At the first update, the new weights replace the content of the averages (average_share is 1 then).
 static void start_weights(Trainer* tr, const ModelFile& m) {
     const UNet& net = tr->net;
     const bool takes_average = m.has(HAS_EMA) && net.config.use_ema;
@@ -7736,7 +7769,8 @@ static void start_weights(Trainer* tr, const ModelFile& m) {
 //   1. the average of the same rate. If the rate is above 1, the checkpoint must hold this average
 //   2. the checkpoint's k-th average
 //   3. the weights (array 0)
-// The run then continues as if the array were the average over all updates so far: average_share counts these, too.
+// The run then continues as if the array were the average over all updates so far, because average_share gets the
+// number of all updates, not of those since the run was resumed.
 static int array_for_average(const Config& c, const ModelFile& m, int k) {
     const float rate = c.emas[k];
     // In the resumed run, --ema_rate may list the rates in another order than before.
@@ -7817,7 +7851,7 @@ static std::string changed_loss(const Config& c, const ModelFile& m, const Datas
 static void compare_with_checkpoint(Run* run, const ModelFile& m) {
     const Config& c = run->config;
     const std::string objective = changed_flag(c, m, [&](const Flag& f) { return is_of_objective(c, f); });
-    const uint32_t val_crc = m.header.get<uint32_t>(SLOT_VAL_CRC); // 0: not known, or there was no such file
+    const uint32_t val_crc = m.header.get<uint32_t>(SLOT_VAL_CRC); // 0: unknown, or there was no validation data
     const bool other_val_data = val_crc && val_crc != run->val.header_crc;
     run->val_loss_changed = !objective.empty() || other_val_data;
     const std::string why = changed_loss(c, m, run->trainer.data);
@@ -7843,7 +7877,7 @@ static void restore(Run* run, const ModelFile& m) {
         copy_slice(tr.emas[k], read_array(m, tr.net, array), tr.own);
     }
     restore_history(tr, m);
-    // This state is saved already, in the checkpoint. (If a snapshot of this step is due and missing, train writes it.)
+    // This state is saved already, in the checkpoint. (begin_run writes a snapshot of this step if one is missing.)
     run->first_step = s.step;
     run->issued = s.step;
     run->saved_step = s.step;
@@ -7904,9 +7938,9 @@ static void check_output_dir(const Config& c, const Folder& output, const std::s
              "; resume that one (latest), move it away, or choose another --output_dir");
 }
 
-// A run that goes on from an early checkpoint does later steps again, maybe with other flags. But the folder
-// still has snapshots ema_STEP.bin of these steps from before. train_unet.py --ema_sigma_rel, which adds up the
-// snapshots in a folder, must not mix them with the new ones. So the old snapshots are renamed.
+// A run that goes on from an early checkpoint does later steps again, maybe with other flags. But the folder still has
+// snapshots ema_STEP.bin of these steps from before. train_unet.py --ema_sigma_rel adds up the snapshots in a folder,
+// and must not mix old snapshots with those that this run writes. So the old snapshots are renamed.
 static void leave_later_snapshots(const Folder& folder, int64_t first_step) {
     int64_t count = 0;
     for (const auto& [step, name] : folder.list("ema_")) {
@@ -7978,7 +8012,7 @@ static void print_fp8(const Config& c, const UNet& net) {
         const Tensor& out = net.tensors[l.out];
         flops += 2.0 * out.H * out.W * (double)net.params[l.weight].size; // as in conv_flops
     }
-    const double gflops = flops * c.micro() / convs * 1e-9; // GFLOP of such a convolution for a microbatch, on average
+    const double gflops = flops * c.micro() / convs * 1e-9; // GFLOP of an FP8 convolution for a microbatch (mean)
     // With fewer GFLOP than this, FP8 hardly saves time. In unet64 with 32 images, for example, gflops is 8, and FP8
     // made the steps 6 % shorter (docs/GUIDE.md).
     constexpr double LITTLE = 10;
@@ -8090,7 +8124,7 @@ static void take_folder(Run* run, const std::string& resume) {
     const Folder& folder = run->folder;
     lock_folder(folder, true);
     must(folder.has_its_name(), c.output_dir, "was moved or replaced while the run began; start it again");
-    check_output_dir(c, folder, resume, run->first_step); // again, because before the lock another run could begin here
+    check_output_dir(c, folder, resume, run->first_step); // again: before the lock, another run could begin here
     // Remove the files that a killed process left unfinished.
     folder.remove_leftovers({"model_", "samples_", "log.csv.", "index.html.", "ema_", "best.bin."});
     leave_later_snapshots(folder, run->first_step);
@@ -8163,7 +8197,7 @@ static bool begin_run(Run* run, const Dataset& data, const std::string& resume, 
     listen_to_signals();
 
     if (lacks_snapshot) {
-        // So that the snapshot stays due if it can't be written now (run_step, save_at_the_end).
+        // If the file can't be written now, these two numbers tell run_step and save_at_the_end that it is still due.
         run->snapshot_step = run->first_step - 1;
         run->snapshot_updates = -1;
         save_snapshot(run);
@@ -8176,12 +8210,13 @@ static bool begin_run(Run* run, const Dataset& data, const std::string& resume, 
 // --- how a run ends
 
 // Writes the last checkpoint and the last snapshot, if they do not exist yet. If the disk is full, this function tries
-// again for PATIENCE_AT_THE_END seconds, or until a second signal comes. Then it ends the program.
+// again for PATIENCE_AT_THE_END seconds, or until a signal comes (a second one, if a signal has stopped the run). Then
+// it ends the program.
 static void save_at_the_end(Run* run) {
     const int64_t updates = run->state.updates;
     const bool takes_snapshots = run->config.ema_snapshots;
     const double began = now();
-    stop_signal = 0; // from now on, the next signal counts as the second one
+    stop_signal = 0; // forgets a signal that has stopped the run; the next signal ends the attempts below
     while (true) {
         // The snapshot comes before the checkpoint, for the reason that run_step gives.
         if (takes_snapshots && run->snapshot_updates < updates) save_snapshot(run);
@@ -8558,18 +8593,18 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
     else loss_forward_backward(loss, dout, out, tr->target, x, levels, o, factor, B, HW, C, c.out_channels());
 }
 
-// Returns the mean loss of a data set's first 512 images (or of all, if there are fewer). Returns NaN if they can't be
-// read. t and noise are the same in every call, so that the losses of different calls can be compared. With --objective
-// ect, the gap between student and teacher changes from step to step. Here it is always the gap of the run's last step,
-// for the same reason.
+// Returns the mean loss of a data set's first 512 images (or of all, if there are fewer). Returns NaN if an image can't
+// be read (with several ranks, load_batch ends the program instead). t and noise are the same in every call, so that
+// the losses of different calls can be compared. With --objective ect, the gap between student and teacher changes from
+// step to step. Here it is always the gap of the run's last step, for the same reason.
 static double validation_loss(Trainer* tr, Dataset* val) {
     const Config& c = tr->net.config;
     const int count = (int)std::min<int64_t>(val->count, 512);
     const int most = tr->net.B; // the largest number of images in a rank's batch
     const int N = world.size;
     std::vector<double> losses(count);
-    // zero is the number of the step for all random draws, so that every call draws the same. zero and batch are
-    // allocated once, at the first call.
+    // zero points to the number 0. All random draws here take it as the step's number, so every call draws the same.
+    // zero and batch are allocated once, at the first call.
     static int64_t* const zero = device_alloc<int64_t>(1);
     static Upload batch = make_upload(val->batch_bytes(most, c));
     val->asked = 0; // ask for the images again: the system may have dropped them from memory since the last call
@@ -8639,9 +8674,9 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 //    that the norm is made of. So all ranks compute the same norm, the same verdict on the step, the same clipping and
 //    the same statistics. They need not send each other more for this.
 // 6. The same update. AdamW and the averages treat each parameter separately, so it does not matter which rank owns it.
-//    The owner sends the new weight to all ranks. Muon does not treat them separately: it multiplies whole matrices. So
-//    every rank receives the momentum of all matrices and computes the directions of all of them, by the same kernels
-//    in the same order (update_by_muon). Of these, it uses those of its slice.
+//    The owner sends the new weight to all ranks. Muon does not treat parameters separately: it multiplies whole
+//    matrices. So every rank receives the momentum of all matrices and computes the directions of all matrices, by the
+//    same kernels in the same order (update_by_muon). Of these directions, a rank uses those of its slice.
 //
 // This holds under two conditions: the same microbatch and batch, and the same kind of device. A run that is resumed on
 // another number of ranks keeps its microbatch if it divides a rank's share of the batch. Otherwise the program prints
@@ -8668,7 +8703,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
     for (int k = 0; k < rounds; k++) {
         const int first = (int)first_sample(k, B);
         const Dropout dropout{c.dropout, seed, step, first};
-        const RandomKey key{.seed = seed, .purpose = 0, .step = step, .sample0 = first}; // each use sets its purpose
+        const RandomKey key{.seed = seed, .purpose = 0, .step = step, .sample0 = first}; // each draw sets the purpose
         // On a single rank, the gradients of the first microbatch are written to the sum directly.
         float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads;
         if (k > 0) {
@@ -8711,7 +8746,8 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         mark({"gradient norm"});
         sum_gradients(tr->sum, everywhere(tr->squares), RankGradients{grads, tr->received, own}, k > 0);
     }
-    // The norm needs the squares of all ranks. With world.direct, sum_gradients has written them to all ranks.
+    // judge_step needs the squares of all ranks. With world.direct, sum_gradients of each rank writes them to all
+    // ranks, and meet waits until all ranks have done this. Otherwise gather sends them.
     if (world.direct) meet();
     else if (N > 1) gather(tr->squares, nullptr, sizeof(double), own, own.n);
 }
@@ -8750,7 +8786,7 @@ static void update_by_muon(Trainer* tr, const Update& update) {
 
 // Does the optimiser's part of a step, for this rank's slice. All ranks get the new weights in the form that kernels
 // read: the first plain_size weights in fp32, and the other weights in the copy. With world.direct, adamw_update itself
-// writes them to all ranks. Otherwise they are gathered after it.
+// writes the new weights to all ranks. Without world.direct, several ranks gather the new weights after adamw_update.
 static void update_slice(Trainer* tr) {
     const Config& c = tr->net.config;
     const Slice& own = tr->own;
@@ -8776,11 +8812,11 @@ static void update_slice(Trainer* tr) {
     end_exchange();
 }
 
-// Starts a training step. step: the number of steps that were started before. Returns false if the step's images can't
-// be read.
+// Starts a training step. step: the number of steps that were started before. Returns false if an image of the step
+// can't be read (with several ranks, load_batch ends the program instead).
 static bool train_step(Trainer* tr, int64_t step) {
     const Config& c = tr->net.config;
-    const size_t stretches = tr->own.whole() / STRETCH; // of a whole flat array
+    const size_t stretches = tr->own.whole() / STRETCH; // the number of stretches of a whole flat array
     const int B = c.batch_size;
     const int T = c.diffusion_steps;
     Upload* batch = &tr->batch[step % 2];
@@ -8878,7 +8914,8 @@ static bool lacks_validation(const Run& run) {
 // Returns whether a signal ends the run. Several ranks must stop after the same step. So they exchange messages to
 // agree on this step. The messages take time, so they are sent only every STEPS_AGREED steps, and once for each of
 // these steps. (If they were sent once more after the same step, some ranks might have logged this step by then,
-// because each looks at its own clock in run_step. Then only these ranks would do one more step: lacks_validation.)
+// because run_step also logs steps when the rank's own clock says that a new status line is due. Then only these ranks
+// would do one more step: lacks_validation.)
 static bool is_stopped(Run* run) {
     const bool is_due = run->issued % STEPS_AGREED == 0 && run->issued != run->asked_step;
     if (world.size == 1 || is_due) run->stop = any_rank("the question whether to stop", stop_signal);
@@ -8905,7 +8942,7 @@ static void run_step(Run* run) {
     // skipped step, or on a full disk, the file is not written. Then it stays due until it is written. written: the
     // step of the newest file of this kind.
     auto file_due = [&](int interval, int64_t written, const Retries& retries) {
-        // Whole-number division: has a multiple of `interval` been passed since that step?
+        // The divisions round down: is_behind is true if a multiple of `interval` lies in written + 1 .. step.
         const bool is_behind = interval && step / interval > written / interval;
         return interval && (last || (is_behind && step >= retries.next_step));
     };
@@ -9050,14 +9087,14 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 // needs.)
 template <class T> struct ElementOf;
 // False for every T. static_assert(IS_MISSING<T>) stops the compilation if a type has no specialisation of a function.
-// (static_assert(false) could stop it always, because it does not depend on T.)
+// (static_assert(false) could stop every compilation, because false does not depend on T.)
 template <class T> constexpr bool IS_MISSING = false;
 template <> struct ElementOf<float> {
     static constexpr Element ELEMENT = Element::FP32;
     static constexpr bool FAST_EXP = false; // whether the hardware's approximate e^x is exact enough for this type
-    static constexpr int PARTS = 2;         // into how many fp16 numbers one number is split for the tensor cores
-    static constexpr uint32_t TWO_ONES = 0x3C003C00; // two ones in fp16: tensor cores sum by multiplying by ones
-    static constexpr int FEW_PARTS = 1; // conv_few (section 20) stores a float as the sum of so many numbers of type T
+    static constexpr int PARTS = 2;         // for the tensor cores, a float is split into this many fp16 numbers
+    static constexpr uint32_t TWO_ONES = 0x3C003C00; // two ones in fp16. (A product with ones computes sums.)
+    static constexpr int FEW_PARTS = 1; // conv_few (section 20) stores a float as the sum of this many values of type T
 };
 #ifdef __CUDACC__
 typedef __nv_bfloat16 bf16;
@@ -9099,7 +9136,8 @@ template <class T> struct Silu {
     }
 };
 
-// Calls `work` with the struct of n: with Silu<T>{} if n is SILU. Does nothing if n is NONE.
+// Calls `work` with an object of the struct that computes nonlinearity n: work(Silu<T>{}) if n is SILU. Does nothing if
+// n is NONE.
 template <class T, class F> HD INLINE void with_nonlinearity(Nonlinearity n, F work) {
     switch (n) {
     case Nonlinearity::NONE: return;
@@ -9131,9 +9169,9 @@ HD static inline size_t place_in_patches(size_t i, int H, int W, int C, int p) {
 
 #include "dev/reference.h"
 
-// These functions of the interface are not operations. Many of them do nothing, for three reasons. The device's memory
-// is the host's memory. A function returns only when its work is done. Operations themselves allocate the memory that
-// they need, so they need no workspace.
+// The functions below belong to the interface of all devices (section 2), but they are not operations. Many of them do
+// nothing, for three reasons. The device's memory is the host's memory. A function returns only when its work is done.
+// Operations themselves allocate the memory that they need, so they need no workspace.
 // conv_takes_skip: on a CPU no convolution computes its skip connection itself.
 static bool conv_takes_skip(const ConvShape&, const ConvShape&) { return false; }
 static size_t conv_workspace(ConvShape) { return 0; }
@@ -9146,7 +9184,7 @@ static size_t loss_workspace(int) { return 0; }
 static void reserve(const Workspace&, bool) {}
 static int max_stat_parts(int, int) { return 1; }
 
-Stream* const MAIN_STREAM = nullptr; // there is only one stream
+Stream* const MAIN_STREAM = nullptr; // a CPU has only this stream, and nothing is stored about it
 
 // Returns memory that is filled with zeros. It begins at a multiple of 256 bytes, so that it is aligned to whole cache
 // lines and vectors.
@@ -9159,7 +9197,7 @@ static void* device_alloc_bytes(size_t bytes) {
     return p;
 }
 
-static size_t device_available() { return SIZE_MAX; } // how much is available is not known
+static size_t device_available() { return SIZE_MAX; } // so the CPU build does not check whether the memory is enough
 [[maybe_unused]] static void device_free(void* p) { free(p); }
 static void copy_to_device(void* device, const void* host, size_t bytes) { memcpy(device, host, bytes); }
 static void copy_to_host(void* host, const void* device, size_t bytes) { memcpy(host, device, bytes); }
@@ -9365,7 +9403,7 @@ template <class T> struct Cheapest {
 #ifdef __CUDA_ARCH__
 constexpr int ARCH = __CUDA_ARCH__; // what this code is compiled for: 900 is compute capability 9.0
 #else
-constexpr int ARCH = 0; // the host
+constexpr int ARCH = 0; // this code is compiled for the host
 #endif
 // Whether this code can use clusters, and launches that overlap.
 constexpr bool CLUSTERS = ARCH >= 900;
@@ -9421,7 +9459,8 @@ INLINE void store_shared(uint32_t to, uint4 v) {
 // things have happened: `arrivals` threads (see mbarrier_init) have arrived, and all bytes that were announced for the
 // phase (mbarrier_expect) have been written by TMA (tma_load, bulk_load) or st.async (store_to_block). A thread that
 // waits for a phase gives only the phase's parity (0 for phases 0, 2, 4, ...). A phase and the second phase after it
-// have the same parity, so no thread may be two phases late.
+// have the same parity. So a thread must wait for a phase before the next phase ends. If it came later, it would wait
+// for the end of the second phase after its own.
 INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
     PTX("mbarrier.init.shared::cta.b64 [%0], %1;", "r"(barrier), "r"(arrivals));
 }
@@ -9459,9 +9498,10 @@ INLINE void store_to_block(uint32_t p, uint32_t barrier, float4 v) {
     PTX("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];", //
         "r"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier));
 }
-// Tells another block that a stage is free again: arrives at an mbarrier of that block. The arrival is .relaxed: it
-// does not make this thread's earlier writes visible to the other block. The other block does not read them, so
-// .relaxed is enough. With .release, the compiler would insert a slow fence for all of the GPU's memory.
+// Tells another block that a stage of its ring (see Pipeline) is free again: arrives at an mbarrier of that block. The
+// arrival is .relaxed: it does not make this thread's earlier writes visible to the other block. The other block does
+// not read them, so .relaxed is enough. With .release, the compiler would insert a slow fence for all of the GPU's
+// memory.
 INLINE void arrive_at_block(uint32_t barrier) {
     PTX("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];", "r"(barrier));
 }
@@ -9470,9 +9510,9 @@ INLINE void arrive_at_block(uint32_t barrier) {
 // --- Activations: pieces of 16 bytes
 // A piece is 16 bytes: VEC<T> neighbouring channels of a pixel, 8 bf16 or 4 floats. Threads load and store whole
 // pieces, because 16 bytes are the most that one instruction loads on most of the GPUs. Activations have a multiple of
-// 32 channels, so a pixel is a whole number of pieces. (The images that the network reads
-// and the predictions that it returns may have any number of channels: see conv_few.) Kernels unpack a piece to floats,
-// compute with the floats, and round each result once, when they pack it.
+// 32 channels, so a pixel is a whole number of pieces. (The images that the network reads and the predictions that it
+// returns may have any number of channels: see conv_few.) Kernels unpack a piece to floats, compute with the floats,
+// and round each result once, when they pack it.
 template <class T> constexpr int VEC = 16 / sizeof(T);
 static int act_vec() { return 16 / (int)act_bytes(); }
 
@@ -9641,8 +9681,8 @@ template <class T> INLINE void store_gradient(const GradOf<T>& g, size_t i, floa
 
 // An Fp8GradOf says where a kernel writes a gradient: in type T and, unless fp8.bytes is null, also in FP8 (e5m2). A
 // kernel first stores a piece v of the gradient in type T. Then it calls store_gradient_fp8, which multiplies v by
-// `factor` and writes it in FP8. store_gradient_fp8 rounds v to T before it rounds v to FP8. So the FP8 numbers are the
-// same as those that round_gradient (section 20) would make from the stored gradient.
+// `factor` (the number at fp8.factor) and writes it in FP8. store_gradient_fp8 rounds v to T before it rounds v to FP8.
+// So the FP8 numbers are the same as those that round_gradient (section 20) would make from the stored gradient.
 template <class T> struct Fp8GradOf : GradOf<T> { Fp8Copy fp8; };
 template <class T> INLINE void store_gradient_fp8(const Fp8GradOf<T>& g, size_t i, float (&v)[VEC<T>], float factor) {
     if (!g.fp8.bytes) return;
@@ -9888,7 +9928,8 @@ template <class T> INLINE uint32_t pack_pair(float low, float high) {
 }
 // The power of two by which numbers are multiplied before they are split.
 struct PartScale {
-    // The exponent of the largest magnitude, as a float stores it. It is at least 15, so that undo() is not 0.
+    // The exponent of the largest magnitude, as a float stores it (plus 127). If it is below 15, it is set to 15, so
+    // that undo() is not 0.
     uint32_t exponent;
     INLINE explicit PartScale(uint32_t top) : exponent(max(top >> 23, 15)) {}      // top: the largest magnitude's bits
     INLINE float apply() const { return __uint_as_float((268 - exponent) << 23); } // brings top to 2^14 ... 2^15
@@ -9902,10 +9943,11 @@ INLINE void take_apart_pair(float v, float w, float scale, uint32_t& high, uint3
     low = *(const uint32_t*)&l;
 }
 
-// Splits N fragments, which are in a warp's registers. Before, each register holds a float, and each pair of registers
-// holds two neighbours along k. Afterwards the first half of a fragment's registers holds high parts, and the second
-// half holds low parts. The 16 values of k may be in another order than in the drawing above, if the order is the same
-// in a and in b. Returns the factor that undoes the scale. For bf16 the function does nothing and returns 1.
+// Splits N fragments of floats, which are in a warp's registers. Before the split, each register holds a float, and
+// each pair of registers holds two neighbours along k. Afterwards the first half of a fragment's registers holds high
+// parts, and the second half holds low parts. The 16 values of k may be in another order than in the drawing under
+// "Tensor cores by mma.sync", if the order is the same in a and in b. Returns the factor that undoes the scale. bf16
+// numbers are not split: for them, the function does nothing and returns 1.
 template <class T, int N, int R> INLINE float take_apart_fragments(uint32_t (&x)[N][R]) {
     if (PARTS<T> == 1) return 1;
     float top = 0;
@@ -9973,7 +10015,7 @@ template <int WARPS, class Places> INLINE float take_apart_places(uint32_t (&top
 template <class T, int NA, int NB>
 INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[4 * PARTS<T>],
                      const uint32_t (*b)[2 * PARTS<T>], float scale) {
-    constexpr int N = NA * NB; // tiles
+    constexpr int N = NA * NB; // how many tiles the result has
     constexpr int AT_ONCE = PARTS<T> == 1 ? 1 : std::min(N, 4);
     auto at = [&](int i) -> float(&)[4] { return d[i % NA * a_step + i / NA * b_step]; };
     static_assert(N % AT_ONCE == 0, "the tiles take turns in whole groups");
@@ -10006,8 +10048,9 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
 //   row 2    2 3 0 1 6 7 4 5
 //
 // With 4 chunks to a row (64 bytes), two rows fill the 32 banks together, and the key is r / 2 % 4. With 2 chunks to a
-// row the key is r / 4 % 2. (An odd multiple of 4 or of 2 chunks, such as 6, has the same key as 4 or 2.) With an odd
-// number of chunks no key is needed (it is 0), because the rows begin at different banks anyway.
+// row the key is r / 4 % 2. (In general, the key depends on the largest power of 2 that divides the number of chunks:
+// 6 chunks have the same key as 2 chunks.) With an odd number of chunks no key is needed (it is 0), because the rows
+// begin at different banks anyway.
 template <int CHUNKS> INLINE int swizzle_key(int row) {
     // CHUNKS is a multiple of 2^BITS. BITS is as large as possible, but at most 3.
     constexpr int BITS = std::min(3, std::countr_zero((unsigned)CHUNKS));
@@ -10229,8 +10272,8 @@ INLINE void stmatrix_trans(uint32_t address, const uint32_t (&v)[4]) {
 // multiple.
 INLINE uint32_t kilobyte_aligned(const void* shared) {
     uint32_t base = (shared_address(shared) + SWIZZLE_BYTES - 1) & ~(SWIZZLE_BYTES - 1u);
-    // This hides from the compiler how base is computed. Otherwise it would be computed again and again in the main
-    // loops.
+    // This hides from the compiler how base is computed. Otherwise the compiler would compute base again and again in
+    // the main loops.
     asm volatile("mov.b32 %0, %0;" : "+r"(base));
     return base;
 }
@@ -10259,7 +10302,7 @@ static CUtensorMapDataType tma_type(Element element) {
     case Element::FP32: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
     case Element::BF16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     case Element::FP8:
-    case Element::FP8_GRADIENT: return CU_TENSOR_MAP_DATA_TYPE_UINT8; // TMA copies bytes
+    case Element::FP8_GRADIENT: return CU_TENSOR_MAP_DATA_TYPE_UINT8; // TMA has no FP8, but can copy it as bytes
     }
     ALL_CASES_RETURN
 }
@@ -10412,7 +10455,8 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
     }
     INLINE uint32_t empty(int i) const { return empty_at + 8 * i; }
 
-    // For a thread that fills stages: waits until the next stage is free, and returns this stage.
+    // For a thread that fills stages: waits until the next stage is free, and returns this stage. owner: the number of
+    // the warpgroup that will read the stage, if OWNERS = 2.
     INLINE Stage acquire(int owner = 0) {
         mbarrier_wait(empty(place), phase ^ 1);
         return next(owner);
@@ -10558,8 +10602,9 @@ template <int OUT_SLICES, int N> struct Accumulators {
     // channels.
     template <int STEPS, bool TRANSPOSED> INLINE void multiply(uint32_t weights, Operand pixels) {
         constexpr int A_MAJOR = TRANSPOSED ? MN_MAJOR : K_MAJOR;
-        // From 16 input channels to the next 16, in units of 16 bytes: 16 channels of a row (32 bytes), or 16 rows of
-        // 128 bytes. (A slice of output channels, b, has 64 rows of 128 bytes, which are 512 such units.)
+        // A_STEP is the distance from the weights of 16 input channels to those of the next 16, in units of 16 bytes.
+        // If TRANSPOSED, it is 16 rows of 128 bytes. Otherwise it is 16 channels within a row, which are 32 bytes. (A
+        // slice of output channels, b, has 64 rows of 128 bytes, which are 512 such units.)
         constexpr int A_STEP = TRANSPOSED ? 128 : 2;
         const Operand a = Operand::rows(weights, 8);
         wgmma_fence();
@@ -10609,7 +10654,7 @@ template <int OUT_SLICES, int N> struct Accumulators {
 template <bool TAKE_TURNS> struct Turn {
     int warpgroup;
     INLINE explicit Turn(int warpgroup) : warpgroup(warpgroup) {
-        if (warpgroup == 1) pass(); // warpgroup 0 begins
+        if (warpgroup == 1) pass(); // so that warpgroup 0 begins: its first wait ends at once
     }
     INLINE void wait() const {
         if (TAKE_TURNS) warps_sync(4 + warpgroup, 256);
@@ -10625,9 +10670,10 @@ template <bool TAKE_TURNS> struct Turn {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
 // Used when: a tensor changes its size without a convolution. Two kinds of convolutions also call these functions. A
-//   convolution with stride 2 calls PICK, if only the pixels in even rows and columns of a result are kept, and spread
-//   (the reverse of PICK), for its gradients. A convolution that upsamples its input calls REPEAT, if the upsampled
-//   input is materialised, and upsample_backward, for the input's gradient.
+//   convolution with stride 2 may be computed with stride 1. Then PICK keeps the pixels in even rows and columns of the
+//   result. In the backward pass, spread (the reverse of PICK) enlarges the gradient of the output. A convolution that
+//   upsamples its input calls REPEAT, if it first writes the whole upsampled input to memory, and upsample_backward,
+//   for the input's gradient.
 // How: a block loops over pixels of an image for a few pieces of channels. If statistics of the result are wanted, the
 //   block also sums what it writes. In the backward pass, a block computes one row of an image.
 // Costs: memory traffic. No element is read or written twice, with one exception: the backward pass of POOL reads each
@@ -10752,7 +10798,7 @@ static void spread(act* out, const act* x, int B, int H, int W, int C, Stream* s
         const int w = pixel % W;
         const int h = pixel / W % H;
         const size_t b = pixel / W / H;
-        const size_t p = (b * ((H + 1) / 2) + h / 2) * ((W + 1) / 2) + w / 2; // the pixel of x
+        const size_t p = (b * ((H + 1) / 2) + h / 2) * ((W + 1) / 2) + w / 2; // the pixel of x at this place
         const bool odd = (h | w) & 1;
         to[i] = odd ? make_uint4(0, 0, 0, 0) : from[p * pieces + i % pieces];
     });
@@ -10839,8 +10885,9 @@ static void join_channels(float* out, const float* x, const float* cond, int B, 
 // --- linear, silu, timestep and label embedding: fp32 (B, C) throughout
 // Used when: the embedding is computed (of t, and of the class and the numbers that the network is conditioned on), and
 //   projected for every residual block.
-// How: a warp computes partial sums for 32 images: of 8 or 16 outputs (forward), or of 64 input gradients (backward).
-//   The partial sums are added in a fixed order. In the backward pass, the same warp computes weight gradients, too.
+// How: a warp computes partial sums for 32 images. In the forward pass, they are parts of 8 or 16 outputs of each
+//   image. In the backward pass, they are parts of the gradients of 64 inputs of each image. The partial sums are added
+//   in a fixed order. In the backward pass, the same warp computes weight gradients, too.
 // Costs: mostly latencies. Each weight is read once for every 32 images, and there are too few images to keep the GPU
 //   busy.
 
@@ -10858,8 +10905,8 @@ constexpr int LINEAR_ROWS = 32;
 // images.
 //   lane    works on one image
 //   warp    multiplies every eighth quad of an image's inputs. (A quad is 4 neighbouring inputs.)
-// Shared memory holds 64 quads of the weights of each of the block's outputs, and the same 64 quads of each of its
-// images.
+// Shared memory holds 64 quads of the weights of each of the block's outputs, and the same 64 quads of the inputs of
+// each of the block's images.
 //   1. All threads copy the next 64 quads of these weights and inputs to shared memory.
 //   2. Each warp multiplies its share of the quads: acc += x w. Steps 1 and 2 are repeated while inputs are left.
 //   3. The partial sums of the 8 warps are added, in the order of the warps, and stored.
@@ -11065,7 +11112,9 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
         }
         // The warps' dx of these images are added up through shared memory.
         copies_arrived<0>();
-        __syncthreads(); // all have read the stages and shared.sums of the previous 32 images: both may be overwritten
+        // After this barrier, all warps have read their stages, and what shared.sums holds of the previous 32 images.
+        // So the stages and shared.sums may be overwritten.
+        __syncthreads();
         if (!p.parts) continue;
         UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) {
             shared.sums[warp][b][lane] = dx[b];
@@ -11282,8 +11331,9 @@ static void augment_images(float* out, Augmentation* drawn, float* canvas, float
 
 // Used with --schedule_sampler loss-second-moment, which draws those t more often whose latest losses were large. Each
 // thread works on one t, and looks through the batch for samples with this t. So only one thread writes the row of
-// `history` that holds the losses of this t. The thread stores these losses in the order of the batch. rms_losses[t] is
-// then the root mean square of the losses in this row, or -1 while the row has too few losses.
+// `history` that holds the losses of this t. The thread stores these losses in the order of the batch, each divided by
+// its sample's `importance` (remember_losses). rms_losses[t] is then the root mean square of the row, or -1 while the
+// row has fewer than HISTORY losses.
 // Every rank holds the losses of the whole batch, so all ranks compute the same rows.
 static void update_rms_losses(double* rms_losses, float* history, const NoiseLevel* levels, const double* loss,
                               const StepState* state, int T, int B) {
@@ -11436,6 +11486,8 @@ static void mask_images(float* cond, const void* images, PictureDraws draws, int
 }
 
 // x_t = signal x_0 + sigma z,   target = target_x0 x_0 + target_noise z [+ target_teacher teacher]
+// `teacher` is null, except with --objective ect in the call for the student: there it is the teacher's answer. The
+// summand in brackets exists only then.
 // A thread computes four consecutive elements of x_t and target, which are (B, H, W, C). In `images`, which is
 // (B, C, H, W), these four elements are not consecutive. bytes: the size of an element of `images` (1: uint8_t, 4:
 // float).
@@ -11459,7 +11511,7 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
             const size_t place = (((size_t)b * C + c) * H + h) * W + column;
             float x0 = 0;
             // The last quad of an image may go beyond its end, where nothing may be read.
-            if (e + k < n) x0 = image_value(images, bytes, place); // a byte v is v / 127.5 - 1
+            if (e + k < n) x0 = image_value(images, bytes, place); // turns a byte v into v / 127.5 - 1
             x[k] = l.signal * x0 + l.sigma * z[k];
             z[k] = l.target_x0 * x0 + l.target_noise * z[k];
             // Moves c, w and h on to the next element.
@@ -11488,7 +11540,7 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
     });
 }
 
-constexpr int LOSS_PARTS = 4; // how many blocks share an image
+constexpr int LOSS_PARTS = 4; // how many blocks share an image in loss_kernel and tuning_distance_kernel
 
 // SUM_BLOCKS is how many blocks of 1,024 threads should run on a multiprocessor at the same time (the second number of
 // __launch_bounds__). With two blocks, one of them can load while the other one waits at a barrier. Two blocks fit if
@@ -11689,7 +11741,7 @@ INLINE float limited(float x0, float limit) {
     return x0 / limit;
 }
 
-// Makes one step of a sampler, and overwrites x by the result. With dynamic thresholding (denoising.rank >= 0), a
+// Makes one step of a sampler, and overwrites x with the result. With dynamic thresholding (denoising.rank >= 0), a
 // kernel first computes the thresholds. In the step itself, each thread computes four elements. The formulas contain
 // the step's coefficients (SamplerStep), the sampler's memory m, and z, which is a standard normal number. x' and m'
 // are the new x and m. x0 is limited only if denoising.limit is true:
@@ -11734,10 +11786,11 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
     });
 }
 
-// Inpainting. (If a sampler's step consists of several moves, see Move, x is changed only after the last of them. After
-// the other moves known_x is 0, and x stays as it is.) Where the mask is not above 0, the image is known. At those
-// places x is replaced by the known image, mixed with as much noise as x has after this step:
+// Inpainting. Where the mask is not above 0, the image is known. At those places x is replaced by the known image,
+// mixed with as much noise as x has after this step:
 //   x = known_x image + known_sigma z
+// (If a sampler's step consists of two moves, see Move, this happens only after the second one. After the first move
+// known_x is 0, and keep_known leaves x as it is.)
 // If the sampler then goes back to an earlier step, noise is added to all of x. So the steps that are made again can
 // make the known and the new part fit together (RePaint, Lugmayr et al. 2022):
 //   x' = back_x x + back_sigma z'     (if the sampler does not go back, back_x is 1 and back_sigma is 0)
@@ -11800,9 +11853,9 @@ static void keep_known(float* x, const float* image, const float* mask, const Sa
 //   groups of its slab. For each slab of an image, one block also computes the image's part of the parameters'
 //   gradients.
 // Costs: Memory traffic. Forward: x is read and out is written. Backward: x and dout are read twice, addends are read
-//   once, and dx is written. An image is only divided into so many chunks that all blocks run at the same time. So the
-//   time to start a block is spent only once. (In a very large batch an image is one chunk, and blocks still wait for
-//   others.)
+//   once, and dx is written. norm_grid limits the number of chunks so that all blocks can run at the same time. Then no
+//   block has to wait until another one has ended. (In a very large batch there are too many blocks even if each image
+//   is only one chunk. So some of them wait.)
 
 constexpr int NORM_THREADS = 256;
 constexpr int NORM_SLAB = 64; // how many channels a slab has at most
@@ -11823,7 +11876,7 @@ struct NormArgs {
     NormShape s;
     // Used only in the backward pass:
     const float *mean = nullptr, *rstd = nullptr; // (B, groups)
-    float* dscale_shift = nullptr;                // its layout is that of scale_shift
+    float* dscale_shift = nullptr;                // the gradient of scale_shift, in the same layout
     float2* sums = nullptr;                       // (B, C): each image's part of dbias and dweight
 
     // The members below are computed from those above, once, on the host. (norm_grid sets `chunk`.)
@@ -11874,8 +11927,9 @@ template <class T, int PIXELS> struct NormColumn {
     // begin calls fetch(slot, inside) for this thread's first PIXELS pixels. `inside` says whether the pixel lies in
     // the block's chunk, so that it has to be loaded.
     // walk calls work(slot, p, more) for each pixel p, as soon as its loads have arrived. `more` says whether work has
-    // to load a later pixel into this slot. For each pixel, exactly one group of copies must be closed, even if nothing
-    // is loaded, because walk waits until all groups except the latest PIXELS - 1 have arrived.
+    // to load a later pixel into this slot. For each pixel, fetch or work must close exactly one group of copies
+    // (copies_committed), even if nothing is loaded. walk relies on this: before it calls work, it waits until all
+    // groups except the latest PIXELS - 1 have arrived.
     template <class F> INLINE void begin(F fetch) const {
         UNROLL_FOR (int i = 0; i < PIXELS; i++) {
             fetch(i, first + i * rows < end);
@@ -11929,8 +11983,9 @@ template <int V> struct NormParameters {
         load_floats(shift, film + a.C);
     }
     INLINE float factor(int i) const { return 1 + scale[i]; }
-    // Returns scale and shift of the i-th channel, so that x scale + shift is z times z_factor. In the backward pass
-    // z_factor is Z_FACTOR, because a nonlinearity's derivative (Silu's df) expects Z_FACTOR z as its argument.
+    // Returns z_scale and z_shift of the i-th channel (z = x z_scale + z_shift), both multiplied by z_factor. In the
+    // backward pass z_factor is Z_FACTOR, because a nonlinearity's derivative (Silu's df) expects Z_FACTOR z as its
+    // argument.
     INLINE float2 coefficients(int i, float mean, float rstd, float z_factor = 1) const {
         const float x_weight = rstd * weight[i]; // xhat weight = (x - mean) x_weight
         const float z_scale = x_weight * factor(i);
@@ -12000,11 +12055,11 @@ template <int AT_ONCE> INLINE double2 sum_pairs(const float2* pairs, int n, int 
 }
 
 // Eight lanes together add up a table whose rows have n entries. Lane i reads entries i, i + 8, i + 16, ..., counted
-// row by row. This struct holds where the lane's first entry is (row, column), and how far it is from one of its
-// entries to the next: `rows` rows down and `columns` columns to the right. (If this column would be n or larger, the
-// entry lies n columns further left, one row further down.) The divisions take time. So groupnorm_forward_kernel makes
-// the struct for x1's channels before await_previous_kernel, so that the divisions overlap the previous kernel. A norm
-// of 8x8 pixels then takes 2.33 us. With the divisions after that call it took 2.48 us (docs/LEARNT.md).
+// row by row. This struct holds where the lane's first entry is (row, column), and how far the lane goes from an entry
+// to its next one: `rows` rows down and `columns` columns to the right. (If this leads to column n or beyond, the lane
+// goes n columns back and one more row down.) The divisions take time. So groupnorm_forward_kernel makes the struct for
+// x1's channels before it calls await_previous_kernel. There the divisions overlap the previous kernel, and a norm of
+// 8x8 pixels takes 2.33 us. With the divisions after the call it took 2.48 us (docs/LEARNT.md).
 struct LaneShare {
     int n;
     int row = threadIdx.x % 8 / n;
@@ -12013,8 +12068,8 @@ struct LaneShare {
     int columns = 8 % n;
 };
 
-// groupnorm_forward_kernel is called with one of two types, which say where and in which form it writes its output: T*
-// (elements of type T) or Fp8Copy (FP8).
+// The argument `out` of groupnorm_forward_kernel says where the kernel writes its output. It is a T* (the output is
+// written in type T) or an Fp8Copy (the output is written in FP8). place_of and store_out serve both types.
 // Returns where element i is written.
 template <class T> INLINE T* place_of(T* out, size_t i) { return out + i; }
 INLINE uint8_t* place_of(const Fp8Copy& out, size_t i) { return out.bytes + i; }
@@ -12042,7 +12097,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     constexpr int PIXELS = 4;
     __shared__ uint4 loads[PIXELS][NORM_THREADS];
     __shared__ float group_mean[MAX_GROUPS], group_rstd[MAX_GROUPS];
-    // Images are processed in reverse order, because the images that were written last may still be in the L2
+    // Images are processed in reverse order: the last images of x were written last, so they may still be in the L2
     // cache.
     const NormColumn<T, PIXELS> t{a, (int)(gridDim.z - 1 - blockIdx.z)};
     const T* x = t.x;
@@ -12091,8 +12146,9 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
             const float group_r = 1 / sqrtf((float)(variance + a.s.eps));
             group_mean[g] = (float)m;
             group_rstd[g] = group_r;
-            // mean and rstd are kept for the backward pass. A group may lie in several slabs. Then only a block of the
-            // slab in which the group begins writes them.
+            // mean and rstd are kept for the backward pass. Several blocks have computed them, but only one block
+            // writes them: a block of the first chunk of pixels. If the group lies in several slabs, this is the block
+            // of the slab in which the group begins.
             if (blockIdx.x == 0 && c0 >= t.slab0) {
                 mean[t.b * a.s.groups + g] = (float)m;
                 rstd[t.b * a.s.groups + g] = group_r;
@@ -12182,8 +12238,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         next_d += t.stride_out;
         copies_committed();
     };
-    // The previous kernel has written neither x nor anything that `channel` loads. These were written in the forward
-    // pass or, with --use_checkpoint, when the layers were computed again. So they can be read before
+    // The previous kernel has written neither x nor anything that `channel` loads. These are parameters, and results of
+    // the forward pass or, with --use_checkpoint, of layers that were computed again. So they can be read before
     // await_previous_kernel (see launch_on).
     const NormChannel channel(a, t.b, t.slab0 + min(threadIdx.x, a.slab - 1));
     t.begin(fetch_x);
@@ -12193,8 +12249,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     if ((int)threadIdx.x < a.slab) coefficients[threadIdx.x] = channel.coefficients(Z_FACTOR<T>);
     __syncthreads();
     float scale[V], shift[V];
-    float sum[V] = {};     // the sums of dz
-    float product[V] = {}; // the sums of dz x
+    float sum[V] = {};     // of each of the thread's channels, the sum of dz
+    float product[V] = {}; // of each of the thread's channels, the sum of dz x
     load_pairs(scale, shift, coefficients + (t.c - t.slab0));
     t.walk([&](int slot, int p, bool more) {
         float x[V], dz[V];
@@ -12226,12 +12282,12 @@ INLINE float2 group_terms(double sum, double product, float mean, float rstd, co
     return make_float2(x_factor, (float)sum * rstd - x_factor * mean);
 }
 
-// Backward, second pass: dx = scale dz - (x_factor x + offset) [+ addends, if ADD]. GRAD is GradOf<T>, or, if a dx is
-// also written in FP8, Fp8GradOf<T>.
+// Backward, second pass: dx = scale dz - (x_factor x + offset) [+ addends, if ADD]. GRAD is GradOf<T>, or, if dx1 or
+// dx2 is also written in FP8, Fp8GradOf<T>.
 // grid (chunks of pixels, slabs of channels, images). Each thread works on the channels and pixels of its NormColumn.
 // `chunks` is the number of chunks in the first pass; this pass may divide the pixels into another number of chunks.
-// Shared memory: each thread's next PIXELS pieces of x, dout and the first addend (add1); the coefficients of the
-// slab's channels (scale, shift) and of their groups (x_factor, offset).
+// Shared memory: each thread's next PIXELS pieces of x, dout and, if ADD, the first addend (add1); the coefficients of
+// the slab's channels (scale, shift) and of their groups (x_factor, offset).
 //   1. Every thread starts the loads of its first pixels.
 //   2. For each group of the slab, eight threads add up the chunks' sums. x_factor and offset follow from these sums.
 //   3. The blocks of the first chunk also compute this image's part of the parameters' gradients.
@@ -12282,7 +12338,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         double sum = 0;     // the sum of dxhat
         double product = 0; // the sum of dxhat x
         UNROLL_4_FOR (int i = threadIdx.x % 8; i < a.Cg * chunks; i += 8) {
-            const int chunk = a.group_of(i); // i / Cg
+            const int chunk = a.group_of(i); // i / Cg: i counts Cg channels of chunk 0, then Cg of chunk 1, ...
             const int c = g * a.Cg + i - chunk * a.Cg;
             const float2 q = partial[(size_t)chunk * a.C + c];
             const double w = NormChannel(a, t.b, c).dxhat_factor();
@@ -12331,7 +12387,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_backward_whole: an image's slab in shared memory
 // Used when: x and dout of a slab fit into the shared memory of a block, or of a cluster of blocks (sm_90 and later),
-//   and plan_norm_whole finds it faster than two passes.
+//   and, by plan_norm_whole's estimate, this kernel is faster than the two passes above.
 // (dz, x_factor, offset and scale are those of the formulas at the beginning of section 18.)
 // How: A slab consists of whole groups of channels of one image. Each block of a cluster works on a chunk of the
 //   image's pixels:
@@ -12340,9 +12396,10 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 //     2. each thread adds up dz and dz x of its pixels; dz replaces dout in shared memory
 //     3. each warp adds up the sums of its threads; if a cluster has several blocks, each block adds up the sums of its
 //        warps, and writes the totals into the shared memory of all blocks
-//     4. every block computes x_factor and offset of every group from the sums of all warps or blocks
+//     4. every block computes x_factor and offset of each of the slab's groups, from the sums of its warps or, if the
+//        cluster has several blocks, from the sums of all blocks
 //     5. dx = scale dz - (x_factor x + offset) + addends, from x and dz in shared memory
-//     6. one block of the cluster computes the image's part of the parameters' gradients, from the sums of step 3
+//     6. one block of the cluster computes the image's part of the parameters' gradients, from the sums used in step 4
 //
 // Costs: x and dout are read once. On 8x8 images the threads wait most of the time. They wait for x, and for their
 //   instructions, which the GPU has to fetch before they run for the first time. So most loops over pixels and over
@@ -12353,9 +12410,9 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
 // lanes of a warp whose numbers differ by multiples of `columns` (a power of 2). In each step, a lane gives half of its
 // values to another lane, and adds the values that it receives to its other half. So after each step a lane has half as
 // many values. When only one pair is left, each lane adds the other lane's whole pair. At the end the lane's pairs
-// begin at v[0]. (With more columns there are fewer lanes to add up, so fewer steps, and more pairs are left.) Returns
-// the index that the lane's first sum had in v. HALF: how many values a lane gives away in the first step. OFFSET: by
-// how much the numbers of the two lanes differ in the first step.
+// begin at v[0]. (With more columns, fewer lanes have the same channels. So there are fewer steps, and more pairs are
+// left in each lane.) Returns the index that the lane's first sum had in v. HALF: how many values a lane gives away in
+// the first step. OFFSET: by how much the numbers of the two lanes differ in the first step.
 template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int columns) {
     int first = 0;
     if (OFFSET >= columns && halve<HALF>(v, OFFSET)) first = HALF;
@@ -12407,7 +12464,7 @@ constexpr int MAX_WHOLE_THREADS = 384;
 // thread works on V neighbouring channels of `count` pixels, each of which lies `rows` pixels after the one before.
 template <class T, bool DROPOUT> struct NormSlab {
     static constexpr int V = VEC<T>;
-    static constexpr int COPY_GROUPS = 4; // dout is copied in 4 groups; adding up begins when the first group is there
+    static constexpr int COPY_GROUPS = 4; // dout is copied in 4 groups; dz is computed as soon as a group has arrived
     static constexpr int BATCH = 2;       // the addends of this many pixels are loaded together
     const NormArgs& a;
     const NormWhole& w;
@@ -12432,8 +12489,8 @@ template <class T, bool DROPOUT> struct NormSlab {
     // store_dx reads.
     float2* coefficients = (float2*)(kept + 2 * slots * threads);
     float4* channels = (float4*)(coefficients + w.slab);    // (slab): mean, rstd, and w in dxhat = w dz
-    float2* warp_sums = (float2*)(channels + w.slab);       // row_warps rows of slab pairs: sums of dz, dz x
-    float2* block_sums = warp_sums + row_warps * w.pitch(); // the same for each block, if blocks > 1
+    float2* warp_sums = (float2*)(channels + w.slab);       // (row_warps, slab), rows w.pitch() apart: sums of dz, dz x
+    float2* block_sums = warp_sums + row_warps * w.pitch(); // (blocks, slab), if blocks > 1: each block's sums
 
     // Pixels and channels. Images are processed from the last to the first. One reason is that dout of the last images
     // may still be in the L2 cache. The other reason is that the next kernel, which reads dx, begins with the first
@@ -12441,7 +12498,7 @@ template <class T, bool DROPOUT> struct NormSlab {
     int b = gridDim.z - 1 - blockIdx.z;
     int slab0 = blockIdx.y * w.slab;         // the slab's first channel
     int first = blockIdx.x * w.chunk + row;  // this thread's first pixel
-    bool busy = column * V < w.slab;         // the last vectors of a warp may lie beyond the slab
+    bool busy = column * V < w.slab;         // false: the thread is idle, because its vector lies beyond the slab
     int c = slab0 + (busy ? column * V : 0); // this thread's first channel
     int end = busy ? min(a.s.HW, ((int)blockIdx.x + 1) * w.chunk) : 0;
     int count = end > first ? ceil_div(end - first, rows) : 0;
@@ -12450,8 +12507,9 @@ template <class T, bool DROPOUT> struct NormSlab {
     int stride = rows * pitch;                                                   // elements to the thread's next pixel
     size_t at = ((size_t)b * a.s.HW + first) * pitch + (in_x1 ? c : c - a.s.C1); // the first pixel's place in x and dx
 
-    // The addends of the next BATCH pixels. The addends of the first pixels are loaded before the sums are complete.
-    // (An addend may be dx itself. So each addend is read before dx is written to the same place.)
+    // The addends of the next BATCH pixels. The addends of the first pixels are loaded before the sums are complete, so
+    // that they arrive in the meantime. (An addend may be dx itself. So each addend is read before dx is written to the
+    // same place.)
     uint4 add1[BATCH] = {}, add2[BATCH] = {};
 
     INLINE void load_x() const {
@@ -12536,9 +12594,9 @@ template <class T, bool DROPOUT> struct NormSlab {
         }
         mbarrier_wait(all_here, 0);
     }
-    // Computes x_factor and offset of each group, and writes them to coefficients. `sums` has 2^log_items rows, which
-    // still have to be added up: a row for each warp (warp_sums) or for each block (block_sums). Eight threads work on
-    // each group.
+    // Computes x_factor and offset of each group, and writes them to coefficients. `sums` is warp_sums (a row for
+    // each of the row_warps warps that work on the same channels) or block_sums (a row for each block). Its 2^log_items
+    // rows still have to be added up. Eight threads work on each group.
     INLINE void find_group_terms(const float2* sums, int log_items) const {
         NO_UNROLL_FOR (int g = tid / 8; g < a.group_of(w.slab); g += threads / 8) {
             double sum = 0;     // the sum of dxhat
@@ -12588,7 +12646,7 @@ template <class T, bool DROPOUT> struct NormSlab {
 
 // grid (chunks of pixels, slabs of channels, images). The blocks that work on the chunks of one image and one slab form
 // a cluster. NormSlab describes what a thread works on and what lies in shared memory. The six steps are listed at the
-// head of groupnorm_backward_whole ("How"). GRAD is GradOf<T>, or, if a dx is also written in FP8, Fp8GradOf<T>.
+// head of groupnorm_backward_whole ("How"). GRAD is GradOf<T>, or, if dx1 or dx2 is also written in FP8, Fp8GradOf<T>.
 template <class T, bool DROPOUT, class GRAD>
 static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     groupnorm_backward_whole_kernel(GRAD dx1, GRAD dx2, const T* dout, NormArgs a, NormWhole w) {
@@ -12633,7 +12691,7 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     __syncthreads();
     if (blocks > 1) slab.exchange(all_here);
     // For each channel, 2^log_items sums still have to be added up. If there are several blocks, there is one sum from
-    // each block. Otherwise there is one sum from each warp of the block.
+    // each block. Otherwise there is one sum from each of the 2^w.log_warps warps that work on this channel.
     const float2* const all_sums = blocks > 1 ? slab.block_sums : slab.warp_sums;
     const int log_items = blocks > 1 ? 31 - __clz(blocks) : w.log_warps;
     slab.find_group_terms(all_sums, log_items);
@@ -12736,8 +12794,9 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 // =====================================================================================================================
 // 19. Attention
 // Attention over T = H * W pixels. It reads the buffer qkv (B, T, 3C) as the convolution wrote it. qkv holds q, k and
-// v, each of which has C = heads * d channels. The formulas are for one image and one head; the matrices are (T, d) and
-// (T, T). dout * out and P (dP - D) are computed element by element. D is one number for each row of S:
+// v, each of which has C = heads * d channels. The formulas are for one image and one head. In them, q, k, v, out
+// and their gradients are matrices (T, d), and S, P, dP and dS are matrices (T, T). D has one number for each row of S.
+// The products dout * out and P (dP - D) are computed element by element:
 //
 //   forward    S = q k^T / sqrt(d)      P = softmax(S), by rows      out = P v
 //   backward   D = rowsum(dout * out)   dP = dout v^T                dS = P (dP - D)
@@ -12939,8 +12998,8 @@ template <class Tile> struct OwnRows {
     static constexpr int SLOTS = Tile::KEEP ? Tile::DIM / 16 : 1;
     const typename Tile::T* rows; // the address that this lane gives to ldmatrix to read the first columns
     uint32_t kept[SLOTS][Tile::MT][4 * Tile::PARTS];
-    // take_apart_fragments scales the floats of a slot before it splits them. The slot's products are multiplied by
-    // `scale`, which undoes that. (For bf16 it is 1.)
+    // take_apart_fragments scales the floats of a slot before it splits them. To undo this, the products of the slot
+    // are multiplied by scale[slot]. (For bf16, nothing is scaled, and scale[slot] is 1.)
     float scale[SLOTS];
 
     // own: the block's rows in shared memory
@@ -13003,7 +13062,7 @@ INLINE void multiply_transposed(Scores<Tile>& scores, OwnRows<Tile>& own, const 
 template <class Tile, int REGISTERS>
 INLINE void load_fragments(uint32_t (&a)[Tile::MT][REGISTERS], const Scores<Tile>& p, int k) {
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
-        UNROLL_FOR (int i = 0; i < 4; i++) { // rows g, g + 8 in the first 8 columns, then in the next 8 columns
+        UNROLL_FOR (int i = 0; i < 4; i++) { // i = 0, 1: rows g, g + 8 of the first 8 columns; i = 2, 3: of the next 8
             const float* const two = p[m][2 * k + i / 2] + i % 2 * 2;
             if constexpr (Tile::PARTS == 1) {
                 a[m][i] = pack_pair<typename Tile::T>(two[0], two[1]);
@@ -13136,8 +13195,8 @@ template <class Tile> struct RunningSoftmax {
                     out[m][n][2 * r] *= shrink;
                     out[m][n][2 * r + 1] *= shrink;
                 }
-                // The difference is computed first, and then multiplied by scale. If the large scores themselves were
-                // multiplied by scale, the products would be rounded more.
+                // The difference is computed first, and then multiplied by scale. If the scores themselves were
+                // multiplied by scale before the subtraction, the rounding errors of large scores would be larger.
                 UNROLL_FOR (int n = 0; n < NT; n++)
                     UNROLL_FOR (int i = 2 * r; i < 2 * r + 2; i++) {
                         p[m][n][i] = exp2_fast((p[m][n][i] - highest) * scale);
@@ -13387,9 +13446,9 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     if constexpr (OWNS_KEYS) store_rows<Tile, CT>(tile.of_qkv<T>(a.to, V_PART), own2, sum2, tile, chunk * DC);
 }
 
-// grid (B * heads * tiles of T, 1, 2 * chunks of d). Blocks that own keys have more work than blocks that own queries.
-// So, for each chunk, the blocks that own keys are started first. The last blocks then have less work, and the GPU
-// waits a shorter time for them at the end.
+// grid (B * heads * tiles of T, 1, 2 * chunks): a chunk is up to 128 of the d columns. Blocks that own keys have more
+// work than blocks that own queries. So, for each chunk, the blocks that own keys are started first. The blocks that
+// start last then have less work, and the GPU waits a shorter time for them at the end.
 template <class Tile>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
     attention_backward_kernel(AttentionCall a, const float* D) {
@@ -13436,8 +13495,8 @@ template <class F> INLINE void each_column(int d, F f) {
     }
 }
 
-// grid (B * heads * tiles of T, chunks of d). A warp works on one query. It reads one key after the other, and computes
-// the softmax as RunningSoftmax does.
+// grid (B * heads * tiles of T, chunks of 256 columns). A warp works on one query. It reads one key after the other,
+// and computes the softmax as RunningSoftmax does.
 template <class T>
 static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_general_kernel(AttentionCall a) {
     await_previous_kernel();
@@ -13471,9 +13530,9 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
     a.rows[tile.row_index(row)] = SoftmaxRow{top, log2f(sum)};
 }
 
-// grid (B * heads * tiles of T, chunks of d, 2): blocks with z = 0 own keys, blocks with z = 1 own queries. A warp owns
-// one row, and reads the streamed rows one after the other. A1 and A2 belong to the own row, B1 and B2 to the streamed
-// row (the table at the head of section 19 says the same):
+// grid (B * heads * tiles of T, chunks of 256 columns, 2): blocks with z = 0 own keys, blocks with z = 1 own queries. A
+// warp owns one row, and reads the streamed rows one after the other. A1 and A2 belong to the own row, B1 and B2 to the
+// streamed row (the table at the head of section 19 says the same):
 //
 //   own query:   A1 = q, A2 = dout,   B1 = k, B2 = v      sum1 becomes dq
 //   own key:     A1 = k, A2 = v,      B1 = q, B2 = dout   sum1 becomes dk, sum2 becomes dv
@@ -13565,11 +13624,11 @@ static size_t attention_backward_workspace(int B, int T, int, int heads) { // re
 //   Forward: warpgroups own queries, and keys and values stream past.
 //   Backward: warpgroups own keys, and queries stream past in chunks of 64. If T = 64, one block computes a head. For a
 //   larger T a cluster of blocks computes it, and each block has 128 of the head's keys in shared memory. All blocks
-//   work on every chunk, one block after the other. Each block adds its keys' part to the chunk's dq, and sends this
-//   sum, in fp32, into the next block's shared memory. (The last block for a chunk writes its dq to global memory.)
-//   Each block begins at a different chunk, so all blocks always have work. The parts of a chunk's dq are always added
-//   in the same order, so a run can be repeated with the same bits. The drawing shows the blocks of a cluster in one
-//   step. (D is rowsum(dout * out), and `rows` are the SoftmaxRows of the chunk's queries.)
+//   work on every chunk, one block after the other. Each block adds its keys' part to the chunk's dq, and sends the dq
+//   so far, in fp32, into the next block's shared memory. (The last block that works on a chunk writes the chunk's dq
+//   to global memory.) Each block begins at a different chunk, so all blocks always have work. The parts of a chunk's
+//   dq are always added in the same order, so a run can be repeated with the same bits. The drawing shows the blocks of
+//   a cluster in one step. (D is rowsum(dout * out), and `rows` are the SoftmaxRows of the chunk's queries.)
 //
 //         block 0: keys 0 ..       block 1: keys 128 ..     block 2: keys 256 ..        the block's shared memory
 //       +---------------------+  +---------------------+  +---------------------+    +---------------------------+
@@ -13639,7 +13698,7 @@ template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     static constexpr int DS_STAGES = 2;
     static constexpr int DS_BYTES = KEYS * SLICE_BYTES; // dS^T: KEYS rows of 64 queries
     static constexpr int SUM_STAGES = ALONE ? 0 : 3;
-    static constexpr int SUM_BYTES = 64 * DIM * 4;        // dq of a chunk
+    static constexpr int SUM_BYTES = 64 * DIM * 4;        // dq of a chunk, in fp32
     static constexpr int DOT_BYTES = ALONE ? 1024 : 4096; // -D of a head's queries, in fp32; there are two stages
     static constexpr int TILES =
         2 * KEYS_BYTES + CHUNK_STAGES * CHUNK_PLACE + DS_STAGES * DS_BYTES + SUM_STAGES * SUM_BYTES + 2 * DOT_BYTES;
@@ -14070,9 +14129,9 @@ template <class T> struct BackwardBlock {
         NO_UNROLL_FOR (int head = first_head; head < p.all_heads; head += head_stride) {
             const uint32_t own_keys = keys.arrived();
             NO_UNROLL_FOR (int i = 0; i < steps; i++) {
-                const bool begun = !T::ALONE && i >= WARPGROUPS;       // dq comes from the block before
-                const bool ends = T::ALONE || i >= steps - WARPGROUPS; // this block is the chunk's last one
-                const int tile = i - max(steps / 2 - 1, 0); // -D of this tile of the next head is computed now
+                const bool begun = !T::ALONE && i >= WARPGROUPS;       // the block before sends the chunk's dq so far
+                const bool ends = T::ALONE || i >= steps - WARPGROUPS; // no other block has to add to the chunk's dq
+                const int tile = i - max(steps / 2 - 1, 0); // if dots_now: -D of this tile of the next head is computed
                 const bool dots_now = tile >= 0 && tile < WARPGROUPS && head + head_stride < p.all_heads;
                 Dots dot = {};
                 // Starts to load the rows of dout and out from which -D of the next head is computed. If the block is
@@ -14119,7 +14178,8 @@ template <class T> struct BackwardBlock {
                 if (dots_now && !T::ALONE) send_dots(dot, tile);
             }
             // All dS of this head have arrived. So key_gradients has read -D of this head, and the stage of `dots` is
-            // free. The first `blocks` threads tell this to the blocks that sent -D, one block each.
+            // free. All blocks of the cluster had sent parts of -D into it. Each of the first `blocks` threads tells
+            // one of these blocks that the stage is free.
             const int stage = dots.hand_over();
             if (thread < blocks) {
                 if (T::ALONE) dots.free(stage);
@@ -14329,11 +14389,11 @@ struct ConvOut {
     int Cout1, Cout2 = 0;
     int B;                       // how many images the results have
     const float* bias = nullptr; // (Cout1)
-    const float* emb = nullptr;  // (B, Cout1): the embedding, which is added to all pixels of an image
+    const float* emb = nullptr;  // (B, emb_stride): the embedding; Cout1 columns are added to all pixels of an image
     int emb_stride = 0;          // floats from a row of emb to the next row
     double* stats = nullptr;     // (B, parts of an image, Cout1, 2): sums of the stored values, and of their squares
     int* parts = nullptr; // on the host: the launching function writes here how many parts of an image `stats` has
-    ConvSkip skip = {};   // a skip connection that the same kernel computes and adds, instead of an addend
+    ConvSkip skip = {};   // weight not null: the kernel also computes this skip connection, and adds it to the results
 };
 
 // The arguments of conv_halo, conv_gather, conv_tiles and conv_small, the functions that launch the kernels. If
@@ -14429,8 +14489,8 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
     static_assert(N % BATCH == 0, "all batches have the same number of pixels");
     if (l.count == 0) return;
 
-    // If the number of channels is not a multiple of 4, channels are stored one at a time. Only the network's output
-    // can have such a number of channels, and it has neither addends nor statistics.
+    // If the number of channels is not a multiple of 4, channels are stored one at a time. Only the network's output,
+    // which is fp32, can have such a number of channels. It has neither addends nor statistics.
     if (std::is_same_v<T, float> && l.pitch % 4) {
         for (int i = 0; i < N; i++)
             UNROLL_FOR (int k = 0; k < 4; k++) {
@@ -14458,7 +14518,7 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
         if (BACKWARD && l.add2)
             UNROLL_FOR (int k = 0; k < BATCH; k++)
                 if (index_of(first + k) >= 0) v[k] = v[k] + load4(l.add2 + (size_t)index_of(first + k) * l.pitch);
-        UNROLL_FOR (int k = 0; k < BATCH; k++) // from here on, v is the stored (rounded) value
+        UNROLL_FOR (int k = 0; k < BATCH; k++) // from here on, v is the stored (rounded) value; 0 if none is stored
             v[k] = index_of(first + k) >= 0 ? store4(l.out + (size_t)index_of(first + k) * l.pitch, v[k]) : float4{};
         if (!BACKWARD && stats)
             UNROLL_FOR (int k = 0; k < BATCH; k++) {
@@ -14487,10 +14547,10 @@ INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int 
 }
 
 // The end of conv_halo and conv_gather: stores the sums of each warp. acc[r][m] is a fragment of 8 pixels x 16
-// channels. A thread's registers of a fragment hold neighbouring pixels of one channel, but neighbouring channels are
-// to be stored together. So the sums are written to shared memory and read again, in ROUNDS rounds: in one, or in two
-// if shared memory has no room for all sums. In each round the sums of the K groups are added. (In the drawing, q is
-// lane % 4.)
+// channels. A thread holds 4 sums of a fragment: those of two neighbouring pixels, for channels c and c + 8. But
+// neighbouring channels are to be stored together. So the sums are written to shared memory and read again, in ROUNDS
+// rounds: in one, or in two if shared memory has no room for all sums. In each round the sums of the K groups are
+// added. (In the drawing, q is lane % 4.)
 //
 //   acc of a thread: 2 pixels x channels c, c + 8    ->    staged: 64 / ROUNDS pixels    ->    a lane stores 4 channels
 //   (g = lane / 4: c = g, pixels 2q, 2q + 1)               of PITCH floats each                of every STEP-th pixel
@@ -14598,9 +14658,10 @@ template <class T> INLINE uint32_t channels_on(uint32_t place, int channels) {
     return place ^ channels * (int)sizeof(T);
 }
 
-// Loads a fragment A by ldmatrix, which loads four matrices of 8 x 8. place + offset: the address of the row that
-// this lane gives to ldmatrix. In general, a row in shared memory holds numbers of one row of A, in the order of k. If
-// TRANSPOSED, it holds numbers of one k, in the order of the rows of A. Then ldmatrix transposes each matrix.
+// Loads a fragment A by ldmatrix, which loads four matrices of 8 x 8. (With floats ldmatrix is called twice: for the
+// high parts, and for the low parts.) place + offset: the address of the row that this lane gives to ldmatrix. In
+// general, a row in shared memory holds numbers of one row of A, in the order of k. If TRANSPOSED, a row in shared
+// memory holds numbers of one k, in the order of the rows of A. Then ldmatrix transposes each matrix.
 template <class T, bool TRANSPOSED> INLINE void load_fragment(FragmentA<T>& a, uint32_t place, int offset = 0) {
     UNROLL_FOR (int part = 0; part < PARTS<T>; part++) {
         const uint32_t from = (place ^ part * 16) + offset;
@@ -14609,9 +14670,10 @@ template <class T, bool TRANSPOSED> INLINE void load_fragment(FragmentA<T>& a, u
         else ldmatrix(registers, registers + 2, from);
     }
 }
-// Loads two fragments B at once. ldmatrix loads four matrices of 8 x 8, and two of them are one fragment B. In general,
-// a row in shared memory holds numbers of one column of B, in the order of k. If TRANSPOSED, it holds numbers of one k,
-// in the order of the columns of B, and ldmatrix transposes each matrix.
+// Loads two fragments B at once. ldmatrix loads four matrices of 8 x 8, and two of them are one fragment B. place +
+// offset: as in load_fragment. In general, a row in shared memory holds numbers of one column of B, in the order of k.
+// If TRANSPOSED, a row in shared memory holds numbers of one k, in the order of the columns of B, and ldmatrix
+// transposes each matrix.
 template <class T, bool TRANSPOSED>
 INLINE void load_fragments(FragmentB<T>& b0, FragmentB<T>& b1, uint32_t place, int offset = 0) {
     UNROLL_FOR (int part = 0; part < PARTS<T>; part++) {
@@ -14726,8 +14788,8 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
 
 // Returns one number, which holds both the place of a halo's pixel in the input and the swizzle key of the pixel's row
 // in shared memory: the pixel's index in the input * 8 + the key, which depends on `column`. The number is negative if
-// the pixel lies outside the image. h is the pixel's row in the image. `column` is its column in the halo, and w0 is
-// the image column of the halo's column 0.
+// the pixel lies outside the image, or if there is no image n. h is the pixel's row in the image. `column` is the
+// pixel's column in the halo, and w0 is the image column of the halo's column 0.
 template <class Tile> INLINE int halo_source(const ConvCall& p, int n, int h, int w0, int column) {
     const int w = w0 + column;
     const int up = p.s.upsample; // 1: the input has half of the output's rows and columns
@@ -14741,7 +14803,7 @@ template <class Tile> INLINE int halo_source(const ConvCall& p, int n, int h, in
 template <class Tile> struct HaloCopies {
     typedef typename Tile::T T;
     static constexpr int CHUNKS = Tile::SLICE / 8;                // chunks of a pixel
-    static constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS; // pixels that all threads copy at a time
+    static constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS; // pixels that all threads together copy at a time
     // How many chunks each thread copies for half a halo.
     static constexpr int HALF_COPIES = ceil_div(Tile::PIXELS / 2, PIXELS_AT_ONCE);
     const ConvCall& p;
@@ -14781,9 +14843,11 @@ template <class Tile> struct HaloCopies {
         const T* const from = pixel_of(x, valid ? (uint32_t)source >> 3 : 0, p.Cin1);
         copy_channels(place(slice, i), 0, from, valid, pixel < Tile::PIXELS);
     }
-    // Returns the place in a halo, in bytes, of the row that this lane gives to ldmatrix. ldmatrix loads two fragments
-    // B: 8 neighbouring pixels of image row r, and the 8 pixels below them. row_begin: the index, in the halo, of the
-    // pixel in column 0 of row r. The matrices are (row r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15).
+    // Returns the place in a halo, in bytes, of the row that this lane gives to ldmatrix: 8 channels of one pixel.
+    // ldmatrix loads two fragments B: 8 neighbouring pixels of row r of the halo, and the 8 pixels below them.
+    // row_begin: the index, in the halo, of the pixel in column 0 of row r. first_column: the halo's column of the
+    // first of the 8 pixels. first_k: the first of the fragments' 16 channels, within the slice. The matrices are (row
+    // r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15), where k is counted from first_k.
     static INLINE uint32_t lane_place(int row_begin, int first_column, int first_k) {
         const int lane = threadIdx.x & 31;
         const int row_of_matrix = lane & 7;
@@ -14808,16 +14872,17 @@ template <class Tile> struct HaloCopies {
 // same chunk of every ROWS_AT_ONCE-th row. A stage holds three matrices, for the taps kh = 0, 1, 2:
 //   forward    weight is (Cout, taps, Cin1) in global memory. A row is an output channel; its chunks are the channels
 //              of the slice.
-//   BACKWARD   weight is (Cin1, taps, Cout). As in ConvCall, Cin1 is the number of channels of dout, and Cout that of
-//              the input's gradient. The taps are in reverse order. A row is a channel of dout, in the slice; its
-//              chunks are the block's output channels.
+//   BACKWARD   weight is (Cin1, taps, Cout) in global memory. As in ConvCall, Cin1 is the number of channels of dout,
+//              and Cout that of the input's gradient. The taps have the reverse order: tap t of the stages is tap 8 - t
+//              in global memory. A row is a channel of dout, in the slice; its chunks are the channels of the input's
+//              gradient that the block computes.
 template <class Tile, bool BACKWARD> struct HaloWeights {
     typedef typename Tile::T T;
     static constexpr int ROWS = BACKWARD ? Tile::SLICE : Tile::CHANNELS;
     static constexpr int CHUNKS = (BACKWARD ? Tile::CHANNELS : Tile::SLICE) / 8;
     static constexpr int ROW_BYTES = CHUNKS * 8 * sizeof(T);
     static constexpr int TAP_BYTES = ROWS * ROW_BYTES;
-    static constexpr int ROWS_AT_ONCE = Tile::THREADS / CHUNKS;     // rows that all threads copy at a time
+    static constexpr int ROWS_AT_ONCE = Tile::THREADS / CHUNKS;     // rows that all threads together copy at a time
     static constexpr int TAP_COPIES = ceil_div(ROWS, ROWS_AT_ONCE); // how many chunks a thread copies for one tap
     static constexpr int COPIES = 3 * TAP_COPIES;                   // how many chunks a thread copies for a stage
     static constexpr bool NO_THREAD_LEFT_OVER = Tile::THREADS % CHUNKS == 0 && ROWS % ROWS_AT_ONCE == 0;
@@ -14865,8 +14930,9 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         const uint32_t index = valid ? first_weight + further : 0;
         copy_channels(place(kw, i), 0, weight + index, valid, owns(i));
     }
-    // Returns the place in a tap's weights, in bytes, of the row that this lane gives to ldmatrix. The matrices of a
-    // fragment are (channels 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
+    // Returns the place in a tap's weights, in bytes, of the row that this lane gives to ldmatrix. first_k: the first
+    // channel, within the slice, of the K group's part of the slice. The matrices of a fragment are (channels 0-7, k
+    // 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15), where k is counted from first_k.
     static INLINE uint32_t lane_place(int first_k) {
         const int lane = threadIdx.x & 31;
         const int row_of_matrix = lane & 7;
@@ -14910,9 +14976,9 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
 
 // Computes acc[r][m] += a x b[r + kh] for the warp's image rows r = 0 .. 7. a: weights of tap kh. b[i]: pixels of row i
 // of the warp's halo.
-// With floats, the tensor cores sum over all three taps. Then fp32 units multiply this sum by `scale`, which undoes the
-// scales of both operands, and add it to acc (see `multiply`). So this function must be called for kh = 0, 1, 2 in this
-// order. Between these calls `sum` holds the sums over taps.
+// With floats, the tensor cores first add up the products of all three taps in `sum`. Then the fp32 units multiply
+// `sum` by `scale`, which undoes the scales of both operands, and add the result to acc (see `multiply`). So this
+// function must be called for kh = 0, 1, 2 in this order, with the same `sum`.
 template <class T, int M>
 INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int kh, const FragmentA<T>& a,
                          const FragmentB<T> (&b)[10], float scale) {
@@ -14936,8 +15002,9 @@ INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int k
 }
 
 // Computes a warp's products of one step: the weights of the three taps of one kw, times the pixels of one slice.
-// Between the products the function calls copy_in_gap(0), copy_in_gap(1) and so on, which copy for later steps. x and
-// weights: the addresses of the first pixel and of the first row of weights that this lane gives to ldmatrix.
+// Between the products the function calls copy_in_gap(0), copy_in_gap(1) and so on, which copy for later steps. x: the
+// address of the pixel that this lane gives to ldmatrix for rows 0 and 1 of the warp's halo, under this kw. weights:
+// the argument `lane` of HaloWeights::load.
 template <class Tile, bool BACKWARD, int M, class Copy>
 INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, int kw, float scale, Copy copy_in_gap) {
     typedef typename Tile::T T;
@@ -15016,7 +15083,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
         lane_pixels[kw] = base + Copies::lane_place((image * Tile::H + warp_h) * Tile::W, warp_w + kw, first_k);
     const uint32_t lane_weights = base + Tile::WEIGHTS_AT + Weights::lane_place(first_k);
 
-    float acc[8][M][4] = {}; // acc[r][m]: the sums of 16 output channels x 8 pixels of image row r
+    float acc[8][M][4] = {}; // acc[r][m]: the sums of the warp's m-th 16 output channels x 8 pixels of image row r
     float pixel_scale = 1, weight_scale = 1;
     for (int slice = 0; slice < p.slices; slice++) {
         UNROLL_FOR (int kw = 0; kw < 3; kw++) {
@@ -15150,13 +15217,13 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
     static constexpr int ROWS = BACKWARD ? Tile::SLICE : Tile::CHANNELS;
     static constexpr int ROW_BYTES = BACKWARD ? Tile::CHANNELS * sizeof(T) : Tile::PIXEL_BYTES;
     static constexpr int CHUNKS = ROW_BYTES / sizeof(T) / 8;
-    static constexpr int ROWS_AT_ONCE = Tile::THREADS / CHUNKS; // rows that all threads copy at a time
+    static constexpr int ROWS_AT_ONCE = Tile::THREADS / CHUNKS; // rows that all threads together copy at a time
     static constexpr int COPIES = ROWS / ROWS_AT_ONCE;          // how many chunks each thread copies for a stage
     static_assert(ROWS_AT_ONCE % 8 == 0, "all rows of a thread have the same swizzle key");
 
-    // Copies this thread's chunks of a stage's weights. The first of these chunks is written to place + stage. k0: the
-    // slice's first channel, counted within its input, which has C channels. weight_k0: the same channel, counted over
-    // both inputs, as in the weights.
+    // Copies this thread's chunks of a stage's weights. place: the address of the first of these chunks in stage 0.
+    // stage: the distance from stage 0 to the stage, in bytes. k0: the slice's first channel, counted within its input,
+    // which has C channels. weight_k0: the same channel, counted over both inputs, as in the weights.
     static INLINE void copy(const ConvCall& p, uint32_t place, uint32_t stage, int c0, int tap, int k0, int weight_k0,
                             int C) {
         const int chunk = (int)threadIdx.x % CHUNKS;
@@ -15174,8 +15241,8 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
         }
     }
     // Returns the place in a stage's weights, in bytes, of the row that this lane gives to ldmatrix, for the fragment
-    // of the warp's first 16 channels and the first 16 k. The fragment's matrices are (channels 0-7, k 0-7), (8-15,
-    // 0-7), (0-7, 8-15), (8-15, 8-15).
+    // of the first 16 k and of the warp's first 16 channels. (These begin with channel first_channel of the tile.) The
+    // fragment's matrices are (channels 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
     static INLINE uint32_t lane_place(int first_channel) {
         const int lane = threadIdx.x & 31;
         const int row_of_matrix = lane & 7;
@@ -15342,8 +15409,8 @@ template <class Tile, bool BACKWARD> static void conv_gather(const ConvCall& c) 
 //   fp32 (conv_is_few): images, predictions, and their gradients.
 // How: The F channels of a pixel are too few for a slice. So for each pixel a row is written that holds the 9 F values
 //   under the filter's taps. A row has R values, where R is a multiple of 32. So the rows of all pixels are a tensor
-//   (B, H, W, R). Then a 1x1 convolution computes one of these products. C is the number of channels of the layer's
-//   other side, which are many:
+//   (B, H, W, R). Then a 1x1 convolution computes one of the products below. C is the number of channels at the layer's
+//   other end, which are many: the channels of the first layer's output, or of the last layer's input.
 //     first layer, forward             weights (C, 9 F) x rows of the input
 //     last layer's input gradient      transposed weights (C, 9 F) x rows of the output's gradient
 //     first layer's weight gradient    dout^T x rows of the input: (C, R)
@@ -15377,8 +15444,9 @@ struct ConvFew {
     float *dweight, *dbias; // the layer's gradients, which conv_few_gradient writes (dbias: only the last layer's)
 };
 
-// Returns the index, in the layer's own weights, of weight k = tap * F + f of channel c. The last layer's rows are made
-// from the gradient of its output, so the last layer's taps have the reverse order (8 - tap).
+// Returns the index, in the layer's own weights, of weight k = tap * F + f of channel c. In the last layer the taps
+// have the reverse order, because its rows hold values of dout: under tap t of a pixel lies the output pixel that reads
+// this pixel under tap 8 - t.
 INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
     if (!p.is_last_layer) return (size_t)c * 9 * p.F + k;
     const size_t f = k % p.F;
@@ -15416,8 +15484,8 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
         const uint32_t line = pixel / W;
         const uint32_t h = line % H;
         const uint32_t w = pixel - line * W;
-        // `inside` holds one bit for each tap: 1 if the tap lies inside the image. columns: the three bits of one row
-        // of the filter.
+        // `inside` holds one bit for each tap: 1 if the tap's pixel lies inside the image. columns: the bits of the
+        // three taps of a filter row, if this row of taps lies inside the image.
         const uint32_t columns = (w > 0) + 2 + 4 * (w + 1 < W);
         const uint32_t upper_row = h > 0 ? columns : 0;
         const uint32_t upper_and_middle = upper_row + (columns << 3);
@@ -15451,10 +15519,12 @@ static __global__ void conv_few_gradient(const ConvFew p) {
     const int K = 9 * p.F;
     const int c = p.is_last_layer ? i % p.C : i / K;
     const int k = p.is_last_layer ? i / p.C : i % K;
-    const int part_width = p.R / 2; // the distance in a row between an upper part and its lower part
+    const int part_width = p.R / 2; // with two parts: the distance in a row from an upper part to its lower part
     await_previous_kernel();
     if (p.is_last_layer && i < p.F) {
-        // The rows hold values of dout. Under tap 4 lies the pixel itself. So this is the sum of dout's channel i.
+        // The rows hold values of dout, and under tap 4 lies the pixel itself. So element 4 F + i of `bias` is the sum
+        // of dout's channel i over all pixels. With two parts this is the sum of the upper parts, and the sum of the
+        // lower parts is added.
         const float* const sum = p.bias + 4 * p.F + i;
         p.dbias[i] = p.parts == 2 ? sum[0] + sum[part_width] : sum[0];
     }
@@ -15518,7 +15588,7 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
     launch_on(stream, 1, kernel, blocks, dim3(pieces, pixels), 0, p);
     // If weight is not null, the next kernel is a convolution whose weights are the rows that this kernel writes.
     // Hopper's convolutions load weights before they wait for the end of the previous kernel. So the next kernel must
-    // not overlap this one.
+    // not overlap this one, and `joined` makes launch_on start it only after this one has ended.
     stream->joined |= weight != nullptr;
     return p;
 }
@@ -15571,7 +15641,7 @@ struct ConvWeight : WeightWork {
     int warpgroups;         // warpgroups of a block of conv_weight_tma or conv_weight_fp8
     int block_co, block_ci; // how many tiles of output channels and of input channels a block computes
     int co_tiles;           // tiles of 64 channels of Cout
-    int input_groups;       // on Hopper: the channel_tiles are this many groups, of at most block_ci tiles each
+    int input_groups;       // on Hopper: the channel_tiles form this many groups, of at most block_ci tiles each
 };
 
 // Layers are collected until their weight gradients together take this many cycles (25 us). Then conv_weight_batch
@@ -15580,15 +15650,16 @@ struct ConvWeight : WeightWork {
 constexpr double WEIGHT_LAUNCH_CYCLES = 44000;
 // A launch for weight gradients on Hopper may write at most this many partials of 16 KB (64 x 64 weights). This is
 // enough for one block on each of an H200's 132 multiprocessors, if each block writes nine partials. (The limit is four
-// times as high for FP8, because MAX_FP8_PRODUCTS may need so many partials, and for the portable kernels.)
+// times as high in two cases: in FP8, because MAX_FP8_PRODUCTS may need so many partials, and for the portable
+// kernels.)
 constexpr int MAX_WEIGHT_PARTIALS = 1200;
-// In FP8 the tensor cores keep only 14 bits of a sum and cut off the rest. What they cut off grows with the sum. So one
-// sum takes at most this many products (of 32 pixels each). Then its partial is written, and conv_weight_sum adds up
-// the partials in fp32.
+// In FP8 the tensor cores keep only 14 bits of a sum and cut off the rest. What they cut off grows with the sum. So at
+// most this many products (of 32 pixels each) are added to one sum. Then the sum is written as a partial, and
+// conv_weight_sum adds up the partials in fp32.
 constexpr int MAX_FP8_PRODUCTS = 512;
 
 constexpr int WEIGHT_BATCH = 8;          // how many layers' weight gradients one launch computes at most
-template <class Work> struct WorkBlock { // what a thread block works on, and its number among that work's blocks
+template <class Work> struct WorkBlock { // a thread block's work, and the block's number among the blocks of this work
     const Work& work;
     int block;
 };
@@ -15806,7 +15877,7 @@ template <class T> struct WeightHaloCopies {
     static constexpr int STAGES = 4 / PARTS<T>;
     static constexpr int X_BYTES = 100 * PIXEL_BYTES;
     static constexpr int STAGE_BYTES = X_BYTES + 64 * PIXEL_BYTES;
-    static constexpr int X_ROWS = 384 / CHUNKS / 10; // rows of x that all 384 threads copy at a time
+    static constexpr int X_ROWS = 384 / CHUNKS / 10; // rows of x that all 384 threads together copy at a time
     static constexpr int X_COPIES = ceil_div(10, X_ROWS);
     static constexpr int DOUT_ROWS = 384 / CHUNKS / 8;
     static constexpr int DOUT_COPIES = ceil_div(8, DOUT_ROWS);
@@ -15972,7 +16043,7 @@ static __global__ void __launch_bounds__(384, 1)
 // pixels pass through a ring of stages:
 //
 //     a stage:   | x: 64 pixels of 64 N channels, as the tap reads them | dout: 64 pixels of 64 N channels |
-template <class T, int N> constexpr int WEIGHT_GATHER_STAGE = 2 * 64 * N * 64 * sizeof(T); // bytes
+template <class T, int N> constexpr int WEIGHT_GATHER_STAGE = 2 * 64 * N * 64 * sizeof(T); // bytes of a stage
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGES = N == 2 ? 2 : 4 / PARTS<T>;
 
 // The part of each pixel tile that one thread copies: the same chunk of every PIXELS_AT_ONCE-th pixel, of x and of
@@ -15980,7 +16051,7 @@ template <class T, int N> constexpr int WEIGHT_GATHER_STAGES = N == 2 ? 2 : 4 / 
 template <class T, int N> struct WeightGatherCopies {
     static constexpr int CHUNKS = 8 * N;                   // chunks of a pixel, which has 64 N channels here
     static constexpr int PIXEL_BYTES = 64 * N * sizeof(T); // bytes of a pixel
-    static constexpr int PIXELS_AT_ONCE = 128 / CHUNKS;    // pixels that all 128 threads copy at a time
+    static constexpr int PIXELS_AT_ONCE = 128 / CHUNKS;    // pixels that all 128 threads together copy at a time
     static constexpr int COPIES = 64 / PIXELS_AT_ONCE;
     const ConvWeight& p;
     const uint32_t base; // the address where shared memory begins
@@ -15988,7 +16059,7 @@ template <class T, int N> struct WeightGatherCopies {
     const int co_tile, ci_tile; // the block's first tile of output channels and of input channels
     const int first;            // the block's first pixel tile
     const int chunk = (int)threadIdx.x % CHUNKS;
-    const int row = (int)threadIdx.x / CHUNKS; // the row that this thread copies first
+    const int row = (int)threadIdx.x / CHUNKS; // the first pixel of a tile that this thread copies, of x and of dout
     const int Wo = p.shape.out_W();
     const int HWo = p.shape.out_H() * Wo;
     const int t = ci_tile + chunk * 8 / 64; // the tile of input channels that this thread's chunk belongs to
@@ -16169,12 +16240,12 @@ static __global__ void __launch_bounds__(128, 4 - N)
 // wgmma.m64nNk32), and the functions that start products have the name multiply_fp8. (For weight gradients FP8 has a
 // kernel of its own, conv_weight_fp8.) Each value was multiplied by a factor before it was rounded to FP8. In training
 // the factors never change. They are FP8_X_FACTOR for x, FP8_WEIGHT_FACTOR for weights, and for gradients the number
-// that choose_gradient_factor returns. For --sample, each norm has a factor for its output x, and each output channel
-// has a factor for its weights (make_fp8_weights). So, apart from rounding, the sum of the products of the FP8 numbers
-// is the true sum times both factors. For each output channel, ConvTma::factors holds 1 / (the product of both
-// factors). The kernels multiply the channel's sums by this number before they add bias, embedding, addend or the
-// products of a skip connection. An input gradient in FP8 is computed as a forward convolution of dout
-// (conv_backward_input_fp8).
+// that choose_gradient_factor returns. For --sample, each norm has a factor for its output, which is the convolution's
+// input x, and each output channel has a factor for its weights (make_fp8_weights). So, apart from rounding, the sum of
+// the products of the FP8 numbers is the true sum times both factors. For each output channel, ConvTma::factors holds
+// the reciprocal of the product of both factors. The kernels multiply the channel's sums by this number before they add
+// bias, embedding, addend or the products of a skip connection. An input gradient in FP8 is computed as a forward
+// convolution of dout (conv_backward_input_fp8).
 
 // The tensor maps of a tensor that has one part or two parts. Two parts are concatenated inputs, or their gradients.
 // Each part is divided into slices of 64 channels (in FP8, of 128). So no slice has channels of both parts.
@@ -16210,7 +16281,7 @@ struct ConvTma {
     int tiles_h, tiles_w;            // tiles of an image, down and across
     int tiles;                       // tiles of all images
     int pixel_stages, weight_stages; // conv_tiles: how many stages of pixels and of weights lie in shared memory
-    bool one_image;                  // conv_tiles: does a tile lie in one image? Then it is one part of the statistics
+    bool one_image;                  // conv_tiles: if true, a tile lies in one image and is one part of the statistics
     ConvOut out;
     const float* factors; // FP8: (C); the sums of channel c are multiplied by factors[c]
 };
@@ -16272,7 +16343,8 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 // --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
 // Used when: 3x3 on images with more than 32 rows or columns; 3x3 that also computes a skip connection, on images of 16
 //   or more rows (conv_takes_skip); 1x1.
-//   On smaller images with more than 8 rows, pick_conv_small chooses conv_tiles if it is faster than conv_small.
+//   3x3 on images of up to 32 x 32 with more than 8 rows, if pick_conv_small finds that conv_tiles is faster than
+//   conv_small.
 // How: A tile is 8 x ROWS pixels (8 across, ROWS down) and OUT_SLICES slices of 64 output channels. The products are
 //   D[64 OUT_SLICES channels][8 x ROWS pixels], with A = weights and B = pixels, as drawn above. The dimension N of a
 //   product is the number of pixels, up to 256. So products are large even if there are only 64 output channels. Blocks
@@ -16300,12 +16372,12 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 //                  pixels of two tiles, one tile for each warpgroup.
 //     ELEMENT      BF16; FP8: pixels and weights are e4m3 (forward pass); FP8_GRADIENT: pixels are gradients in e5m2,
 //                  and weights are e4m3 (input gradient, with BACKWARD = false, see conv_backward_input_fp8). Both FP8
-//                  types are for 3x3 only. A slice has 128 channels. If the last slice has at most 64, it takes half
-//                  of the products (is_half_slice). Sums begin as 0, and are scaled after the last product of x. The
-//                  skip connection stays in bf16, so its products are added after the scaling.
+//                  types are for 3x3 only. A slice has 128 channels. If the last slice has at most 64 channels, it
+//                  takes half of the products (is_half_slice). Sums begin as 0, and are scaled after the last product
+//                  of x. The skip connection stays in bf16, so its products are added after the scaling.
 //   From the top down: conv_tiles launches conv_tiles_kernel. The kernel's warpgroups call Accumulators::multiply (in
-//   FP8 multiply_fp8) for each slice and tap. This function calls Wgmma<8 ROWS>::add STEPS x OUT_SLICES times. (In FP8
-//   it calls that of WgmmaFp8, 4 x OUT_SLICES or 2 x OUT_SLICES times.)
+//   FP8 multiply_fp8) for each slice and tap. Accumulators::multiply calls Wgmma<8 ROWS>::add STEPS x OUT_SLICES times.
+//   (multiply_fp8 calls WgmmaFp8::add 4 x OUT_SLICES or 2 x OUT_SLICES times.)
 // Costs: a block reads the halo of a tile once for all output channels that the block computes. It reads resident
 //   weights only once, and streamed weights once for two tiles.
 template <int TAPS_, int ROWS_, int OUT_SLICES_, bool RESIDENT_, bool BACKWARD_, int STEPS_ = 4,
@@ -16331,12 +16403,12 @@ struct ConvTiles {
     static constexpr int BORDER = TAPS == 9 ? 1 : 0;
     static constexpr int PITCH = 8 + 2 * BORDER; // pixels of a row of the halo
     static constexpr int PIXELS = 8 * ROWS;
-    static constexpr int TILE_BYTES = PIXELS * SLICE_BYTES; // a slice of a tile without its border
+    static constexpr int TILE_BYTES = PIXELS * SLICE_BYTES; // one slice of a tile's pixels, without a border
     static constexpr int HALO_BYTES = PITCH * (ROWS + 2 * BORDER) * SLICE_BYTES;
     static constexpr int HALO_ROOM = whole_swizzles(HALO_BYTES); // bytes of shared memory for a halo
     static constexpr int STAGE_BYTES = UNIT * HALO_ROOM;
     // Weights.
-    static constexpr int WEIGHT_BYTES = OUT_SLICES * BYTES_OF_64_ROWS; // bytes of the weights of one tap of one slice
+    static constexpr int WEIGHT_BYTES = OUT_SLICES * BYTES_OF_64_ROWS; // the weights of one tap of an input slice
     static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4;         // stages of weights, if weights are streamed
     // A part of the statistics is a sum over this many rows of a tile's pixels, unless the whole tile is one part
     // (ConvTma::one_image). The tiles of a 1x1 convolution may contain pixels of several images, because
@@ -16353,7 +16425,7 @@ struct ConvTiles {
     static int shared_bytes(int n, int weights) {
         return shared_beside(BARRIERS) + n * STAGE_BYTES + weights * WEIGHT_BYTES;
     }
-    // Returns how many stages of pixels fit into shared memory beside `weights` stages of weights.
+    // Returns how many stages of pixels fit into shared memory in addition to `weights` stages of weights.
     static int stages(int weights) {
         const int room = hopper_shared(1) - shared_bytes(0, weights);
         return std::min(room / STAGE_BYTES, MAX_STAGES);
@@ -16457,8 +16529,9 @@ template <class T> struct PixelLoader {
 };
 
 // What the thread that loads does (warp 8).
-// Resident weights: the thread may load them before the previous kernel has ended, since that kernel does not write
-// them. (If it does write them, as conv_few_rows does, this kernel does not overlap it: see make_few_rows.)
+// Resident weights: in general the previous kernel does not write them. So the thread may load them before the previous
+// kernel has ended. (conv_few_rows does write the weights of the next kernel. But the next kernel does not overlap it:
+// see make_few_rows.)
 // Streamed weights: half way through the weights of slice i, the thread loads the next item. This is slice i + 1 or,
 // after the last slice, the first addend or the next tile's first slice. When the thread has started the loads of all
 // weights of a tile, it loads the remaining items, up to and including the next tile's first slice.
@@ -16523,7 +16596,7 @@ template <class T> struct Epilogue {
     typedef float StatSums[T::ROWS / T::STATS_ROWS][4];
     const TileWork<T>& work;
     const ConvTma& p;
-    int c;                           // the thread's first channel: the thread has sums of c and c + 8 of each slice
+    int c;                           // the thread's channels in the block's b-th slice: c + 64 b and c + 64 b + 8
     int lane_place;                  // the place in a stage, in bytes, that this lane gives to ldmatrix and stmatrix
     float bias[T::OUT_SLICES][2];    // bias of channels c and c + 8 of each slice of 64 channels
     float emb[2];                    // embedding of channels c and c + 8, for one slice of 64 channels
@@ -16678,7 +16751,7 @@ template <class T> struct Epilogue {
 //      the stages that earlier products have read.
 //   3. If the kernel also computes a skip connection, the warpgroup does the same for the slices of the skip
 //      connection's input, which have one tap each. (FP8: before that, it scales the sums.)
-//   4. With resident weights it passes the turn to the other warpgroup. With resident or streamed weights, it then
+//   4. With resident weights the warpgroup passes the turn to the other warpgroup. Then (with streamed weights, too) it
 //      waits for its own products, and finishes the tile (Epilogue).
 template <class T> // T: a ConvTiles
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const __grid_constant__ ConvTma p) {
@@ -16798,9 +16871,9 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //
 //   From the top down: pick_conv_small (section 22) picks a tile. conv_small launches conv_small_kernel. The kernel's
 //   warpgroups call multiply_small. For each step, multiply_small calls Wgmma<N>::add STEP_TAPS x K times, where K is
-//   the number of products of a tap (4 or 2). In FP8 it calls that of WgmmaFp8, and is_half_slice decides between 4 and
-//   2 products.
-//   ELEMENT: the element of pixels and weights (BF16, FP8 or FP8_GRADIENT), as ConvTiles explains.
+//   the number of products of a tap (4 or 2). In FP8 it calls WgmmaFp8::add. There is_half_slice decides whether a tap
+//   has 4 or 2 products.
+//   ELEMENT: the element of the pixels (BF16, FP8 or FP8_GRADIENT). The comment above ConvTiles explains it.
 // Costs: a tile's halo is read once for every N output channels. The weights of N channels are read once for every
 //   tile.
 template <bool BACKWARD_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int PER_SM_,
@@ -16836,8 +16909,8 @@ struct SmallTile {
     // warpgroup. A warpgroup has four warps, so all warps together write 4 * SUMS_BYTES.
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8;
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_GROUPS * CONSUMERS * 16 : 0; // sums that the other block sends
-    // Room for the shifts (bias + embedding) of OUT_N channels. Each warpgroup has its own copy, in which each of its
-    // threads writes up to two floats. For FP8 there is also room for the factors of these channels.
+    // Room for the shifts (bias + embedding) of OUT_N channels. Each warpgroup has its own copy of them. Each thread of
+    // the warpgroup writes up to two floats of this copy. For FP8 there is also room for the factors of these channels.
     static constexpr int SHIFTS_BYTES = CONSUMERS * (IS_FP8 ? 16 : 8);
     // The rest of the shared memory is for weights. A step needs the weights of STEP_TAPS taps of a slice. BACKWARD:
     // the weights of a tap are loaded as WEIGHT_BOXES boxes. Each box has 64 of the block's N channels, which are input
@@ -17001,7 +17074,7 @@ template <class T> struct SmallEpilogue {
     const int tid = threadIdx.x & 127;
     const int warp = tid >> 5;
     const int lane = tid & 31;
-    const Origin at;       // this warpgroup's square of 8 x 8 pixels
+    const Origin at;       // the first pixel of this warpgroup's square of 8 x 8 pixels
     float bias[2] = {};    // bias of channels out_c0 + tid and out_c0 + tid + 128
     float emb[2] = {};     // embedding of the same channels; put_shifts adds it to the bias
     float factors[2] = {}; // FP8: factors of the same channels (ConvTma::factors)
@@ -17256,9 +17329,9 @@ template <class T> static void conv_small(const ConvCall& p) {
 //   A block works on a range of pixel tiles. It has 1 or 3 warpgroups that multiply (WARPGROUPS):
 //     1     The block computes one D.
 //     3     The block computes up to three D: for a 3x3 those of all three filter rows, for a 1x1 those of up to 192
-//           Cout. For each D it loads fewer bytes than a block with 1 warpgroup (3x3: about a third of them, 1x1:
-//           half), which is good for large tensors. But fewer blocks work on each range. So more ranges are needed to
-//           fill the GPU, and there are up to three times as many partials.
+//           Cout. For each D it loads fewer bytes than a block with 1 warpgroup (3x3: about 38 % of them, 1x1: half),
+//           which is good for large tensors. But fewer blocks work on each range. So more ranges are needed to fill the
+//           GPU, and there are up to three times as many partials.
 //   One warp loads. Further warps sum dout over the pixels. The sum over all images is the bias gradient, and the sum
 //   over one image is the gradient of the image's embedding (demb). Blocks for different filter rows or tiles of Cin
 //   read the same dout, but only one of these blocks has to sum it: the block that begins with filter row 0 and with
@@ -17288,9 +17361,11 @@ template <int KERNEL_, int WARPGROUPS_, int TILE_W_, int STAGES_> struct WeightT
     static constexpr int BIAS_WARPS_OF_3 = IS_3X3 ? 2 : 3; // the value of BIAS_WARPS if WARPGROUPS = 3
     static constexpr int BIAS_WARPS = WARPGROUPS == 1 ? 4 : BIAS_WARPS_OF_3;
     static constexpr int THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
-    // A stage: X_PARTS slices of x with their border, DOUT_PARTS slices of dout.
+    // A stage has X_PARTS slices of x and DOUT_PARTS slices of dout. In a 3x3, x has a border of one pixel to the left
+    // and to the right. If WARPGROUPS is 3, it also has one above and below, because then a block reads x for all three
+    // filter rows.
     static constexpr int BORDER = KERNEL / 2;
-    static constexpr int PITCH = TILE_W + 2 * BORDER;                 // pixels of a row of x
+    static constexpr int PITCH = TILE_W + 2 * BORDER;                 // pixels of a row of x, with its border
     static constexpr int HALO_H = TILE_H + BORDER * (WARPGROUPS - 1); // rows of x that the block's filter rows read
     static constexpr int X_PARTS = IS_3X3 ? 1 : 3;
     static constexpr int DOUT_PARTS = IS_3X3 ? 1 : WARPGROUPS;
@@ -17309,7 +17384,7 @@ template <int KERNEL_, int WARPGROUPS_, int TILE_W_, int STAGES_> struct WeightT
 struct ConvWeightTma {
     TmaParts x;
     CUtensorMap dout;
-    CUtensorMap dweight; // fp32, in boxes of 32 Cin x the taps of a filter row (in FP8: column) x 64 Cout
+    CUtensorMap dweight; // of an fp32 array; a box has 32 Cin x the taps of a filter row (in FP8: column) x 64 Cout
     ConvWeight p;
 };
 typedef WeightBatch<ConvWeightTma> TmaBatch;
@@ -17388,7 +17463,7 @@ template <class T> struct ChannelSums {
     const int bias_warp; // this warp's number among the warps that sum dout
     const int lane = threadIdx.x & 31;
     const int eight = lane >> 3;
-    const int tile = WARPS == 1 ? bias_warp : 0; // number of the warp's tile of 64 channels
+    const int tile = WARPS == 1 ? bias_warp : 0; // which of the block's tiles of 64 output channels this warp sums
     const int chunk = (WARPS == 1 ? 0 : bias_warp * CHUNKS) + lane % CHUNKS;
     const int pixel = lane % 8 / CHUNKS * CHUNKS + eight % CHUNKS + eight / CHUNKS * 8;
     const int c = (work.co_tile + tile) * SLICE_CHANNELS + chunk * 8 + (lane & (WARPS == 1 ? 24 : 28)) / 4;
@@ -17595,7 +17670,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 //   not know this: it expects 6,144 bytes from B's beginning on. So the strips must not lie at the end of the memory.
 // Costs: the time of the products, which is 1,152 cycles for a tile 16 wide and 8 high. Shared memory is busy nearly as
 //   long: for this tile, TMA writes 19 KB, transposing reads and writes 20 KB, ldmatrix loads 24 KB, and wgmma reads
-//   72 KB of B. These 135 KB take about 1,080 cycles.
+//   72 KB of B. Shared memory moves 128 bytes in a cycle, so these 135 KB take about 1,080 cycles.
 template <int TILE_W_, int STAGES_X, int STAGES_DOUT, int STAGES_STRIPS> struct WeightTileFp8 {
     static constexpr bool IS_3X3 = true;
     static constexpr int WARPGROUPS = 3;
@@ -17620,7 +17695,7 @@ template <int TILE_W_, int STAGES_X, int STAGES_DOUT, int STAGES_STRIPS> struct 
     static constexpr int PIXEL_BYTES = SLICE_CHANNELS * (int)bytes_of(Element::FP8);
     static constexpr int X_ROWS = TILE_H + 2;
     static constexpr int X_BYTES = X_ROWS * TILE_W * PIXEL_BYTES;
-    static constexpr int PITCH = TILE_W + 2; // pixels of a row of dout
+    static constexpr int PITCH = TILE_W + 2; // pixels of a row of dout, with its border
     static constexpr int DOUT_BYTES = TILE_H * PITCH * PIXEL_BYTES;
     // After the transposition, 8 channels x 16 pixels form a matrix of 128 bytes, which wgmma reads without a swizzle.
     // Each matrix is followed by a gap of 16 bytes. The gap brings what eight lanes write at the same time into
@@ -17694,12 +17769,13 @@ template <class T> INLINE void transpose_tiles(const WeightBlock<T>& work, auto&
     const int lane = threadIdx.x & 31;
     const int half = lane >> 4;
     const int quad = lane & 15; // the lane's channels are 4 quad .. 4 quad + 3
-    // `from` is the place, before the swizzle, of the lane's channels in the first pixel that the lane reads in strip
-    // 0. This is pixel 0 or, if half is 1, pixel 1. `to` is where the first of these channels is written, in bytes from
-    // the beginning of a strip. As its i-th pixel the lane reads pixel i, or i ^ 1 if half is 1. A stage begins at a
-    // multiple of 1 KB, and a strip at a multiple of 8 pixels. So the XOR with i / 2 % 4 * 16 below is TMA's swizzle of
-    // rows of 64 bytes. The 16 pixels of a strip follow each other in memory, also if they are two rows, because x has
-    // no border to the left and to the right.
+    // As its i-th pixel of a strip, the lane reads pixel i or, if half is 1, pixel i ^ 1. `from` is the place of the
+    // lane's channels in the first pixel that the lane reads in strip 0 (pixel 0 or, if half is 1, pixel 1), before the
+    // swizzle. `to` is where the first of these channels is written, in bytes from the beginning of a strip. TMA
+    // swizzles rows of 64 bytes: it XORs bits 4-5 of an address with bits 7-8 (see box_place). A stage begins at a
+    // multiple of 1 KB, and a strip at a multiple of 8 pixels, which are 512 bytes. So bits 7-8 are i / 2 % 4, and the
+    // XOR with i / 2 % 4 * 16 below is this swizzle. The 16 pixels of a strip follow each other in memory, also if they
+    // are two rows, because x has no border to the left and to the right.
     const int from = quad * 4 + half * T::PIXEL_BYTES;
     const int to = quad / 2 * T::CHANNELS_8 + quad % 2 * 64;
     for (int t = work.first; t < work.end; t++) {
@@ -17773,15 +17849,16 @@ struct NoSums { // warpgroups that do not sum dout have it in place of a SumsOfD
 // Role: multiply. D[64 Cout][192] = dout (64 Cout, pixels) * x (pixels, 3 x 64 Cin), summed over the pixels of the
 // block's range, for the taps of column kw. A warp's rows of A are 16 output channels: row g is channel 2 g, row g + 8
 // is channel 2 g + 1 (row_channel).
-// The products of a step (D's, and perhaps that of SumsOfDout) are one group, and there are two sets of registers for
-// A. Invariant: a set is loaded only after the group that read it is done, while the group that reads the other set
-// runs.
+// A step sums over 32 pixels. Its products are one group of wgmma (wgmma_commit): the product for D and, in the
+// warpgroup that also sums dout, the product for SumsOfDout. Two sets of registers for A take turns from step to step.
+// Invariant: a set is loaded only after the group that read it is done. Meanwhile the group that reads the other set
+// may still run.
 template <class T, class Sums>
 INLINE void multiply_tiles_fp8(const WeightBlock<T>& work, auto& douts, auto& strips, int kw, float (&d)[96],
                                Sums& sums) {
     constexpr bool SUMS = !std::is_same_v<Sums, NoSums>;
     const int lane = threadIdx.x & 31;
-    const int piece = threadIdx.x / 32 % 4; // the warp's 16 channels, which are 16 bytes of a pixel
+    const int piece = threadIdx.x / 32 % 4; // which 16 bytes of a pixel hold the warp's 16 channels
     // The lane passes the address of row lane % 8 of matrix lane / 8 to ldmatrix_trans. Each matrix is eight
     // neighbouring pixels x 16 channels of dout. Matrices 0 and 1 are k = 0 .. 15, and matrices 2 and 3 are k = 16 ..
     // 31. at[s] is the place that this lane passes for product s, in bytes from the beginning of dout's stage.
@@ -17836,7 +17913,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_fp8_kernel(c
         prefetch_tensor_map(&work.maps.dout);
     }
     if (threadIdx.x < T::ONES_BYTES / 16) {
-        constexpr uint32_t FOUR_ONES = 0x38383838; // in e4m3
+        constexpr uint32_t FOUR_ONES = 0x38383838; // in e4m3 the byte 0x38 is 1
         store_shared(strips.stage(0).address + T::ONES_AT + threadIdx.x * 16,
                      make_uint4(FOUR_ONES, FOUR_ONES, FOUR_ONES, FOUR_ONES));
         fence_async();
@@ -18059,8 +18136,8 @@ static void sum_gradients(float* sum, const Everywhere<double>& squares, const R
 
 // Computes the gradient's norm and the batch's losses, both over all ranks, and decides whether this step is good or is
 // skipped. There is one block. It adds up in a fixed order: first each thread adds up its numbers, then each warp adds
-// up the sums of its threads, and then thread 0 adds up the sums of the 8 warps. At the end thread 0 decides.
-// It sets whether the step is good, the learning rate and the counters (judge_batch).
+// up the sums of its threads, and then thread 0 adds up the sums of the 8 warps. At the end thread 0 calls judge_batch,
+// which decides, and sets the learning rate and the counters.
 static __global__ void __launch_bounds__(256)
     judge_step_kernel(StepState* state,      // the norm, the losses and the decision are written to it
                       const double* squares, // (stretches): |gradient|^2 of each stretch
@@ -18205,7 +18282,7 @@ static __global__ void __launch_bounds__(256)
             p = p * f.decay - f.lr * direction;
             e += f.share * (p - e);
         };
-        if (MUON && u.is_matrix[k / 16]) { // 64 floats are 16 quads
+        if (MUON && u.is_matrix[k / 16]) { // is_matrix has a byte for each 64 floats, which are 16 quads
             move(p.x, e.x, sum.x);
             move(p.y, e.y, sum.y);
             move(p.z, e.z, sum.z);
@@ -18234,7 +18311,7 @@ static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice
     const size_t quads = own.owned() / 4;
     const int blocks = (int)std::min<size_t>(blocks_for(quads), 8 * gpu.sms);
     switch (act_element) {
-    case Element::FP32: // the weights have no copy
+    case Element::FP32: // the weights have no copy, so adamw_kernel writes only the fp32 weights
     case Element::FP8:  // act_element is never FP8
     case Element::FP8_GRADIENT:
     case Element::BF16: // adamw_kernel writes the copy as bf16. Another element would need a template parameter
@@ -18284,7 +18361,7 @@ static __global__ void __launch_bounds__(256)
     muon_momentum_kernel(float* X, const __grid_constant__ Update u, const StepState* state, AdamW h, Slice own) {
     await_previous_kernel();
     if (!state->ok) return;
-    __shared__ float shared_clip; // computed by one thread: it takes long
+    __shared__ float shared_clip; // only one thread computes it, because adamw_factors is slow (in double)
     if (threadIdx.x == 0) shared_clip = adamw_factors(state, h).clip;
     __syncthreads();
     const float clip = shared_clip;
@@ -18338,7 +18415,7 @@ static __global__ void __launch_bounds__(256)
     }
     __syncthreads();
     const float4 factors = make_float4(factor, factor, factor, factor);
-    const int quads = tiles.tile_size / 4; // of a row of the tile
+    const int quads = tiles.tile_size / 4; // how many quads (4 neighbouring numbers) a row of the tile has
     for (int i = threadIdx.x; i < tiles.tile_size * quads; i += 256) {
         const int row = tile.row + i / quads;
         const int column = tile.column + i % quads * 4;
@@ -18384,8 +18461,9 @@ template <class T, int N> struct MuonRing {
 };
 
 // One side of a product, left or right: which parts of the operand's slices this thread copies, and which addresses it
-// gives to ldmatrix. The block copies LINES_AT_ONCE lines at a time, and each of its threads one chunk (8 numbers) of
-// them. In mma's drawing (section 16), fragments of the left operand are called A, and those of the right one B.
+// gives to ldmatrix. The block copies LINES_AT_ONCE lines at a time, and each of its threads copies one chunk (8
+// numbers) of one of these lines. In mma's drawing (section 16), fragments of the left operand are called A, and those
+// of the right one B.
 template <class Operand, int N, bool IS_LEFT> struct MuonSide {
     typedef typename Operand::T T;
     static constexpr bool TRANSPOSED = Operand::TRANSPOSED;
@@ -18523,7 +18601,8 @@ template <class T> struct MuonX {
     int spread;
     INLINE T* matrix(const MuonMatrix& m) const { return p + spread * m.offset; }
 };
-// What an iteration reads and writes. The last iteration multiplies its result by muon_scale, and writes it as floats.
+// What an iteration reads (X) and writes (A, B, and `next`, which the next iteration reads as X). The last iteration
+// multiplies its result by muon_scale, and writes it to `next` as floats.
 template <class T> struct MuonIteration {
     MuonX<T> X, next;
     T *A, *B;
@@ -18579,7 +18658,8 @@ static __global__ void __launch_bounds__(MUON_THREADS, (MuonRing<T, N>::PER_SM))
 
     const int rows = PRODUCT == MuonProduct::NEXT ? m.rows : S;
     const int columns = PRODUCT == MuonProduct::NEXT ? m.columns : S;
-    // Computes two neighbouring elements of a row of the result, and stores them. x and y: their sums.
+    // Computes two neighbouring elements of a row of the result, and stores them. x and y: what `sums` holds for these
+    // two elements.
     auto put_two = [&](int row, int column, float x, float y) {
         if (row >= rows || column >= columns) return;
         const size_t at = (size_t)row * columns + column;
@@ -18775,8 +18855,9 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     const int tensors = add ? 4 : 3;
 
     // How many microseconds the two passes take (groupnorm_sums_kernel and groupnorm_backward_kernel), by measurements.
-    // moved: the kilobytes that the two passes read and write on each multiprocessor. The measurements lie near two
-    // straight lines: the first one is higher if little is moved, the second one if much is moved.
+    // moved: the kilobytes that the two passes read and write on each multiprocessor. As a function of `moved`, the
+    // measured time lies near the higher one of two straight lines: near the first line if little is moved, and near
+    // the second line if much is moved.
     const double pieces = (double)s.B * s.HW * C / V; // how many pieces of 16 bytes one tensor has
     const double moved = (tensors + 2) * 16 / 1024.0 * pieces / gpu.sms;
     const double two_passes = std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved);
@@ -18990,7 +19071,7 @@ static ConvShape conv_weight_shape(const ConvShape& s) {
     return conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
 }
 
-// Returns how many tiles cover the output if a tile has so many images, rows and columns.
+// Returns how many tiles cover the output if a tile has `rows` x `columns` pixels of each of `images` images.
 static int count_tiles(const ConvCall& c, int images, int rows, int columns) {
     const int tiles_of_image = ceil_div(c.H, rows) * ceil_div(c.W, columns);
     return ceil_div(c.B, images) * tiles_of_image;
@@ -19116,14 +19197,15 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
     const bool is_32 = p.Cin1 == 32 && !IS_FP8;                     // the input is only half a slice
     Cheapest<void (*)(const ConvCall&)> way;
 
-    // Time = rounds of blocks * (the time of a block + taps of a block * the time of a tap).
+    // Time = rounds of blocks * (block + taps of a block * tap). In a round, as many blocks run as fit on the GPU at
+    // once. `block` is the time of a block without its taps, and `tap` the time of one tap (SmallCosts).
     auto consider = [&](auto tile, SmallCosts cost) {
         using T = decltype(tile);
         if (T::SPLIT > 1 && !gpu.clusters) return;
         const int tiles = count_tiles(p, T::IMAGES, 8, T::TILE_W);
         const int blocks = tiles * ceil_div(p.Cout, T::N) * T::SPLIT;
         const int64_t rounds = ceil_div(blocks, gpu.sms * T::PER_SM);
-        const bool half_slice = is_32 && T::N <= 64; // half the products suffice, but only tiles of N <= 64 can do this
+        const bool half_slice = is_32 && T::N <= 64; // half the products suffice, but tiles of N > 64 compute all
         const bool alone = blocks <= gpu.sms;
         int block = alone ? cost.block_alone : cost.block_full;
         int tap = alone ? cost.tap_alone : cost.tap_full;
@@ -19140,7 +19222,7 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
     using TwoImagesShared = SmallTile<BACKWARD, 2, 64, 2, 2, 1, E>; // as SquareShared, and two images share weights
     using TwoImages = SmallTile<BACKWARD, 2, 64, 2, 1, 1, E>;       // two images share weights
     using ManyChannels = SmallTile<BACKWARD, 1, 192, 1, 1, 1, E>;   // pixels are loaded once for 192 channels
-    using TwoImages128 = SmallTile<BACKWARD, 2, 128, 2, 1, 1, E>;   // two images, and many channels
+    using TwoImages128 = SmallTile<BACKWARD, 2, 128, 2, 1, 1, E>;   // as TwoImages, but for 128 channels
     using Wide32 = SmallTile<BACKWARD, 2, 32, 1, 1, 1, E>;          // tiles of 8 x 16 pixels
     using Wide192 = SmallTile<BACKWARD, 2, 192, 1, 1, 1, E>;
     //                          block_alone, tap_alone, block_full, tap_full
@@ -19356,7 +19438,7 @@ template <Element E> static void conv_product_fp8(const ConvCall& c) {
     else pick_conv_tiles_3x3<false, E>(c);
 }
 
-static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, // x2: 1x1 only
+static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, // x2: only if 1x1
                          const float* bias, const float* emb, int emb_stride, const act* residual, ConvShape s,
                          const ConvSkip& skip, const float* factors) {
     if (s.kernel == 3 && s.C2) die("internal error: a 3x3 convolution of two inputs: only skip connections have them");
@@ -19405,7 +19487,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
 }
 
 // Can the kernel of a 3x3 convolution, of shape s, also compute the skip connection (1x1) that is added to the result?
-// It can on Hopper, if the input has at least 16 rows (a tile has 16 rows), and if shared memory has room for all
+// It can do so on Hopper, if the input has at least 16 rows (a tile has 16 rows), and if shared memory has room for all
 // weights of the convolution and of the skip connection, and for one more stage of pixels than a tile needs.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     if (!conv_is_wgmma(s) || !conv_is_wgmma(skip)) return false;
@@ -19502,7 +19584,8 @@ constexpr int PARTIAL_CYCLES = 10;
 static int weight_tile_cycles(const ConvWeight& p) {
     const ConvShape& s = p.shape;
     const bool wide = p.warpgroups == 3;
-    if (is_fp8(s.in)) return s.out_W() <= 8 ? 850 : 1400; // (measured alone, on an H100: 1,200 and 1,750)
+    // The estimate is lower than what was measured with this kernel alone on an H100: 1,200 and 1,750 cycles.
+    if (is_fp8(s.in)) return s.out_W() <= 8 ? 850 : 1400;
     if (s.kernel == 1) return wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
     if (s.out_W() <= 8) return wide ? 1450 : 600;
     if (wide) return 2400;
@@ -19566,7 +19649,7 @@ static void plan_weights(std::span<ConvWeight> works) {
         }
         const WeightCosts cost = weight_costs(works[0]);
         const ConvShape& first = works[0].shape;
-        const int tile_products = first.out_W() > 8 ? 4 : 2; // conv_weight_fp8: products that sum over one pixel tile
+        const int tile_products = first.out_W() > 8 ? 4 : 2; // FP8: a tile is 128 or 64 pixels, and a product sums 32
         const int most_fp8 = MAX_FP8_PRODUCTS / tile_products;
         const int most_range = is_fp8(first.in) ? std::min(most_tiles, most_fp8) : most_tiles;
         for (int range = most_range; range >= 1; range--) {
@@ -19579,7 +19662,7 @@ static void plan_weights(std::span<ConvWeight> works) {
             }
             if (partials > cost.most_partials && cut.cost < INFINITY) break;
             // Time = rounds of blocks * (a block's time for its tiles + for other work) + the second kernel's time.
-            const int64_t rounds = (blocks + cost.slots - 1) / cost.slots; // rounds of blocks
+            const int64_t rounds = (blocks + cost.slots - 1) / cost.slots; // a round is `slots` blocks at once
             const int64_t block_cycles = (int64_t)range * tile_cycles + (partials ? cost.beside : cost.beside_dweight);
             const int64_t second_kernel = partials ? cost.sums + PARTIAL_CYCLES * partials : 0;
             cut.consider(rounds * block_cycles + second_kernel, {warpgroups, range});
@@ -19593,8 +19676,9 @@ static void plan_weights(std::span<ConvWeight> works) {
     }
 }
 
-// Plans one layer alone. Sets all members of a ConvWeight, with these exceptions: conv_weight_batch sets its tensors,
-// emb_stride and bias_images, and put_partials sets the places of the partials.
+// Plans one layer alone. Returns a ConvWeight whose members are set, with these exceptions: conv_weight_batch sets
+// bias_images and the members of WeightWork (here only `shape` is set), and put_partials sets the places of the
+// partials.
 static ConvWeight plan_weight(const ConvShape& s) {
     const int Ho = s.out_H();
     const int Wo = s.out_W();
@@ -19622,9 +19706,9 @@ static ConvWeight plan_weight(const ConvShape& s) {
     }
     p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
 
-    // In bf16 a block of conv_weight_gather computes 2 x 2 tiles of weights, if there are at least two tiles in each
-    // direction, and enough products to keep the GPU busy. Here a product is a tile of weights, of one tap, summed over
-    // one pixel tile (64 x 64 x 64).
+    // In bf16 a block of conv_weight_gather computes 2 x 2 tiles of weights, if there are at least two tiles of Cout
+    // and two tiles of Cin, and enough products to keep the GPU busy. Here a product is a tile of weights, of one tap,
+    // summed over one pixel tile (64 x 64 x 64).
     if (!tma) {
         const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles;
         const bool many_tiles = p.co_tiles > 1 && p.channel_tiles > 1;
@@ -19637,8 +19721,9 @@ static ConvWeight plan_weight(const ConvShape& s) {
 }
 
 // Sets where the partials of a layer lie, and returns how many bytes they take. If there is only one range, the weights
-// have no partials. But the bias has one for each image, because conv_weight_sum adds up the images. (conv_weight_tma
-// and conv_weight_fp8 do this themselves if there is only one range, without partials.)
+// have no partials. But the bias has one partial for each image, and conv_weight_sum adds up the partials of all
+// images. (With only one range, conv_weight_tma and conv_weight_fp8 compute the bias gradient themselves, without
+// partials.)
 static size_t put_partials(ConvWeight* p, char* memory) {
     const size_t partials = (size_t)p->splits * p->tiles * p->taps;
     const size_t bytes = p->splits > 1 ? partials * 1024 * sizeof(float4) : 0;
@@ -19888,7 +19973,7 @@ static int count_gpus() {
 static int choose_device(int number) {
     int count = 0, driver = 0;
     const cudaError_t error = cudaGetDeviceCount(&count);
-    CUDA_CHECK(cudaDriverGetVersion(&driver)); // 0: no driver is installed
+    CUDA_CHECK(cudaDriverGetVersion(&driver)); // sets driver to 0 if no driver is installed
     if (error == cudaErrorInsufficientDriver && driver)
         die("this GPU's driver is too old for the program: it knows CUDA %d.%d, and the program was built with %d.%d; "
             "update the driver, or build with a CUDA toolkit that is no newer than it (make -B train_unet "
@@ -20143,7 +20228,7 @@ struct Opened {
 };
 static std::vector<Opened> opened;
 static Stream sender;        // the stream that copies to other ranks
-static bool sending = false; // copies have begun, and end_exchange has to wait for them
+static bool sending = false; // true: copies have begun, and end_exchange must make the main stream wait for them
 // An array in the memory of this rank. meetings[r] is the number of meetings (meet_kernel) that rank r has reached;
 // rank r itself writes this number there. meetings[NEAR] is the number of meetings that this rank has reached.
 static unsigned* meetings;
@@ -20185,7 +20270,7 @@ static void* open_alloc(size_t bytes) {
 }
 
 // Connects the ranks' GPUs by NCCL. For this, rank 0 makes an id and sends it to all other ranks. If `direct` is true,
-// all ranks are on one machine, and there are at most NEAR ranks, then the ranks also open memory for each other.
+// all ranks are on one machine, and there are at most NEAR (8) ranks, then the ranks also open memory for each other.
 static void join_devices(bool direct) {
     if (world.size < 2) return;
     setenv("NCCL_NVLS_ENABLE", "0", 0); // no NVLink multicast, unless the user has set the variable
@@ -20282,7 +20367,7 @@ static std::string device_trouble() { return ""; }
 // their errors (MPI_ERRORS_RETURN), and mpi_check handles these.
 static void join_devices(bool) {
     if (world.size < 2) return;
-    any_rank("the start of MPI", false); // if a rank has ended because of an error, this finds it and names the rank
+    any_rank("the start of MPI", false); // waits for all ranks; if one has ended, the watch names it and ends the run
     int level, size;
     MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
