@@ -27,110 +27,109 @@
 //   6827         what a trainer holds, and how ranks gather it
 //   7039         the log in memory, as the page shows it
 //   7169         what a run holds
-//   7268         the log and the status line
-//   7467         checkpoints, snapshots and grids
-//   7753         a run's first weights: new, of a file, or of the run that is resumed
-//   8062         what else a run takes when it begins: validation data, conditions of grids, its folder
-//   8210         how a run ends
-//   8281         samples, without a run
-//   8456    13. A training step, the loop over the steps, and main
-//   8480         a step
-//   8848         the loop over the steps
-//   8972         train: a whole run, from the first check to the exit code
-//   9007         main
-//   9080  Part II. The device
-//   9083    14. What all devices share: elements, nonlinearities, patches of pixels
-//   9168    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9238    16. The GPU: what all kernels share
-//   9310         Launches, which may overlap
-//   9357         Decisions: what kernels are chosen with
-//   9412         Single instructions: shared memory, mbarriers, clusters
-//   9510         Activations: pieces of 16 bytes
-//   9853         each_kernel: a thread for an element
-//   9867         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//  10039         Swizzle: how rows lie in shared memory
-//  10061         Hopper (sm_90a): TMA, wgmma and what goes with them
-//  10346         building blocks of Hopper's kernels (sm_90a)
-//  10668    17. Small operations: resampling, embeddings, diffusion
-//  10671         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10885         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11257         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11819    18. Group norm
-//  11822         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12388         groupnorm_backward_whole: an image's slab in shared memory
-//  12795    19. Attention
-//  12904         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13469         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13617         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14328    20. Convolution
-//  14382         ConvOut: results, 4 channels of a pixel at a time
-//  14631         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14704         conv_halo: 3x3, stride 1, any GPU
-//  15134         conv_gather: any kernel size and stride, any GPU
-//  15407         conv_few: the first and the last layer
-//  15597         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16212         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16343         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16848         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17314         conv_weight_tma: weight gradients (sm_90a)
-//  17631         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17959         FP8 in training: weights and gradients are rounded
-//  18075    21. The optimiser
-//  18078         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18339         muon: directions for matrices of weights
-//  18784    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18787         groupnorm_backward
-//  18958         attention: forward and, where a has dout, backward
-//  19023         convolution: forward and input gradient
-//  19554         convolution: weight gradients
-//  19945    23. The GPU: memory, copies, repeated work
-//  20178    24. Between ranks: from device to device
+//   7269         the log and the status line
+//   7471         checkpoints, snapshots and grids
+//   7757         a run's first weights: new, of a file, or of the run that is resumed
+//   8076         what else a run takes when it begins: validation data, conditions of grids, its folder
+//   8224         how a run ends
+//   8295         samples, without a run
+//   8470    13. A training step, the loop over the steps, and main
+//   8494         a step
+//   8862         the loop over the steps
+//   8987         train and main: a whole run, from the command line to the exit code
+//   9092  Part II. The device
+//   9095    14. What all devices share: elements, nonlinearities, patches of pixels
+//   9180    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9250    16. The GPU: what all kernels share
+//   9322         Launches, which may overlap
+//   9369         Decisions: what kernels are chosen with
+//   9424         Single instructions: shared memory, mbarriers, clusters
+//   9522         Activations: pieces of 16 bytes
+//   9865         each_kernel: a thread for an element
+//   9879         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//  10051         Swizzle: how rows lie in shared memory
+//  10073         Hopper (sm_90a): TMA, wgmma and what goes with them
+//  10358         building blocks of Hopper's kernels (sm_90a)
+//  10680    17. Small operations: resampling, embeddings, diffusion
+//  10683         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10897         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11269         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11831    18. Group norm
+//  11834         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12400         groupnorm_backward_whole: an image's slab in shared memory
+//  12807    19. Attention
+//  12916         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13481         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13629         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14340    20. Convolution
+//  14394         ConvOut: results, 4 channels of a pixel at a time
+//  14643         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14716         conv_halo: 3x3, stride 1, any GPU
+//  15146         conv_gather: any kernel size and stride, any GPU
+//  15419         conv_few: the first and the last layer
+//  15609         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16224         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16355         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16860         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17326         conv_weight_tma: weight gradients (sm_90a)
+//  17643         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17971         FP8 in training: weights and gradients are rounded
+//  18087    21. The optimiser
+//  18090         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18351         muon: directions for matrices of weights
+//  18796    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18799         groupnorm_backward
+//  18970         attention: forward and, where a has dout, backward
+//  19035         convolution: forward and input gradient
+//  19566         convolution: weight gradients
+//  19957    23. The GPU: memory, copies, repeated work
+//  20190    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights. What stands in brackets need not be opened: where it is called, a comment
 //   says what it does.
-//     command line: main 9076, run_program 9010, train 8979 and run_step 8928, one above the other; train_step 8817
-//     images are read: load_batch 5712, read_image 5262 (send 20148: to the GPU)
-//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20079)
-//     a microbatch: step_gradients 8684 (draw_levels 11276: noise levels, by draw_level 4163; take_microbatch 8526)
-//     noise and loss: forward_and_loss 8552; q_sample_forward 11494; loss_forward_backward 11612
+//     command line: main 9088, run_program 9022, train 8994 and run_step 8942, one above the other; train_step 8831
+//     images are read: load_batch 5712, read_image 5262 (send 20160: to the GPU)
+//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20091)
+//     a microbatch: step_gradients 8698 (draw_levels 11288: noise levels, by draw_level 4163; take_microbatch 8540)
+//     noise and loss: forward_and_loss 8566; q_sample_forward 11506; loss_forward_backward 11624
 //     forward: unet_forward 3663, with forward_layer above it (layer_args 2411: addresses), calls a function of each
 //       layer's kind, such as forward_conv 2628
 //     backward: unet_backward 3740 calls such a function as backward_conv 2635 of each layer (a convolution's input
-//       gradient: conv_backward_input 19519) and, by launch_waiting 3700 on the side stream,
-//       conv_backward_weights 19938 (finish_gradients 12744: those of norms)
+//       gradient: conv_backward_input 19531) and, by launch_waiting 3700 on the side stream,
+//       conv_backward_weights 19950 (finish_gradients 12756: those of norms)
 //     several ranks: send_gradients (in step_gradients) and all_to_all (in the last section)
-//     the sum, and the verdict: sum_gradients 18130, judge_step 18178 (by judge_batch 6800)
-//     the update: update_slice 8790 (above train_step), adamw_update 18310 with adamw_kernel above it
-//     the log: next_step 18184, record_step 18190; later collect_steps 8852
-//   --optimizer muon: muon_updates 6915 says which weights; update_slice 8790, update_by_muon 8780 (with the formulas),
-//     muon_momentum 18382, orthogonalise 18761 (with muon_kernel above it), adamw_kernel 18255 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11686): sample_batch 5079, plan_route 4824,
+//     the sum, and the verdict: sum_gradients 18142, judge_step 18190 (by judge_batch 6800)
+//     the update: update_slice 8804 (above train_step), adamw_update 18322 with adamw_kernel above it
+//     the log: next_step 18196, record_step 18202; later collect_steps 8866
+//   --optimizer muon: muon_updates 6915 says which weights; update_slice 8804, update_by_muon 8794 (with the formulas),
+//     muon_momentum 18394, orthogonalise 18773 (with muon_kernel above it), adamw_kernel 18267 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11698): sample_batch 5079, plan_route 4824,
 //     device_step 4872, euler_step 4608 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19401 draws all of its roads):
-//     forward_conv 2628; conv_forward 19441, with conv_product above it, which asks conv_is_wgmma 19033;
-//     on Hopper, large images: pick_conv_tiles_3x3 19342 (its tiles, such as Resident16, stand above pick_conv_small);
-//     conv_tiles 16833, with conv_tiles_kernel above it; Accumulators 10581 (its function multiply); Wgmma 10129;
-//     on Hopper, small images: pick_conv_small 19192; conv_small 17300, with conv_small_kernel and multiply_small above
-//     it; Wgmma 10129;
-//     on any other GPU pick_conv_halo_bf16 19105; conv_halo 15121, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9921
-//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8684
+//   a convolution, to the tensor cores (a table above conv_product 19413 draws all of its roads):
+//     forward_conv 2628; conv_forward 19453, with conv_product above it, which asks conv_is_wgmma 19045;
+//     on Hopper, large images: pick_conv_tiles_3x3 19354 (its tiles, such as Resident16, stand above pick_conv_small);
+//     conv_tiles 16845, with conv_tiles_kernel above it; Accumulators 10593 (its function multiply); Wgmma 10141;
+//     on Hopper, small images: pick_conv_small 19204; conv_small 17312, with conv_small_kernel and multiply_small above
+//     it; Wgmma 10141;
+//     on any other GPU pick_conv_halo_bf16 19117; conv_halo 15133, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9933
+//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8698
 //   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 448,
-//     Silu 9130, with_nonlinearity 9141 (a case); BEHIND_NORMS, above add_norm 2859, chooses it. The embedding has SiLU
-//     as a layer: silu_forward 11175
+//     Silu 9142, with_nonlinearity 9153 (a case); BEHIND_NORMS, above add_norm 2859, chooses it. The embedding has SiLU
+//     as a layer: silu_forward 11187
 //   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 4017
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 575, and beside each other edm_question
 //     3851, ask 3886, frame_of 3899, sigma_draws 3906, has_steps_of_t 3913; the head of their section lists the
 //     changes. For a parameter that model files keep: model_header 5866, check_lists 5969, take_model_file 6313,
-//     is_of_objective 7824
+//     is_of_objective 7828
 //   to add a kind of layer: a list of all places stands above LayerKind 2520; an example is forward_linear 2548
 //     with what follows it; a function such as add_resblock 2912 puts the layer into the network; its operation
-//     needs a prototype in the interface (such as that of linear_forward 938), a kernel (linear_forward 11135), and
+//     needs a prototype in the interface (such as that of linear_forward 938), a kernel (linear_forward 11147), and
 //     loops in dev/reference.h
 //   to add an element type beside bf16: Element 340, with a list of all places above it: element_named 1466,
-//     ElementOf 9101, with_act 9376 (act_has_wgmma below it), unpack_bf16 9526 and all below it
-//     to load_two 9590, mma 9921, tma_type 10300, adamw_kernel 18255 (adamw_update below it), conv_product 19401
+//     ElementOf 9113, with_act 9388 (act_has_wgmma below it), unpack_bf16 9538 and all below it
+//     to load_two 9602, mma 9933, tma_type 10312, adamw_kernel 18267 (adamw_update below it), conv_product 19413
 //   the settings, to their values: parse_command_line 1665, take_aliases 1694, complete_config 6616
 //     (apply_preset 1581, take_model_file 6313, take_ect_defaults 6343), take_data_shape 6395 (take_labels 6372),
 //     check_model 1965, check_run 2119
@@ -138,23 +137,23 @@
 //     by which factor, and where. plan_fp8 3190 and plan_fp8_gradients 3205 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3250 for samples, make_fp8_training 3316 for training; add_fp8_args 2385
 //     hands them to the layers. forward_conv 2628, backward_conv 2635 and weight_work 2358 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19504 makes an input gradient a forward convolution; conv_product_fp8 19434 picks the
-//     kernel, multiply_fp8 10618 and WgmmaFp8 10173 multiply; weight gradients: conv_weight_fp8_kernel 17903;
-//     print_fp8 8004 says whether it pays
+//     conv_backward_input_fp8 19516 makes an input gradient a forward convolution; conv_product_fp8 19446 picks the
+//     kernel, multiply_fp8 10630 and WgmmaFp8 10185 multiply; weight gradients: conv_weight_fp8_kernel 17915;
+//     print_fp8 8018 says whether it pays
 //   an error message, to its cause: search for three or four of its words behind the first colon, without numbers.
 //     (What stands before it, such as a flag and its value, or a file's name, is put together at run time. A long text
 //     goes on in the next line. If nothing is found here, search host/.) They stand where the error is found: in a call
 //     of die, refuse or must (host/files.h), of wrong 1546 (a flag's value), or of a function beside it whose name ends
 //     in _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7485,
-//     either because save_arrays 7542 found weights that are not finite, or after bad steps, which judge_batch 6800
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7489,
+//     either because save_arrays 7546 found weights that are not finite, or after bad steps, which judge_batch 6800
 //     finds by healthy and suspicious above it. For a damaged header they stand in check_field 5959 and check_unused
 //     (host/files.h): look at their callers; for a data file also in take_data_fields 5310, for a checkpoint's counters
 //     in check_resume 6455. unknown_word 1452 prints the message for a word of a flag that some place does not know.
 //     Such a place calls it itself or through meaning 1458. Notices, after which the run goes on, stand in calls of
-//     tell or printf. Two of them may end the run later: report_bad_step 7741 says that a step was skipped (the run
-//     ends after --max_bad_steps such steps in a row), is_written 7511 that a file could not be written yet. stop_run
-//     7485 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     tell or printf. Two of them may end the run later: report_bad_step 7745 says that a step was skipped (the run
+//     ends after --max_bad_steps such steps in a row), is_written 7515 that a file could not be written yet. stop_run
+//     7489 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -234,6 +233,7 @@
 #include <map>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <set>
 #include <span>
 #include <sstream>
@@ -7212,13 +7212,14 @@ struct Run {
     int64_t asked_step = -1; // after which step is_stopped was called last
 
     // Checkpoints and snapshots of the averages. Updates are the steps that were not skipped.
-    int64_t saved_step = 0;        // the step of the newest checkpoint; 0: there is none
-    int64_t saved_updates = 0;     // how many updates had been done when that checkpoint was written
-    int64_t proven_step = -1;      // the step of the newest checkpoint that is known to be good (prove_checkpoint)
-    int64_t snapshot_step = 0;     // the step of the newest snapshot or, before there is one, the step resumed from
-    int64_t snapshot_updates = 0;  // how many updates had been done when that snapshot was written
-    bool val_loss_changed = false; // validation losses now mean something else than before the run was resumed
-    double best_loss = INFINITY;   // at rank 0: the validation loss of best.bin; infinite: unknown, or no best.bin
+    int64_t saved_step = 0;         // the step of the newest checkpoint; 0: there is none
+    int64_t saved_updates = 0;      // how many updates had been done when that checkpoint was written
+    int64_t proven_step = -1;       // the step of the newest checkpoint that is known to be good (prove_checkpoint)
+    int64_t snapshot_step = 0;      // the step of the newest snapshot or, before there is one, the step resumed from
+    int64_t snapshot_updates = 0;   // how many updates had been done when that snapshot was written
+    bool val_loss_changed = false;  // validation losses now mean something else than before the run was resumed
+    bool best_loss_changed = false; // they mean something else than when best.bin was written
+    double best_loss = INFINITY;    // at rank 0: the validation loss of best.bin; infinite: unknown, or no best.bin
 
     // The log, the page and the line on the terminal.
     int log_file = -1;               // the file descriptor of log.csv
@@ -7272,11 +7273,12 @@ __attribute__((format(printf, 2, 3))) static void tell(Run* run, const char* for
 // model_STEP.bin is removed because there are newer checkpoints.
 constexpr char BEST[] = "best.bin";
 
-// Returns the step of the checkpoint in best.bin. Returns -1 without --keep_best, if there is no best.bin, or if the
-// run is new.
-static int64_t best_step(const Run& run) {
+// Rank 0: returns the header of the checkpoint in best.bin. Returns nothing without --keep_best, if there is no
+// best.bin, or if the run is new. The other ranks get nothing, because they have not opened the folder.
+static std::optional<Header> best_header(const Run& run) {
     const bool resumed = run.first_step > 0;
-    if (!run.config.keep_best || !resumed || !run.folder.has(BEST)) return -1;
+    const bool has_folder = !world.rank && run.folder.descriptor >= 0;
+    if (!run.config.keep_best || !resumed || !has_folder || !run.folder.has(BEST)) return {};
     const int file = openat(run.folder.descriptor, BEST, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
     Header h;
     const bool whole = read(file, h.slot, sizeof h.slot) == sizeof h.slot;
@@ -7284,7 +7286,7 @@ static int64_t best_step(const Run& run) {
     const bool checkpoint =
         whole && h.slot[SLOT_MAGIC] == MODEL_MAGIC && h.slot[SLOT_CONTENTS] == (HAS_EMA | HAS_TRAINING);
     must(checkpoint, run.folder.name(BEST), "is no checkpoint; move it away, for --keep_best would replace it");
-    return h.get<int64_t>(SLOT_STEP);
+    return h;
 }
 
 // Opens log.csv at rank 0. A resumed run does the steps after its checkpoint again, so the rows of these steps are
@@ -7292,7 +7294,8 @@ static int64_t best_step(const Run& run) {
 // the row of the step whose checkpoint is in best.bin, and val_loss from the row of the step that the run goes on from.
 static void open_log(Run* run) {
     if (world.rank) return;
-    const int64_t best = best_step(*run);
+    const std::optional<Header> best_file = best_header(*run);
+    const int64_t best = best_file ? best_file->get<int64_t>(SLOT_STEP) : -1; // the step of best.bin
     run->summary.most_skipped = run->config.max_bad_steps;
     std::string kept = std::string(LOG_COLUMNS) + "\n";
     const auto commas = std::ranges::count(kept, ',');
@@ -7305,9 +7308,10 @@ static void open_log(Run* run) {
         if (!belongs) continue;
         run->summary.add_read(row);
         const double val_loss = values[COLUMN_VAL_LOSS];
-        const bool is_comparable = std::isfinite(val_loss) && !run->val_loss_changed;
-        if ((int64_t)step == best && is_comparable) run->best_loss = val_loss;
-        if ((int64_t)step == run->first_step && is_comparable) run->val_loss = val_loss;
+        if (std::isfinite(val_loss)) {
+            if ((int64_t)step == best && !run->best_loss_changed) run->best_loss = val_loss;
+            if ((int64_t)step == run->first_step && !run->val_loss_changed) run->val_loss = val_loss;
+        }
         const bool lacks_seconds = std::ranges::count(row, ',') == commas - 1; // written by an older program
         kept += lacks_seconds ? row + ",\n" : row + "\n";
     }
@@ -7318,12 +7322,12 @@ static void open_log(Run* run) {
     // Rows are appended. O_NOFOLLOW: if somebody has put a link in the place of log.csv meanwhile, it is not followed.
     run->log_file = openat(run->folder.descriptor, "log.csv", O_WRONLY | O_APPEND | O_CLOEXEC | O_NOFOLLOW);
     if (run->log_file < 0) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
-    // If best.bin's loss is known, or best is -1 (see best_step), nothing is left to do. The loss is unknown in three
-    // cases: validation losses now mean something else than before (val_loss_changed); or the run goes on from a step
+    // If best.bin's loss is known, or best is -1 (see best_header), nothing is left to do. The loss is unknown in three
+    // cases: validation losses now mean something else (best_loss_changed); or the run goes on from a step
     // before best.bin's step; or log.csv was cut or removed. Then the user is told.
     if (best < 0 || std::isfinite(run->best_loss)) return;
-    const std::string why = run->val_loss_changed ? "its validation loss can't be compared with those of this run"
-                                                  : text("log.csv has no validation loss of its step %ld", best);
+    const std::string why = run->best_loss_changed ? "its validation loss can't be compared with those of this run"
+                                                   : text("log.csv has no validation loss of its step %ld", best);
     printf("%s: %s, so the next checkpoint becomes the best\n", run->folder.name(BEST).c_str(), why.c_str());
 }
 
@@ -7799,15 +7803,15 @@ static void restore_history(const Trainer& tr, const ModelFile& m) {
     if (bytes) copy_to_device(tr.history, history.data(), bytes);
 }
 
-// Compares the flags for which matters(flag) is true with their values in the checkpoint m. Returns a text about the
+// Compares the flags for which matters(flag) is true with their values in a checkpoint's header h. Returns a text about the
 // first flag whose value has changed: its name, its new value and its old value. "": none has changed. Flags that the
 // checkpoint does not hold are not compared.
-static std::string changed_flag(const Config& c, const ModelFile& m, auto matters) {
+static std::string changed_flag(const Config& c, const Header& h, auto matters) {
     for (const Flag& f : FLAGS) {
-        if (!f.slot || !matters(f) || !slot_is_used(m.header, f)) continue;
+        if (!f.slot || !matters(f) || !slot_is_used(h, f)) continue;
         Config then; // holds the checkpoint's value of this flag; all other flags but max_steps have their defaults
-        set_flag(&then, f, header_value(c, m.header, f));
-        then.max_steps = m.header.slot[SLOT_MAX_STEPS];
+        set_flag(&then, f, header_value(c, h, f));
+        then.max_steps = h.slot[SLOT_MAX_STEPS];
         std::string before = flag_value(then, f);
         std::string now = flag_value(c, f);
         if (f.slot == SLOT_ECT_D) { // its value may be 0, which stands for a number that depends on max_steps
@@ -7832,7 +7836,7 @@ static bool is_of_objective(const Config& c, const Flag& f) {
 // that names the first flag whose value has changed. If no flag has changed, but the content of --data_file or
 // --cond_file has, the text names that file. "": they can be compared.
 static std::string changed_loss(const Config& c, const ModelFile& m, const Dataset& d) {
-    const std::string flag = changed_flag(c, m, [&](const Flag& f) {
+    const std::string flag = changed_flag(c, m.header, [&](const Flag& f) {
         const bool is_of_samples = f.slot == SLOT_SIGMA_SMALL && !c.use_kl;
         const bool is_of_batch = f.slot == SLOT_SAMPLER || f.slot == SLOT_BATCH_SIZE || f.slot == SLOT_COND_NOISE;
         return (f.free && !is_of_samples) || is_of_batch || is_of_objective(c, f);
@@ -7845,15 +7849,24 @@ static std::string changed_loss(const Config& c, const ModelFile& m, const Datas
     return "";
 }
 
+// Returns whether the run's validation losses mean something else than those of a checkpoint whose header is h: whether
+// the objective or the validation data is another one.
+static bool validates_otherwise(const Run& run, const Header& h) {
+    const Config& c = run.config;
+    const std::string objective = changed_flag(c, h, [&](const Flag& f) { return is_of_objective(c, f); });
+    const uint32_t val_crc = h.get<uint32_t>(SLOT_VAL_CRC); // 0: unknown, or there was no validation data
+    return !objective.empty() || (val_crc && val_crc != run.val.header_crc);
+}
+
 // Compares a resumed run with its checkpoint m. If validation losses now mean something else than before, sets
 // run->val_loss_changed. If losses or gradient norms now mean something else, starts the guard anew, as in a new run. A
 // guard that compared them with those of earlier steps could skip every step of the resumed run.
 static void compare_with_checkpoint(Run* run, const ModelFile& m) {
     const Config& c = run->config;
-    const std::string objective = changed_flag(c, m, [&](const Flag& f) { return is_of_objective(c, f); });
-    const uint32_t val_crc = m.header.get<uint32_t>(SLOT_VAL_CRC); // 0: unknown, or there was no validation data
-    const bool other_val_data = val_crc && val_crc != run->val.header_crc;
-    run->val_loss_changed = !objective.empty() || other_val_data;
+    run->val_loss_changed = validates_otherwise(*run, m.header);
+    // The run may have been resumed in between with other flags, so best.bin is compared by its own header.
+    const std::optional<Header> best = best_header(*run);
+    run->best_loss_changed = best && validates_otherwise(*run, *best);
     const std::string why = changed_loss(c, m, run->trainer.data);
     if (why.empty()) return;
     printf("%s, so the first 100 steps show anew which losses and gradient norms are usual\n", why.c_str());
@@ -7945,7 +7958,8 @@ static void leave_later_snapshots(const Folder& folder, int64_t first_step) {
     int64_t count = 0;
     for (const auto& [step, name] : folder.list("ema_")) {
         if (step <= first_step) continue; // this snapshot is a part of this run
-        const std::string new_name = name + ".left";
+        std::string new_name = name + ".left";
+        for (int k = 2; folder.has(new_name); k++) new_name = name + text(".left%d", k);
         if (renameat(folder.descriptor, name.c_str(), folder.descriptor, new_name.c_str()))
             die("%s: can't be renamed to %s (%s); move it away", folder.name(name).c_str(), new_name.c_str(),
                 strerror(errno));
@@ -8949,9 +8963,10 @@ static void run_step(Run* run) {
     const bool save = file_due(c.save_interval, run->saved_step, run->checkpoint_retries);
     const bool snapshot = file_due(c.ema_snapshots, run->snapshot_step, run->snapshot_retries);
     const bool show = slow || due(c.log_interval);
-    const bool wants_val_loss = due(c.val_interval) || (c.keep_best && save);
-    const bool validate = run->val.count && wants_val_loss;
     const bool draw = due(c.sample_interval) && !last; // finish_complete draws the last grid
+    // A signal may end the run while a grid is drawn. With --keep_best, its checkpoint then needs a validation loss.
+    const bool wants_val_loss = due(c.val_interval) || (c.keep_best && (save || draw));
+    const bool validate = run->val.count && wants_val_loss;
     const bool records_full = step - run->state.step >= STEPS_AHEAD;
     if (!show && !save && !validate && !draw && !snapshot && !records_full) return;
 
@@ -8969,7 +8984,7 @@ static void run_step(Run* run) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- train: a whole run, from the first check to the exit code
+// --- train and main: a whole run, from the command line to the exit code
 
 // Does a whole run. data: the training data. output: the folder of --output_dir, if it exists. resume: the path of the
 // checkpoint to go on from; "": the run is new. start: that checkpoint. In a new run, start is the file of --init;
@@ -9002,9 +9017,6 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
     end_page();
     return run.stop ? 128 + run.stop : 0;
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// --- main
 
 // Does all that the program does, and returns its exit code.
 static int run_program(int argc, char** argv) {

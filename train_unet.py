@@ -28,6 +28,7 @@ if __name__ == "__main__":  # before PyTorch
 
 import contextlib  # noqa: I001 (names side by side)
 import dataclasses
+import functools
 import math
 import os
 import signal
@@ -886,10 +887,10 @@ def changed_loss(config: Config, data: Data, start: ModelFile) -> str:
     return ""
 
 
-def val_loss_changed(config: Config, val_crc: int, start: ModelFile) -> bool:
-    """Whether validation losses mean something else than those before a checkpoint. val_crc: of the validation data; 0: there is none."""
-    of_objective = changed_flag(config, start.config, lambda name: is_of_objective(config, name))
-    return bool(of_objective) or start.state.val_crc not in (0, val_crc)
+def val_loss_changed(config: Config, val_crc: int, before: Config, state: TrainingState) -> bool:
+    """Whether validation losses mean something else than those of a checkpoint (before, state). val_crc: of the validation data; 0: there is none."""
+    of_objective = changed_flag(config, before, lambda name: is_of_objective(config, name))
+    return bool(of_objective) or state.val_crc not in (0, val_crc)
 
 
 def announce(trainer: Trainer, data: Data, start: ModelFile | None) -> None:
@@ -980,10 +981,10 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
     lacks_snapshot = lacks_file(config, first_step, f"ema_{first_step:07d}.bin", config.ema_snapshots)
     lacks_grid = lacks_file(config, first_step, f"samples_{first_step:07d}.png", config.sample_interval)
     last = first_step >= config.max_steps
-    incomparable = config.resume_checkpoint != "" and val_loss_changed(config, state.val_crc, start)
+    changed = functools.partial(val_loss_changed, config, state.val_crc)
     if last and not lacks_snapshot and not lacks_grid:
         if config.keep_best and os.path.exists(f"{config.output_dir}/model_{first_step:07d}.bin"):
-            with run_folder(config, start, incomparable):  # which makes the link to the best checkpoint, if a kill has cost it
+            with run_folder(config, start, changed):  # which makes the link to the best checkpoint, if a kill has cost it
                 pass
         print(f"nothing to do: step {first_step} of {config.max_steps} is reached; a larger --max_steps goes on")
         return 0
@@ -997,8 +998,8 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
         return keeper.saved == state.step and (not config.ema_snapshots or keeper.snapshot == state.step)
 
     shown = GridConditions(config, val_data or data) if config.sample_interval else None
-    seconds, mean, stopped = 0.0, 0.0, ""  # seconds: a recent step's, smoothed
-    with run_folder(config, start, incomparable) as (folder, log, keeper), stop_on_signal() as stop:
+    seconds, mean, good, stopped = 0.0, 0.0, 0, ""  # seconds: a recent step's, smoothed; good: steps that were not skipped
+    with run_folder(config, start, changed) as (folder, log, keeper), stop_on_signal() as stop:
         screen = Screen(stop)
         keeper.tell = screen.tell
         if lacks_snapshot:
@@ -1022,11 +1023,16 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             result = trainer.train_step(*batch)
             elapsed, step = time.perf_counter() - began, state.step
             seconds = elapsed if step <= first_step + 2 else 0.95 * seconds + 0.05 * elapsed  # the first may compile
-            mean += (result.loss - mean) * max(10 / (step - first_step + 9), 0.02)  # as train_unet.cu prints it
+            if not result.objection:  # of good steps alone, as train_unet.cu prints it
+                good += 1
+                mean += (result.loss - mean) * max(10 / (good + 9), 0.02)
             stopped = stop[0] if stop else ""  # the signal that ends the run
             last = step >= config.max_steps or stopped != ""
             save = last or (keeper.saves(step, config.save_interval) and not result.objection)
-            validate = val_data and (step % config.val_interval == 0 or last or (config.keep_best and save))
+            draws = (
+                config.sample_interval and step % config.sample_interval == 0
+            )  # a signal may end the run meanwhile, with a checkpoint to be measured
+            validate = val_data and (step % config.val_interval == 0 or last or (config.keep_best and (save or draws)))
             keeper.val_loss = val_loss = trainer.validation_loss(val_data) if validate else None
             screen.tell(folder.check(step))
             screen.tell(log.write(result, 1000 * elapsed, val_loss))
@@ -1047,11 +1053,10 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
                 keeper.save_snapshot(trainer.snapshot(), step)
             if save:
                 keeper.save(trainer.checkpoint())
-            draw = config.sample_interval and not stopped and (last or step % config.sample_interval == 0)
+            draw = config.sample_interval and not stopped and (last or draws)
             if draw:
                 draw_samples(trainer, folder, screen, shown)
-                measured = not config.keep_best or val_loss is not None  # else one step more, whose checkpoint is measured
-                stopped = stop[0] if stop and (measured or last) else ""
+                stopped = stop[0] if stop else ""
             if not log.rows and (last or draw):
                 screen.tell(folder.write_or_wait("loss.png", plot_loss(log)))
         keeper.finish(state.step, save_rest, stop)

@@ -145,18 +145,22 @@ def parse_flags(argv: list[str], flags: dict[str, dataclasses.Field], intro: str
 
 def parse_value(name: str, type_: str, text: str) -> Any:
     """The value of a flag from its text."""
+
+    def exact(word: str, kind: type[int] | type[float]) -> int | float:
+        if word != word.rstrip():  # train_unet.cu takes no space behind a number
+            raise ValueError(word)
+        return number(word, kind)
+
     try:
         if type_ == "bool":
             return {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False}[text]
         if type_ in ("int", "float"):
-            if text != text.rstrip():  # train_unet.cu takes no space behind a number
-                raise ValueError(text)
-            return number(text, int if type_ == "int" else float)
+            return exact(text, int if type_ == "int" else float)
         if name == "image_size":
             height, x, width = text.partition("x")
-            return int(number(height, int)), int(number(width if x else height, int))
+            return int(exact(height, int)), int(exact(width if x else height, int))
         if type_.startswith("tuple"):
-            return tuple(number(v, float if "float" in type_ else int) for v in text.split(",")) if text else ()
+            return tuple(exact(v, float if "float" in type_ else int) for v in text.split(",")) if text else ()
         return text
     except (ValueError, KeyError):
         wanted = {"bool": "True or False", "int": "a whole number", "float": "a number", "tuple[int, int]": "64 or 48x64"}

@@ -27,7 +27,7 @@ from common.data_files import Data, open_data, with_pictures
 from common.files import MODEL_MAGIC
 from common.flags import Config, preset_flags
 from common.formats import SNAPSHOT_NAME, read_model, snapshot_number
-from common.model_files import HAS_EMA, HAS_TRAINING, HEADER, ModelFile, bin_chunks, checkpoints
+from common.model_files import HAS_EMA, HAS_TRAINING, HEADER, ModelFile, TrainingState, bin_chunks, checkpoints, trusted, unpack_header
 from common.program import UserError
 
 LOG_COLUMNS = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds"
@@ -116,16 +116,19 @@ class RunFolder:
         stay under another name."""
         names = [name for name in sorted(os.listdir(self.descriptor)) if re.fullmatch(SNAPSHOT_NAME, name) and snapshot_number(name) > first_step]
         for name in names:
+            left, k = f"{name}.left", 2
+            while files.is_there(left, self.descriptor):
+                left, k = f"{name}.left{k}", k + 1
             try:
-                os.rename(name, f"{name}.left", src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+                os.rename(name, left, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
             except OSError as e:
-                raise UserError(f"{self.name(name)}: can't be renamed to {name}.left ({e.strerror}); move it away") from None
+                raise UserError(f"{self.name(name)}: can't be renamed to {left} ({e.strerror}); move it away") from None
         if names:
             told = "they are called ema_STEP.bin.left now, and no average takes them"
             print(f"{self.path}: snapshots ema_STEP.bin beyond step {first_step}, where this run goes on: {len(names)}; {told}")
 
-    def best_step(self) -> int | None:
-        """The step of best.bin, the checkpoint that --keep_best keeps; None: there is none."""
+    def best(self) -> tuple[Config, TrainingState] | None:
+        """What best.bin, the checkpoint that --keep_best keeps, says of its run; None: there is none."""
         if not files.is_there(BEST, self.descriptor):
             return None
         try:
@@ -135,7 +138,7 @@ class RunFolder:
             header = None
         if header is None or header["magic"] != MODEL_MAGIC or header["contents"] != HAS_EMA | HAS_TRAINING:
             raise UserError(f"{self.name(BEST)}: is no checkpoint; move it away, for --keep_best would replace it")
-        return int(header["step"])
+        return trusted(self.name(BEST), unpack_header, header)
 
     def link(self, file: str, name: str) -> None:
         """Gives a file a second name, in place of what has that name; a copy, where there are no hard links. OSError if neither can be done."""
@@ -451,9 +454,9 @@ def lacks_file(config: Config, step: int, name: str, interval: int) -> bool:
 
 
 @contextlib.contextmanager
-def run_folder(config: Config, start: ModelFile | None, incomparable: bool = False) -> Iterator[tuple[RunFolder, Log, Keeper]]:
-    """The output folder as this process's alone, for a run that starts there or is resumed. incomparable: its validation losses mean something else
-    than those before."""
+def run_folder(config: Config, start: ModelFile | None, changed: Callable[[Config, TrainingState], bool]) -> Iterator[tuple[RunFolder, Log, Keeper]]:
+    """The output folder as this process's alone, for a run that starts there or is resumed. changed(config, state): whether its validation losses mean
+    something else than those of such a checkpoint."""
     step = start.state.step if config.resume_checkpoint else 0
     folder = RunFolder(config.output_dir)
     with lock_folder(folder.path, folder.descriptor):
@@ -462,21 +465,23 @@ def run_folder(config: Config, start: ModelFile | None, incomparable: bool = Fal
         check_output_dir(config, start)  # again, now that nobody else can change it
         files.remove_leftovers(folder.descriptor, "model_", "samples_", "log.csv.", "loss.png.", "ema_", f"{BEST}.")
         folder.leave_later_snapshots(step)
-        best_step = folder.best_step() if config.keep_best and step else None
+        best = folder.best() if config.keep_best and step else None
         log = Log(folder, step)
-        best_loss = log.val_loss(best_step) if best_step is not None and not incomparable else math.inf
-        if best_step is not None and math.isinf(best_loss):
+        # The run may have been resumed in between with other flags, so best.bin is compared by what itself says.
+        comparable = best is not None and not changed(*best)
+        best_loss = log.val_loss(best[1].step) if best and comparable else math.inf
+        if best and math.isinf(best_loss):
             why = (
-                "its validation loss can't be compared with those of this run"
-                if incomparable
-                else f"log.csv has no validation loss of its step {best_step}"
+                f"log.csv has no validation loss of its step {best[1].step}"
+                if comparable
+                else "its validation loss can't be compared with those of this run"
             )
             print(f"{folder.name(BEST)}: {why}, so the next checkpoint becomes the best", flush=True)
         keeper = Keeper(folder, config.keep_checkpoints, step, best_loss if config.keep_best else None)
         # The run may have been killed after it wrote its best checkpoint, and before it made best.bin a link to it.
         newest = f"model_{step:07d}.bin"
-        known = best_step is None or math.isfinite(best_loss)
-        if step and config.keep_best and known and not incomparable and newest in folder.checkpoints().values():
+        known = best is None or math.isfinite(best_loss)
+        if step and config.keep_best and known and newest in folder.checkpoints().values() and not changed(start.config, start.state):
             keeper.val_loss = log.val_loss(step)
             keeper.keep_best(newest)
         yield folder, log, keeper

@@ -1128,12 +1128,14 @@ static inline void attention_forward(float* out, SoftmaxRow*, const float* qkv, 
 }
 
 //   dv = P^T dout                       dP = dout v^T
-//   dS = P * (dP - D),  D_t = the sum over a row of dP * P, which is that over the d channels of dout * out
+//   dS = P * (dP - D),  D_t = the sum over a row of dP * P
+// (In exact numbers D is also the sum over the d channels of dout * out, which the GPU's kernels use. Here it is made of
+// the same rounded dP from which it is subtracted. So if one P of a row is 1, and all others are 0, then dS is 0.)
 //   dq = dS k / sqrt(d)                 dk = dS^T q / sqrt(d)
 // The right factor of each product is copied into `rows` first, padded and multiplied by its factor.
 static inline void attention_backward(float* dqkv,                         // (B, T, 3C)
                                       const float* dout, const float* qkv, // (B, T, C), (B, T, 3C)
-                                      const float* out, const SoftmaxRow*, // (B, T, C)
+                                      const float*, const SoftmaxRow*,     // only the GPU's kernels read these
                                       int B, int T, int C, int heads) {
     const int d = C / heads;
     const int T_pad = round_up(T, TN);
@@ -1154,7 +1156,6 @@ static inline void attention_backward(float* dqkv,                         // (B
             float* dq = row_of(dqkv, token0, pitch) + h * d;
             float* dk = dq + C;
             float* dv = dq + 2 * C;
-            const float* o = row_of(out, token0, C) + h * d;
             const float* d_o = row_of(dout, token0, C) + h * d;
 
             // P, as in the forward pass
@@ -1171,13 +1172,11 @@ static inline void attention_backward(float* dqkv,                         // (B
             std::vector<float>& dP = dS;
             matmul(dP.data(), T_pad, d_o, C, vT.data(), T_pad, T, T, d);
             for (int t = 0; t < T; t++) {
-                const float* o_row = row_of(o, t, C);
-                const float* d_o_row = row_of(d_o, t, C);
                 const float* P_row = row_of(P.data(), t, T_pad);
                 float* dS_row = row_of(dS.data(), t, T_pad);
                 double D = 0; // of this row
-                for (int c = 0; c < d; c++) {
-                    D += (double)d_o_row[c] * o_row[c];
+                for (int s = 0; s < T; s++) {
+                    D += (double)dS_row[s] * P_row[s]; // dS_row still holds dP
                 }
                 for (int s = 0; s < T; s++) {
                     dS_row[s] = P_row[s] * (dS_row[s] - (float)D);

@@ -779,6 +779,29 @@ def test_the_best_checkpoint_is_kept(program: list[str], data: Path, tmp_path: P
     assert "resumed from out/best.bin: step 16 of 17" in told and checkpoints(tmp_path / "next") == [17]
 
 
+def test_the_best_checkpoint_is_compared_by_its_own_flags(program: list[str], data: Path, tmp_path: Path) -> None:
+    """A run that was resumed in between without --keep_best may have changed what losses mean."""
+    given = flags(TINY, "--save_interval 2 --val_interval 2 --data_file", data, "--val_data_file", data)
+    call([*program, *given, "--max_steps", 4, "--min_snr_gamma", 0.01, "--keep_best", True], tmp_path)
+    on = flags("--resume_checkpoint latest --save_interval 2 --val_interval 2 --sample_interval 0 --val_data_file", data)
+    told = call([*program, *on, "--max_steps", 6, "--min_snr_gamma", 0], tmp_path).stdout
+    assert "best.bin" not in told and best_step(tmp_path / "out") <= 4
+    told = call([*program, *on, "--max_steps", 8, "--keep_best", True], tmp_path).stdout
+    assert told.count("out/best.bin: its validation loss can't be compared with those of this run, so the next checkpoint becomes the best\n") == 1
+    assert best_step(tmp_path / "out") == 8
+    told = call([*program, *on, "--max_steps", 10, "--keep_best", True], tmp_path).stdout
+    assert "can't be compared" not in told
+
+
+def test_grids_are_measured_for_the_best_checkpoint(program: list[str], data: Path, tmp_path: Path) -> None:
+    """A signal may end the run while a grid is drawn. Its checkpoint then has a validation loss, so no step more is needed, and the grid can be drawn later."""
+    given = flags(
+        TINY, "--max_steps 5 --sample_interval 3 --num_samples 1 --timestep_respacing 2 --save_interval 100 --val_interval 100 --data_file", data
+    )
+    call([*program, *given, "--val_data_file", data, "--keep_best", True], tmp_path)
+    assert [step for step, loss in zip(column(tmp_path / "out", "step"), column(tmp_path / "out", "val_loss")) if np.isfinite(loss)] == [3, 5]
+
+
 def test_what_the_best_checkpoint_needs(program: list[str], data: Path, tmp_path: Path) -> None:
     """Images to judge by; and no file of another run is replaced."""
     err = call([*program, *flags(RISING, "--data_file", data)], tmp_path, code=1).stderr

@@ -868,7 +868,7 @@ def test_an_error_is_not_taken_for_a_missing_file(tmp_path: Path, monkeypatch: p
     (tmp_path / "log.csv").write_text("1,0.5")
     folder = RunFolder(str(tmp_path))
     assert files.is_there("log.csv", folder.descriptor) and not files.is_there("best.bin", folder.descriptor)
-    looks = [lambda: Log(folder, 1), folder.best_step, lambda: files.open_temporary("index.html", folder.descriptor)]
+    looks = [lambda: Log(folder, 1), folder.best, lambda: files.open_temporary("index.html", folder.descriptor)]
     for look in looks:
         with monkeypatch.context() as broken, pytest.raises(OSError, match="Input/output error"):
             broken.setattr(os, "stat", fails)

@@ -92,6 +92,13 @@ def test_a_branch_that_was_left(
     made = [post_hoc_average(str(path / "ema_0000012.bin"), 0.1) for path in (folder, there)]
     assert np.array_equal(made[0].weights, made[1].weights)
 
+    # once more: what was left before stays
+    for step in (8, 12):
+        (folder / model_name(step)).unlink(missing_ok=True)
+    train(on)
+    left = [f"ema_0000006.bin.left{k}" for k in ("", "2")]
+    assert (folder / left[0]).read_bytes() == was and (folder / left[1]).exists() and (folder / "ema_0000006.bin").exists()
+
 
 def solve_weights(t_i: np.ndarray, gamma_i: np.ndarray, t_r: np.ndarray, gamma_r: np.ndarray) -> np.ndarray:
     """Algorithm 3 of the paper, its code; and as in its authors' program, factors that sum to one."""
