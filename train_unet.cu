@@ -7803,9 +7803,9 @@ static void restore_history(const Trainer& tr, const ModelFile& m) {
     if (bytes) copy_to_device(tr.history, history.data(), bytes);
 }
 
-// Compares the flags for which matters(flag) is true with their values in a checkpoint's header h. Returns a text about the
-// first flag whose value has changed: its name, its new value and its old value. "": none has changed. Flags that the
-// checkpoint does not hold are not compared.
+// Compares the flags for which matters(flag) is true with their values in a checkpoint's header h. Returns a text about
+// the first flag whose value has changed: its name, its new value and its old value. "": none has changed. Flags that
+// the checkpoint does not hold are not compared.
 static std::string changed_flag(const Config& c, const Header& h, auto matters) {
     for (const Flag& f : FLAGS) {
         if (!f.slot || !matters(f) || !slot_is_used(h, f)) continue;

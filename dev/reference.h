@@ -235,6 +235,8 @@ static inline void channel_stats(Stats* stats, const float* x, int B, int HW, in
 struct TapPosition {
     int h, w;
 };
+// Returns where the input pixel lies that a tap of an output pixel reads. It may lie outside of the image. The tap in
+// the middle of the kernel reads the input pixel at (ho * stride, wo * stride).
 static inline TapPosition tap_position(const ConvShape& s, int output_pixel, int tap) {
     const int ho = output_pixel / s.out_W();
     const int wo = output_pixel % s.out_W();
@@ -287,6 +289,7 @@ struct PixelTile {
     int image[TM], pixel[TM]; // pixel: its number within the image
     int count;
 };
+// Returns the tile that begins at pixel number `first`, counted over all images.
 static inline PixelTile pixel_tile(int first, int B, int pixels_per_image) {
     const int pixels = B * pixels_per_image;
     PixelTile tile;
@@ -412,6 +415,9 @@ static inline void convolve(const float* x1, const float* x2, // (B, H, W, C1), 
 static inline void conv_forward_fp8(float* out, Stats* stats, const float* x1, const float* weight,
                                     const float* factors, const float* bias, const float* emb, int emb_stride,
                                     const float* residual, ConvShape s);
+// As sums, with padding = kernel / 2, where pixels of x outside of the image count as 0:
+//   out[b][ho][wo][co] = bias[co] + the sum over kh, kw, ci of x[b][h][w][ci] * weight[co][kh][kw][ci],
+//   where h = ho * stride + kh - padding and w = wo * stride + kw - padding
 static inline void conv_forward(float* out,                       // (B, Ho, Wo, Cout)
                                 Stats* stats,                     // of out, or null
                                 const float* x1, const float* x2, // (B, H, W, C1), and (B, H, W, C2) or null
@@ -511,6 +517,8 @@ static inline void convolve_back(const float* dout, const float* weight, const C
 // dx1 (B, H, W, C1), dx2 (B, H, W, C2) from dout (B, Ho, Wo, Cout)
 static inline void conv_backward_input_fp8(GradOf<float> dx, const float* dout, const float* turned,
                                            const float* factors, ConvShape s);
+// As sums: dx[b][h][w][ci] is the sum of dout[b][ho][wo][co] * weight[co][kh][kw][ci] over all output pixels and taps
+// that read the input pixel (h, w), and over co.
 static inline void conv_backward_input(GradOf<float> dx1, GradOf<float> dx2, // as x1 and x2
                                        const float* dout, const float* weight, ConvShape s, const float* factors) {
     if (s.out == Element::FP8_GRADIENT) return conv_backward_input_fp8(dx1, dout, weight, factors, s);
@@ -567,6 +575,8 @@ static inline void round_weights(uint8_t* weights, uint8_t* turned, const float*
     }
 }
 
+// Multiplies the gradient of a convolution's output by a factor, and rounds it to FP8 (e5m2). With --precision fp8 the
+// input and weight gradients are computed from the result.
 static inline void round_gradient(Fp8Copy fp8, const float* dout, size_t n) {
 #pragma omp parallel for schedule(static)
     for (size_t i = 0; i < n; i++) fp8.bytes[i] = fp8_bits(dout[i] * *fp8.factor, E5M2);
@@ -720,6 +730,8 @@ static inline void conv_backward_weight_fp8(const WeightWork& w) {
 // A GPU computes several layers' weight gradients in one launch. Here they don't wait for each other: each fills all
 // threads by itself (a load of 1).
 static inline double conv_weight_load(const ConvShape&) { return 1; }
+// Computes the weight gradients of several layers, one after the other:
+//   dweight[co][kh][kw][ci] = the sum over b, ho, wo of dout[b][ho][wo][co] * (the x that conv_forward multiplies)
 static inline void conv_backward_weights(const std::vector<WeightWork>& works, Stream* = MAIN_STREAM) {
     for (const WeightWork& w : works) {
         if (w.shape.in == Element::FP8) conv_backward_weight_fp8(w);
@@ -732,6 +744,7 @@ static inline void finish_gradients() {}
 // ---------------------------------------------------------------------------------------------------------------------
 // linear: F.linear(x, weight, bias), which is a 1x1 convolution of an image of B pixels
 
+// Returns the shape of that convolution: the rows of x are the pixels of one image, whose size is 1 x B.
 static inline ConvShape linear_shape(int B, int Cin, int Cout) {
     const int images = 1;
     const int W = 1;
@@ -816,6 +829,7 @@ struct ChannelBlock {
     const float* first;
     int pitch;
 };
+// Returns the channels from c0 on. c0 counts the channels of x1 first, and then those of x2.
 static inline ChannelBlock channel_block(const NormInputs& in, int b, int c0) {
     const NormShape& s = in.s;
     if (c0 < s.C1) return {row_of(in.x1, (size_t)b * s.HW, s.C1) + c0, s.C1};
@@ -826,6 +840,9 @@ static inline ChannelBlock channel_block(const NormInputs& in, int b, int c0) {
 struct AffineMap {
     float slope[NORM_CHANNELS], offset[NORM_CHANNELS];
 };
+// Returns the map of image b's channels from c0 on. Group norm computes y = (x - mean) * rstd * weight + bias, where
+// mean and rstd are those of the channel's group. If the norm has a scale and a shift (of the embedding), then
+// z = y * (1 + scale) + shift. So z is linear in x.
 static inline AffineMap norm_map(const NormInputs& in, int b, int c0) {
     AffineMap map;
     const float* scales = in.scales(b);
@@ -1129,8 +1146,8 @@ static inline void attention_forward(float* out, SoftmaxRow*, const float* qkv, 
 
 //   dv = P^T dout                       dP = dout v^T
 //   dS = P * (dP - D),  D_t = the sum over a row of dP * P
-// (In exact numbers D is also the sum over the d channels of dout * out, which the GPU's kernels use. Here it is made of
-// the same rounded dP from which it is subtracted. So if one P of a row is 1, and all others are 0, then dS is 0.)
+// (In exact numbers D is also the sum over the d channels of dout * out, which the GPU's kernels use. Here it is made
+// of the same rounded dP from which it is subtracted. So if one P of a row is 1, and all others are 0, then dS is 0.)
 //   dq = dS k / sqrt(d)                 dk = dS^T q / sqrt(d)
 // The right factor of each product is copied into `rows` first, padded and multiplied by its factor.
 static inline void attention_backward(float* dqkv,                         // (B, T, 3C)
@@ -1462,10 +1479,11 @@ static inline void draw_normals(float* out, int B, int per_sample, RandomKey key
     }
 }
 
-// Whether sample b's image, and so its picture, is mirrored; and whether its picture is left out
+// Whether sample b's image, and so its picture, is mirrored: one random bit decides.
 static inline bool picture_is_mirrored(const PictureDraws& draws, int b) {
     return draws.random_flip && (random_words(of_purpose(draws.key, RANDOM_FLIP), 0, b).w[0] & 1);
 }
+// Whether sample b's picture is left out (--cond_dropout): its random word is below the threshold.
 static inline bool picture_is_left_out(const PictureDraws& draws, int b) {
     const RandomKey key = of_purpose(draws.key, RANDOM_COND_DROPOUT);
     return random_words(key, 0, b).w[0] < dropout_threshold(draws.dropout);
