@@ -29,107 +29,107 @@
 //   7169         what a run holds
 //   7269         the log and the status line
 //   7471         checkpoints, snapshots and grids
-//   7757         a run's first weights: new, of a file, or of the run that is resumed
-//   8076         what else a run takes when it begins: validation data, conditions of grids, its folder
-//   8224         how a run ends
-//   8295         samples, without a run
-//   8470    13. A training step, the loop over the steps, and main
-//   8494         a step
-//   8862         the loop over the steps
-//   8987         train and main: a whole run, from the command line to the exit code
-//   9092  Part II. The device
-//   9095    14. What all devices share: elements, nonlinearities, patches of pixels
-//   9180    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9250    16. The GPU: what all kernels share
-//   9322         Launches, which may overlap
-//   9369         Decisions: what kernels are chosen with
-//   9424         Single instructions: shared memory, mbarriers, clusters
-//   9522         Activations: pieces of 16 bytes
-//   9865         each_kernel: a thread for an element
-//   9879         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//  10051         Swizzle: how rows lie in shared memory
-//  10073         Hopper (sm_90a): TMA, wgmma and what goes with them
-//  10358         building blocks of Hopper's kernels (sm_90a)
-//  10680    17. Small operations: resampling, embeddings, diffusion
-//  10683         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10897         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11269         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11831    18. Group norm
-//  11834         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12400         groupnorm_backward_whole: an image's slab in shared memory
-//  12807    19. Attention
-//  12916         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13481         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13629         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14340    20. Convolution
-//  14394         ConvOut: results, 4 channels of a pixel at a time
-//  14643         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14716         conv_halo: 3x3, stride 1, any GPU
-//  15146         conv_gather: any kernel size and stride, any GPU
-//  15419         conv_few: the first and the last layer
-//  15609         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16224         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16355         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16860         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17326         conv_weight_tma: weight gradients (sm_90a)
-//  17643         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17971         FP8 in training: weights and gradients are rounded
-//  18087    21. The optimiser
-//  18090         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18351         muon: directions for matrices of weights
-//  18796    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18799         groupnorm_backward
-//  18970         attention: forward and, where a has dout, backward
-//  19035         convolution: forward and input gradient
-//  19566         convolution: weight gradients
-//  19957    23. The GPU: memory, copies, repeated work
-//  20190    24. Between ranks: from device to device
+//   7758         a run's first weights: new, of a file, or of the run that is resumed
+//   8077         what else a run takes when it begins: validation data, conditions of grids, its folder
+//   8225         how a run ends
+//   8296         samples, without a run
+//   8471    13. A training step, the loop over the steps, and main
+//   8495         a step
+//   8863         the loop over the steps
+//   8988         train and main: a whole run, from the command line to the exit code
+//   9093  Part II. The device
+//   9096    14. What all devices share: elements, nonlinearities, patches of pixels
+//   9181    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9251    16. The GPU: what all kernels share
+//   9323         Launches, which may overlap
+//   9370         Decisions: what kernels are chosen with
+//   9425         Single instructions: shared memory, mbarriers, clusters
+//   9523         Activations: pieces of 16 bytes
+//   9866         each_kernel: a thread for an element
+//   9880         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//  10052         Swizzle: how rows lie in shared memory
+//  10074         Hopper (sm_90a): TMA, wgmma and what goes with them
+//  10359         building blocks of Hopper's kernels (sm_90a)
+//  10681    17. Small operations: resampling, embeddings, diffusion
+//  10684         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10898         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11270         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11832    18. Group norm
+//  11835         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12401         groupnorm_backward_whole: an image's slab in shared memory
+//  12808    19. Attention
+//  12917         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13482         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13630         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14341    20. Convolution
+//  14395         ConvOut: results, 4 channels of a pixel at a time
+//  14644         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14717         conv_halo: 3x3, stride 1, any GPU
+//  15147         conv_gather: any kernel size and stride, any GPU
+//  15420         conv_few: the first and the last layer
+//  15610         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16225         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16356         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16861         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17327         conv_weight_tma: weight gradients (sm_90a)
+//  17644         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17972         FP8 in training: weights and gradients are rounded
+//  18088    21. The optimiser
+//  18091         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18352         muon: directions for matrices of weights
+//  18797    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18800         groupnorm_backward
+//  18971         attention: forward and, where a has dout, backward
+//  19036         convolution: forward and input gradient
+//  19567         convolution: weight gradients
+//  19958    23. The GPU: memory, copies, repeated work
+//  20191    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights. What stands in brackets need not be opened: where it is called, a comment
 //   says what it does.
-//     command line: main 9088, run_program 9022, train 8994 and run_step 8942, one above the other; train_step 8831
-//     images are read: load_batch 5712, read_image 5262 (send 20160: to the GPU)
-//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20091)
-//     a microbatch: step_gradients 8698 (draw_levels 11288: noise levels, by draw_level 4163; take_microbatch 8540)
-//     noise and loss: forward_and_loss 8566; q_sample_forward 11506; loss_forward_backward 11624
+//     command line: main 9089, run_program 9023, train 8995 and run_step 8943, one above the other; train_step 8832
+//     images are read: load_batch 5712, read_image 5262 (send 20161: to the GPU)
+//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20092)
+//     a microbatch: step_gradients 8699 (draw_levels 11289: noise levels, by draw_level 4163; take_microbatch 8541)
+//     noise and loss: forward_and_loss 8567; q_sample_forward 11507; loss_forward_backward 11625
 //     forward: unet_forward 3663, with forward_layer above it (layer_args 2411: addresses), calls a function of each
 //       layer's kind, such as forward_conv 2628
 //     backward: unet_backward 3740 calls such a function as backward_conv 2635 of each layer (a convolution's input
-//       gradient: conv_backward_input 19531) and, by launch_waiting 3700 on the side stream,
-//       conv_backward_weights 19950 (finish_gradients 12756: those of norms)
+//       gradient: conv_backward_input 19532) and, by launch_waiting 3700 on the side stream,
+//       conv_backward_weights 19951 (finish_gradients 12757: those of norms)
 //     several ranks: send_gradients (in step_gradients) and all_to_all (in the last section)
-//     the sum, and the verdict: sum_gradients 18142, judge_step 18190 (by judge_batch 6800)
-//     the update: update_slice 8804 (above train_step), adamw_update 18322 with adamw_kernel above it
-//     the log: next_step 18196, record_step 18202; later collect_steps 8866
-//   --optimizer muon: muon_updates 6915 says which weights; update_slice 8804, update_by_muon 8794 (with the formulas),
-//     muon_momentum 18394, orthogonalise 18773 (with muon_kernel above it), adamw_kernel 18267 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11698): sample_batch 5079, plan_route 4824,
+//     the sum, and the verdict: sum_gradients 18143, judge_step 18191 (by judge_batch 6800)
+//     the update: update_slice 8805 (above train_step), adamw_update 18323 with adamw_kernel above it
+//     the log: next_step 18197, record_step 18203; later collect_steps 8867
+//   --optimizer muon: muon_updates 6915 says which weights; update_slice 8805, update_by_muon 8795 (with the formulas),
+//     muon_momentum 18395, orthogonalise 18774 (with muon_kernel above it), adamw_kernel 18268 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11699): sample_batch 5079, plan_route 4824,
 //     device_step 4872, euler_step 4608 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19413 draws all of its roads):
-//     forward_conv 2628; conv_forward 19453, with conv_product above it, which asks conv_is_wgmma 19045;
-//     on Hopper, large images: pick_conv_tiles_3x3 19354 (its tiles, such as Resident16, stand above pick_conv_small);
-//     conv_tiles 16845, with conv_tiles_kernel above it; Accumulators 10593 (its function multiply); Wgmma 10141;
-//     on Hopper, small images: pick_conv_small 19204; conv_small 17312, with conv_small_kernel and multiply_small above
-//     it; Wgmma 10141;
-//     on any other GPU pick_conv_halo_bf16 19117; conv_halo 15133, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9933
-//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8698
+//   a convolution, to the tensor cores (a table above conv_product 19414 draws all of its roads):
+//     forward_conv 2628; conv_forward 19454, with conv_product above it, which asks conv_is_wgmma 19046;
+//     on Hopper, large images: pick_conv_tiles_3x3 19355 (its tiles, such as Resident16, stand above pick_conv_small);
+//     conv_tiles 16846, with conv_tiles_kernel above it; Accumulators 10594 (its function multiply); Wgmma 10142;
+//     on Hopper, small images: pick_conv_small 19205; conv_small 17313, with conv_small_kernel and multiply_small above
+//     it; Wgmma 10142;
+//     on any other GPU pick_conv_halo_bf16 19118; conv_halo 15134, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9934
+//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8699
 //   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 448,
-//     Silu 9142, with_nonlinearity 9153 (a case); BEHIND_NORMS, above add_norm 2859, chooses it. The embedding has SiLU
-//     as a layer: silu_forward 11187
+//     Silu 9143, with_nonlinearity 9154 (a case); BEHIND_NORMS, above add_norm 2859, chooses it. The embedding has SiLU
+//     as a layer: silu_forward 11188
 //   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 4017
 //   to add an objective, as edm and flow are: its row in common/flags.h, Frame 575, and beside each other edm_question
 //     3851, ask 3886, frame_of 3899, sigma_draws 3906, has_steps_of_t 3913; the head of their section lists the
 //     changes. For a parameter that model files keep: model_header 5866, check_lists 5969, take_model_file 6313,
-//     is_of_objective 7828
+//     is_of_objective 7829
 //   to add a kind of layer: a list of all places stands above LayerKind 2520; an example is forward_linear 2548
 //     with what follows it; a function such as add_resblock 2912 puts the layer into the network; its operation
-//     needs a prototype in the interface (such as that of linear_forward 938), a kernel (linear_forward 11147), and
+//     needs a prototype in the interface (such as that of linear_forward 938), a kernel (linear_forward 11148), and
 //     loops in dev/reference.h
 //   to add an element type beside bf16: Element 340, with a list of all places above it: element_named 1466,
-//     ElementOf 9113, with_act 9388 (act_has_wgmma below it), unpack_bf16 9538 and all below it
-//     to load_two 9602, mma 9933, tma_type 10312, adamw_kernel 18267 (adamw_update below it), conv_product 19413
+//     ElementOf 9114, with_act 9389 (act_has_wgmma below it), unpack_bf16 9539 and all below it
+//     to load_two 9603, mma 9934, tma_type 10313, adamw_kernel 18268 (adamw_update below it), conv_product 19414
 //   the settings, to their values: parse_command_line 1665, take_aliases 1694, complete_config 6616
 //     (apply_preset 1581, take_model_file 6313, take_ect_defaults 6343), take_data_shape 6395 (take_labels 6372),
 //     check_model 1965, check_run 2119
@@ -137,21 +137,21 @@
 //     by which factor, and where. plan_fp8 3190 and plan_fp8_gradients 3205 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3250 for samples, make_fp8_training 3316 for training; add_fp8_args 2385
 //     hands them to the layers. forward_conv 2628, backward_conv 2635 and weight_work 2358 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19516 makes an input gradient a forward convolution; conv_product_fp8 19446 picks the
-//     kernel, multiply_fp8 10630 and WgmmaFp8 10185 multiply; weight gradients: conv_weight_fp8_kernel 17915;
-//     print_fp8 8018 says whether it pays
+//     conv_backward_input_fp8 19517 makes an input gradient a forward convolution; conv_product_fp8 19447 picks the
+//     kernel, multiply_fp8 10631 and WgmmaFp8 10186 multiply; weight gradients: conv_weight_fp8_kernel 17916;
+//     print_fp8 8019 says whether it pays
 //   an error message, to its cause: search for three or four of its words behind the first colon, without numbers.
 //     (What stands before it, such as a flag and its value, or a file's name, is put together at run time. A long text
 //     goes on in the next line. If nothing is found here, search host/.) They stand where the error is found: in a call
 //     of die, refuse or must (host/files.h), of wrong 1546 (a flag's value), or of a function beside it whose name ends
 //     in _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
 //     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7489,
-//     either because save_arrays 7546 found weights that are not finite, or after bad steps, which judge_batch 6800
+//     either because save_arrays 7547 found weights that are not finite, or after bad steps, which judge_batch 6800
 //     finds by healthy and suspicious above it. For a damaged header they stand in check_field 5959 and check_unused
 //     (host/files.h): look at their callers; for a data file also in take_data_fields 5310, for a checkpoint's counters
 //     in check_resume 6455. unknown_word 1452 prints the message for a word of a flag that some place does not know.
 //     Such a place calls it itself or through meaning 1458. Notices, after which the run goes on, stand in calls of
-//     tell or printf. Two of them may end the run later: report_bad_step 7745 says that a step was skipped (the run
+//     tell or printf. Two of them may end the run later: report_bad_step 7746 says that a step was skipped (the run
 //     ends after --max_bad_steps such steps in a row), is_written 7515 that a file could not be written yet. stop_run
 //     7489 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
@@ -7529,9 +7529,10 @@ static bool is_written(Run* run, Retries* retries, const std::string& name, cons
         retries->failing_since = 0;
     }
     // All ranks must try again after the same step. So the pause is turned into a number of steps, and rank 0 tells the
-    // other ranks this number. A step is assumed to last at least a millisecond: as long as per_step is not known, it
-    // is 0, and must not be a divisor.
-    const int steps_of_pause = (int)(RETRY_AFTER / std::max(run->per_step, 1e-3));
+    // other ranks this number. (A step is assumed to last at least a millisecond. At the beginning of a run, per_step
+    // is 0, because it is not known. Then the next attempt is made after one step.)
+    int steps_of_pause = 1;
+    if (run->per_step > 0) steps_of_pause = (int)(RETRY_AFTER / std::max(run->per_step, 1e-3));
     const int pause = error ? std::max(1, steps_of_pause) : 0;
     const int agreed = any_rank("the moment to try again", pause);
     retries->next_step = run->issued + agreed;
@@ -9742,7 +9743,7 @@ INLINE Origin tile_origin(int tile, int tiles_h, int tiles_w, int rows, int colu
 // until all groups except the latest PENDING have arrived (copies_arrived). Groups arrive in the order in which they
 // were closed. A thread waits only for the copies that it has started itself; for the copies of other threads, a
 // __syncthreads must follow. If `valid` is false, the copy writes zeros, for example in place of pixels outside an
-// image. Even then `from` must be an address that can be read.
+// image. Then nothing is read from `from`.
 INLINE void copies_committed() { PTX("cp.async.commit_group;"); }
 template <int PENDING> INLINE void copies_arrived() { PTX("cp.async.wait_group %0;", "n"(PENDING)); }
 
