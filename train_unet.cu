@@ -6,154 +6,154 @@
 // Map (make map renews the line numbers)
 //    258  Part I. The program
 //    261     1. Types at the interface: what operations are called with
-//    813     2. The interface: all that the program asks of a device
-//   1200     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1304     4. Configuration: flags, presets, help, what can work and what cannot
-//   2135     5. The network: a list of layers, made of guided-diffusion's flags
-//   3175     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3185         FP8: its buffers, its factors, and weights in FP8
-//   3350         gradients, and buffers
-//   3629     7. Forward and backward: two walks over the list
-//   3776     8. Diffusion: noise schedules, objectives, samplers
-//   4090         the level of a training sample, drawn, and its share of the loss
-//   4576         samplers
-//   5171     9. Data: .bin files that may be larger than memory, the order of their images
-//   5760    10. Model files: weights and checkpoints, initial weights
-//   6152    11. Settings: what the command line leaves open comes from presets, model files and the data
-//   6496         presets, and all settings together
-//   6636         what ranks must have in common
-//   6710    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
-//   6732         the learning rate, the verdict on a step, averages of the weights
-//   6827         what a trainer holds, and how ranks gather it
-//   7039         the log in memory, as the page shows it
-//   7169         what a run holds
-//   7269         the log and the status line
-//   7471         checkpoints, snapshots and grids
-//   7758         a run's first weights: new, of a file, or of the run that is resumed
-//   8077         what else a run takes when it begins: validation data, conditions of grids, its folder
-//   8225         how a run ends
-//   8296         samples, without a run
-//   8471    13. A training step, the loop over the steps, and main
-//   8495         a step
-//   8863         the loop over the steps
-//   8988         train and main: a whole run, from the command line to the exit code
-//   9093  Part II. The device
-//   9096    14. What all devices share: elements, nonlinearities, patches of pixels
-//   9181    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9251    16. The GPU: what all kernels share
-//   9323         Launches, which may overlap
-//   9370         Decisions: what kernels are chosen with
-//   9425         Single instructions: shared memory, mbarriers, clusters
-//   9523         Activations: pieces of 16 bytes
-//   9866         each_kernel: a thread for an element
-//   9880         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//  10052         Swizzle: how rows lie in shared memory
-//  10074         Hopper (sm_90a): TMA, wgmma and what goes with them
-//  10359         building blocks of Hopper's kernels (sm_90a)
-//  10681    17. Small operations: resampling, embeddings, diffusion
-//  10684         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10898         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11270         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11832    18. Group norm
-//  11835         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12401         groupnorm_backward_whole: an image's slab in shared memory
-//  12808    19. Attention
-//  12917         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13482         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13630         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14341    20. Convolution
-//  14395         ConvOut: results, 4 channels of a pixel at a time
-//  14644         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14717         conv_halo: 3x3, stride 1, any GPU
-//  15147         conv_gather: any kernel size and stride, any GPU
-//  15420         conv_few: the first and the last layer
-//  15610         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16225         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16356         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16861         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17327         conv_weight_tma: weight gradients (sm_90a)
-//  17644         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17972         FP8 in training: weights and gradients are rounded
-//  18088    21. The optimiser
-//  18091         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18352         muon: directions for matrices of weights
-//  18797    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18800         groupnorm_backward
-//  18971         attention: forward and, where a has dout, backward
-//  19036         convolution: forward and input gradient
-//  19567         convolution: weight gradients
-//  19958    23. The GPU: memory, copies, repeated work
-//  20191    24. Between ranks: from device to device
+//    817     2. The interface: all that the program asks of a device
+//   1205     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1309     4. Configuration: flags, presets, help, what can work and what cannot
+//   2140     5. The network: a list of layers, made of guided-diffusion's flags
+//   3180     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3190         FP8: its buffers, its factors, and weights in FP8
+//   3355         gradients, and buffers
+//   3635     7. Forward and backward: two walks over the list
+//   3782     8. Diffusion: noise schedules, objectives, samplers
+//   4096         the level of a training sample, drawn, and its share of the loss
+//   4582         samplers
+//   5177     9. Data: .bin files that may be larger than memory, the order of their images
+//   5767    10. Model files: weights and checkpoints, initial weights
+//   6159    11. Settings: what the command line leaves open comes from presets, model files and the data
+//   6505         presets, and all settings together
+//   6645         what ranks must have in common
+//   6719    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
+//   6741         the learning rate, the verdict on a step, averages of the weights
+//   6836         what a trainer holds, and how ranks gather it
+//   7048         the log in memory, as the page shows it
+//   7178         what a run holds
+//   7278         the log and the status line
+//   7480         checkpoints, snapshots and grids
+//   7767         a run's first weights: new, of a file, or of the run that is resumed
+//   8091         how a run begins: validation data, conditions of grids, its folder
+//   8240         how a run ends
+//   8311         samples, without a run
+//   8486    13. A training step, the loop over the steps, and main
+//   8510         a step
+//   8878         the loop over the steps
+//   9004         train and main: a whole run, from the command line to the exit code
+//   9109  Part II. The device
+//   9112    14. What all devices share: elements, nonlinearities, patches of pixels
+//   9197    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9267    16. The GPU: what all kernels share
+//   9339         Launches, which may overlap
+//   9386         Decisions: what kernels are chosen with
+//   9441         Single instructions: shared memory, mbarriers, clusters
+//   9539         Activations: pieces of 16 bytes
+//   9882         each_kernel: a thread for an element
+//   9896         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//  10068         Swizzle: how rows lie in shared memory
+//  10090         Hopper (sm_90a): TMA, wgmma and what goes with them
+//  10376         building blocks of Hopper's kernels (sm_90a)
+//  10698    17. Small operations: resampling, embeddings, diffusion
+//  10701         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10915         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11287         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11850    18. Group norm
+//  11853         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12419         groupnorm_backward_whole: an image's slab in shared memory
+//  12826    19. Attention
+//  12935         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13500         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13648         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14359    20. Convolution
+//  14413         ConvOut: results, 4 channels of a pixel at a time
+//  14664         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14737         conv_halo: 3x3, stride 1, any GPU
+//  15167         conv_gather: any kernel size and stride, any GPU
+//  15440         conv_few: the first and the last layer
+//  15630         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16245         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16376         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16882         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17348         conv_weight_tma: weight gradients (sm_90a)
+//  17665         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  17994         FP8 in training: weights and gradients are rounded
+//  18110    21. The optimiser
+//  18113         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18374         muon: directions for matrices of weights
+//  18819    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18822         groupnorm_backward
+//  18993         attention: forward and, where a has dout, backward
+//  19058         convolution: forward and input gradient
+//  19589         convolution: weight gradients
+//  19980    23. The GPU: memory, copies, repeated work
+//  20213    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights. What stands in brackets need not be opened: where it is called, a comment
 //   says what it does.
-//     command line: main 9089, run_program 9023, train 8995 and run_step 8943, one above the other; train_step 8832
-//     images are read: load_batch 5712, read_image 5262 (send 20161: to the GPU)
-//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20092)
-//     a microbatch: step_gradients 8699 (draw_levels 11289: noise levels, by draw_level 4163; take_microbatch 8541)
-//     noise and loss: forward_and_loss 8567; q_sample_forward 11507; loss_forward_backward 11625
-//     forward: unet_forward 3663, with forward_layer above it (layer_args 2411: addresses), calls a function of each
-//       layer's kind, such as forward_conv 2628
-//     backward: unet_backward 3740 calls such a function as backward_conv 2635 of each layer (a convolution's input
-//       gradient: conv_backward_input 19532) and, by launch_waiting 3700 on the side stream,
-//       conv_backward_weights 19951 (finish_gradients 12757: those of norms)
+//     command line: main 9105, run_program 9039, train 9011 and run_step 8959, one above the other; train_step 8847
+//     images are read: load_batch 5719, read_image 5268 (send 20183: to the GPU)
+//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20114)
+//     a microbatch: step_gradients 8714 (draw_levels 11307: noise levels, by draw_level 4169; take_microbatch 8556)
+//     noise and loss: forward_and_loss 8582; q_sample_forward 11525; loss_forward_backward 11643
+//     forward: unet_forward 3669, with forward_layer above it (layer_args 2416: addresses), calls a function of each
+//       layer's kind, such as forward_conv 2633
+//     backward: unet_backward 3746 calls such a function as backward_conv 2640 of each layer (a convolution's input
+//       gradient: conv_backward_input 19554) and, by launch_waiting 3706 on the side stream,
+//       conv_backward_weights 19973 (finish_gradients 12775: those of norms)
 //     several ranks: send_gradients (in step_gradients) and all_to_all (in the last section)
-//     the sum, and the verdict: sum_gradients 18143, judge_step 18191 (by judge_batch 6800)
-//     the update: update_slice 8805 (above train_step), adamw_update 18323 with adamw_kernel above it
-//     the log: next_step 18197, record_step 18203; later collect_steps 8867
-//   --optimizer muon: muon_updates 6915 says which weights; update_slice 8805, update_by_muon 8795 (with the formulas),
-//     muon_momentum 18395, orthogonalise 18774 (with muon_kernel above it), adamw_kernel 18268 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11699): sample_batch 5079, plan_route 4824,
-//     device_step 4872, euler_step 4608 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19414 draws all of its roads):
-//     forward_conv 2628; conv_forward 19454, with conv_product above it, which asks conv_is_wgmma 19046;
-//     on Hopper, large images: pick_conv_tiles_3x3 19355 (its tiles, such as Resident16, stand above pick_conv_small);
-//     conv_tiles 16846, with conv_tiles_kernel above it; Accumulators 10594 (its function multiply); Wgmma 10142;
-//     on Hopper, small images: pick_conv_small 19205; conv_small 17313, with conv_small_kernel and multiply_small above
-//     it; Wgmma 10142;
-//     on any other GPU pick_conv_halo_bf16 19118; conv_halo 15134, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9934
-//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8699
-//   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 448,
-//     Silu 9143, with_nonlinearity 9154 (a case); BEHIND_NORMS, above add_norm 2859, chooses it. The embedding has SiLU
-//     as a layer: silu_forward 11188
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 4017
-//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 575, and beside each other edm_question
-//     3851, ask 3886, frame_of 3899, sigma_draws 3906, has_steps_of_t 3913; the head of their section lists the
-//     changes. For a parameter that model files keep: model_header 5866, check_lists 5969, take_model_file 6313,
-//     is_of_objective 7829
-//   to add a kind of layer: a list of all places stands above LayerKind 2520; an example is forward_linear 2548
-//     with what follows it; a function such as add_resblock 2912 puts the layer into the network; its operation
-//     needs a prototype in the interface (such as that of linear_forward 938), a kernel (linear_forward 11148), and
+//     the sum, and the verdict: sum_gradients 18165, judge_step 18213 (by judge_batch 6809)
+//     the update: update_slice 8820 (above train_step), adamw_update 18345 with adamw_kernel above it
+//     the log: next_step 18219, record_step 18225; later collect_steps 8883
+//   --optimizer muon: muon_updates 6924 says which weights; update_slice 8820, update_by_muon 8810 (with the formulas),
+//     muon_momentum 18417, orthogonalise 18796 (with muon_kernel above it), adamw_kernel 18290 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11717): sample_batch 5085, plan_route 4830,
+//     device_step 4878, euler_step 4614 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 19436 draws all of its roads):
+//     forward_conv 2633; conv_forward 19476, with conv_product above it, which asks conv_is_wgmma 19068;
+//     on Hopper, large images: pick_conv_tiles_3x3 19377 (its tiles, such as Resident16, stand above pick_conv_small);
+//     conv_tiles 16867, with conv_tiles_kernel above it; Accumulators 10611 (its function multiply); Wgmma 10158;
+//     on Hopper, small images: pick_conv_small 19227; conv_small 17334, with conv_small_kernel and multiply_small above
+//     it; Wgmma 10158;
+//     on any other GPU pick_conv_halo_bf16 19140; conv_halo 15154, with conv_halo_kernel, multiply_step, multiply_tap
+//     above it; mma 9950
+//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8714
+//   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 450,
+//     Silu 9159, with_nonlinearity 9170 (a case); BEHIND_NORMS, above add_norm 2864, chooses it. The embedding has SiLU
+//     as a layer: silu_forward 11205
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 4023
+//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 577, and beside each other edm_question
+//     3857, ask 3892, frame_of 3905, sigma_draws 3912, has_steps_of_t 3919; the head of their section lists the
+//     changes. For a parameter that model files keep: model_header 5873, check_lists 5976, take_model_file 6322,
+//     is_of_objective 7838
+//   to add a kind of layer: a list of all places stands above LayerKind 2525; an example is forward_linear 2553
+//     with what follows it; a function such as add_resblock 2917 puts the layer into the network; its operation
+//     needs a prototype in the interface (such as that of linear_forward 942), a kernel (linear_forward 11165), and
 //     loops in dev/reference.h
-//   to add an element type beside bf16: Element 340, with a list of all places above it: element_named 1466,
-//     ElementOf 9114, with_act 9389 (act_has_wgmma below it), unpack_bf16 9539 and all below it
-//     to load_two 9603, mma 9934, tma_type 10313, adamw_kernel 18268 (adamw_update below it), conv_product 19414
-//   the settings, to their values: parse_command_line 1665, take_aliases 1694, complete_config 6616
-//     (apply_preset 1581, take_model_file 6313, take_ect_defaults 6343), take_data_shape 6395 (take_labels 6372),
-//     check_model 1965, check_run 2119
-//   FP8 (--precision fp8): choose_fp8 3114 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3190 and plan_fp8_gradients 3205 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3250 for samples, make_fp8_training 3316 for training; add_fp8_args 2385
-//     hands them to the layers. forward_conv 2628, backward_conv 2635 and weight_work 2358 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19517 makes an input gradient a forward convolution; conv_product_fp8 19447 picks the
-//     kernel, multiply_fp8 10631 and WgmmaFp8 10186 multiply; weight gradients: conv_weight_fp8_kernel 17916;
-//     print_fp8 8019 says whether it pays
+//   to add an element type beside bf16: Element 342, with a list of all places above it: element_named 1471,
+//     ElementOf 9130, with_act 9405 (act_has_wgmma below it), unpack_bf16 9555 and all below it
+//     to load_two 9619, mma 9950, tma_type 10330, adamw_kernel 18290 (adamw_update below it), conv_product 19436
+//   the settings, to their values: parse_command_line 1670, take_aliases 1699, complete_config 6625
+//     (apply_preset 1586, take_model_file 6322, take_ect_defaults 6352), take_data_shape 6404 (take_labels 6381),
+//     check_model 1970, check_run 2124
+//   FP8 (--precision fp8): choose_fp8 3119 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3195 and plan_fp8_gradients 3210 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3255 for samples, make_fp8_training 3321 for training; add_fp8_args 2390
+//     hands them to the layers. forward_conv 2633, backward_conv 2640 and weight_work 2363 choose between bf16 and FP8;
+//     conv_backward_input_fp8 19539 makes an input gradient a forward convolution; conv_product_fp8 19469 picks the
+//     kernel, multiply_fp8 10648 and WgmmaFp8 10202 multiply; weight gradients: conv_weight_fp8_kernel 17938;
+//     print_fp8 8033 says whether it pays
 //   an error message, to its cause: search for three or four of its words behind the first colon, without numbers.
 //     (What stands before it, such as a flag and its value, or a file's name, is put together at run time. A long text
 //     goes on in the next line. If nothing is found here, search host/.) They stand where the error is found: in a call
-//     of die, refuse or must (host/files.h), of wrong 1546 (a flag's value), or of a function beside it whose name ends
+//     of die, refuse or must (host/files.h), of wrong 1551 (a flag's value), or of a function beside it whose name ends
 //     in _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7489,
-//     either because save_arrays 7547 found weights that are not finite, or after bad steps, which judge_batch 6800
-//     finds by healthy and suspicious above it. For a damaged header they stand in check_field 5959 and check_unused
-//     (host/files.h): look at their callers; for a data file also in take_data_fields 5310, for a checkpoint's counters
-//     in check_resume 6455. unknown_word 1452 prints the message for a word of a flag that some place does not know.
-//     Such a place calls it itself or through meaning 1458. Notices, after which the run goes on, stand in calls of
-//     tell or printf. Two of them may end the run later: report_bad_step 7746 says that a step was skipped (the run
-//     ends after --max_bad_steps such steps in a row), is_written 7515 that a file could not be written yet. stop_run
-//     7489 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7498,
+//     either because save_arrays 7556 found weights that are not finite, or after bad steps, which judge_batch 6809
+//     finds by healthy and suspicious above it. For a damaged header they stand in check_field 5966 and check_unused
+//     (host/files.h): look at their callers; for a data file also in take_data_fields 5316, for a checkpoint's counters
+//     in check_resume 6464. unknown_word 1457 prints the message for a word of a flag that some place does not know.
+//     Such a place calls it itself or through meaning 1463. Notices, after which the run goes on, stand in calls of
+//     tell or printf. Two of them may end the run later: report_bad_step 7755 says that a step was skipped (the run
+//     ends after --max_bad_steps such steps in a row), is_written 7524 that a file could not be written yet. stop_run
+//     7498 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
@@ -326,13 +326,15 @@ static const char* const PRESET_ELSE = "fashion32";
 //                              convolution's result, which is fp32
 //
 // No error reminds you of these:
-//   cast_params, adamw_kernel  They round the weights' copy, which convolutions read, to bf16. Used unchanged for the
-//                              new type, they would write wrong weights. Make the type a template parameter
+//   cast_params, adamw_kernel  The compiler asks for a case (see above), but what the case calls is yours to write. The
+//                              kernels round the weights' copy, which convolutions read, to bf16. Used unchanged for
+//                              the new type, they would write wrong weights. Make the type a template parameter
 //   act_has_wgmma              It is false for the new type, so a Hopper GPU, too, uses the kernels for any GPU. It may
 //                              become true when Hopper's kernels support the type. The element is a template parameter
 //                              of conv_tiles and conv_small. All other kernels for Hopper are written for one type:
 //                              conv_weight_fp8 for FP8, and the rest for bf16. So before it becomes true for some of
-//                              these kernels, split it in two
+//                              these kernels, split it in two. It also decides where two calls of launch_resample and
+//                              one of launch_attention are reached (section 22). These name bf16, too
 //   forward_and_loss           Only for a type whose smallest numbers are larger than bf16's, such as fp16, which loses
 //                              small gradients: `factor` there has to be larger (a loss scale), and sum_gradients has
 //                              to undo it. (Then sum_gradients must always write the sum: so far, its `write` may be
@@ -745,7 +747,7 @@ struct Update {
 struct MuonMatrix {
     size_t offset;        // where its elements begin in a flat array
     int rows, columns;    // multiples of 32
-    size_t square_offset; // where its squares (short_side, short_side) begin in the arrays MuonWork::A and MuonWork::B
+    size_t square_offset; // where its square matrices (short_side, short_side) begin in MuonWork::A and MuonWork::B
     HD int short_side() const { return rows < columns ? rows : columns; }
     HD int long_side() const { return rows < columns ? columns : rows; }
 };
@@ -761,13 +763,15 @@ struct MuonTiles { // the tiles of the results of all matrices
 };
 struct MuonWork {
     std::vector<MuonMatrix> matrices;
-    size_t squares_size = 0; // how many numbers the squares (short_side, short_side) of all matrices have together
+    size_t squares_size = 0; // how many numbers the square matrices (short_side, short_side) have together
     // The arrays that these members point to are in the GPU's memory:
     const MuonMatrix* on_device = nullptr; // the same list of matrices
     MuonTiles square_tiles;                // of results (short_side, short_side)
     MuonTiles tiles;                       // of results (rows, columns)
     act* X = nullptr;                      // a flat array in the activations' type: at first a copy of the momentum
-    act *A = nullptr, *B = nullptr;        // squares of each matrix X: A = X X^T (or X^T X), and B = b A + c A A
+    // For each matrix X, A and B hold a square matrix (short_side, short_side): A = X X^T (or X^T X, if X has more rows
+    // than columns), and B = b A + c A A, where b is MUON_B and c is MUON_C.
+    act *A = nullptr, *B = nullptr;
 };
 // Muon's constants (Jordan et al. 2024): the decay of the momentum, and the coefficients a, b and c of the polynomial
 // that is applied five times (see the comments above update_by_muon).
@@ -1042,9 +1046,10 @@ static void sampler_step(float* x,         // (B or 2 B, HW, C)
                          const float* out, // (B or 2 B, HW, Cout): the network's answer
                          const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout);
 // Inpainting. keep_known runs after each step of the sampler, and does nothing if the step's known_x is 0. A pixel of
-// the image is known where mask is not above 0. There x = known_x image + known_sigma z. Then at all pixels
-// x' = back_x x + back_sigma z', with other normals z'. If the sampler makes an earlier step again after this one, the
-// second formula adds the noise that leads back to that step. (Otherwise back_x is 1 and back_sigma is 0.)
+// the image is known where mask is not above 0. There x = known_x image + known_sigma z, where z is standard normal.
+// Then at all pixels x' = back_x x + back_sigma z', where z' is drawn separately. If the sampler makes an earlier step
+// again after this one, the second formula adds the noise that leads back to that step. (Otherwise back_x is 1 and
+// back_sigma is 0.)
 static void keep_known(float* x,           // (B or 2 B, n)
                        const float* image, // (B, n)
                        const float* mask,  // (B, n)
@@ -3588,14 +3593,15 @@ static void check_memory(UNet* net, bool training) {
 // with a message that says which batch would fit.
 static void plan_memory(UNet* net, int B, bool training) {
     const double pixels = (double)B * net->config.H * net->config.W;
+    const char* const flag = training && net->config.given("microbatch") ? "microbatch" : "batch_size";
     if (pixels > MOST_PIXELS)
-        die("--batch_size %d: so many images of %s at a time are more than %d pixels; "
+        die("--%s %d: so many images of %s at a time are more than %d pixels; "
             "a smaller --microbatch (or --batch_size) works",
-            B, net->config.image_size.c_str(), MOST_PIXELS);
+            flag, B, net->config.image_size.c_str(), MOST_PIXELS);
     if (B > MOST_IMAGES)
-        die("--batch_size %d: a GPU computes at most %d images at a time; "
+        die("--%s %d: a GPU computes at most %d images at a time; "
             "a smaller --microbatch (or --batch_size) works",
-            B, MOST_IMAGES);
+            flag, B, MOST_IMAGES);
     // The order matters. For example, plan_gradients reads the `residual` that plan_fusions removes, and plan_lifetimes
     // must know all buffers and all fused layers.
     net->B = B;
@@ -5615,7 +5621,8 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
 }
 
 // Makes the pictures (count, H, W, cond_channels) that --cond asks for. They are made of the first images of a file, at
-// most `most` of them. masks: (count, H, W), which are used in turn; empty: the holes are drawn.
+// most `most` of them. masks: any number of masks (H, W), one after the other. Image i gets mask i. After the last
+// mask, they are used again from the first one on. If there are none, the holes are drawn.
 static std::vector<float> made_pictures(const Config& c, Dataset d, int most, const std::vector<float>& masks) {
     std::vector<float> pictures;
     // This is a vector of floats, so that its memory is aligned even for an image of floats.
@@ -6224,7 +6231,8 @@ static bool is_parsed(const std::string& name) {
 }
 
 // Takes the settings of the model from a model file of unet.cu, for take_model_file. If the command line gives such a
-// setting, too, the two values must be the same, unless the setting may change from run to run (take_from_file).
+// setting, too, the two values must be the same. There are two exceptions: settings that may change from run to run
+// (take_from_file), and settings of the diffusion, which such a file does not hold.
 static void take_unet_cu_file(Config* c, const ModelFile& model) {
     const Config theirs = unet_cu_config(model);
     for (const Flag& f : FLAGS) {
@@ -6248,7 +6256,8 @@ static std::pair<std::string, std::string> kept_paths(const ModelFile& model) {
 
 // Finds a data file whose path is kept in a checkpoint. The path may be relative to the folder in which the run was
 // started. That folder may be one of the folders that contain the checkpoint. So the data file is looked for in the
-// current folder, and then in the checkpoint's folder and in the folders above it.
+// current folder, and then in the checkpoint's folder and in the folders above it. If it is found nowhere, the path is
+// returned as it is.
 static std::string find_data(const ModelFile& model, const std::string& data_file) {
     std::filesystem::path found(data_file);
     std::filesystem::path folder = std::filesystem::absolute(model.path).parent_path();
@@ -7852,22 +7861,27 @@ static std::string changed_loss(const Config& c, const ModelFile& m, const Datas
 
 // Returns whether the run's validation losses mean something else than those of a checkpoint whose header is h: whether
 // the objective or the validation data is another one.
-static bool validates_otherwise(const Run& run, const Header& h) {
+static bool val_loss_changed_since(const Run& run, const Header& h) {
     const Config& c = run.config;
     const std::string objective = changed_flag(c, h, [&](const Flag& f) { return is_of_objective(c, f); });
     const uint32_t val_crc = h.get<uint32_t>(SLOT_VAL_CRC); // 0: unknown, or there was no validation data
     return !objective.empty() || (val_crc && val_crc != run.val.header_crc);
 }
 
-// Compares a resumed run with its checkpoint m. If validation losses now mean something else than before, sets
-// run->val_loss_changed. If losses or gradient norms now mean something else, starts the guard anew, as in a new run. A
-// guard that compared them with those of earlier steps could skip every step of the resumed run.
+// Sets run->val_loss_changed and run->best_loss_changed: whether the validation losses of a resumed run can't be
+// compared with that of its checkpoint m, and with that of best.bin. best.bin is compared by its own header, because
+// after it was written, the run may have been resumed with other flags.
+static void compare_val_losses(Run* run, const ModelFile& m) {
+    run->val_loss_changed = val_loss_changed_since(*run, m.header);
+    const std::optional<Header> best = best_header(*run);
+    run->best_loss_changed = best && val_loss_changed_since(*run, *best);
+}
+
+// Compares a resumed run with its checkpoint m. If losses or gradient norms now mean something else than before, starts
+// the guard anew, as in a new run. A guard that compared them with those of earlier steps could skip every step of the
+// resumed run.
 static void compare_with_checkpoint(Run* run, const ModelFile& m) {
     const Config& c = run->config;
-    run->val_loss_changed = validates_otherwise(*run, m.header);
-    // The run may have been resumed in between with other flags, so best.bin is compared by its own header.
-    const std::optional<Header> best = best_header(*run);
-    run->best_loss_changed = best && validates_otherwise(*run, *best);
     const std::string why = changed_loss(c, m, run->trainer.data);
     if (why.empty()) return;
     printf("%s, so the first 100 steps show anew which losses and gradient norms are usual\n", why.c_str());
@@ -7968,7 +7982,7 @@ static void leave_later_snapshots(const Folder& folder, int64_t first_step) {
     }
     if (count)
         printf("%s: snapshots ema_STEP.bin beyond step %ld, where this run goes on: %ld; "
-               "they are called ema_STEP.bin.left now, and no average takes them\n",
+               "they are called ema_STEP.bin.left now (or .left2 and so on), and no average takes them\n",
                folder.path.c_str(), first_step, count);
 }
 
@@ -8074,7 +8088,7 @@ static void print_start(const Config& c, const Trainer& tr, const Dataset& data)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- what else a run takes when it begins: validation data, conditions of grids, its folder
+// --- how a run begins: validation data, conditions of grids, its folder
 
 // Opens --val_data_file and --val_cond_file, if they are given. Checks that the images have the size of the training
 // data's images, and that the images' numbers, labels and pictures fit the model. Without --val_data_file the result is
@@ -8193,6 +8207,7 @@ static bool begin_run(Run* run, const Dataset& data, const std::string& resume, 
     print_start(c, tr, data);
     if (resume.empty()) start_weights(&tr, start);
     else restore(run, start);
+    if (!resume.empty()) compare_val_losses(run, start);
     cast_params(tr.copy, tr.params, tr.net.flat_size); // makes the copy of the weights that convolutions read
     const bool lacks_snapshot = lacks_file(*run, "ema_", ".bin", c.ema_snapshots);
     const bool lacks_grid = lacks_file(*run, "samples_", ".png", c.sample_interval);
@@ -8863,7 +8878,8 @@ static bool train_step(Trainer* tr, int64_t step) {
 // --- the loop over the steps
 
 // Waits until all issued steps are done, and logs those that are not logged yet. validate: the validation loss is
-// measured after the last of these steps. show: the status line is printed for the last of these steps.
+// measured after the last of these steps. show: the status line is printed for the last of these steps. Then log.csv is
+// written and, when they are due, waiting pictures and the page.
 static void collect_steps(Run* run, bool validate, bool show) {
     StepState records[RECORDS]; // the results of the latest steps, which the device has stored (record_step)
     const int64_t logged = run->state.step;
@@ -10231,8 +10247,9 @@ template <int PENDING, class... Sums> INLINE void multiplied(Sums&... d) {
 
 // Sizes that Hopper's kernels have in common. In most tiles, TMA and wgmma swizzle rows of 128 bytes, in groups of 8
 // rows. (Some boxes have rows of 64 bytes: see tma_swizzle.) In a convolution, a row of 128 bytes holds one slice of a
-// pixel or of a weight: 64 channels in bf16, 128 channels in FP8 (slice_channels). If a row runs along k, one wgmma
-// instruction multiplies 32 bytes of it, which are 16 bf16 or 32 FP8 numbers.
+// pixel (64 channels in bf16, 128 channels in FP8: slice_channels), or as many weights of one tap that are neighbours
+// in memory. (Section 20 explains slices.) If a row runs along k, one wgmma instruction multiplies 32 bytes of it,
+// which are 16 bf16 or 32 FP8 numbers.
 constexpr int SLICE_CHANNELS = 64;
 constexpr int SLICE_BYTES = SLICE_CHANNELS * (int)bytes_of(Element::BF16);
 constexpr int slice_channels(Element e) { return SLICE_BYTES / (int)bytes_of(e); }
@@ -11268,7 +11285,8 @@ static void values_embedding_backward(GradOf<float> dx, float* dweight, const fl
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-// Used when: most of these operations run once in each training step, or once in each step of a sampler.
+// Used when: most of these operations run once for each microbatch of a training step, or once in each step of a
+//   sampler. draw_levels runs once in each training step.
 // How: each(n, f) runs f(i) for every i < n, each in a thread of its own (section 16). In q_sample and in a sampler's
 //   step, each thread works on four values, because one quartet of Philox gives four random numbers (each_quad). Losses
 //   are summed in double, in a fixed order. The formulas are in section 8 ("Diffusion") and in dev/reference.h. Only
@@ -11929,7 +11947,7 @@ template <class T, int PIXELS> struct NormColumn {
     int end = min(a.s.HW, ((int)blockIdx.x + 1) * a.chunk);
     bool in_x1 = c < a.s.C1;                              // false: the channels belong to x2
     int pitch = in_x1 ? a.s.C1 : a.s.C2;                  // how many elements a pixel of x1 (or x2) has
-    int stride = rows * pitch;                            // elements from a thread's pixel to its next, in x and dx
+    int stride = rows * pitch;                            // from a thread's pixel to its next pixel, in x and dx
     int stride_out = rows * a.C;                          // the same distance in out and dout
     size_t pixel = (size_t)b * a.s.HW + first;            // this thread's first pixel, counted over all images
     size_t at = pixel * pitch + (in_x1 ? c : c - a.s.C1); // index of the thread's first element in x and dx
@@ -12018,7 +12036,7 @@ struct NormChannel : NormParameters<1> {
         rstd = a.rstd[group];
     }
     INLINE float2 coefficients(float z_factor) const { return NormParameters::coefficients(0, mean, rstd, z_factor); }
-    INLINE float dxhat_factor() const { return weight[0] * factor(0); } // the w in dxhat = w dz
+    INLINE float dxhat_factor() const { return weight[0] * factor(0); } // w in the formula dxhat = w dz
     // Writes two kinds of gradients for this channel: this image's part of dbias and dweight, and the gradients of the
     // image's film shift and film scale. sum holds the sums of dz and of dz x over the image's pixels. Below, factor is
     // 1 + film scale.
@@ -12501,9 +12519,9 @@ template <class T, bool DROPOUT> struct NormSlab {
     // by Z_FACTOR (as norm_dz expects them). In step 4, find_group_terms replaces them by x_factor and offset, which
     // store_dx reads.
     float2* coefficients = (float2*)(kept + 2 * slots * threads);
-    float4* channels = (float4*)(coefficients + w.slab);    // (slab): mean, rstd, and w in dxhat = w dz
+    float4* channels = (float4*)(coefficients + w.slab);    // (slab): mean, rstd, dxhat_factor(), and one not used
     float2* warp_sums = (float2*)(channels + w.slab);       // (row_warps, slab), rows w.pitch() apart: sums of dz, dz x
-    float2* block_sums = warp_sums + row_warps * w.pitch(); // (blocks, slab), if blocks > 1: each block's sums
+    float2* block_sums = warp_sums + row_warps * w.pitch(); // the same for each block, if blocks > 1
 
     // Pixels and channels. Images are processed from the last to the first. One reason is that dout of the last images
     // may still be in the L2 cache. The other reason is that the next kernel, which reads dx, begins with the first
@@ -14435,11 +14453,13 @@ struct ConvCall {
 
 // What one thread needs to know in order to store channels c .. c + 3 of image n.
 template <class T> struct OutputLane {
-    int pitch;            // channels of a pixel in the tensor that is written (part1 or part2)
-    int count;            // how many channels are stored: 4, or fewer at the end of the tensor; 0: nothing is stored
-    T* out;               // the address that channel c of pixel 0 is written to
-    const T *add1, *add2; // the addresses of channel c of pixel 0 in the addends; null: no addend
-    float shift[4];       // bias + embedding, which is added to all pixels
+    int pitch; // channels of a pixel in the tensor that is written (part1 or part2)
+    int count; // how many channels are stored: 4, or fewer at the end of the tensor; 0: nothing is stored
+    // Where channel c of the tensor's first pixel (in image 0) is written. (If the tensor is part2, its channels are
+    // counted from its own first one.) Pixel p, counted over all images, lies p * pitch further.
+    T* out;
+    const T *add1, *add2; // the same places in the addends; null: no addend
+    float shift[4];       // bias + embedding of image n, which is added to all of its pixels
 
     INLINE OutputLane(const ConvOut& o, int c, int n) {
         const bool second = c >= o.Cout1;
@@ -16438,7 +16458,8 @@ struct ConvTiles {
     static int shared_bytes(int n, int weights) {
         return shared_beside(BARRIERS) + n * STAGE_BYTES + weights * WEIGHT_BYTES;
     }
-    // Returns how many stages of pixels fit into shared memory in addition to `weights` stages of weights.
+    // Returns how many stages of pixels fit into shared memory in addition to `weights` stages of weights, but at most
+    // MAX_STAGES.
     static int stages(int weights) {
         const int room = hopper_shared(1) - shared_bytes(0, weights);
         return std::min(room / STAGE_BYTES, MAX_STAGES);
@@ -17782,13 +17803,14 @@ template <class T> INLINE void transpose_tiles(const WeightBlock<T>& work, auto&
     const int lane = threadIdx.x & 31;
     const int half = lane >> 4;
     const int quad = lane & 15; // the lane's channels are 4 quad .. 4 quad + 3
-    // As its i-th pixel of a strip, the lane reads pixel i or, if half is 1, pixel i ^ 1. `from` is the place of the
-    // lane's channels in the first pixel that the lane reads in strip 0 (pixel 0 or, if half is 1, pixel 1), before the
-    // swizzle. `to` is where the first of these channels is written, in bytes from the beginning of a strip. TMA
-    // swizzles rows of 64 bytes: it XORs bits 4-5 of an address with bits 7-8 (see box_place). A stage begins at a
-    // multiple of 1 KB, and a strip at a multiple of 8 pixels, which are 512 bytes. So bits 7-8 are i / 2 % 4, and the
-    // XOR with i / 2 % 4 * 16 below is this swizzle. The 16 pixels of a strip follow each other in memory, also if they
-    // are two rows, because x has no border to the left and to the right.
+    // The 16 pixels of a strip follow each other in memory, 64 bytes each (PIXEL_BYTES), also if they are two rows of
+    // the tile, because x has no border to the left and to the right. As its i-th pixel, a lane reads pixel i or, if
+    // half is 1, pixel i ^ 1. `from` is where the lane's channels lie in pixel `half` of strip 0. So bit 6 of the
+    // address is `half`. Below, the XOR with i % 2 * PIXEL_BYTES flips this bit if i is odd.
+    // The XOR with i / 2 % 4 * 16 is TMA's swizzle of rows of 64 bytes: bits 4-5 of an address are XORed with bits 7-8
+    // (see box_place). Here bits 7-8 are i / 2 % 4, because a stage begins at a multiple of 1 KB, and a strip at a
+    // multiple of 512 bytes.
+    // `to` is where the lane's first channel is written, in bytes from the beginning of a strip.
     const int from = quad * 4 + half * T::PIXEL_BYTES;
     const int to = quad / 2 * T::CHANNELS_8 + quad % 2 * 64;
     for (int t = work.first; t < work.end; t++) {

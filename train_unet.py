@@ -1029,9 +1029,8 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             stopped = stop[0] if stop else ""  # the signal that ends the run
             last = step >= config.max_steps or stopped != ""
             save = last or (keeper.saves(step, config.save_interval) and not result.objection)
-            draws = (
-                config.sample_interval and step % config.sample_interval == 0
-            )  # a signal may end the run meanwhile, with a checkpoint to be measured
+            draws = config.sample_interval > 0 and step % config.sample_interval == 0
+            # A signal may end the run while a grid is drawn. With --keep_best, its checkpoint then needs a validation loss.
             validate = val_data and (step % config.val_interval == 0 or last or (config.keep_best and (save or draws)))
             keeper.val_loss = val_loss = trainer.validation_loss(val_data) if validate else None
             screen.tell(folder.check(step))

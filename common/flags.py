@@ -158,7 +158,7 @@ def parse_value(name: str, type_: str, text: str) -> Any:
             return exact(text, int if type_ == "int" else float)
         if name == "image_size":
             height, x, width = text.partition("x")
-            return int(exact(height, int)), int(exact(width if x else height, int))
+            return exact(height, int), exact(width if x else height, int)
         if type_.startswith("tuple"):
             return tuple(exact(v, float if "float" in type_ else int) for v in text.split(",")) if text else ()
         return text

@@ -124,7 +124,7 @@ class RunFolder:
             except OSError as e:
                 raise UserError(f"{self.name(name)}: can't be renamed to {left} ({e.strerror}); move it away") from None
         if names:
-            told = "they are called ema_STEP.bin.left now, and no average takes them"
+            told = "they are called ema_STEP.bin.left now (or .left2 and so on), and no average takes them"
             print(f"{self.path}: snapshots ema_STEP.bin beyond step {first_step}, where this run goes on: {len(names)}; {told}")
 
     def best(self) -> tuple[Config, TrainingState] | None:

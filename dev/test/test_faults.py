@@ -791,6 +791,10 @@ def test_the_best_checkpoint_is_compared_by_its_own_flags(program: list[str], da
     assert best_step(tmp_path / "out") == 8
     told = call([*program, *on, "--max_steps", 10, "--keep_best", True], tmp_path).stdout
     assert "can't be compared" not in told
+    # a run that is done compares in the same way
+    kept = (tmp_path / "out/best.bin").read_bytes()
+    told = call([*program, *on, "--max_steps", 10, "--keep_best", True, "--min_snr_gamma", 1], tmp_path).stdout
+    assert "can't be compared" in told and "nothing to do" in told and (tmp_path / "out/best.bin").read_bytes() == kept
 
 
 def test_grids_are_measured_for_the_best_checkpoint(program: list[str], data: Path, tmp_path: Path) -> None:

@@ -118,6 +118,23 @@ def test_pair(gpu: str, precision: str, name: str, number: int, tmp_path: Path) 
         assert variable != "BENCH_WITHOUT" or launches != usual, f"nothing changes without {value}"
 
 
+@pytest.mark.skipif(BUILD != "cpu", reason="a GPU's kernels make D of dout and out")
+def test_attention_of_one_key_alone_has_no_gradient_of_scores() -> None:
+    """If one P of each row is 1, then dP - D is exactly 0 for it in dev/reference.h, so q and k have no gradient, however large they are. The other P are what
+    fast_exp returns for numbers below its range, up to 2^-125. Times q, k and dP they stay below 1e-30."""
+    rng = np.random.default_rng(5)
+    B, T, heads, d = 2, 16, 2, 32
+    q = np.zeros((B, T, heads, d), np.float32)
+    q[:, np.arange(T), :, np.arange(T)] = 1e4  # a key is like one query, and unlike the others
+    v = rng.standard_normal((B, T, heads, d), np.float32)
+    qkv = np.stack([q, q, v], 2).reshape(B, T, 3 * heads * d)
+    dout = rng.standard_normal((B, T, heads * d), np.float32)
+    got, _ = harness.run(PAIRS["attention"], {"heads": heads, "qkv": qkv, "dout": dout, "precision": "fp32"})
+    dqkv = got["dqkv"].reshape(B, T, 3, heads * d)
+    assert np.abs(dqkv[:, :, :2]).max() < 1e-30
+    assert np.array_equal(dqkv[:, :, 2], dout)
+
+
 @pytest.mark.skipif(BUILD == "emulated", reason="software runs kernels in one thread")
 @pytest.mark.parametrize("name", NAMES)
 def test_threads_do_not_matter(name: str) -> None:
