@@ -4,162 +4,170 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    258  Part I. The program
-//    261     1. Types at the interface: what operations are called with
-//    817     2. The interface: all that the program asks of a device
-//   1205     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1309     4. Configuration: flags, presets, help, what can work and what cannot
-//   2140     5. The network: a list of layers, made of guided-diffusion's flags
-//   3180     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3190         FP8: its buffers, its factors, and weights in FP8
-//   3355         gradients, and buffers
-//   3635     7. Forward and backward: two walks over the list
-//   3782     8. Diffusion: noise schedules, objectives, samplers
-//   4096         the level of a training sample, drawn, and its share of the loss
-//   4582         samplers
-//   5177     9. Data: .bin files that may be larger than memory, the order of their images
-//   5767    10. Model files: weights and checkpoints, initial weights
-//   6159    11. Settings: what the command line leaves open comes from presets, model files and the data
-//   6505         presets, and all settings together
-//   6645         what ranks must have in common
-//   6719    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
-//   6741         the learning rate, the verdict on a step, averages of the weights
-//   6836         what a trainer holds, and how ranks gather it
-//   7048         the log in memory, as the page shows it
-//   7178         what a run holds
-//   7278         the log and the status line
-//   7480         checkpoints, snapshots and grids
-//   7767         a run's first weights: new, of a file, or of the run that is resumed
-//   8091         how a run begins: validation data, conditions of grids, its folder
-//   8240         how a run ends
-//   8311         samples, without a run
-//   8486    13. A training step, the loop over the steps, and main
-//   8510         a step
-//   8878         the loop over the steps
-//   9004         train and main: a whole run, from the command line to the exit code
-//   9109  Part II. The device
-//   9112    14. What all devices share: elements, nonlinearities, patches of pixels
-//   9197    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9267    16. The GPU: what all kernels share
-//   9339         Launches, which may overlap
-//   9386         Decisions: what kernels are chosen with
-//   9441         Single instructions: shared memory, mbarriers, clusters
-//   9539         Activations: pieces of 16 bytes
-//   9882         each_kernel: a thread for an element
-//   9896         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//  10068         Swizzle: how rows lie in shared memory
-//  10090         Hopper (sm_90a): TMA, wgmma and what goes with them
-//  10376         building blocks of Hopper's kernels (sm_90a)
-//  10698    17. Small operations: resampling, embeddings, diffusion
-//  10701         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10915         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11287         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11850    18. Group norm
-//  11853         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12419         groupnorm_backward_whole: an image's slab in shared memory
-//  12826    19. Attention
-//  12935         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13500         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13648         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14359    20. Convolution
-//  14413         ConvOut: results, 4 channels of a pixel at a time
-//  14664         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14737         conv_halo: 3x3, stride 1, any GPU
-//  15167         conv_gather: any kernel size and stride, any GPU
-//  15440         conv_few: the first and the last layer
-//  15630         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16245         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16376         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16882         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17348         conv_weight_tma: weight gradients (sm_90a)
-//  17665         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  17994         FP8 in training: weights and gradients are rounded
-//  18110    21. The optimiser
-//  18113         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18374         muon: directions for matrices of weights
-//  18819    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18822         groupnorm_backward
-//  18993         attention: forward and, where a has dout, backward
-//  19058         convolution: forward and input gradient
-//  19589         convolution: weight gradients
-//  19980    23. The GPU: memory, copies, repeated work
-//  20213    24. Between ranks: from device to device
+//    266  Part I. The program
+//    269     1. Types at the interface: what operations are called with
+//    826     2. The interface: all that the program asks of a device
+//   1215     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1319     4. Configuration: flags, presets, help, what can work and what cannot
+//   2152     5. The network: a list of layers, made of guided-diffusion's flags
+//   3198     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3208         FP8: its buffers, its factors, and weights in FP8
+//   3373         gradients, and buffers
+//   3653     7. Forward and backward: two walks over the list
+//   3800     8. Diffusion: noise schedules, objectives, samplers
+//   4115         the level of a training sample, drawn, and its share of the loss
+//   4601         samplers
+//   5196     9. Data: .bin files that may be larger than memory, the order of their images
+//   5786    10. Model files: weights and checkpoints, initial weights
+//   6178    11. Settings: what the command line leaves open comes from presets, model files and the data
+//   6525         presets, and all settings together
+//   6665         what ranks must have in common
+//   6739    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
+//   6761         the learning rate, the verdict on a step, averages of the weights
+//   6856         what a trainer holds, and how ranks gather it
+//   7068         the log in memory, as the page shows it
+//   7198         what a run holds
+//   7298         the log and the status line
+//   7500         checkpoints, snapshots and grids
+//   7787         a run's first weights: new, of a file, or of the run that is resumed
+//   8112         how a run begins: validation data, conditions of grids, its folder
+//   8261         how a run ends
+//   8333         samples, without a run
+//   8508    13. A training step, the loop over the steps, and main
+//   8532         a step
+//   8904         the loop over the steps
+//   9030         train and main: a whole run, from the command line to the exit code
+//   9135  Part II. The device
+//   9138    14. What all devices share: elements, nonlinearities, patches of pixels
+//   9223    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9293    16. The GPU: what all kernels share
+//   9365         Launches, which may overlap
+//   9412         Decisions: what kernels are chosen with
+//   9467         Single instructions: shared memory, mbarriers, clusters
+//   9565         Activations: pieces of 16 bytes
+//   9908         each_kernel: a thread for an element
+//   9922         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//  10094         Swizzle: how rows lie in shared memory
+//  10116         Hopper (sm_90a): TMA and what goes with it
+//  10247         building blocks of Hopper's kernels (sm_90a)
+//  10464         wgmma: how a warpgroup multiplies (sm_90a)
+//  10726    17. Small operations: resampling, embeddings, diffusion
+//  10729         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10943         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11315         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11878    18. Group norm
+//  11881         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12447         groupnorm_backward_whole: an image's slab in shared memory
+//  12854    19. Attention
+//  12963         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13528         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13677         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14388    20. Convolution
+//  14441         ConvOut: results, 4 channels of a pixel at a time
+//  14692         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14765         conv_halo: 3x3, stride 1, any GPU
+//  15195         conv_gather: any kernel size and stride, any GPU
+//  15468         conv_few: the first and the last layer
+//  15658         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16273         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16404         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16910         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17376         conv_weight_tma: weight gradients (sm_90a)
+//  17693         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  18022         FP8 in training: weights and gradients are rounded
+//  18138    21. The optimiser
+//  18141         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18386         muon: directions for matrices of weights
+//  18831    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18834         groupnorm_backward
+//  19005         attention: forward and, where a has dout, backward
+//  19070         convolution: forward and input gradient
+//  19602         convolution: weight gradients
+//  19993    23. The GPU: memory, copies, repeated work
+//  20226    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights. What stands in brackets need not be opened: where it is called, a comment
 //   says what it does.
-//     command line: main 9105, run_program 9039, train 9011 and run_step 8959, one above the other; train_step 8847
-//     images are read: load_batch 5719, read_image 5268 (send 20183: to the GPU)
-//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20114)
-//     a microbatch: step_gradients 8714 (draw_levels 11307: noise levels, by draw_level 4169; take_microbatch 8556)
-//     noise and loss: forward_and_loss 8582; q_sample_forward 11525; loss_forward_backward 11643
-//     forward: unet_forward 3669, with forward_layer above it (layer_args 2416: addresses), calls a function of each
-//       layer's kind, such as forward_conv 2633
-//     backward: unet_backward 3746 calls such a function as backward_conv 2640 of each layer (a convolution's input
-//       gradient: conv_backward_input 19554) and, by launch_waiting 3706 on the side stream,
-//       conv_backward_weights 19973 (finish_gradients 12775: those of norms)
+//     command line: main 9131, run_program 9065, train 9037 and run_step 8985, one above the other; train_step 8873
+//     images are read: load_batch 5738, read_image 5287 (send 20196: to the GPU)
+//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20127)
+//     the gradient: step_gradients 8739 (draw_levels 11335: noise levels of the batch, by draw_level 4188)
+//     a microbatch (take_microbatch 8578): forward_and_loss 8604; q_sample_forward 11553; loss_forward_backward 11671
+//     forward: unet_forward 3687, with forward_layer above it (layer_args 2428: addresses), calls a function of each
+//       layer's kind, such as forward_conv 2651
+//     backward: unet_backward 3764 calls such a function as backward_conv 2658 of each layer (a convolution's input
+//       gradient: conv_backward_input 19567) and, by launch_waiting 3724 on the side stream,
+//       conv_backward_weights 19986 (finish_gradients 12803: those of norms). The head of its section draws the way
+//       from there to the kernels
 //     several ranks: send_gradients (in step_gradients) and all_to_all (in the last section)
-//     the sum, and the verdict: sum_gradients 18165, judge_step 18213 (by judge_batch 6809)
-//     the update: update_slice 8820 (above train_step), adamw_update 18345 with adamw_kernel above it
-//     the log: next_step 18219, record_step 18225; later collect_steps 8883
-//   --optimizer muon: muon_updates 6924 says which weights; update_slice 8820, update_by_muon 8810 (with the formulas),
-//     muon_momentum 18417, orthogonalise 18796 (with muon_kernel above it), adamw_kernel 18290 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11717): sample_batch 5085, plan_route 4830,
-//     device_step 4878, euler_step 4614 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19436 draws all of its roads):
-//     forward_conv 2633; conv_forward 19476, with conv_product above it, which asks conv_is_wgmma 19068;
-//     on Hopper, large images: pick_conv_tiles_3x3 19377 (its tiles, such as Resident16, stand above pick_conv_small);
-//     conv_tiles 16867, with conv_tiles_kernel above it; Accumulators 10611 (its function multiply); Wgmma 10158;
-//     on Hopper, small images: pick_conv_small 19227; conv_small 17334, with conv_small_kernel and multiply_small above
-//     it; Wgmma 10158;
-//     on any other GPU pick_conv_halo_bf16 19140; conv_halo 15154, with conv_halo_kernel, multiply_step, multiply_tap
-//     above it; mma 9950
-//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8714
-//   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 450,
-//     Silu 9159, with_nonlinearity 9170 (a case); BEHIND_NORMS, above add_norm 2864, chooses it. The embedding has SiLU
-//     as a layer: silu_forward 11205
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 4023
-//   to add an objective, as edm and flow are: its row in common/flags.h, Frame 577, and beside each other edm_question
-//     3857, ask 3892, frame_of 3905, sigma_draws 3912, has_steps_of_t 3919; the head of their section lists the
-//     changes. For a parameter that model files keep: model_header 5873, check_lists 5976, take_model_file 6322,
-//     is_of_objective 7838
-//   to add a kind of layer: a list of all places stands above LayerKind 2525; an example is forward_linear 2553
-//     with what follows it; a function such as add_resblock 2917 puts the layer into the network; its operation
-//     needs a prototype in the interface (such as that of linear_forward 942), a kernel (linear_forward 11165), and
-//     loops in dev/reference.h
-//   to add an element type beside bf16: Element 342, with a list of all places above it: element_named 1471,
-//     ElementOf 9130, with_act 9405 (act_has_wgmma below it), unpack_bf16 9555 and all below it
-//     to load_two 9619, mma 9950, tma_type 10330, adamw_kernel 18290 (adamw_update below it), conv_product 19436
-//   the settings, to their values: parse_command_line 1670, take_aliases 1699, complete_config 6625
-//     (apply_preset 1586, take_model_file 6322, take_ect_defaults 6352), take_data_shape 6404 (take_labels 6381),
-//     check_model 1970, check_run 2124
-//   FP8 (--precision fp8): choose_fp8 3119 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3195 and plan_fp8_gradients 3210 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3255 for samples, make_fp8_training 3321 for training; add_fp8_args 2390
-//     hands them to the layers. forward_conv 2633, backward_conv 2640 and weight_work 2363 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19539 makes an input gradient a forward convolution; conv_product_fp8 19469 picks the
-//     kernel, multiply_fp8 10648 and WgmmaFp8 10202 multiply; weight gradients: conv_weight_fp8_kernel 17938;
-//     print_fp8 8033 says whether it pays
-//   an error message, to its cause: search for three or four of its words behind the first colon, without numbers.
-//     (What stands before it, such as a flag and its value, or a file's name, is put together at run time. A long text
-//     goes on in the next line. If nothing is found here, search host/.) They stand where the error is found: in a call
-//     of die, refuse or must (host/files.h), of wrong 1551 (a flag's value), or of a function beside it whose name ends
-//     in _unless. If a function stores the message in a variable, such as `error` or `why`, look for what reads the
-//     variable next: it prints the message. A message that begins with "stopped at step" comes from stop_run 7498,
-//     either because save_arrays 7556 found weights that are not finite, or after bad steps, which judge_batch 6809
-//     finds by healthy and suspicious above it. For a damaged header they stand in check_field 5966 and check_unused
-//     (host/files.h): look at their callers; for a data file also in take_data_fields 5316, for a checkpoint's counters
-//     in check_resume 6464. unknown_word 1457 prints the message for a word of a flag that some place does not know.
-//     Such a place calls it itself or through meaning 1463. Notices, after which the run goes on, stand in calls of
-//     tell or printf. Two of them may end the run later: report_bad_step 7755 says that a step was skipped (the run
-//     ends after --max_bad_steps such steps in a row), is_written 7524 that a file could not be written yet. stop_run
-//     7498 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go on from
+//     the sum, and the verdict: sum_gradients 18193, judge_step 18241 (by judge_batch 6829)
+//     the update: update_slice 8846 (above train_step), adamw_update 18360 with adamw_kernel above it
+//     the log: next_step 18247, record_step 18253; later collect_steps 8909
+//   --optimizer muon: muon_updates 6944 says which weights; update_slice 8846, update_by_muon 8836 (with the formulas),
+//     muon_momentum 18429, orthogonalise 18808 (with muon_kernel above it), adamw_kernel 18304 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11745): sample_batch 5104, plan_route 4849,
+//     device_step 4897, euler_step 4633 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 19449 draws all of its roads):
+//     forward_conv 2651; conv_forward 19489, with conv_product above it (conv_is_wgmma 19080: for bf16, on Hopper);
+//     on Hopper, large images: pick_conv_tiles_3x3 19389 (its tiles, such as Resident16, stand above pick_conv_small);
+//       conv_tiles 16895, with conv_tiles_kernel above it; Accumulators 10639 (its function multiply), with Wgmma above
+//       it
+//     on Hopper, small images: pick_conv_small 19239; conv_small 17362, with conv_small_kernel and multiply_small above
+//       it; Wgmma 10615
+//     on any other GPU: pick_conv_halo_bf16 19152; conv_halo 15182, with conv_halo_kernel, multiply_step, multiply_tap
+//       above it; mma 9976
+//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8739
+//   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 459,
+//     Silu 9185, with_nonlinearity 9196 (a case); BEHIND_NORMS, above add_norm 2882, chooses it. The embedding has SiLU
+//     as a layer: silu_forward 11233
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 4042
+//   to add an objective, as edm and flow are: a word in the row of `objective` in common/flags.h, Frame 586, and beside
+//     each other edm_question 3876, ask 3911, frame_of 3924, sigma_draws 3931, has_steps_of_t 3938; the head of their
+//     section lists the changes. For a parameter that model files keep: model_header 5892, check_lists 5995,
+//     take_model_file 6341, is_of_objective 7858
+//   to add a kind of layer: a list of all places stands above LayerKind 2543; examples are forward_linear 2571 with
+//     what follows it, for a layer of the embedding, and forward_downsample 2744, for a layer between the images (a
+//     norm, forward_norm 2691, has weights, too); a function such as add_resblock 2935 puts the layer into the network;
+//     its operation needs a prototype in the interface (such as that of linear_forward 951), a kernel (linear_forward
+//     11193), and loops in dev/reference.h
+//   to add an element type beside bf16: Element 350, with a list of all places above it: the row of `precision` in
+//     common/flags.h, ElementOf 9156, with_act 9431 (act_has_wgmma below it), unpack_bf16 9581 and all below it to
+//     load_two 9645, mma 9976, pick_conv_halo_bf16 19152, conv_product 19449; for fp16 also forward_and_loss 8604,
+//     sum_gradients 18193, orthogonalise 18808
+//   the settings, to their values: parse_command_line 1682, take_aliases 1711, complete_config 6645
+//     (apply_preset 1598, take_model_file 6341, take_ect_defaults 6371), take_data_shape 6423 (take_labels 6400),
+//     check_model 1982, check_run 2136
+//   FP8 (--precision fp8): choose_fp8 3137 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3213 and plan_fp8_gradients 3228 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3273 for samples, make_fp8_training 3339 for training; add_fp8_args 2402
+//     hands them to the layers. forward_conv 2651, backward_conv 2658 and weight_work 2375 choose between bf16 and FP8;
+//     conv_backward_input_fp8 19552 makes an input gradient a forward convolution; conv_product_fp8 19482 picks the
+//     kernel, multiply_fp8 10676 and WgmmaFp8 10584 multiply; weight gradients: conv_weight_fp8_kernel 17966;
+//     print_fp8 8054 says whether it pays
+//   an error message, to its cause: leave out its beginning (train_unet:), and the names and values of flags, names of
+//     files, and numbers, which are put together at run time. Search for three or four of the words that are left. (A
+//     long text goes on in the next line. If nothing is found here, search host/.) They stand where the error is found:
+//     in a call of die, refuse or must (host/files.h), of wrong 1563 (a flag's value), or of a lambda in the same
+//     function whose name ends in _unless. If a function stores the message in a variable, such as `error` or `why`,
+//     look for what reads the variable next: it prints the message. A message that begins with "stopped at step" comes
+//     from stop_run 7518, either because save_arrays 7576 found weights that are not finite, or after bad steps, which
+//     judge_batch 6829 finds by healthy and suspicious above it. For a damaged header they stand in check_field 5985
+//     and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields 5335, for a
+//     checkpoint's counters in check_resume 6484. unknown_word 1467 prints the message for a word of a flag that some
+//     place does not know. Such a place calls it itself or through meaning 1473. Notices, after which the run goes on,
+//     stand in calls of tell or printf. Two of them may end the run later: report_bad_step 7775 says that a step was
+//     skipped (the run ends after --max_bad_steps such steps in a row), is_written 7544 that a file could not be
+//     written yet. stop_run 7518 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go
+//     on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
 //   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
 //   activation          a tensor between two layers, or its gradient. (SiLU is a nonlinearity here, not an activation.)
 //   element             a number of a tensor as it lies in memory: fp32 or bf16; kernels know it as a type T
 //   piece               16 bytes: 8 neighbouring channels in bf16, 4 in fp32 (section 16)
+//   chunk               a part of something long that is worked on at a time: of an image's pixels in section 18, of
+//                       keys, queries or columns in section 19; in section 20 always 8 neighbouring channels
 //   level               of noise: how noisy a sample is (NoiseLevel); of resolution: a network's layers between two
 //                       changes of the resolution (--channel_mult has a number for each level)
 //   picture             what a model is conditioned on (--cond_file, --cond). Also, what a run shows: a PNG file, in
@@ -300,9 +308,10 @@ static const char* const PRESET_ELSE = "fashion32";
 // To store activations as a new element type, change these places. (The CPU build knows fp32 alone.)
 //
 // The program does not compile until these are done. The compiler names them, once the type is in this enumeration:
-//   facts_of                   its name and its bytes (below)
-//   with_act                   a case for the type (section 16). It turns an Element into a C++ type T (and so does
-//                              conv_product, see below). With that case, the compiler asks for all that kernels need
+//   facts_of                   its name and its bytes (below). Activations can be stored in it if it is also one of
+//                              ACTIVATION_ELEMENTS
+//   with_act                   a case for the type (section 16). It turns act_element into a C++ type T (conv_product
+//                              does so, too, see below). With that case, the compiler asks for all that kernels need
 //                              for T:
 //   ElementOf                  its constants (section 14)
 //   unpack, pack, FourOf,      how a piece of 16 bytes becomes floats, and the reverse. Then the same for four of its
@@ -313,32 +322,31 @@ static const char* const PRESET_ELSE = "fashion32";
 //                              1) does not need them. Fragments are made for numbers of 2 bytes, where an instruction
 //                              adds up 16 products for each sum. With numbers of 1 byte it adds up 32, so
 //                              load_fragment, load_fragments and their callers change, too
-//   tma_type                   its case: TMA's name of the type (section 16)
-//   cast_params, adamw_update  their cases (section 21)
 //
 // Until these are done, a run ends with an error message:
-//   `precision`                its word, in the flag's row of common/flags.h and in element_named (section 4). In the
-//                              row it comes after all other words, because model files hold a word's place in the row.
-//                              Below element_named, --use_fp16 chooses bf16. If the new type is fp16, change that
+//   `precision`                its name as a word, in the flag's row of common/flags.h. There it comes after all other
+//                              words, because model files hold a word's place in the row. (--use_fp16 chooses bf16. If
+//                              the new type is fp16, change precision_of_use_fp16, in section 4)
 //   conv_product               its rows in the table (section 22): one for pick_conv_gather, and one for a function
 //                              like pick_conv_halo_bf16. Both are needed: conv_gather computes stride 2 and 1x1, and
 //                              of the kernels for any GPU, only conv_halo can upsample and can store the last
 //                              convolution's result, which is fp32
 //
 // No error reminds you of these:
-//   cast_params, adamw_kernel  The compiler asks for a case (see above), but what the case calls is yours to write. The
-//                              kernels round the weights' copy, which convolutions read, to bf16. Used unchanged for
-//                              the new type, they would write wrong weights. Make the type a template parameter
 //   act_has_wgmma              It is false for the new type, so a Hopper GPU, too, uses the kernels for any GPU. It may
 //                              become true when Hopper's kernels support the type. The element is a template parameter
 //                              of conv_tiles and conv_small. All other kernels for Hopper are written for one type:
 //                              conv_weight_fp8 for FP8, and the rest for bf16. So before it becomes true for some of
 //                              these kernels, split it in two. It also decides where two calls of launch_resample and
 //                              one of launch_attention are reached (section 22). These name bf16, too
-//   forward_and_loss           Only for a type whose smallest numbers are larger than bf16's, such as fp16, which loses
-//                              small gradients: `factor` there has to be larger (a loss scale), and sum_gradients has
-//                              to undo it. (Then sum_gradients must always write the sum: so far, its `write` may be
-//                              false.)
+// Only for a type whose smallest numbers are larger than bf16's, such as fp16, which loses small gradients:
+//   forward_and_loss           `factor` has to be larger: it becomes a loss scale (section 13)
+//   sum_gradients              divides each rank's gradient by the loss scale, but not the old sum, which is divided
+//                              already. It must always write the sum: so far, its `write` may be false (section 21)
+//   orthogonalise              rounds the momentum to the type, and products of it, too (--optimizer muon). Small ones
+//                              would become 0, and then the weights would not move. So it has to multiply the momentum
+//                              by a factor first (section 21)
+//   take_aliases               says that there is no loss scale, and so does the help of fp16_scale_growth
 enum class Element : uint8_t { FP32, BF16, FP8, FP8_GRADIENT };
 struct ElementFacts {
     const char* name; // its word for --precision, if it has one
@@ -353,6 +361,7 @@ constexpr ElementFacts facts_of(Element e) {
     }
     ALL_CASES_RETURN
 }
+constexpr Element ACTIVATION_ELEMENTS[] = {Element::FP32, Element::BF16};
 constexpr const char* name_of(Element e) { return facts_of(e).name; }
 constexpr size_t bytes_of(Element e) { return facts_of(e).bytes; }
 constexpr bool is_fp8(Element e) { return e == Element::FP8 || e == Element::FP8_GRADIENT; }
@@ -554,7 +563,7 @@ struct Dropout {
 
 // A noise level: what the network is shown and told of a sample, what it should answer, and what its answer means.
 struct NoiseLevel {
-    float t;                       // what the network is told
+    float t;                       // what the network is told about the level
     float signal, sigma;           // the network's input x = signal x0 + sigma noise
     float target_x0, target_noise; // the network's target = target_x0 x0 + target_noise noise
     float x0_x, x0_out;            // the estimate of x0 that follows from the network's output: x0_x x + x0_out output
@@ -885,7 +894,7 @@ static void groupnorm_backward(Grad dx1, Grad dx2,           // as x1 and x2
 // round_gradient writes a copy of dout, an array of n gradients (n is a multiple of 16), in e5m2.
 static void round_weights(uint8_t* weights, // flat: (Cout, tap, Cin) of each convolution that has Layer::fp8
                           uint8_t* turned,  // flat: (Cin, 8 - tap, Cout) of each convolution in `works`
-                          const act* copy,  // flat: the weights in act_element, from which both are made
+                          const act* copy,  // flat: the weights in bf16; both outputs are made from it
                           const std::vector<WeightRounding>& works);
 static void round_gradient(Fp8Copy fp8, const act* dout, size_t n);
 
@@ -1081,7 +1090,8 @@ static void orthogonalise(float* X, const MuonWork& muon, const StepState* state
 static void prepare_muon(MuonWork* muon, size_t flat_size);
 // Updates one of the other averages of the weights (average_share). adamw_update updates the first one.
 static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own);
-// Writes n weights to copy, in the activations' type. If activations are fp32, there is no copy, so nothing is written.
+// Writes n weights to copy, in the activations' type. n is a multiple of 4. If activations are fp32, there is no copy,
+// so nothing is written.
 static void cast_params(act* copy, const float* params, size_t n);
 static void next_step(int64_t* step); // adds 1 to *step, after all draws of the step
 // Copies *state to records[i % count], where i is the number of the step that has just ended (state->step - 1). From
@@ -1470,7 +1480,9 @@ static T meaning(const char* flag, const std::string& word, std::initializer_lis
 // prefers. With fp8 it also returns `usual`, because only some tensors are FP8.
 static Element element_named(const std::string& precision, Element usual) {
     if (precision == "auto" || precision == "fp8") return usual;
-    return meaning<Element>("precision", precision, {{"fp32", Element::FP32}, {"bf16", Element::BF16}});
+    for (const Element element : ACTIVATION_ELEMENTS)
+        if (precision == name_of(element)) return element;
+    unknown_word("precision", precision);
 }
 
 // Returns the word of --precision that guided-diffusion's --use_fp16 True or False stands for.
@@ -2494,10 +2506,12 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 //   Its backward_reads names every tensor that its backward function reads. Otherwise the memory of such a tensor would
 //   be used for something else too early.
 //   Its backward function adds the addends (add1, add2) to each gradient that it writes. This is not needed for an
-//   input that no other layer ever reads.
+//   input that no other layer ever reads. If the dx of an input is null, there is nothing to write.
 //   Its functions read its weights in fp32, because only the weights of convolutions have a copy.
-//   It does not read a norm's output that a convolution reads, too. With --precision fp8, such an output may hold
-//   numbers of 8 bits alone (plan_fp8).
+//   It does not read what a 3x3 convolution reads, too. With --precision fp8, a norm's output may hold numbers of 8
+//     bits
+//   alone (plan_fp8), and the input gradient of such a convolution can't have addends (conv_backward_input_fp8).
+//   It does not read the output of a skip connection, which the next convolution may compute itself (plan_fusions).
 //   If it is a layer of the embedding (.embedding = true), it stands before all other layers in the list. Its forward
 //   function launches on a.stream and uses no workspace. The reason is that this function runs at the same time as
 //   layers on the main stream (unet_forward), and those layers use the workspace.
@@ -2509,16 +2523,20 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 //      (a.out_stats.parts; see forward_layer), which is at most max_stat_parts. If the kind needs a setting, add a
 //      member to Layer. The functions can read it as they read a.layer->heads
 //   2. a line that adds such a layer to the list: add_layer(net, {.kind = &...}, ...) in a function like add_resblock.
-//      If the layer has weights, add_params before it (add_embedding shows both). If such a weight does not lie in
-//      memory as PyTorch's does, also permute_param (section 10)
+//      If the layer has weights, add_params before it (add_embedding shows both); its argument `init` says how they
+//      begin. With INIT_UNIFORM, a weight of one dimension gets the bound of the matrix before it (init_params), so a
+//      weight without a matrix needs another word. If a weight does not lie in memory as PyTorch's does, also
+//      permute_param (section 10)
 //   3. its operation: a prototype in section 2, a kernel in Part II, loops in dev/reference.h. If its kernel needs a
 //      workspace, a function returns the workspace's size. This function also needs a prototype in section 2, and it
 //      returns 0 in section 15 (the CPU)
 //   4. muon_updates, if AdamW should update its weights also with --optimizer muon. Without this change, Muon updates
 //      all its weights of two or more dimensions. make_muon makes a matrix of such a weight. If the number of its rows
 //      or of its columns is not a multiple of 32, make_muon ends the program, because Muon's kernels can't update it
-//   5. if a flag chooses the kind: the flag's row, as the list for an objective describes it (section 8), and the same
-//      layer in common/model.py. A model file does not name its layers. If a file was made with other layers,
+//   5. if a flag chooses the kind: a row SAVED(slot, ...) or FREE(slot, ...) for it in common/flags.h, from which
+//     Config
+//      gets its member. (Which slots are unused, and what else a slot needs, says 1b of the list in section 8.) Also
+//      the same layer in common/model.py. A model file does not name its layers. If a file was made with other layers,
 //      check_size notices this only if the total number of parameters is another
 static double no_flops(const LayerArgs&) { return 0; }
 static Workspace no_workspace(const LayerArgs&) { return {}; }
@@ -3638,8 +3656,8 @@ static void plan_memory(UNet* net, int B, bool training) {
 // collects several of them, and computes these together on the side stream (WeightGradients). Samplers and validation
 // call unet_forward alone.
 
-// `mark` is called before each operation is started. In this program it does nothing. dev/benchmarks/bench.cu replaces
-// it by a function that takes time stamps.
+// `mark` is called before each operation is started. In this program it does nothing. dev/benchmarks/bench.cu (from
+// which dev/bench is made) replaces it by a function that takes time stamps.
 enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: all gradients except a convolution's weight gradient
 struct Operation {
     const char* name = nullptr; // the operation's name, or null if the operation belongs to `layer`
@@ -3707,9 +3725,9 @@ struct WeightGradients {
         // When this launch's work is finished, the flat array of the gradients is complete from index complete_from on.
         // So complete_from must lie after the weights of every convolution whose weight gradient is not launched yet.
         // These are the convolutions before `last` in the list, because the backward pass goes from the last layer to
-        // the first. From plain_size on, the flat array holds nothing but convolutions' weights, in the order of the
-        // list. Of the gradients before plain_size, some are only complete at the end of the backward pass
-        // (finish_gradients).
+        // the first. From plain_size on, the flat array holds nothing but convolutions' weights, in the order of
+        // net->params. This is not always the order of the list, so the loop looks for the last of these weights. Of
+        // the gradients before plain_size, some are only complete at the end of the backward pass (finish_gradients).
         size_t complete_from = net->plain_size;
         for (int i = 0; i < last; i++) {
             const Layer& l = net->layers[i];
@@ -3812,7 +3830,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //         and to the message in take_model_file. If a parameter only says which levels are drawn, take_model_file must
 //         not take it from the file of the model that is tuned: add its slot where SLOT_P_MEAN is tested.
 //   2. Frame (section 1): its enumerator
-//   3. here:
+//   3. here (the compiler names ask and has_steps_of_t, once the word is in Frame; frame_of and sigma_draws end the
+//      program with an error message if they do not know it):
 //      a function with its formulas, beside edm_question. If it has a parameter of its own: a member of Objective, a
 //      line in make_objective, and an argument of ask (so far, ask has only edm's parameter sigma_data);
 //      its case in ask, and its word in frame_of;
@@ -6447,7 +6466,8 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
                                  "--class_cond False");
 }
 
-// Returns the path of the checkpoint that --resume_checkpoint means, or "" if the run is new.
+// Returns the path of the checkpoint that --resume_checkpoint means, or "" if the run is new. A folder that does not
+// exist counts as an empty one. With `latest` the program ends if there is no checkpoint.
 static std::string resume_path(const Config& c, const Folder& output) {
     const std::string& wanted = c.resume_checkpoint;
     if (wanted != "latest" && wanted != "auto") return wanted;
@@ -7929,8 +7949,9 @@ static void restore(Run* run, const ModelFile& m) {
 }
 
 // Ends the program if this run must not write into the output folder. A folder may hold one run only. So a new run
-// needs a folder that holds no run. A resumed run needs its own folder, or a folder that holds no run. resume: the path
-// of the checkpoint that the run goes on from; "": the run is new. resume_step: the step of that checkpoint.
+// needs a folder that holds no run. A resumed run needs its own folder, without checkpoints of steps after resume_step,
+// or a folder that holds no run. resume: the path of the checkpoint that the run goes on from; "": the run is new.
+// resume_step: the step of that checkpoint.
 static void check_output_dir(const Config& c, const Folder& output, const std::string& resume, int64_t resume_step) {
     // If the folder has a best.bin but no other checkpoint, best.bin belongs to another run. With --keep_best this run
     // would replace it. That is allowed only if this run goes on from this best.bin.
@@ -8239,9 +8260,10 @@ static bool begin_run(Run* run, const Dataset& data, const std::string& resume, 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- how a run ends
 
-// Writes the last checkpoint and the last snapshot, if they do not exist yet. If the disk is full, this function tries
-// again for PATIENCE_AT_THE_END seconds, or until a signal comes (a second one, if a signal has stopped the run). Then
-// it ends the program.
+// Writes the last checkpoint and the last snapshot, if they do not exist yet. If one of them can't be written (the disk
+// may be full), this function tries again for PATIENCE_AT_THE_END seconds, or until the next signal comes. (A signal
+// that has already stopped the run does not count.) If the file still can't be written then, the program ends with an
+// error.
 static void save_at_the_end(Run* run) {
     const int64_t updates = run->state.updates;
     const bool takes_snapshots = run->config.ema_snapshots;
@@ -8488,12 +8510,12 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
 // run_step, train_step, step_gradients, forward_and_loss. A training step runs like this:
 //
 //   copy stream   images of the next batch -> device
-//   main stream   t, noise; q_sample | first ... last layer | loss | last ... first layer back | norm | judge | AdamW
-//                                    |  ^ waits: embedding         |  ^ waits, before memory is reused
-//   side stream                      +-> embedding                +-> weight gradients of convolutions -+
-//   other ranks                                                       these are sent when complete       | weights
-//                 \___ one microbatch; then the next one, whose gradients are added to these __________/
-//                      (norm, judge and AdamW come once in a step, after the last microbatch)
+//   main stream   t | noise; q_sample | first ... last layer | loss | last ... first layer back | sum | judge | AdamW
+//                   |                 |  ^ waits: embedding         |  ^ waits, before memory is reused
+//   side stream     |                 +-> embedding                 +-> weight gradients of convolutions -+
+//   other ranks     |                                                     these are sent when complete    |   weights
+//                   \___ one microbatch; then the next one, whose gradients are added to the sum _________/
+//                 (t is drawn once in a step, for the whole batch. judge and AdamW also come once in a step)
 //   host          reads images; launches all of this, except the copies, as one graph (replay). The host may start up
 //                 to STEPS_AHEAD steps before it reads the results of these steps for the log
 //
@@ -8679,13 +8701,16 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 //
 // 1. The same draws. Each random draw (for noise, noise levels, flips, dropout, the choice of a sample's image, and so
 //    on) is a function of the seed, the step and the sample's index in the step. No draw depends on the rank that draws
-//    it, or on earlier draws.
+//    it, or on earlier draws. (Only with --schedule_sampler loss-second-moment, the noise levels also depend on the
+//    losses of earlier steps. All ranks have these losses: see 5.)
 // 2. The same parts. A microbatch is the smallest unit of work. One rank computes it as a whole, by the same kernels on
-//    the same number of images. So its gradient is the same whichever rank computes it. (This is also true of the
+//    the same number of images. So its gradient is the same whichever rank computes it. Each of these kernels
+//    adds floats in a fixed order (atomics, which would not, only count integers). (This is also true of the
 //    weight gradients that WeightGradients launches together: only the network, the microbatch and the kind of device
-//    decide which weight gradients these are.) The loss is divided by the size of the whole batch before the backward
-//    pass, and no later factor depends on N. (With --precision fp8, numbers are multiplied by factors before they are
-//    rounded. These factors are constants, or depend on the configuration alone: choose_gradient_factor.)
+//    decide which weight gradients these are, and how large their workspace is.) The loss is divided by the size of the
+//    whole batch before the backward pass, and no later factor depends on N. (With --precision fp8, numbers are
+//    multiplied by factors before they are rounded. These factors are constants, or depend on the configuration alone:
+//    choose_gradient_factor.)
 // 3. The same order of the sum. Let g0, g1, g2, ... be the gradients of the step's microbatches, in the order of the
 //    samples. The step's gradient is ((g0 + g1) + g2) + ..., rounded to fp32 after each addition. A single rank
 //    computes the gradients one after the other, and adds each to the sum. With N ranks, rank r computes g(r),
@@ -8708,9 +8733,9 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 //    matrices. So every rank receives the momentum of all matrices and computes the directions of all matrices, by the
 //    same kernels in the same order (update_by_muon). Of these directions, a rank uses those of its slice.
 //
-// This holds under two conditions: the same microbatch and batch, and the same kind of device. A run that is resumed on
-// another number of ranks keeps its microbatch if it divides a rank's share of the batch. Otherwise the program prints
-// that the microbatch is another one (check_microbatch, check_resume).
+// This holds under two conditions: the same microbatch and batch, and the same kind of device and build. A run that is
+// resumed on another number of ranks keeps its microbatch if it divides a rank's share of the batch. Otherwise the
+// program prints that the microbatch is another one (check_microbatch, check_resume).
 static void step_gradients(Trainer* tr, const Upload& batch) {
     const Config& c = tr->net.config;
     const int B = c.micro(); // the images of a microbatch
@@ -8743,6 +8768,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
             // nothing: there a rank receives only when it is ready to.
             meet();
         }
+        // The images of this microbatch. What the network is told about them (classes, numbers, pictures) is set, too.
         const Pixels x0 = take_microbatch(tr, batch, k, key);
         forward_and_loss(tr, tr->objective, x0.data, x0.bytes, first, B, key, dropout, true);
 
@@ -9594,8 +9620,8 @@ template <> INLINE uint4 pack<bf16>(const float (&v)[8]) {
     return r;
 }
 
-// Four<T> is four elements as they lie in memory (8 or 16 bytes). It is used in loops over four channels at a time.
-// to_floats converts the elements to floats, and from_floats rounds floats to such elements.
+// FourOf<T>::Type, for short Four<T>, is four elements as they lie in memory (8 or 16 bytes). It is used in loops over
+// four channels at a time. to_floats converts the elements to floats, and from_floats rounds floats to such elements.
 template <class T> struct FourOf;
 template <> struct FourOf<float> { typedef float4 Type; };
 template <> struct FourOf<bf16> { typedef uint2 Type; };
@@ -10066,28 +10092,28 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Swizzle: how rows lie in shared memory
-// ldmatrix reads 16 bytes (a chunk) of each of 8 neighbouring rows at once. Shared memory has 32 banks of 4 bytes, so 8
-// chunks can be read at once if they lie in 8 different groups of 4 banks. With rows of 128 bytes, chunk c of all rows
-// would lie in the same group. So chunk c of row r is stored at place c ^ swizzle_key(r) of the row. With 8 chunks to a
-// row (or a multiple of 8) the key is r % 8:
+// ldmatrix reads a piece of 16 bytes from each of 8 neighbouring rows at once. Shared memory has 32 banks of 4 bytes,
+// so 8 pieces can be read at once if they lie in 8 different groups of 4 banks. With rows of 128 bytes, piece c of all
+// rows would lie in the same group. So piece c of row r is stored at place c ^ swizzle_key(r) of the row. With 8 pieces
+// to a row (or a multiple of 8) the key is r % 8:
 //
 //   place    0 1 2 3 4 5 6 7
-//   row 0    0 1 2 3 4 5 6 7      the chunk that lies there. Chunk 0 of rows 0, 1, 2, ... lies at
+//   row 0    0 1 2 3 4 5 6 7      the piece that lies there. Piece 0 of rows 0, 1, 2, ... lies at
 //   row 1    1 0 3 2 5 4 7 6      places 0, 1, 2, ...: each in a group of banks of its own.
 //   row 2    2 3 0 1 6 7 4 5
 //
-// With 4 chunks to a row (64 bytes), two rows fill the 32 banks together, and the key is r / 2 % 4. With 2 chunks to a
-// row the key is r / 4 % 2. (In general, the key depends on the largest power of 2 that divides the number of chunks:
-// 6 chunks have the same key as 2 chunks.) With an odd number of chunks no key is needed (it is 0), because the rows
+// With 4 pieces to a row (64 bytes), two rows fill the 32 banks together, and the key is r / 2 % 4. With 2 pieces to a
+// row the key is r / 4 % 2. (In general, the key depends on the largest power of 2 that divides the number of pieces:
+// 6 pieces have the same key as 2 pieces.) With an odd number of pieces no key is needed (it is 0), because the rows
 // begin at different banks anyway.
-template <int CHUNKS> INLINE int swizzle_key(int row) {
-    // CHUNKS is a multiple of 2^BITS. BITS is as large as possible, but at most 3.
-    constexpr int BITS = std::min(3, std::countr_zero((unsigned)CHUNKS));
+template <int PIECES> INLINE int swizzle_key(int row) {
+    // PIECES is a multiple of 2^BITS. BITS is as large as possible, but at most 3.
+    constexpr int BITS = std::min(3, std::countr_zero((unsigned)PIECES));
     return (row >> (3 - BITS)) & ((1 << BITS) - 1);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- Hopper (sm_90a): TMA, wgmma and what goes with them
+// --- Hopper (sm_90a): TMA and what goes with it
 
 // TMA, the tensor memory accelerator (PTX ISA, "cp.async.bulk.tensor"), moves a box of a tensor between global and
 // shared memory. One thread starts the move, and the hardware computes all addresses. A tensor map (made by tensor_map)
@@ -10121,130 +10147,6 @@ INLINE void fence_async() { PTX("fence.proxy.async.shared::cta;"); }
 INLINE void warps_sync(int id, int threads) { PTX("bar.sync %0, %1;", "r"(id), "r"(threads)); }
 INLINE void warps_arrive(int id, int threads) { PTX("bar.arrive %0, %1;", "r"(id), "r"(threads)); }
 
-// wgmma (PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate"): a warpgroup, 4 warps, computes
-// D (64, N) += A (64, 16) * B (16, N) in the background. B is in shared memory. A is in shared memory, too, or in
-// registers. If A is in registers, each warp holds 16 rows of A, in the same registers as the argument `a` of mma_bf16
-// (above). D is in registers: each thread holds N / 2 elements of D, float d[N / 2].
-//
-//   thread t of the 128:   r = t / 32 * 16 + t % 32 / 4,   c = 8 j + t % 4 * 2          for j = 0 ... N / 8 - 1
-//   d[4 j] = D(r, c)       d[4 j + 1] = D(r, c + 1)        d[4 j + 2] = D(r + 8, c)     d[4 j + 3] = D(r + 8, c + 1)
-//
-// So a thread holds elements of two rows, r and r + 8, and of two columns in each group of 8 columns.
-// K_MAJOR: the operand's rows in memory run along k. MN_MAJOR: they run along m (D's rows) or n (D's columns).
-// ADD = 0: the product replaces D, so D = A * B. (Only the function `add` that takes A in registers has this argument.)
-// The order of calls: wgmma_fence; Wgmma<N>::add, one or more times, which start the products; wgmma_commit, which
-// makes these products a group; multiplied<PENDING>(d), which waits until at most the newest PENDING groups still run.
-// Then d may be read.
-enum { K_MAJOR = 0, MN_MAJOR = 1 };
-template <int N> struct Wgmma;
-// An asm statement names every register, so each N needs a text of its own. The parameters of WGMMA after N are numbers
-// of the asm's operands (%0, %1, ...), except the last parameter:
-//   D              D's registers
-//   OP1 ... OP7    the operands that follow D's registers. What they are depends on where A is:
-//
-//                    A in shared memory   OP1 and OP2: the descriptors of A and B;
-//                                         OP3 and OP4: their majors (K_MAJOR or MN_MAJOR)
-//                    A in registers       OP1 to OP4: the four registers of A;
-//                                         OP5: the descriptor of B; OP6: its major; OP7: ADD
-//
-//   ...            the same registers of D, as C++ operands of the asm: "+f"(d[0]), "+f"(d[1]), ...
-// In the instruction, "1, 1, 1" means: add to D, do not negate A, do not negate B. If A is in registers, the first of
-// the three is the predicate p in place of 1. IF_NOT_0 sets p to true if ADD is not 0.
-#define PRODUCT_64(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
-#define IF_NOT_0(OP) "{.reg .pred p; setp.ne.b32 p, " OP ", 0; "
-#define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
-#define WGMMA(N, D, OP1, OP2, OP3, OP4, OP5, OP6, OP7, ...)                                                       \
-    template <> struct Wgmma<N> {                                                                                 \
-        typedef float Sums[N / 2];                                                                                \
-        template <int A_MAJOR, int B_MAJOR> INLINE static void add(Sums& d, uint64_t a, uint64_t b) {             \
-            asm volatile(PRODUCT_64(N) "{" D "}, " OP1 ", " OP2 ", 1, 1, 1, " OP3 ", " OP4 ";"                    \
-                         : __VA_ARGS__                                                                            \
-                         : "l"(a), "l"(b), "n"(A_MAJOR), "n"(B_MAJOR));                                           \
-        }                                                                                                         \
-        template <int B_MAJOR, int ADD = 1> INLINE static void add(Sums& d, const uint32_t (&a)[4], uint64_t b) { \
-            asm volatile(IF_NOT_0(OP7) PRODUCT_64(N) "{" D "}, {" OP1 "," OP2 "," OP3 "," OP4 "}, " OP5           \
-                                                     ", p, 1, 1, " OP6 ";}"                                       \
-                         : __VA_ARGS__                                                                            \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(B_MAJOR), "n"(ADD));           \
-        }                                                                                                         \
-    };
-#define D16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define D32 D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define D48 D32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
-#define D64 D48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define D80 D64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-#define D96 D80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define D112 D96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
-#define D128 D112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define SUMS_64 SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48)
-#define SUMS_96 SUMS_64, SIXTEEN(64), SIXTEEN(80)
-WGMMA(32, D16, "%16", "%17", "%18", "%19", "%20", "%21", "%22", SIXTEEN(0))
-WGMMA(64, D32, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SIXTEEN(0), SIXTEEN(16))
-WGMMA(128, D64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SUMS_64)
-WGMMA(192, D96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_96)
-WGMMA(256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_96, SIXTEEN(96), SIXTEEN(112))
-
-// WgmmaFp8 does the same in FP8: D (64, N) += A (64, 32) * B (32, N). A and B are K_MAJOR; in FP8, wgmma does not
-// accept MN_MAJOR operands. B is in shared memory. A is there, too, or in registers. If it is in registers, each warp
-// holds 16 rows of A, and lane 4 g + t of the warp holds parts of rows g and g + 8, four values of k in a register:
-//
-//   a[0]   row g,      k = 4 t .. 4 t + 3            a[2]   row g,      k = 16 + 4 t .. 16 + 4 t + 3
-//   a[1]   row g + 8,  k = 4 t .. 4 t + 3            a[3]   row g + 8,  k = 16 + 4 t .. 16 + 4 t + 3
-//
-// In a forward convolution, both operands are e4m3: weights and activations. For an input gradient, one operand holds
-// weights (e4m3) and the other one gradients (e5m2). The gradients are B in conv_tiles (e4m3.e5m2), and A in conv_small
-// (e5m2.e4m3). For a weight gradient, A holds gradients and B activations (e5m2.e4m3).
-// In all FP8 products the tensor cores keep only 14 bits of a sum. This is enough here, because at most a few hundred
-// wgmma instructions add to the same sum (docs/LEARNT.md, MAX_FP8_PRODUCTS).
-template <int N, Element A, Element B> struct WgmmaFp8;
-#define WGMMA_FP8_OF(N, A_ELEMENT, B_ELEMENT, TYPES, D, OP1, OP2, OP3, OP4, OP5, ...)                              \
-    template <> struct WgmmaFp8<N, Element::A_ELEMENT, Element::B_ELEMENT> {                                       \
-        INLINE static void add(float (&d)[N / 2], uint64_t a, uint64_t b) {                                        \
-            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPES " {" D "}, " OP1 ", " OP2         \
-                         ", 1, 1, 1;"                                                                              \
-                         : __VA_ARGS__                                                                             \
-                         : "l"(a), "l"(b));                                                                        \
-        }                                                                                                          \
-        INLINE static void add(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) {                            \
-            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPES " {" D "}, {" OP1 "," OP2 "," OP3 \
-                         "," OP4 "}, " OP5 ", 1, 1, 1;"                                                            \
-                         : __VA_ARGS__                                                                             \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                    \
-        }                                                                                                          \
-    };
-#define WGMMA_FP8(N, D, OP1, OP2, OP3, OP4, OP5, ...)                                        \
-    WGMMA_FP8_OF(N, FP8, FP8, "e4m3.e4m3", D, OP1, OP2, OP3, OP4, OP5, __VA_ARGS__)          \
-    WGMMA_FP8_OF(N, FP8, FP8_GRADIENT, "e4m3.e5m2", D, OP1, OP2, OP3, OP4, OP5, __VA_ARGS__) \
-    WGMMA_FP8_OF(N, FP8_GRADIENT, FP8, "e5m2.e4m3", D, OP1, OP2, OP3, OP4, OP5, __VA_ARGS__)
-WGMMA_FP8(8, "%0,%1,%2,%3", "%4", "%5", "%6", "%7", "%8", FOUR(0))
-WGMMA_FP8(32, D16, "%16", "%17", "%18", "%19", "%20", SIXTEEN(0))
-WGMMA_FP8(64, D32, "%32", "%33", "%34", "%35", "%36", SIXTEEN(0), SIXTEEN(16))
-WGMMA_FP8(128, D64, "%64", "%65", "%66", "%67", "%68", SUMS_64)
-WGMMA_FP8(192, D96, "%96", "%97", "%98", "%99", "%100", SUMS_96)
-WGMMA_FP8(256, D128, "%128", "%129", "%130", "%131", "%132", SUMS_96, SIXTEEN(96), SIXTEEN(112))
-
-// Must be called before the first product of a group. It makes the products wait until earlier instructions have
-// written the registers of D and of A.
-INLINE void wgmma_fence() { PTX("wgmma.fence.sync.aligned;"); }
-INLINE void wgmma_commit() { PTX("wgmma.commit_group.sync.aligned;"); }
-template <int N> INLINE void wgmma_wait() { // waits until all groups except the latest N are done
-    PTX("wgmma.wait_group.sync.aligned %0;", "n"(N));
-}
-// The compiler does not know which registers a wait is for, and might read accumulators before the wait. The empty asm
-// statement here claims to change the accumulators. So the compiler reads them only after this statement.
-template <int N> INLINE void accumulators_ready(float (&acc)[N]) {
-    UNROLL_FOR (int i = 0; i < N; i++) {
-        asm volatile("" : "+f"(acc[i])::"memory");
-    }
-}
-// Waits until all groups of products except the latest PENDING are done. Afterwards the program may read the sums d
-// that these groups have computed.
-template <int PENDING, class... Sums> INLINE void multiplied(Sums&... d) {
-    wgmma_wait<PENDING>();
-    (accumulators_ready(d), ...);
-}
-
 // Sizes that Hopper's kernels have in common. In most tiles, TMA and wgmma swizzle rows of 128 bytes, in groups of 8
 // rows. (Some boxes have rows of 64 bytes: see tma_swizzle.) In a convolution, a row of 128 bytes holds one slice of a
 // pixel (64 channels in bf16, 128 channels in FP8: slice_channels), or as many weights of one tap that are neighbours
@@ -10258,34 +10160,6 @@ static_assert(SLICE_BYTES == 128, "the widest row that TMA and wgmma swizzle");
 constexpr int BYTES_OF_64_ROWS =
     SLICE_CHANNELS * SLICE_BYTES; // for example one tap's bf16 weights for 64 input and 64 output channels
 constexpr int whole_swizzles(int bytes) { return (bytes + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES; }
-
-// An operand in shared memory, in the form of wgmma's descriptors (PTX ISA, "Matrix descriptor"). An operand made by
-// rows() consists of rows of 128 bytes, which are 64 bf16 or 128 FP8 numbers. (The table below gives the numbers for
-// bf16. FP8 operands are always K_MAJOR; their rows hold 128 values of k, and a step of 32 bytes is 32 values of k.)
-// The rows are swizzled in groups of 8. Such a group is 1 KB, and begins at a multiple of 1 KB. The descriptor holds
-// addresses and distances in units of 16 bytes:
-//   low     start address | "leading" distance << 16
-//   high    "stride" distance | 1 << 30 (swizzle of 128 bytes)
-//   K_MAJOR    a row holds 64 values of k, for one m or n. The "stride" distance leads from a group of 8 rows to the
-//              next group. The next 16 values of k begin 32 bytes further on.
-//   MN_MAJOR   a row holds 64 values of m or n, for one k. The "stride" distance leads from a group of 8 rows to the
-//              next group. The "leading" distance leads from 64 values of m or n to the next 64.
-// The arguments `pitch` (the "stride" distance) and `leading` of rows() are not in units of 16 bytes, but in rows of
-// 128 bytes.
-struct Operand {
-    uint32_t low, high;
-    // & 0x3FFFF: in a cluster the higher bits of an address are the block's rank. The descriptor has no room for them.
-    static INLINE Operand rows(uint32_t address, int pitch, int leading = 0) {
-        return {(address & 0x3FFFF) >> 4 | leading * 8 << 16, pitch * 8 | 1u << 30};
-    }
-    // An operand that is not swizzled, and K_MAJOR. It consists of small matrices of 8 rows x 16 bytes, each of which
-    // is 128 bytes of shared memory. `along_k` is the distance from a matrix to the next one along k (the descriptor's
-    // "leading" distance), and `along_rows` the distance to the matrix of the next 8 rows ("stride"), both in bytes.
-    static INLINE Operand matrices(uint32_t address, int along_k, int along_rows) {
-        return {(address & 0x3FFFF) >> 4 | along_k / 16 << 16, (uint32_t)along_rows / 16};
-    }
-    INLINE uint64_t at(int offset) const { return (uint64_t)high << 32 | (low + offset); } // offset: 16-byte units
-};
 
 // stmatrix and stmatrix_trans are the reverse of ldmatrix and ldmatrix_trans. They store four 8x8 matrices from
 // registers to shared memory.
@@ -10327,14 +10201,11 @@ static EncodeTensorMap find_encode_tensor_map() {
     return (EncodeTensorMap)f;
 }
 
+// Returns a type of numbers that have the size of this element. TMA only copies them, so their format does not matter.
 static CUtensorMapDataType tma_type(Element element) {
-    switch (element) {
-    case Element::FP32: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
-    case Element::BF16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    case Element::FP8:
-    case Element::FP8_GRADIENT: return CU_TENSOR_MAP_DATA_TYPE_UINT8; // TMA has no FP8, but can copy it as bytes
-    }
-    ALL_CASES_RETURN
+    if (bytes_of(element) == 4) return CU_TENSOR_MAP_DATA_TYPE_UINT32;
+    if (bytes_of(element) == 2) return CU_TENSOR_MAP_DATA_TYPE_UINT16;
+    return CU_TENSOR_MAP_DATA_TYPE_UINT8;
 }
 // Returns the swizzle for rows of row_bytes bytes in shared memory.
 static CUtensorMapSwizzle tma_swizzle(size_t row_bytes) {
@@ -10580,14 +10451,81 @@ struct TileWalk : Origin {
     }
 };
 
-// A box is what one TMA instruction copies. box_place returns where chunk `chunk` (16 bytes) of row `row` lies in a box
+// A box is what one TMA instruction copies. box_place returns where piece `piece` (16 bytes) of row `row` lies in a box
 // in shared memory, in bytes from the beginning of the box. A row of the box has 2 CHANNELS bytes (CHANNELS bf16). TMA
 // swizzles the rows: it XORs some bits of an element's address with higher bits of the same address. If rows have 128
 // bytes, it XORs bits 4-6 with bits 7-9. If rows have 64 bytes, it XORs bits 4-5 with bits 7-8.
-template <int CHANNELS> INLINE uint32_t box_place(int row, int chunk) {
-    if (CHANNELS == SLICE_CHANNELS) return row * SLICE_BYTES + ((chunk ^ (row & 7)) << 4);
-    return row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
+template <int CHANNELS> INLINE uint32_t box_place(int row, int piece) {
+    if (CHANNELS == SLICE_CHANNELS) return row * SLICE_BYTES + ((piece ^ (row & 7)) << 4);
+    return row * 64 + ((piece ^ (row >> 1 & 3)) << 4);
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- wgmma: how a warpgroup multiplies (sm_90a)
+// wgmma (PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate"): a warpgroup, 4 warps, computes
+// D (64, N) += A (64, 16) * B (16, N) in the background. B is in shared memory. A is in shared memory, too, or in
+// registers. If A is in registers, each warp holds 16 rows of A, in the same registers as the argument `a` of mma_bf16
+// (above). D is in registers: each thread holds N / 2 elements of D, float d[N / 2].
+//
+//   thread t of the 128:   r = t / 32 * 16 + t % 32 / 4,   c = 8 j + t % 4 * 2          for j = 0 ... N / 8 - 1
+//   d[4 j] = D(r, c)       d[4 j + 1] = D(r, c + 1)        d[4 j + 2] = D(r + 8, c)     d[4 j + 3] = D(r + 8, c + 1)
+//
+// So a thread holds elements of two rows, r and r + 8, and of two columns in each group of 8 columns.
+// K_MAJOR: the operand's rows in memory run along k. MN_MAJOR: they run along m (D's rows) or n (D's columns).
+// ADD = 0: the product replaces D, so D = A * B. (Only the function `add` that takes A in registers has this argument.)
+// The order of calls: wgmma_fence; Wgmma<N>::add, one or more times, which start the products; wgmma_commit, which
+// makes these products a group; multiplied<PENDING>(d), which waits until at most the newest PENDING groups still run.
+// Then d may be read.
+enum { K_MAJOR = 0, MN_MAJOR = 1 };
+
+// Must be called before the first product of a group. It makes the products wait until earlier instructions have
+// written the registers of D and of A.
+INLINE void wgmma_fence() { PTX("wgmma.fence.sync.aligned;"); }
+INLINE void wgmma_commit() { PTX("wgmma.commit_group.sync.aligned;"); }
+template <int N> INLINE void wgmma_wait() { // waits until all groups except the latest N are done
+    PTX("wgmma.wait_group.sync.aligned %0;", "n"(N));
+}
+// The compiler does not know which registers a wait is for, and might read accumulators before the wait. The empty asm
+// statement here claims to change the accumulators. So the compiler reads them only after this statement.
+template <int N> INLINE void accumulators_ready(float (&acc)[N]) {
+    UNROLL_FOR (int i = 0; i < N; i++) {
+        asm volatile("" : "+f"(acc[i])::"memory");
+    }
+}
+// Waits until all groups of products except the latest PENDING are done. Afterwards the program may read the sums d
+// that these groups have computed.
+template <int PENDING, class... Sums> INLINE void multiplied(Sums&... d) {
+    wgmma_wait<PENDING>();
+    (accumulators_ready(d), ...);
+}
+
+// An operand in shared memory, in the form of wgmma's descriptors (PTX ISA, "Matrix descriptor"). An operand made by
+// rows() consists of rows of 128 bytes, which are 64 bf16 or 128 FP8 numbers. (The table below gives the numbers for
+// bf16. FP8 operands are always K_MAJOR; their rows hold 128 values of k, and a step of 32 bytes is 32 values of k.)
+// The rows are swizzled in groups of 8. Such a group is 1 KB, and begins at a multiple of 1 KB. The descriptor holds
+// addresses and distances in units of 16 bytes:
+//   low     start address | "leading" distance << 16
+//   high    "stride" distance | 1 << 30 (swizzle of 128 bytes)
+//   K_MAJOR    a row holds 64 values of k, for one m or n. The "stride" distance leads from a group of 8 rows to the
+//              next group. The next 16 values of k begin 32 bytes further on.
+//   MN_MAJOR   a row holds 64 values of m or n, for one k. The "stride" distance leads from a group of 8 rows to the
+//              next group. The "leading" distance leads from 64 values of m or n to the next 64.
+// The arguments `pitch` (the "stride" distance) and `leading` of rows() are not in units of 16 bytes, but in rows of
+// 128 bytes.
+struct Operand {
+    uint32_t low, high;
+    // & 0x3FFFF: in a cluster the higher bits of an address are the block's rank. The descriptor has no room for them.
+    static INLINE Operand rows(uint32_t address, int pitch, int leading = 0) {
+        return {(address & 0x3FFFF) >> 4 | leading * 8 << 16, pitch * 8 | 1u << 30};
+    }
+    // An operand that is not swizzled, and K_MAJOR. It consists of small matrices of 8 rows x 16 bytes, each of which
+    // is 128 bytes of shared memory. `along_k` is the distance from a matrix to the next one along k (the descriptor's
+    // "leading" distance), and `along_rows` the distance to the matrix of the next 8 rows ("stride"), both in bytes.
+    static INLINE Operand matrices(uint32_t address, int along_k, int along_rows) {
+        return {(address & 0x3FFFF) >> 4 | along_k / 16 << 16, (uint32_t)along_rows / 16};
+    }
+    INLINE uint64_t at(int offset) const { return (uint64_t)high << 32 | (low + offset); } // offset: 16-byte units
+};
 
 // The pixels of a tile in shared memory: one slice (128 bytes) of each pixel, in rows of PITCH pixels. The pixels
 // include the border that a 3x3 filter reads (section 20 draws a halo and its taps). The nine taps read the same
@@ -10603,6 +10541,96 @@ template <int PITCH> struct Halo {
         return {tap0.low + pixels * 8, tap0.high};
     }
 };
+
+// An asm statement names every register, so each N needs a text of its own, which the macros WGMMA_FP8 and WGMMA make.
+// Their parameters after N are numbers of the asm's operands (%0, %1, ...), except the last parameter:
+//   D              D's registers
+//   OP1 ... OP7    the operands that follow D's registers. What they are depends on where A is:
+//
+//                    A in shared memory   OP1 and OP2: the descriptors of A and B;
+//                                         OP3 and OP4, in WGMMA: their majors (K_MAJOR or MN_MAJOR)
+//                    A in registers       OP1 to OP4: the four registers of A;
+//                                         OP5: the descriptor of B; OP6 and OP7, in WGMMA: its major, and ADD
+//
+//   ...            the same registers of D, as C++ operands of the asm: "+f"(d[0]), "+f"(d[1]), ...
+// In the instruction, "1, 1, 1" means: add to D, do not negate A, do not negate B.
+#define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
+#define D16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define D32 D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define D48 D32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define D64 D48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define D80 D64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define D96 D80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define D112 D96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define D128 D112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define SUMS_64 SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48)
+#define SUMS_96 SUMS_64, SIXTEEN(64), SIXTEEN(80)
+
+// WgmmaFp8 multiplies FP8: D (64, N) += A (64, 32) * B (32, N). A and B are K_MAJOR; in FP8, wgmma does not
+// accept MN_MAJOR operands. B is in shared memory. A is there, too, or in registers. If it is in registers, each warp
+// holds 16 rows of A, and lane 4 g + t of the warp holds parts of rows g and g + 8, four values of k in a register:
+//
+//   a[0]   row g,      k = 4 t .. 4 t + 3            a[2]   row g,      k = 16 + 4 t .. 16 + 4 t + 3
+//   a[1]   row g + 8,  k = 4 t .. 4 t + 3            a[3]   row g + 8,  k = 16 + 4 t .. 16 + 4 t + 3
+//
+// In a forward convolution, both operands are e4m3: weights and activations. For an input gradient, one operand holds
+// weights (e4m3) and the other one gradients (e5m2). The gradients are B in conv_tiles (e4m3.e5m2), and A in conv_small
+// (e5m2.e4m3). For a weight gradient, A holds gradients and B activations (e5m2.e4m3).
+// In all FP8 products the tensor cores keep only 14 bits of a sum. This is enough here, because at most a few hundred
+// wgmma instructions add to the same sum (docs/LEARNT.md, MAX_FP8_PRODUCTS).
+template <int N, Element A, Element B> struct WgmmaFp8;
+#define WGMMA_FP8_OF(N, A_ELEMENT, B_ELEMENT, TYPES, D, OP1, OP2, OP3, OP4, OP5, ...)                              \
+    template <> struct WgmmaFp8<N, Element::A_ELEMENT, Element::B_ELEMENT> {                                       \
+        INLINE static void add(float (&d)[N / 2], uint64_t a, uint64_t b) {                                        \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPES " {" D "}, " OP1 ", " OP2         \
+                         ", 1, 1, 1;"                                                                              \
+                         : __VA_ARGS__                                                                             \
+                         : "l"(a), "l"(b));                                                                        \
+        }                                                                                                          \
+        INLINE static void add(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) {                            \
+            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPES " {" D "}, {" OP1 "," OP2 "," OP3 \
+                         "," OP4 "}, " OP5 ", 1, 1, 1;"                                                            \
+                         : __VA_ARGS__                                                                             \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                    \
+        }                                                                                                          \
+    };
+#define WGMMA_FP8(N, D, OP1, OP2, OP3, OP4, OP5, ...)                                        \
+    WGMMA_FP8_OF(N, FP8, FP8, "e4m3.e4m3", D, OP1, OP2, OP3, OP4, OP5, __VA_ARGS__)          \
+    WGMMA_FP8_OF(N, FP8, FP8_GRADIENT, "e4m3.e5m2", D, OP1, OP2, OP3, OP4, OP5, __VA_ARGS__) \
+    WGMMA_FP8_OF(N, FP8_GRADIENT, FP8, "e5m2.e4m3", D, OP1, OP2, OP3, OP4, OP5, __VA_ARGS__)
+WGMMA_FP8(8, "%0,%1,%2,%3", "%4", "%5", "%6", "%7", "%8", FOUR(0))
+WGMMA_FP8(32, D16, "%16", "%17", "%18", "%19", "%20", SIXTEEN(0))
+WGMMA_FP8(64, D32, "%32", "%33", "%34", "%35", "%36", SIXTEEN(0), SIXTEEN(16))
+WGMMA_FP8(128, D64, "%64", "%65", "%66", "%67", "%68", SUMS_64)
+WGMMA_FP8(192, D96, "%96", "%97", "%98", "%99", "%100", SUMS_96)
+WGMMA_FP8(256, D128, "%128", "%129", "%130", "%131", "%132", SUMS_96, SIXTEEN(96), SIXTEEN(112))
+
+// Wgmma multiplies bf16: D (64, N) += A (64, 16) * B (16, N). If A is in registers, the predicate p stands in place of
+// the first 1 of "1, 1, 1". IF_NOT_0 sets p to true if ADD is not 0.
+template <int N> struct Wgmma;
+#define PRODUCT_64(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
+#define IF_NOT_0(OP) "{.reg .pred p; setp.ne.b32 p, " OP ", 0; "
+#define WGMMA(N, D, OP1, OP2, OP3, OP4, OP5, OP6, OP7, ...)                                                       \
+    template <> struct Wgmma<N> {                                                                                 \
+        typedef float Sums[N / 2];                                                                                \
+        template <int A_MAJOR, int B_MAJOR> INLINE static void add(Sums& d, uint64_t a, uint64_t b) {             \
+            asm volatile(PRODUCT_64(N) "{" D "}, " OP1 ", " OP2 ", 1, 1, 1, " OP3 ", " OP4 ";"                    \
+                         : __VA_ARGS__                                                                            \
+                         : "l"(a), "l"(b), "n"(A_MAJOR), "n"(B_MAJOR));                                           \
+        }                                                                                                         \
+        template <int B_MAJOR, int ADD = 1> INLINE static void add(Sums& d, const uint32_t (&a)[4], uint64_t b) { \
+            asm volatile(IF_NOT_0(OP7) PRODUCT_64(N) "{" D "}, {" OP1 "," OP2 "," OP3 "," OP4 "}, " OP5           \
+                                                     ", p, 1, 1, " OP6 ";}"                                       \
+                         : __VA_ARGS__                                                                            \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(B_MAJOR), "n"(ADD));           \
+        }                                                                                                         \
+    };
+WGMMA(32, D16, "%16", "%17", "%18", "%19", "%20", "%21", "%22", SIXTEEN(0))
+WGMMA(64, D32, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SIXTEEN(0), SIXTEEN(16))
+WGMMA(128, D64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SUMS_64)
+WGMMA(192, D96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_96)
+WGMMA(256, D128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_96, SIXTEEN(96), SIXTEEN(112))
 
 // A warpgroup's sums for N pixels and for OUT_SLICES slices of 64 output channels. (Here output channels are those of
 // the result. If the result is an input gradient, they are the convolution's input channels.) wgmma computes the sums
@@ -10971,7 +10999,7 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
             copy_async_16(&to[r][quad ^ (r & swap)], from + place, inside);
         }
     };
-    float acc[OUTPUTS] = {}; // this thread's share of the sums of its image's outputs
+    float acc[OUTPUTS] = {}; // the part that this warp has summed of each output of this thread's image
     for (int k0 = 0; k0 < Cin; k0 += 4 * QUADS) {
         load(weights, weight, n0, Cout, k0, 0);
         if (k0 == 0) await_previous_kernel();
@@ -12536,7 +12564,7 @@ template <class T, bool DROPOUT> struct NormSlab {
     bool in_x1 = c < a.s.C1;                                                     // false: the channels belong to x2
     int pitch = in_x1 ? a.s.C1 : a.s.C2;                                         // elements in a pixel of x1 (or x2)
     int stride = rows * pitch;                                                   // elements to the thread's next pixel
-    size_t at = ((size_t)b * a.s.HW + first) * pitch + (in_x1 ? c : c - a.s.C1); // the first pixel's place in x and dx
+    size_t at = ((size_t)b * a.s.HW + first) * pitch + (in_x1 ? c : c - a.s.C1); // the next pixel's place in x and dx
 
     // The addends of the next BATCH pixels. The addends of the first pixels are loaded before the sums are complete, so
     // that they arrive in the meantime. (An addend may be dx itself. So each addend is read before dx is written to the
@@ -12586,7 +12614,7 @@ template <class T, bool DROPOUT> struct NormSlab {
             }
         }
     }
-    // Loads the addends of this thread's pixels k ... k + BATCH - 1.
+    // Loads the addends of this thread's pixels k ... k + BATCH - 1. `at` must be pixel k's place: store_dx moves it.
     INLINE void load_addends(const GradOf<T>& to, int k) {
         UNROLL_FOR (int j = 0; j < BATCH; j++) {
             if (to.add1 && k + j < count) add1[j] = load16(to.add1 + at + j * stride);
@@ -13624,7 +13652,8 @@ template <class T> static void launch_attention_general(const AttentionCall& a) 
 // warp owns 32 rows (MT = 2) if a row has at most 128 bytes and a head has enough rows. Otherwise it owns 16 rows.
 template <class T, int DIM, int MT = DIM * sizeof(T) <= 128 ? 2 : 1>
 static void launch_attention(const AttentionCall& a) {
-    // Small images have few rows. With MT = 2 there would be too few blocks to fill the GPU, so MT is 1 there.
+    // Small images have few tokens, and so few rows. With MT = 2 there would be too few blocks to fill the GPU, so MT
+    // is 1 there.
     const int few_rows = a.dout ? 64 : 256;
     if (MT == 2 && a.T <= few_rows) {
         launch_attention<T, DIM, 1>(a);
@@ -14377,8 +14406,7 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
 //   slice   a part of the input channels (16 to 64 channels; in FP8 128). A stage of shared memory holds some pixels,
 //           and of each pixel one slice. Hopper's kernels divide the output channels into slices, too, of 64 channels.
 //   chunk   8 neighbouring channels of one pixel, or the weights of 8 neighbouring channels. In the kernels with
-//           mma.sync, a thread copies one chunk at a time. (In Hopper's kernels TMA copies whole boxes. There a chunk
-//           is 16 bytes of a box: see box_place.)
+//           mma.sync, a thread copies one chunk at a time. (In Hopper's kernels TMA copies whole boxes.)
 //   k       the index over which a product sums: for weight gradients it counts pixels, in all other kernels input
 //           channels. An instruction of the tensor cores sums over 16 values of k (in FP8 over 32).
 //
@@ -14831,7 +14859,7 @@ template <class Tile> INLINE int halo_source(const ConvCall& p, int n, int h, in
     return (inside ? index << 3 : (int)0x80000000) | swizzle_key<Tile::PIXEL_BYTES / 16>(column);
 }
 
-// The halos in shared memory, and the part of the halos that one thread copies: the same chunk of every
+// The halos in shared memory, and the part of the halos that one thread copies: the same chunk (8 channels) of every
 // PIXELS_AT_ONCE-th pixel.
 template <class Tile> struct HaloCopies {
     typedef typename Tile::T T;
@@ -15469,7 +15497,7 @@ struct ConvFew {
     int F;              // the number of channels of the first layer's input, or of the last layer's output
     int C;              // the number of channels of the first layer's output, or of the last layer's input
     int R;              // the number of values of a row
-    int parts;          // the number of parts that a value is split into: 1 (no split), or 2 in bf16
+    int parts;          // the number of parts that a value is split into (FEW_PARTS of its type); 1: it is not split
     bool is_last_layer; // true: the network's last layer; false: its first
     // The weight gradient of the 1x1 convolution, from which conv_few_gradient makes the layer's. First layer: product
     // (C, R). Last layer: product (R, C), and bias (R), which is the sum of the rows of all pixels.
@@ -16445,8 +16473,8 @@ struct ConvTiles {
     static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4;         // stages of weights, if weights are streamed
     // A part of the statistics is a sum over this many rows of a tile's pixels, unless the whole tile is one part
     // (ConvTma::one_image). The tiles of a 1x1 convolution may contain pixels of several images, because
-    // pick_conv_tiles_1x1 may treat all images as one. So their parts are small (8 rows of 8 pixels): then no part
-    // belongs to two images.
+    // pick_conv_tiles_1x1 may treat all images as one. So their parts are small (8 rows of 8 pixels). No part belongs
+    // to two images: if there are statistics, pick_conv_tiles_1x1 does so only for images of a multiple of 64 pixels.
     static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;
     static constexpr int MAX_STAGES = 16;
     static constexpr int BARRIERS = 128; // at most 5 for each stage of pixels, and 2 for each stage of weights
@@ -18116,7 +18144,7 @@ static void round_gradient(Fp8Copy fp8, const act* dout, size_t n) {
 //   number of GPUs (see the comments above step_gradients). The GPU itself decides whether and how to update the
 //   weights (judge_step), so the host need not wait for the norm.
 // Costs: memory traffic. adamw_kernel reads sum, params, ema, m and v. It writes params, ema, m and v and, if
-//   activations are bf16, the bf16 copy. With --optimizer muon the kernels of `muon` run before it.
+//   activations are not fp32, the copy. With --optimizer muon the kernels of `muon` run before it.
 
 // Adds up the gradients of all ranks, in the order of the ranks, and writes the result to `sum`. If `add` is true, the
 // old content of `sum` is the first term: the sum over the earlier microbatches of this step. The kernel also writes
@@ -18226,28 +18254,12 @@ static void record_step(StepState* records, const StepState* state, int count) {
     each(1, [=] __device__(size_t) { records[(state->step - 1) % count] = *state; });
 }
 
-// to = params, rounded to bf16. A thread rounds 8 weights.
-static void cast_params(bf16* to, const float* params, size_t n) {
-    each((n + 7) / 8, [=] __device__(size_t eight) {
-        const size_t i = eight * 8;
-        if (i + 8 <= n) {
-            float v[8];
-            load_floats(v, params + i);
-            *(uint4*)(to + i) = pack<bf16>(v);
-        } else {
-            for (size_t k = i; k < n; k++) {
-                to[k] = __float2bfloat16(params[k]);
-            }
-        }
-    });
+// to = params, rounded to the type of `to`. A thread rounds 4 weights.
+template <class T> static void round_params(T* to, const float* params, size_t n) {
+    each(n / 4, [=] __device__(size_t quad) { ((Four<T>*)to)[quad] = from_floats<T>(((const float4*)params)[quad]); });
 }
 static void cast_params(act* copy, const float* params, size_t n) {
-    switch (act_element) {
-    case Element::FP32: return; // the weights have no copy
-    case Element::BF16: return cast_params((bf16*)copy, params, n);
-    case Element::FP8:
-    case Element::FP8_GRADIENT: return; // act_element is never FP8
-    }
+    if (weights_have_copy()) with_act([&]<class T>(T) { round_params((T*)copy, params, n); });
 }
 
 // Factors that are the same for all parameters in an update. In their formulas, t is the number of updates, including
@@ -18285,7 +18297,9 @@ INLINE AdamWFactors adamw_factors(const StepState* state, const AdamW& h) {
 // `sum`, their m has been updated by muon_momentum_kernel, and their v is not used.
 // u is a __grid_constant__, so it stays in constant memory. Without this the compiler would copy u to local memory,
 // because the index r in u.params.at[r] is only known at run time.
-template <bool MUON>
+// T is the activations' type, in which convolutions read the weights. If it is float, there is no copy: u.copy is the
+// same array as u.params.
+template <class T, bool MUON>
 static __global__ void __launch_bounds__(256)
     adamw_kernel(const __grid_constant__ Update u, const StepState* state, AdamW h, Slice own) {
     await_previous_kernel();
@@ -18294,6 +18308,7 @@ static __global__ void __launch_bounds__(256)
     if (threadIdx.x == 0) shared = adamw_factors(state, h); // slow (in double): only one thread computes them
     __syncthreads();
     const AdamWFactors f = shared;
+    constexpr bool has_copy = !std::is_same_v<T, float>;
     float4* const ema = (float4*)u.ema;
     float4* const ms = (float4*)u.m;
     float4* const vs = (float4*)u.v;
@@ -18333,25 +18348,22 @@ static __global__ void __launch_bounds__(256)
         vs[i] = v;
         // The new weights go to this rank and to all ranks whose memory this rank can write to. The network reads the
         // first `plain` weights (all except the weights of convolutions) in fp32, and all other weights from the copy.
-        // So the other ranks need only the first `plain` weights in fp32. (If activations are fp32, there is no copy:
-        // u.copy is the same array as u.params, and `plain` includes all weights.)
-        const uint2 rounded = from_floats<bf16>(p);
+        // So the other ranks need only the first `plain` weights in fp32. (If there is no copy, `plain` includes all
+        // weights.)
+        const Four<T> rounded = from_floats<T>(p);
         for (int r = 0; r < u.params.ranks; r++) {
             if (r == 0 || 4 * k < u.plain) ((float4*)u.params.at[r])[k] = p;
-            if (u.copy.at[0] != u.params.at[0]) ((uint2*)u.copy.at[r])[k] = rounded;
+            if (has_copy) ((Four<T>*)u.copy.at[r])[k] = rounded;
         }
     }
 }
 static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own) {
     const size_t quads = own.owned() / 4;
     const int blocks = (int)std::min<size_t>(blocks_for(quads), 8 * gpu.sms);
-    switch (act_element) {
-    case Element::FP32: // the weights have no copy, so adamw_kernel writes only the fp32 weights
-    case Element::FP8:  // act_element is never FP8
-    case Element::FP8_GRADIENT:
-    case Element::BF16: // adamw_kernel writes the copy as bf16. Another element would need a template parameter
-        return launch(u.is_matrix ? adamw_kernel<true> : adamw_kernel<false>, blocks, 256, 0, u, state, h, own);
-    }
+    with_act([&]<class T>(T) {
+        auto* const kernel = u.is_matrix ? adamw_kernel<T, true> : adamw_kernel<T, false>;
+        launch(kernel, blocks, 256, 0, u, state, h, own);
+    });
 }
 
 // adamw_kernel updates the first average of the parameters. This kernel updates one of the other averages, by the
@@ -19384,7 +19396,7 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_
     const Way<ConvCall> ways[] = {
         // 32 input channels are half a slice, so each tap needs two products instead of four
         {c.Cin1 == 32 && E == Element::BF16, conv_tiles<HalfSlice<BACKWARD>>},
-        // one slice of weights leaves room for tiles of 32 rows
+        // one slice of weights leaves room for tiles of 32 rows (by measurement they pay only above 64 output channels)
         {!skip && one_slice_and_32_rows, conv_tiles<Resident32<BACKWARD, E>>},
         // up to two slices of weights fit into shared memory beside the pixels; Resident16 multiplies 64 output
         // channels by 16 x 8 pixels, with four products for each tap of a slice
@@ -19416,7 +19428,7 @@ static bool conv_is_small(const ConvCall& c) {
 //   forward_conv (section 5)     what a layer of kind CONV calls
 //   conv_forward                 fills a ConvCall. For upsampling, stride 2 or few channels it may first replace the
 //                                convolution by another one
-//   conv_product                 chooses the kernel, by the table in it
+//   conv_product                 chooses the kernel, by the first row of its table whose condition holds
 //
 //   Hopper, bf16, 3x3 and 1x1;   Hopper, bf16, small images;  any GPU, 3x3, stride 1       any GPU, all others
 //   FP8, 3x3                     FP8
@@ -19428,7 +19440,8 @@ static bool conv_is_small(const ConvCall& c) {
 //   Wgmma<N>::add (WgmmaFp8)     Wgmma<N>::add (WgmmaFp8)     mma_bf16 (mma_fp16)          mma_bf16 (mma_fp16)
 //   wgmma m64nNk16 (k32)         wgmma m64nNk16 (k32)         mma.sync m16n8k16            mma.sync m16n8k16
 //
-// In conv_tiles N is the number of pixels of a tile (8 for each of its rows), in conv_small it is SmallTile::N.
+// In conv_tiles N is the number of pixels of a tile (8 for each of its rows), in conv_small it is SmallTile::N. In fp32
+// there is no `mma` between multiply_tap, or multiply, and mma_fp16.
 //
 // An input's gradient goes from conv_backward_input through the same functions, with BACKWARD = true. In FP8 it goes
 // through conv_backward_input_fp8 and conv_product_fp8, with BACKWARD = false. (The network's last convolution has few

@@ -230,7 +230,7 @@ struct Folder {
     int error = 0;       // errno, which says why not
 
     std::string name(const std::string& file) const; // of a file in it, for messages
-    bool has(const std::string& file) const;         // true also if nobody can tell
+    bool has(const std::string& file) const;         // true also if an error other than "no such file" hides it
     bool is_removed() const;
     bool has_its_name() const; // false: it was moved or removed
     // The files PREFIX0001000SUFFIX, such as a run's checkpoints, by the step in their name. If they can't be listed,
@@ -317,7 +317,8 @@ inline std::map<int64_t, std::string> Folder::list(const std::string& prefix, co
         const int64_t step = step_in_name(file, prefix, suffix);
         if (step >= 0) found[step] = file;
     }
-    // A folder that can't be read is not an empty one: a run would begin again and write over what is there.
+    // A folder that can't be read is not an empty one: a run would begin again and write over what is there. (A folder
+    // that does not exist is an empty one.)
     if (trouble) *trouble = why;
     if (!trouble && why && why != ENOENT && why != ENOTDIR)
         die("%s: its files can't be listed (%s)", path.c_str(), strerror(why));

@@ -24,7 +24,7 @@ PLACES = {
 }
 # The same for what only the GPU build has.
 GPU_PLACES = PLACES | {
-    "Element": {"facts_of", "with_act", "cast_params", "adamw_update", "tma_type"},
+    "Element": {"facts_of", "with_act"},
     "WeightKind": {"launch_weight_kind"},
 }
 PICTURE_ROW = '    {PictureKind::LOWRES, "lowres"},\n'  # of PICTURE_WORDS
