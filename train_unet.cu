@@ -6,159 +6,159 @@
 // Map (make map renews the line numbers)
 //    266  Part I. The program
 //    269     1. Types at the interface: what operations are called with
-//    826     2. The interface: all that the program asks of a device
-//   1215     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1319     4. Configuration: flags, presets, help, what can work and what cannot
-//   2152     5. The network: a list of layers, made of guided-diffusion's flags
-//   3198     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3208         FP8: its buffers, its factors, and weights in FP8
-//   3373         gradients, and buffers
-//   3653     7. Forward and backward: two walks over the list
-//   3800     8. Diffusion: noise schedules, objectives, samplers
-//   4115         the level of a training sample, drawn, and its share of the loss
-//   4601         samplers
-//   5196     9. Data: .bin files that may be larger than memory, the order of their images
-//   5786    10. Model files: weights and checkpoints, initial weights
-//   6178    11. Settings: what the command line leaves open comes from presets, model files and the data
-//   6525         presets, and all settings together
-//   6665         what ranks must have in common
-//   6739    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
-//   6761         the learning rate, the verdict on a step, averages of the weights
-//   6856         what a trainer holds, and how ranks gather it
-//   7068         the log in memory, as the page shows it
-//   7198         what a run holds
-//   7298         the log and the status line
-//   7500         checkpoints, snapshots and grids
-//   7787         a run's first weights: new, of a file, or of the run that is resumed
-//   8112         how a run begins: validation data, conditions of grids, its folder
-//   8261         how a run ends
-//   8333         samples, without a run
-//   8508    13. A training step, the loop over the steps, and main
-//   8532         a step
-//   8904         the loop over the steps
-//   9030         train and main: a whole run, from the command line to the exit code
-//   9135  Part II. The device
-//   9138    14. What all devices share: elements, nonlinearities, patches of pixels
-//   9223    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9293    16. The GPU: what all kernels share
-//   9365         Launches, which may overlap
-//   9412         Decisions: what kernels are chosen with
-//   9467         Single instructions: shared memory, mbarriers, clusters
-//   9565         Activations: pieces of 16 bytes
-//   9908         each_kernel: a thread for an element
-//   9922         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//  10094         Swizzle: how rows lie in shared memory
-//  10116         Hopper (sm_90a): TMA and what goes with it
-//  10247         building blocks of Hopper's kernels (sm_90a)
-//  10464         wgmma: how a warpgroup multiplies (sm_90a)
-//  10726    17. Small operations: resampling, embeddings, diffusion
-//  10729         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10943         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11315         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11878    18. Group norm
-//  11881         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12447         groupnorm_backward_whole: an image's slab in shared memory
-//  12854    19. Attention
-//  12963         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13528         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13677         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14388    20. Convolution
-//  14441         ConvOut: results, 4 channels of a pixel at a time
-//  14692         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14765         conv_halo: 3x3, stride 1, any GPU
-//  15195         conv_gather: any kernel size and stride, any GPU
-//  15468         conv_few: the first and the last layer
-//  15658         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16273         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16404         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16910         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17376         conv_weight_tma: weight gradients (sm_90a)
-//  17693         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  18022         FP8 in training: weights and gradients are rounded
-//  18138    21. The optimiser
-//  18141         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18386         muon: directions for matrices of weights
-//  18831    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18834         groupnorm_backward
-//  19005         attention: forward and, where a has dout, backward
-//  19070         convolution: forward and input gradient
-//  19602         convolution: weight gradients
-//  19993    23. The GPU: memory, copies, repeated work
-//  20226    24. Between ranks: from device to device
+//    827     2. The interface: all that the program asks of a device
+//   1216     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1320     4. Configuration: flags, presets, help, what can work and what cannot
+//   2171     5. The network: a list of layers, made of guided-diffusion's flags
+//   3218     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3228         FP8: its buffers, its factors, and weights in FP8
+//   3393         gradients, and buffers
+//   3673     7. Forward and backward: two walks over the list
+//   3820     8. Diffusion: noise schedules, objectives, samplers
+//   4136         the level of a training sample, drawn, and its share of the loss
+//   4622         samplers
+//   5217     9. Data: .bin files that may be larger than memory, the order of their images
+//   5807    10. Model files: weights and checkpoints, initial weights
+//   6199    11. Settings: what the command line leaves open comes from presets, model files and the data
+//   6547         presets, and all settings together
+//   6691         what ranks must have in common
+//   6765    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
+//   6787         the learning rate, the verdict on a step, averages of the weights
+//   6882         what a trainer holds, and how ranks gather it
+//   7094         the log in memory, as the page shows it
+//   7224         what a run holds
+//   7325         the log and the status line
+//   7527         checkpoints, snapshots and grids
+//   7824         a run's first weights: new, of a file, or of the run that is resumed
+//   8154         how a run begins: validation data, conditions of grids, its folder
+//   8303         how a run ends
+//   8374         samples, without a run
+//   8549    13. A training step, the loop over the steps, and main
+//   8573         a step
+//   8945         the loop over the steps
+//   9072         train and main: a whole run, from the command line to the exit code
+//   9182  Part II. The device
+//   9185    14. What all devices share: elements, nonlinearities, patches of pixels
+//   9270    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9340    16. The GPU: what all kernels share
+//   9412         Launches, which may overlap
+//   9459         Decisions: what kernels are chosen with
+//   9514         Single instructions: shared memory, mbarriers, clusters
+//   9612         Activations: pieces of 16 bytes
+//   9955         each_kernel: a thread for an element
+//   9969         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//  10141         Swizzle: how rows lie in shared memory
+//  10163         Hopper (sm_90a): TMA and what goes with it
+//  10294         building blocks of Hopper's kernels (sm_90a)
+//  10511         wgmma: how a warpgroup multiplies (sm_90a)
+//  10773    17. Small operations: resampling, embeddings, diffusion
+//  10776         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  10990         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11362         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11925    18. Group norm
+//  11928         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12494         groupnorm_backward_whole: an image's slab in shared memory
+//  12901    19. Attention
+//  13010         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13575         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13724         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14435    20. Convolution
+//  14488         ConvOut: results, 4 channels of a pixel at a time
+//  14739         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14812         conv_halo: 3x3, stride 1, any GPU
+//  15242         conv_gather: any kernel size and stride, any GPU
+//  15515         conv_few: the first and the last layer
+//  15705         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16320         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16451         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16957         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17423         conv_weight_tma: weight gradients (sm_90a)
+//  17740         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  18069         FP8 in training: weights and gradients are rounded
+//  18185    21. The optimiser
+//  18188         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18433         muon: directions for matrices of weights
+//  18878    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18881         groupnorm_backward
+//  19052         attention: forward and, where a has dout, backward
+//  19117         convolution: forward and input gradient
+//  19649         convolution: weight gradients
+//  20040    23. The GPU: memory, copies, repeated work
+//  20273    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights. What stands in brackets need not be opened: where it is called, a comment
 //   says what it does.
-//     command line: main 9131, run_program 9065, train 9037 and run_step 8985, one above the other; train_step 8873
-//     images are read: load_batch 5738, read_image 5287 (send 20196: to the GPU)
-//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20127)
-//     the gradient: step_gradients 8739 (draw_levels 11335: noise levels of the batch, by draw_level 4188)
-//     a microbatch (take_microbatch 8578): forward_and_loss 8604; q_sample_forward 11553; loss_forward_backward 11671
-//     forward: unet_forward 3687, with forward_layer above it (layer_args 2428: addresses), calls a function of each
-//       layer's kind, such as forward_conv 2651
-//     backward: unet_backward 3764 calls such a function as backward_conv 2658 of each layer (a convolution's input
-//       gradient: conv_backward_input 19567) and, by launch_waiting 3724 on the side stream,
-//       conv_backward_weights 19986 (finish_gradients 12803: those of norms). The head of its section draws the way
-//       from there to the kernels
-//     several ranks: send_gradients (in step_gradients) and all_to_all (in the last section)
-//     the sum, and the verdict: sum_gradients 18193, judge_step 18241 (by judge_batch 6829)
-//     the update: update_slice 8846 (above train_step), adamw_update 18360 with adamw_kernel above it
-//     the log: next_step 18247, record_step 18253; later collect_steps 8909
-//   --optimizer muon: muon_updates 6944 says which weights; update_slice 8846, update_by_muon 8836 (with the formulas),
-//     muon_momentum 18429, orthogonalise 18808 (with muon_kernel above it), adamw_kernel 18304 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11745): sample_batch 5104, plan_route 4849,
-//     device_step 4897, euler_step 4633 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19449 draws all of its roads):
-//     forward_conv 2651; conv_forward 19489, with conv_product above it (conv_is_wgmma 19080: for bf16, on Hopper);
-//     on Hopper, large images: pick_conv_tiles_3x3 19389 (its tiles, such as Resident16, stand above pick_conv_small);
-//       conv_tiles 16895, with conv_tiles_kernel above it; Accumulators 10639 (its function multiply), with Wgmma above
+//     command line: main 9178, run_program 9112, train 9079 and run_step 9027, one above the other; train_step 8914
+//     images are read: load_batch 5759, read_image 5308 (send 20243: to the GPU)
+//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20174)
+//     the gradient: step_gradients 8780 (draw_levels 11382: noise levels of the batch, by draw_level 4209)
+//     a microbatch (take_microbatch 8619): forward_and_loss 8645; q_sample_forward 11600; loss_forward_backward 11718
+//     forward: unet_forward 3707, with forward_layer above it (layer_args 2447: addresses), calls a function of each
+//       layer's kind, such as forward_conv 2671
+//     backward: unet_backward 3784 calls such a function as backward_conv 2678 of each layer (a convolution's input
+//       gradient: conv_backward_input 19614) and, by launch_waiting 3744 on the side stream,
+//       conv_backward_weights 20033 (finish_gradients 12850: those of norms). A drawing above
+//       WeightCosts 19665 shows the way from there to the kernels
+//     several ranks: send_gradients (in step_gradients) and all_to_all 20512
+//     the sum, and the verdict: sum_gradients 18240, judge_step 18288 (by judge_batch 6855)
+//     the update: update_slice 8887 (above train_step), adamw_update 18407 with adamw_kernel above it
+//     the log: next_step 18294, record_step 18300; later collect_steps 8950
+//   --optimizer muon: muon_updates 6970 says which weights; update_slice 8887, update_by_muon 8877 (with the formulas),
+//     muon_momentum 18476, orthogonalise 18855 (with muon_kernel above it), adamw_kernel 18351 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11792): sample_batch 5125, plan_route 4870,
+//     device_step 4918, euler_step 4654 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 19496 draws all of its roads):
+//     forward_conv 2671; conv_forward 19536, with conv_product above it (conv_is_wgmma 19127: for bf16, on Hopper);
+//     on Hopper, large images: pick_conv_tiles_3x3 19436 (its tiles, such as Resident16, stand above pick_conv_small);
+//       conv_tiles 16942, with conv_tiles_kernel above it; Accumulators 10686 (its function multiply), with Wgmma above
 //       it
-//     on Hopper, small images: pick_conv_small 19239; conv_small 17362, with conv_small_kernel and multiply_small above
-//       it; Wgmma 10615
-//     on any other GPU: pick_conv_halo_bf16 19152; conv_halo 15182, with conv_halo_kernel, multiply_step, multiply_tap
-//       above it; mma 9976
-//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8739
-//   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 459,
-//     Silu 9185, with_nonlinearity 9196 (a case); BEHIND_NORMS, above add_norm 2882, chooses it. The embedding has SiLU
-//     as a layer: silu_forward 11233
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 4042
-//   to add an objective, as edm and flow are: a word in the row of `objective` in common/flags.h, Frame 586, and beside
-//     each other edm_question 3876, ask 3911, frame_of 3924, sigma_draws 3931, has_steps_of_t 3938; the head of their
-//     section lists the changes. For a parameter that model files keep: model_header 5892, check_lists 5995,
-//     take_model_file 6341, is_of_objective 7858
-//   to add a kind of layer: a list of all places stands above LayerKind 2543; examples are forward_linear 2571 with
-//     what follows it, for a layer of the embedding, and forward_downsample 2744, for a layer between the images (a
-//     norm, forward_norm 2691, has weights, too); a function such as add_resblock 2935 puts the layer into the network;
-//     its operation needs a prototype in the interface (such as that of linear_forward 951), a kernel (linear_forward
-//     11193), and loops in dev/reference.h
-//   to add an element type beside bf16: Element 350, with a list of all places above it: the row of `precision` in
-//     common/flags.h, ElementOf 9156, with_act 9431 (act_has_wgmma below it), unpack_bf16 9581 and all below it to
-//     load_two 9645, mma 9976, pick_conv_halo_bf16 19152, conv_product 19449; for fp16 also forward_and_loss 8604,
-//     sum_gradients 18193, orthogonalise 18808
-//   the settings, to their values: parse_command_line 1682, take_aliases 1711, complete_config 6645
-//     (apply_preset 1598, take_model_file 6341, take_ect_defaults 6371), take_data_shape 6423 (take_labels 6400),
-//     check_model 1982, check_run 2136
-//   FP8 (--precision fp8): choose_fp8 3137 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3213 and plan_fp8_gradients 3228 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3273 for samples, make_fp8_training 3339 for training; add_fp8_args 2402
-//     hands them to the layers. forward_conv 2651, backward_conv 2658 and weight_work 2375 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19552 makes an input gradient a forward convolution; conv_product_fp8 19482 picks the
-//     kernel, multiply_fp8 10676 and WgmmaFp8 10584 multiply; weight gradients: conv_weight_fp8_kernel 17966;
-//     print_fp8 8054 says whether it pays
+//     on Hopper, small images: pick_conv_small 19286; conv_small 17409, with conv_small_kernel and multiply_small above
+//       it; Wgmma 10662
+//     on any other GPU: pick_conv_halo_bf16 19199; conv_halo 15229, with conv_halo_kernel, multiply_step, multiply_tap
+//       above it; mma 10023
+//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8780
+//   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 460,
+//     Silu 9232, with_nonlinearity 9243 (a case); BEHIND_NORMS, above add_norm 2902, chooses it. The embedding has SiLU
+//     as a layer: silu_forward 11280
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 4063
+//   to add an objective, as edm and flow are: a word in the row of `objective` in common/flags.h, Frame 587, and beside
+//     each other edm_question 3897, ask 3932, frame_of 3945, sigma_draws 3952, has_steps_of_t 3959; the head of their
+//     section lists the changes. For a parameter that model files keep: model_header 5913, check_lists 6016,
+//     take_model_file 6362, is_of_objective 7895
+//   to add a kind of layer: a list of all places stands above LayerKind 2563; examples are forward_linear 2591 with
+//     what follows it, for a layer of the embedding, and forward_downsample 2764, for a layer between the images (a
+//     norm, forward_norm 2711, has weights, too); a function such as add_resblock 2955 puts the layer into the network;
+//     its operation needs a prototype in the interface (such as that of linear_forward 952), a kernel (linear_forward
+//     11240), and loops in dev/reference.h
+//   to add an element type beside bf16: Element 351, with a list of all places above it: the row of `precision` in
+//     common/flags.h, ElementOf 9203, with_act 9478 (act_has_wgmma below it), unpack_bf16 9628 and all below it to
+//     load_two 9692, mma 10023, pick_conv_halo_bf16 19199, conv_product 19496; for fp16 also forward_and_loss 8645,
+//     sum_gradients 18240, orthogonalise 18855
+//   the settings, to their values: parse_command_line 1684, take_aliases 1713, complete_config 6671
+//     (apply_preset 1600, take_model_file 6362, take_ect_defaults 6392), take_data_shape 6444 (take_labels 6421),
+//     check_model 2001, check_run 2155
+//   FP8 (--precision fp8): choose_fp8 3157 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3233 and plan_fp8_gradients 3248 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3293 for samples, make_fp8_training 3359 for training; add_fp8_args 2421
+//     hands them to the layers. forward_conv 2671, backward_conv 2678 and weight_work 2394 choose between bf16 and FP8;
+//     conv_backward_input_fp8 19599 makes an input gradient a forward convolution; conv_product_fp8 19529 picks the
+//     kernel, multiply_fp8 10723 and WgmmaFp8 10631 multiply; weight gradients: conv_weight_fp8_kernel 18013;
+//     print_fp8 8096 says whether it pays
 //   an error message, to its cause: leave out its beginning (train_unet:), and the names and values of flags, names of
 //     files, and numbers, which are put together at run time. Search for three or four of the words that are left. (A
 //     long text goes on in the next line. If nothing is found here, search host/.) They stand where the error is found:
-//     in a call of die, refuse or must (host/files.h), of wrong 1563 (a flag's value), or of a lambda in the same
+//     in a call of die, refuse or must (host/files.h), of wrong 1565 (a flag's value), or of a lambda in the same
 //     function whose name ends in _unless. If a function stores the message in a variable, such as `error` or `why`,
 //     look for what reads the variable next: it prints the message. A message that begins with "stopped at step" comes
-//     from stop_run 7518, either because save_arrays 7576 found weights that are not finite, or after bad steps, which
-//     judge_batch 6829 finds by healthy and suspicious above it. For a damaged header they stand in check_field 5985
-//     and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields 5335, for a
-//     checkpoint's counters in check_resume 6484. unknown_word 1467 prints the message for a word of a flag that some
-//     place does not know. Such a place calls it itself or through meaning 1473. Notices, after which the run goes on,
-//     stand in calls of tell or printf. Two of them may end the run later: report_bad_step 7775 says that a step was
-//     skipped (the run ends after --max_bad_steps such steps in a row), is_written 7544 that a file could not be
-//     written yet. stop_run 7518 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go
+//     from stop_run 7545, either because save_arrays 7607 found weights that are not finite, or after bad steps, which
+//     judge_batch 6855 finds by healthy and suspicious above it. For a damaged header they stand in check_field 6006
+//     and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields 5356, for a
+//     checkpoint's counters in check_resume 6506. unknown_word 1469 prints the message for a word of a flag that some
+//     place does not know. Such a place calls it itself or through meaning 1475. Notices, after which the run goes on,
+//     stand in calls of tell or printf. Two of them may end the run later: report_bad_step 7812 says that a step was
+//     skipped (the run ends after --max_bad_steps such steps in a row), is_written 7575 that a file could not be
+//     written yet. stop_run 7545 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go
 //     on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
@@ -334,9 +334,10 @@ static const char* const PRESET_ELSE = "fashion32";
 //
 // No error reminds you of these:
 //   act_has_wgmma              It is false for the new type, so a Hopper GPU, too, uses the kernels for any GPU. It may
-//                              become true when Hopper's kernels support the type. The element is a template parameter
-//                              of conv_tiles and conv_small. All other kernels for Hopper are written for one type:
-//                              conv_weight_fp8 for FP8, and the rest for bf16. So before it becomes true for some of
+//                              become true when Hopper's kernels support the type. These kernels are written for one
+//                              type: conv_weight_fp8 for FP8, and the others for bf16. (conv_tiles and conv_small have
+//                              the element as a template parameter, but it only says whether the operands are bf16 or
+//                              FP8. Their results are always bf16.) So before it becomes true for some of
 //                              these kernels, split it in two. It also decides where two calls of launch_resample and
 //                              one of launch_attention are reached (section 22). These name bf16, too
 // Only for a type whose smallest numbers are larger than bf16's, such as fp16, which loses small gradients:
@@ -1428,6 +1429,7 @@ struct Config {
     // Returns the objective whose formulas the noise levels follow (see Frame).
     const string& frame() const { return objective == "ect" ? ect_frame : objective; }
     int64_t ect_stage() const { return ect_d > 0 ? ect_d : (max_steps + 7) / 8; } // how many steps a stage of ect has
+    int64_t last_ect_stage() const { return (max_steps - 1) / ect_stage(); } // the stage of the last step, from 0 on
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
 };
 
@@ -1897,18 +1899,30 @@ static std::string parse_model(Config* c) {
     return "";
 }
 
-// Returns whether one of the cells of a line looks like a number. (There are commas between the cells.) Such a cell
-// begins with a digit, a sign or a point, or it is inf or nan. If no cell of a table's first line looks like a number,
-// the line holds the columns' names.
-static bool holds_number(const std::string& line) {
-    std::istringstream cells(line);
-    for (std::string cell; std::getline(cells, cell, ',');) {
-        cell.erase(0, cell.find_first_not_of(' '));
-        if (!cell.empty() && strchr("0123456789+-.", cell[0])) return true;
-        for (char& letter : cell) letter = (char)tolower(letter);
-        if (cell == "inf" || cell == "infinity" || cell == "nan") return true;
+// Returns whether a cell of a table looks like a number: whether it begins with a digit, a sign or a point, or is inf
+// or nan. If no cell of a table's first line looks like a number, the line holds the columns' names.
+static bool looks_like_number(std::string cell) {
+    cell.erase(0, cell.find_first_not_of(' '));
+    if (!cell.empty() && strchr("0123456789+-.", cell[0])) return true;
+    for (char& letter : cell) letter = (char)tolower(letter);
+    return cell == "inf" || cell == "infinity" || cell == "nan";
+}
+
+// Returns the cells of a line of a table. There are commas between them. A cell may stand in quotes; then it may hold
+// commas, and two quotes in it stand for one.
+static std::vector<std::string> cells_of(const std::string& line) {
+    std::vector<std::string> cells(1);
+    bool in_quotes = false;
+    for (size_t i = 0; i < line.size(); i++) {
+        std::string& cell = cells.back();
+        const bool begins = i == 0 || line[i - 1] == ',';
+        const bool is_quote = line[i] == '"';
+        if (is_quote && in_quotes && line[i + 1] == '"') cell += line[i++];
+        else if (is_quote && (in_quotes || (begins && cell.empty()))) in_quotes = !in_quotes;
+        else if (line[i] == ',' && !in_quotes) cells.emplace_back();
+        else cell += line[i];
     }
-    return false;
+    return cells;
 }
 
 // Reads the rows of --values F.csv into c->value_rows. The file may be one that was made for prepare_data.py --values:
@@ -1926,11 +1940,16 @@ static std::string read_value_table(Config* c) {
         if (number == 1 && line.starts_with("\xEF\xBB\xBF")) line.erase(0, 3); // the mark of UTF-8, as Excel writes it
         if (line.ends_with('\r')) line.pop_back();
         if (line.empty()) continue;
-        const bool has_names = (size_t)std::ranges::count(line, ',') == K;
-        if (has_names) line.erase(0, line.find(',') + 1);
+        std::vector<std::string> cells = cells_of(line);
+        if (cells.size() == K + 1) cells.erase(cells.begin()); // the image's name
+        std::string numbers;
+        for (const std::string& cell : cells) {
+            numbers += cell + ",";
+        }
+        numbers.pop_back(); // the last comma
         std::vector<float> row;
-        const bool fits = parse_list(line, &row) && row.size() == K;
-        if (!fits && (number > 1 || holds_number(line)))
+        const bool fits = parse_list(numbers, &row) && row.size() == K;
+        if (!fits && (number > 1 || std::ranges::any_of(cells, looks_like_number)))
             return text("line %d must hold %zu numbers with commas", number, K);
         if (fits) c->value_rows.insert(c->value_rows.end(), row.begin(), row.end());
     }
@@ -2056,11 +2075,11 @@ static std::string check_model(Config* c) {
     return error;
 }
 
-// Parses --ema_rate, and adds the averages that --ema_snapshots needs. where: what an error message begins with:
-// "FILE: " if the rates come from a file, else "".
+// Parses --ema_rate, and adds the averages that --ema_snapshots needs. where: what an error message begins with if the
+// rates come from a file: "FILE: ".
 static void parse_ema_rate(Config* c, const std::string& where) {
-    // A rate is from 0 to 1. A number above 1 is one of the exponents POWER_EMAS. A user does not write such a number:
-    // it comes from a checkpoint, and is never the first in the list.
+    // A rate is from 0 to 1. A number above 1 is one of the exponents POWER_EMAS. Such a number
+    // comes from a checkpoint, and is never the first in the list.
     bool works = parse_list(c->ema_rate, &c->emas) && !c->emas.empty();
     for (size_t k = 0; k < c->emas.size(); k++) {
         const float rate = c->emas[k];
@@ -2074,7 +2093,7 @@ static void parse_ema_rate(Config* c, const std::string& where) {
     if (works && c->emas.size() <= 1 + MORE_EMAS) return;
     const int most = 1 + MORE_EMAS - (c->ema_snapshots ? 2 : 0);
     const char* const beside = c->ema_snapshots ? ", beside the two of --ema_snapshots" : "";
-    refuse(where +
+    refuse((c->given("ema_rate") ? "" : where) +
            wrong(c, "ema_rate", text("must be a number from 0 to 1, or up to %d of them with commas%s", most, beside)));
 }
 
@@ -2143,7 +2162,7 @@ static void check_run(Config* c, const std::string& where) {
     // A checkpoint keeps the paths of --data_file and --cond_file in 512 bytes. A byte 0 follows each path.
     if (c->data_file.size() > 511)
         refuse(wrong(c, "data_file", "is longer than the 511 bytes that a checkpoint keeps; use a shorter path"));
-    if (c->data_file.size() + c->cond_file.size() > 510)
+    if (!c->cond_file.empty() && c->data_file.size() + c->cond_file.size() > 510)
         refuse(wrong(c, "cond_file",
                      "and --data_file are longer than the 510 bytes that a checkpoint keeps; use shorter paths"));
 }
@@ -2505,12 +2524,14 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 // A new kind must keep these promises:
 //   Its backward_reads names every tensor that its backward function reads. Otherwise the memory of such a tensor would
 //   be used for something else too early.
-//   Its backward function adds the addends (add1, add2) to each gradient that it writes. This is not needed for an
-//   input that no other layer ever reads. If the dx of an input is null, there is nothing to write.
+//   Its backward function writes each gradient anew (it does not add to what is in memory), but adds the addends (add1,
+//   add2). Addends are not needed for an input that no other layer ever reads. If the dx of an input is null, there is
+//   nothing to write.
+//   Its kernels add floats in a fixed order, without atomics. Several ranks compute the bits of one rank only because
+//   all kernels do so (step_gradients).
 //   Its functions read its weights in fp32, because only the weights of convolutions have a copy.
 //   It does not read what a 3x3 convolution reads, too. With --precision fp8, a norm's output may hold numbers of 8
-//     bits
-//   alone (plan_fp8), and the input gradient of such a convolution can't have addends (conv_backward_input_fp8).
+//   bits alone (plan_fp8), and the input gradient of such a convolution can't have addends (conv_backward_input_fp8).
 //   It does not read the output of a skip connection, which the next convolution may compute itself (plan_fusions).
 //   If it is a layer of the embedding (.embedding = true), it stands before all other layers in the list. Its forward
 //   function launches on a.stream and uses no workspace. The reason is that this function runs at the same time as
@@ -2533,11 +2554,10 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 //   4. muon_updates, if AdamW should update its weights also with --optimizer muon. Without this change, Muon updates
 //      all its weights of two or more dimensions. make_muon makes a matrix of such a weight. If the number of its rows
 //      or of its columns is not a multiple of 32, make_muon ends the program, because Muon's kernels can't update it
-//   5. if a flag chooses the kind: a row SAVED(slot, ...) or FREE(slot, ...) for it in common/flags.h, from which
-//     Config
-//      gets its member. (Which slots are unused, and what else a slot needs, says 1b of the list in section 8.) Also
-//      the same layer in common/model.py. A model file does not name its layers. If a file was made with other layers,
-//      check_size notices this only if the total number of parameters is another
+//   5. if a flag chooses the kind: a row SAVED(slot, ...) or FREE(slot, ...) for it in common/flags.h. From this row
+//      Config gets its member. (Which slots are unused, and what else a slot needs, says 1b of the list in section 8.)
+//      Also the same layer in common/model.py. A model file does not name its layers. If a file was made with other
+//      layers, check_size notices this only if the total number of parameters is another
 static double no_flops(const LayerArgs&) { return 0; }
 static Workspace no_workspace(const LayerArgs&) { return {}; }
 struct LayerKind {
@@ -3316,7 +3336,7 @@ static double usual_gradient(const Config& c) {
     // With --ect_weight gap, weight |x0_out| is at most q^a: the weight is 1 / (t - r), t - r is at least t / q^a
     // (teacher_sigma), and |x0_out| is at most t. last_a is the largest a of the run. With --ect_weight snr,
     // weight |x0_out| is about 1 / t if t is small. Of a thousand t that are drawn, about one is below smallest_t.
-    const double last_a = 1 + (double)((c.max_steps - 1) / c.ect_stage());
+    const double last_a = 1 + (double)c.last_ect_stage();
     const double smallest_t = std::exp((double)c.P_mean - 3 * (double)c.P_std);
     return length * (c.ect_weight == "gap" ? std::pow((double)c.ect_q, last_a) : 1 / smallest_t);
 }
@@ -3823,7 +3843,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //         exception at three places: where model_header and take_model_file test is_of_run, and in check_lists.
 //      c. The rows OBJECTIVES(...). Such a row names the objectives for which the flags below it exist. For parameters
 //         that only the new objective has, add a new row OBJECTIVES above their rows. If the new objective shares
-//         parameters of edm (sigma_data, P_mean, P_std), add its word to OBJECTIVES(of_edm, "edm|ect"). If you forget
+//         parameters of edm (sigma_data, P_mean, P_std), add its word to OBJECTIVES(of_edm, "edm|ect"), and if it
+//         shares those of flow (t_mean, t_std), to OBJECTIVES(of_flow, "flow"). If you forget
 //         this, nothing warns you: slot_is_used is then false for these parameters, so model files do not get their
 //         values, and samples use the flags' defaults.
 //      d. If --objective ect may tune models of the new objective: add the objective's word to the row of `ect_frame`
@@ -5854,7 +5875,7 @@ constexpr int SLOT_COND_NOISE = 114;
 constexpr int SLOT_PRECISION = 115; // the run's --precision
 constexpr int SLOT_OPTIMIZER = 116; // the run's --optimizer
 constexpr int SLOT_PRESET = 117;    // the run's preset (preset_checksum)
-constexpr int SLOT_VAL_CRC = 118;   // the header_crc of --val_data_file; the slots after it are unused, up to SLOT_PATH
+constexpr int SLOT_VAL_CRC = 118;   // validation_crc; the slots after it are unused, up to SLOT_PATH
 constexpr int SLOT_PATH = 128;      // 512 bytes: the path of --data_file, a zero byte, the path of --cond_file
 constexpr int MOST_LEVELS = 8;      // how many numbers channel_mult may have, and how many attention_resolutions
 
@@ -6461,9 +6482,10 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
     if (!c->class_cond) return;
     refuse_unless(d.classes <= c->num_classes, "num_classes",
                   c->data_file + text(" has labels of %d classes", d.classes));
+    // A model of a file stays a model with classes.
+    const std::string or_else = where.empty() ? "use --class_cond False" : "start without that file";
     refuse_unless(!d.labels.empty(), "class_cond",
-                  c->data_file + " has no labels; make it from a folder with one sub-folder a class, or use "
-                                 "--class_cond False");
+                  c->data_file + " has no labels; make it from a folder with one sub-folder a class, or " + or_else);
 }
 
 // Returns the path of the checkpoint that --resume_checkpoint means, or "" if the run is new. A folder that does not
@@ -6638,6 +6660,10 @@ static void check_contradictions(const Config& c) {
         die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
     if (c.given("data_file") && c.given("data_dir"))
         die("--data_file and --data_dir: a run trains on one of them; leave the other out");
+    const std::pair<const char*, const std::string&> paths[] = {
+        {"data_dir", c.data_dir}, {"data_file", c.data_file}, {"init", c.init}};
+    for (const auto& [name, path] : paths)
+        if (c.given(name) && path.empty()) die("--%s: is empty; give a path, or leave the flag out", name);
 }
 
 // Sets the flags that the command line leaves open, except those that take_data_shape takes from the data. Opens the
@@ -7242,6 +7268,7 @@ struct Run {
 
     // Checkpoints and snapshots of the averages. Updates are the steps that were not skipped.
     int64_t saved_step = 0;         // the step of the newest checkpoint; 0: there is none
+    std::string resumed_from{};     // at rank 0: the checkpoint that was resumed, if it lies in another folder
     int64_t saved_updates = 0;      // how many updates had been done when that checkpoint was written
     int64_t proven_step = -1;       // the step of the newest checkpoint that is known to be good (prove_checkpoint)
     int64_t snapshot_step = 0;      // the step of the newest snapshot or, before there is one, the step resumed from
@@ -7534,7 +7561,11 @@ static void stop_run(Run* run, const std::string& why) {
 
 // Returns a text that tells the user which saved step the run can go on from if it ends now.
 static std::string saved_so_far(const Run& run) {
-    if (run.saved_step) return text("saved is step %ld; --resume_checkpoint latest goes on from there", run.saved_step);
+    const bool nothing_new = run.saved_step == run.first_step;
+    const std::string elsewhere = nothing_new ? run.resumed_from : "";
+    const std::string resumed = elsewhere.empty() ? "latest" : elsewhere;
+    if (run.saved_step)
+        return text("saved is step %ld; --resume_checkpoint ", run.saved_step) + resumed + " goes on from there";
     return run.state.updates ? "no checkpoint was written yet" : "no good step was there to save";
 }
 
@@ -7545,11 +7576,11 @@ static bool is_written(Run* run, Retries* retries, const std::string& name, cons
     if (!world.rank) check_folder(run);
     // Print a message at the first failure, and at the first success after failures. End the run if the failures have
     // lasted for PATIENCE seconds, or at once if it is hopeless to wait.
-    if (error && !retries->failing_since) {
+    const bool hopeless = error == EFBIG; // the file is above a limit of size (ulimit -f), which does not go away
+    if (error && !hopeless && !retries->failing_since) {
         retries->failing_since = now();
         tell(run, "%s: %s; it is tried again for %.0f minutes\n", name.c_str(), failure.c_str(), PATIENCE / 60);
     }
-    const bool hopeless = error == EFBIG; // the file is above a limit of size (ulimit -f), which does not go away
     if (error && (hopeless || now() - retries->failing_since > PATIENCE))
         die("%s: %s; stopped after step %ld; %s", name.c_str(), failure.c_str(), run->state.step,
             saved_so_far(*run).c_str());
@@ -7613,6 +7644,12 @@ static bool save_arrays(Run* run, Retries* retries, const std::string& name, Hea
     return is_written(run, retries, run->folder.name(name), file.failure, file.error);
 }
 
+// Returns a checksum of all validation data: of the images and, with --val_cond_file, of the pictures.
+static uint32_t validation_crc(const Dataset& val) {
+    if (!val.cond) return val.header_crc;
+    return crc32(val.header_crc, &val.cond->header_crc, sizeof val.cond->header_crc);
+}
+
 // With --keep_best: if the checkpoint that was just written has the lowest validation loss so far, makes best.bin a
 // link to this checkpoint. If the run ended because data could not be read, the last step has no validation loss (NaN).
 // Then best.bin stays as it is.
@@ -7652,7 +7689,7 @@ static void save_checkpoint(Run* run) {
     // These slots identify the run's data: the training images, the validation images, and the pictures.
     h.set(SLOT_IMAGES, tr.data.count);
     h.set(SLOT_DATA_CRC, tr.data.header_crc);
-    h.set(SLOT_VAL_CRC, run->val.header_crc);
+    h.set(SLOT_VAL_CRC, validation_crc(run->val));
     if (tr.data.cond) h.set(SLOT_COND_CRC, tr.data.cond->header_crc);
     const std::string paths = c.data_file + '\0' + c.cond_file;
     memcpy(&h.slot[SLOT_PATH], paths.data(), paths.size());
@@ -7884,8 +7921,13 @@ static std::string changed_loss(const Config& c, const ModelFile& m, const Datas
 static bool val_loss_changed_since(const Run& run, const Header& h) {
     const Config& c = run.config;
     const std::string objective = changed_flag(c, h, [&](const Flag& f) { return is_of_objective(c, f); });
+    // In ect, all validation losses are those of the last step's stage, which may depend on the number of steps.
+    Config then;
+    then.max_steps = h.slot[SLOT_MAX_STEPS];
+    then.ect_d = h.slot[SLOT_ECT_D];
+    const bool other_stage = is_ect(h) && then.last_ect_stage() != c.last_ect_stage();
     const uint32_t val_crc = h.get<uint32_t>(SLOT_VAL_CRC); // 0: unknown, or there was no validation data
-    return !objective.empty() || (val_crc && val_crc != run.val.header_crc);
+    return !objective.empty() || other_stage || (val_crc && val_crc != validation_crc(run.val));
 }
 
 // Sets run->val_loss_changed and run->best_loss_changed: whether the validation losses of a resumed run can't be
@@ -8125,12 +8167,10 @@ static Dataset open_validation_data(const Config& c, const Dataset& data) {
             c.cond_dim);
     // For a model with classes, the validation images must have labels, of at most --num_classes classes.
     if (val.count && c.class_cond && val.labels.empty())
-        die("--val_data_file %s: has no labels, and the model has classes; "
-            "it must be labelled as the training data is, or train with --class_cond False",
+        die("--val_data_file %s: has no labels, and the model has classes; it must be labelled as the training data is",
             val.path.c_str());
     if (val.count && c.class_cond && val.classes > c.num_classes)
-        die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is, "
-            "or train with --class_cond False",
+        die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is",
             val.path.c_str(), val.classes, c.num_classes);
     const bool makes_them = c.picture_kind != PictureKind::FILE;
     if (c.cond_channels && !makes_them && c.val_cond_file.empty())
@@ -8242,6 +8282,8 @@ static bool begin_run(Run* run, const Dataset& data, const std::string& resume, 
     if (!resume.empty()) compare_with_checkpoint(run, start);
     // From here on the run writes into its folder.
     if (!world.rank) take_folder(run, resume);
+    const bool is_here = world.rank || run->folder.has(text("model_%07ld.bin", run->first_step));
+    if (!is_here) run->resumed_from = resume;
     open_log(run);
     keep_best_of_resumed(run);
     begin_page(run);
@@ -8268,7 +8310,7 @@ static void save_at_the_end(Run* run) {
     const int64_t updates = run->state.updates;
     const bool takes_snapshots = run->config.ema_snapshots;
     const double began = now();
-    stop_signal = 0; // forgets a signal that has stopped the run; the next signal ends the attempts below
+    if (run->stop) stop_signal = 0; // forgets the signal that has stopped the run; the next one ends the attempts below
     while (true) {
         // The snapshot comes before the checkpoint, for the reason that run_step gives.
         if (takes_snapshots && run->snapshot_updates < updates) save_snapshot(run);
@@ -8304,7 +8346,6 @@ static void finish_complete(Run* run) {
     const StepState& s = run->state;
     if (c.sample_interval) save_grid(run);
     if (run->stop) return finish_stopped(run); // a signal came while the grid was drawn
-    write_page(run, "done");
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
     // A resumed run that only had to write a missing grid or snapshot has done no step. Then the divisor `steps` is 1
@@ -8362,7 +8403,7 @@ static bool holds_more_than_samples(const Folder& folder, const std::string& nam
     const bool is_data = magic == DATA_MAGIC || magic == UNET_CU_DATA_MAGIC;
     const bool has_more = h.slot[DATA_SLOT_CLASSES] > 0 || h.slot[DATA_SLOT_VALUES] > 0;
     const bool are_floats = h.slot[DATA_SLOT_BYTES] == 4;
-    const bool are_samples = magic == DATA_MAGIC && are_floats && !has_more;
+    const bool are_samples = magic == DATA_MAGIC && h.slot[SLOT_VERSION] == 1 && are_floats && !has_more;
     return is_model || (is_data && !are_samples);
 }
 
@@ -8735,7 +8776,7 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 //
 // This holds under two conditions: the same microbatch and batch, and the same kind of device and build. A run that is
 // resumed on another number of ranks keeps its microbatch if it divides a rank's share of the batch. Otherwise the
-// program prints that the microbatch is another one (check_microbatch, check_resume).
+// program prints that the microbatch is another one or, if the user has given --microbatch, ends (check_microbatch).
 static void step_gradients(Trainer* tr, const Upload& batch) {
     const Config& c = tr->net.config;
     const int B = c.micro(); // the images of a microbatch
@@ -8954,8 +8995,9 @@ static void prove_last_checkpoint(Run* run) {
     // rank 0 tells the other ranks whether the step is needed.
     if (!any_rank("the question whether a checkpoint is to spare", too_many)) return;
     if (!train_step(&run->trainer, run->issued)) return;
-    copy_to_host(&run->state, run->trainer.records + run->issued % RECORDS, sizeof run->state);
-    if (run->state.ok) prove_checkpoint(run);
+    StepState after;
+    copy_to_host(&after, run->trainer.records + run->issued % RECORDS, sizeof after);
+    if (after.ok) prove_checkpoint(run);
 }
 
 // Returns whether one more step is needed before a stopped run can end. With --keep_best, the last checkpoint needs a
@@ -9050,12 +9092,17 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
     // Some steps may not be logged yet, for example after a signal.
     const bool validate = c.keep_best && data_error(run).empty();
     if (run.state.step < run.issued) collect_steps(&run, validate, validate);
+    // A signal may have come after the last step was issued. Then the run ends without its last grid.
+    if (!run.stop) run.stop = any_rank("the end of the steps", stop_signal);
     // At the end: write the last files, print the last line, and write the rows and pictures that wait for the disk.
     save_at_the_end(&run);
     end_line(&run);
     if (run.stop || !data_error(run).empty()) finish_stopped(&run); // after an error of the data, this does not return
     else finish_complete(&run);
-    if (!run.stop) prove_last_checkpoint(&run);
+    if (!run.stop) {
+        prove_last_checkpoint(&run); // may remove a checkpoint, so the page is written after it
+        write_page(&run, "done");
+    }
     write_the_rest(&run);
     end_page();
     return run.stop ? 128 + run.stop : 0;
@@ -18139,7 +18186,7 @@ static void round_gradient(Fp8Copy fp8, const act* dout, size_t n) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- adamw: norm of the gradient, the step's verdict, AdamW, averages
-// Used when: at the end of every training step.
+// Used when: after every microbatch (sum_gradients), and at the end of every training step.
 // How: The squares of the gradient are summed in stretches of a fixed size. So the norm has the same bits for any
 //   number of GPUs (see the comments above step_gradients). The GPU itself decides whether and how to update the
 //   weights (judge_step), so the host need not wait for the norm.

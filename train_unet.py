@@ -890,7 +890,9 @@ def changed_loss(config: Config, data: Data, start: ModelFile) -> str:
 def val_loss_changed(config: Config, val_crc: int, before: Config, state: TrainingState) -> bool:
     """Whether validation losses mean something else than those of a checkpoint (before, state). val_crc: of the validation data; 0: there is none."""
     of_objective = changed_flag(config, before, lambda name: is_of_objective(config, name))
-    return bool(of_objective) or state.val_crc not in (0, val_crc)
+    # In ect, all validation losses are those of the last step's stage.
+    other_stage = before.objective == "ect" and before.last_ect_stage != config.last_ect_stage
+    return bool(of_objective) or other_stage or state.val_crc not in (0, val_crc)
 
 
 def announce(trainer: Trainer, data: Data, start: ModelFile | None) -> None:
@@ -975,7 +977,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
         start = ModelFile(start.config, start.weights_to_use(config.use_ema))
     trainer = Trainer(config, device, start)
     state, first_step = trainer.state, trainer.state.step
-    state.preset, state.val_crc = preset, val_data.crc if val_data else 0
+    state.preset, state.val_crc = preset, val_data.whole_crc() if val_data else 0
     state.data_images, state.data_crc, state.cond_crc = len(data.images), data.crc, data.pictures.crc if data.pictures else 0
     announce(trainer, data, start)
     lacks_snapshot = lacks_file(config, first_step, f"ema_{first_step:07d}.bin", config.ema_snapshots)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # noqa: I001 (names side by side)
 
+import csv
 import io
 import math
 import re
@@ -197,7 +198,7 @@ def read_value_table(config: Config) -> list[list[float]]:
         raise UserError(f"--values {config.values}: can't be opened ({e.strerror})") from None
     rows: list[list[float]] = []
     for number, line in enumerate(lines, 1):
-        cells = line.split(",")
+        cells = next(csv.reader([line]), [""])
         cells = cells[1:] if len(cells) == config.cond_dim + 1 else cells
         row = [] if any(cell != cell.rstrip() for cell in cells) else finite_numbers(cells)  # train_unet.cu takes no space behind a number
         holds_number = any(re.match(r" *([-+.\d]|(inf|infinity|nan)$)", cell, re.IGNORECASE) for cell in cells)
@@ -235,7 +236,7 @@ def check_run(config: Config) -> None:
     ok = len(config.data_file.encode(errors="replace")) <= 511 and "\0" not in config.data_file
     check(config, ok, "data_file", "must be at most 511 bytes long, to fit in a checkpoint")
     paths = f"{config.data_file}{config.cond_file}"
-    ok = len(paths.encode(errors="replace")) <= 510 and "\0" not in paths
+    ok = not config.cond_file or (len(paths.encode(errors="replace")) <= 510 and "\0" not in paths)
     check(config, ok, "cond_file", "and --data_file must be at most 510 bytes long, to fit in a checkpoint")
 
 

@@ -37,6 +37,10 @@ class Data:
     value_names: list[str] = field(default_factory=list)  # of the K numbers; or empty
     pictures: Data | None = None  # --cond_file: one that each image is conditioned on, in the same order
 
+    def whole_crc(self) -> int:
+        """A checksum of the images and their pictures."""
+        return zlib.crc32(self.pictures.crc.to_bytes(4, "little"), self.crc) if self.pictures else self.crc
+
     def expect(self, index: np.ndarray) -> None:
         """Asks the system to bring these images into memory, and does not wait for them."""
         size = self.images[0].nbytes
@@ -77,7 +81,7 @@ class Data:
             here = f"{config.in_channels}x{config.image_size[0]}x{config.image_size[1]}"
             raise UserError(f"{self.path}: its images are {channels}x{height}x{width}, the model's {here}; prepare them again")
         if config.class_cond and self.labels is None:
-            raise UserError(f"--class_cond True: {self.path} has no labels; use --class_cond False, or data that has")
+            raise UserError(f"--class_cond True: {self.path} has no labels; use data that has, or, for a new model, --class_cond False")
         if config.class_cond and self.num_classes > config.num_classes:
             raise UserError(f"--num_classes {config.num_classes}: {self.path} has {self.num_classes} classes")
         count = 0 if self.values is None else self.values.shape[1]

@@ -168,7 +168,7 @@ def is_data(start: Sequence[int]) -> bool:
 
 def is_samples(start: Sequence[int]) -> bool:
     """Whether it may be one that --sample has written: of float images without labels and numbers."""
-    return start[0] == DATA_MAGIC and start[6] == 0 and start[7] == 4 and start[10] == 0
+    return start[0] == DATA_MAGIC and start[1] == 1 and start[6] == 0 and start[7] == 4 and start[10] == 0
 
 
 def is_model(start: Sequence[int]) -> bool:

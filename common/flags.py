@@ -339,6 +339,11 @@ class Config(dataclasses.make_dataclass("AllFlags", [row for row in TABLE if row
         return self.ect_d or math.ceil(self.max_steps / 8)
 
     @property
+    def last_ect_stage(self) -> int:
+        """The stage of the last step, from 0 on."""
+        return (self.max_steps - 1) // self.ect_stage
+
+    @property
     def out_channels(self) -> int:
         return 2 * self.in_channels if self.learn_sigma else self.in_channels
 

@@ -273,7 +273,7 @@ def usual_gradient(config: Config) -> float:
         bound = config.vlb_weight if config.learned_variance else 0
         return max(1.0, (1 if config.use_kl else bound) * config.diffusion_steps / math.log(2))
     length = math.sqrt(config.in_channels * math.prod(config.image_size))
-    last_a = 1 + (config.max_steps - 1) // config.ect_stage
+    last_a = 1 + config.last_ect_stage
     return length * (config.ect_q**last_a if config.ect_weight == "gap" else 1 / math.exp(config.P_mean - 3 * config.P_std))
 
 

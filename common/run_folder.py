@@ -281,10 +281,11 @@ class Retries:
 
 class Keeper:
     """The checkpoints of a run: an older one goes only when a step from the newest was good. tell: what shows a sentence. best_loss: with --keep_best
-    the validation loss of best.bin, infinite if it is unknown; None without. val_loss: after the latest step, if it was measured there."""
+    the validation loss of best.bin, infinite if it is unknown; None without. val_loss: after the latest step, if it was measured there. resumed_from: the
+    checkpoint that was resumed, which may lie in another folder."""
 
-    def __init__(self, folder: RunFolder, keep: int, step: int, best_loss: float | None = None):
-        self.folder, self.keep, self.tell = folder, keep, print
+    def __init__(self, folder: RunFolder, keep: int, step: int, best_loss: float | None = None, resumed_from: str = ""):
+        self.folder, self.keep, self.tell, self.resumed_from = folder, keep, print, resumed_from
         self.best_loss = best_loss
         self.val_loss: float | None = None
         self.saved, self.proven = step, -1 if step else 0  # the newest checkpoint, and the newest from which a step was good
@@ -337,10 +338,11 @@ class Keeper:
         except OSError as e:
             told, now = f"{path}: writing failed ({e.strerror}); what was there before is untouched", time.monotonic()
             self.folder.check(step)
-            if not retries.failing_since:
+            hopeless = e.errno == errno.EFBIG  # the file is above a limit of size (ulimit -f)
+            if not hopeless and not retries.failing_since:
                 retries.failing_since = now
                 self.tell(f"{told}; it is tried again for {PATIENCE / 60:.0f} minutes")
-            if e.errno == errno.EFBIG or now - retries.failing_since > PATIENCE:
+            if hopeless or now - retries.failing_since > PATIENCE:
                 raise UserError(f"{told}; stopped after step {step}; {self.saved_so_far()}") from None
             retries.next_time = now + RETRY_AFTER
             return False
@@ -352,7 +354,8 @@ class Keeper:
     def saved_so_far(self) -> str:
         if not self.saved:
             return "no checkpoint was written yet"
-        return f"saved is step {self.saved}; --resume_checkpoint latest goes on from there"
+        resumed = "latest" if self.saved in self.folder.checkpoints() else self.resumed_from
+        return f"saved is step {self.saved}; --resume_checkpoint {resumed} goes on from there"
 
     def finish(self, step: int, save: Callable[[], bool], stop: list[str]) -> None:
         """Calls save until it has saved everything. A disk that is full is waited for, but not for long, and not beyond another signal."""
@@ -477,7 +480,7 @@ def run_folder(config: Config, start: ModelFile | None, changed: Callable[[Confi
                 else "its validation loss can't be compared with those of this run"
             )
             print(f"{folder.name(BEST)}: {why}, so the next checkpoint becomes the best", flush=True)
-        keeper = Keeper(folder, config.keep_checkpoints, step, best_loss if config.keep_best else None)
+        keeper = Keeper(folder, config.keep_checkpoints, step, best_loss if config.keep_best else None, config.resume_checkpoint)
         # The run may have been killed after it wrote its best checkpoint, and before it made best.bin a link to it.
         newest = f"model_{step:07d}.bin"
         known = best is None or math.isfinite(best_loss)
@@ -531,6 +534,9 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
     named = flags.keys() & {"data_file", "data_dir"}
     if len(named) == 2:
         raise UserError("--data_file and --data_dir: a run trains on one of them; leave the other out")
+    for name in "data_dir", "data_file", "init":
+        if flags.get(name) == "":
+            raise UserError(f"--{name}: is empty; give a path, or leave the flag out")
     if not (flags.get("sample") or flags.get("init_model_only")):
         with lock_folder(flags.get("output_dir", Config.output_dir)):
             pass

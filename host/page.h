@@ -60,10 +60,12 @@ template <class List, class Write> static std::string json_list(const List& elem
 // JSON has no infinity and no NaN; page.html takes null for "there is none".
 static std::string json_number(double v) { return std::isfinite(v) ? text("%.6g", v) : "null"; }
 
-// The steps in the names of a folder's files, such as those of the grids or checkpoints of a run.
-static std::string json_steps(const Folder& folder, const std::string& prefix, const char* suffix) {
+// The steps up to `last` in the names of a folder's files, such as those of the grids or checkpoints of a run. (Files
+// of later steps may be there if the run went on from an earlier step again.)
+static std::string json_steps(const Folder& folder, const std::string& prefix, const char* suffix, int64_t last) {
     int ignored = 0; // no run ends because its page can't be written
-    const auto found = folder.list(prefix, suffix, &ignored);
+    auto found = folder.list(prefix, suffix, &ignored);
+    found.erase(found.upper_bound(last), found.end());
     return json_list(found, [](const auto& file) { return std::to_string(file.first); });
 }
 
@@ -118,8 +120,8 @@ static std::string json_run(const Run& run, const char* state, const std::string
     out += "\"commit\":" + quoted(PROGRAM_COMMIT) + ",";
     out += "\"path\":\"\",";
     out += "\"flags\":" + json_flags(c) + ",";
-    out += "\"grids\":" + json_steps(run.folder, "samples_", ".png") + ",";
-    out += "\"checkpoints\":" + json_steps(run.folder, "model_", ".bin") + ",";
+    out += "\"grids\":" + json_steps(run.folder, "samples_", ".png", run.state.step) + ",";
+    out += "\"checkpoints\":" + json_steps(run.folder, "model_", ".bin", run.state.step) + ",";
     out += text("\"best\":%s,\n", run.folder.has(BEST) ? "true" : "false");
     out += "\"rows\":" + json_rows(run.summary);
     return out + "}";
@@ -233,10 +235,12 @@ static void compare_runs(const Config& c) {
     must(output.ends_with(".html"), "--output " + output, "must end in .html");
     const fs::path path = output;
     std::vector<std::string> runs;
+    bool replaces_one = false; // whether the output is the page of one of these runs
     std::istringstream folders(c.compare_runs);
     for (std::string folder; std::getline(folders, folder, ',');) {
         std::error_code none;
         const fs::path here = fs::absolute(path).parent_path();
+        replaces_one = replaces_one || fs::equivalent(path, fs::path(folder) / "index.html", none);
         runs.push_back(run_of_folder(folder, fs::relative(folder, here, none).string() + "/"));
     }
     must(runs.size() > 1, "--compare_runs " + c.compare_runs, "must name folders with commas, such as out,out2");
@@ -244,6 +248,7 @@ static void compare_runs(const Config& c) {
     must(target.descriptor >= 0, "--output " + output,
          text("its folder can't be opened (%s); name one that is there", strerror(target.error)));
     must(!is_name_of_run(target, path.filename().string()), "--output " + output, NAME_OF_RUN);
+    must(!replaces_one, "--output " + output, "is the page of a run that is compared; choose another name");
     const std::string failure = try_write_file(target, path.filename().string(), page_of(runs));
     must(failure.empty(), output, failure);
     printf("%s: %zu runs on one page\n", output.c_str(), runs.size());

@@ -296,7 +296,9 @@ def test_a_preset_with_classes(
     words = [*(["--preset", "quick32"] if labels else []), *given.split()]
     if not labels:
         assert "use --class_cond False" in run(["--preset", "quick32", "--data_file", file], code=1).err
-        with pytest.raises(train_unet.UserError, match="--class_cond True: .*d.bin has no labels; use --class_cond False"):
+        with pytest.raises(
+            train_unet.UserError, match="--class_cond True: .*d.bin has no labels; use data that has, or, for a new model, --class_cond False"
+        ):
             open_data(str(file)).check(make_config({"preset": "quick32", "num_classes": 3}))
     told = run([*words, "--data_file", file, "--max_steps", 3, "--batch_size", 1, "--sample_interval", 0]).out
     assert ("classes: none, because the data has no labels" in told) == (not labels)

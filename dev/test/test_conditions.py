@@ -395,12 +395,23 @@ SAMPLE = "--preset fashion32 --sample 5 --batch_size 4 --timestep_respacing 4 --
 def test_samples_are_the_twins(run: Callable, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.csv").write_text("\ufeff1,2,3\n\n-1,0,0.5\r\n")  # no heading, but the mark that Excel writes before UTF-8
-    (tmp_path / "table.csv").write_text("file,a,b,c\nx.png,1, 2,3\ny.png,-1,0,0.5\n")
+    (tmp_path / "table.csv").write_text('file,a,b,c\n"Smith, ""J"".png",1, 2,3\ny.png,-1,"0",0.5\n')
     given = flags(SAMPLE, more, "--init", model)
     run(given)
     assert twin.run(flags(given, "--output t.bin --device cpu")) == 0
     ours, theirs = read_samples(tmp_path / "s.bin"), read_samples(tmp_path / "t.bin")
     assert abs(ours - theirs).max() < 2e-3 and abs(ours[0] - ours[1]).max() > 0.01
+
+
+def test_validation_pictures_are_a_part_of_the_validation_data(data: Path, run: Callable, make_data: Callable, tmp_path: Path) -> None:
+    """With other pictures the validation loss means something else, so it is not compared with that of best.bin."""
+    for name, seed in ("p", 1), ("q", 2):
+        make_data(f"{name}.bin", make_images(24, seed=seed))
+    validated = flags("--val_interval 1 --save_interval 1 --keep_best True --sample_interval 0 --val_data_file", data)
+    run(flags(TINY, "--max_steps 1 --data_file", data, "--cond_file p.bin --val_cond_file p.bin", validated))
+    for steps, pictures in (2, "p.bin"), (3, "q.bin"):
+        told = run(flags("--resume_checkpoint latest --lr 0 --max_steps", steps, "--val_cond_file", pictures, validated)).out
+        assert ("its validation loss can't be compared" in told) == (pictures == "q.bin")
 
 
 def test_zeros_are_no_condition(run: Callable, model: Path, tmp_path: Path) -> None:

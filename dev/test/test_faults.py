@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -355,10 +355,13 @@ def test_samples_replace_nothing_of_worth(program: list[str], data: Path, tmp_pa
     numbers = bytearray(data_bytes(make_images().astype(np.float32)))
     numbers[40:44] = (2).to_bytes(4, "little")  # slot 10: each image has two numbers
     (tmp_path / "numbers.bin").write_bytes(numbers)
+    large = bytearray(data_bytes(make_images().astype(np.float32)))
+    large[4:8] = (2).to_bytes(4, "little")  # the version of data above 4 GiB, such as latents; samples are never of that version
+    (tmp_path / "large.bin").write_bytes(large)
     theirs = np.zeros(1024, "<i4")
     theirs[0] = UNET_CU_DATA_MAGIC
     (tmp_path / "theirs.bin").write_bytes(theirs.tobytes())
-    for name in "d.bin", "another.bin", "numbers.bin", "theirs.bin":
+    for name in "d.bin", "another.bin", "numbers.bin", "large.bin", "theirs.bin":
         refuse([*given, name], tmp_path, "holds a model or data")
     refuse([*given, "x.bin", "--start_from", "x.bin"], tmp_path)  # which is not there
     call([*program, *flags("--sample 2 --timestep_respacing 2 --init f.bin --output x.bin")], tmp_path)
@@ -727,6 +730,32 @@ def test_ulimit(program: list[str], data: Path, tmp_path: Path) -> None:
         err = call([*program, *given], tmp_path, code=1).stderr
     assert err.startswith("train_unet: ") and err.count("\n") == 1 and model_name(2) in err
     assert sorted({f.name for f in (tmp_path / "out").iterdir()} - {"index.html"}) == [".lock", "log.csv"]
+
+
+def test_a_signal_at_the_last_step(program: list[str], data: Path, make_data: Callable, tmp_path: Path) -> None:
+    """Ctrl-C while the last step is validated or saved: the run ends without its last grid, which a resumed run draws."""
+    validation = make_data("val.bin", make_images(4000))  # takes a second, so that the signal comes meanwhile
+    given = flags(
+        TINY, "--max_steps 3 --val_interval 3 --log_interval 1 --sample_interval 3 --num_samples 100 --timestep_respacing 1000 --data_file", data
+    )
+    process = start([*program, *given, "--val_data_file", validation], tmp_path)
+    wait_for(process, "step 2/")
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGINT and err == "" and "stopped by SIGINT" in out, out + err
+    assert not (tmp_path / "out/samples_0000003.png").exists()
+
+
+def test_what_is_saved_lies_in_another_folder(program: list[str], data: Path, tmp_path: Path) -> None:
+    """A run that was resumed into a new folder, and can't write there, says where the checkpoint lies. A limit on the size of files is not waited for."""
+    call([*program, *TINY, "--data_file", data, "--max_steps", 2], tmp_path)
+    with file_limit(1 << 20):
+        done = call(
+            [*program, *flags("--resume_checkpoint", f"out/{model_name(2)}", "--max_steps 3 --output_dir new --sample_interval 0")], tmp_path, code=1
+        )
+    assert f"saved is step 2; --resume_checkpoint out/{model_name(2)} goes on from there" in done.stderr
+    assert "tried again" not in done.stdout
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -280,6 +280,17 @@ def test_it_says_why_a_run_was_stopped(long_run: subprocess.Popen, tmp_path: Pat
     assert run["rows"][-1][1] == run["step"] == len(read_log(tmp_path / "out")) and run["checkpoints"] == [run["step"]]
 
 
+def test_the_page_shows_what_is_there(run: Callable, data: Path, tmp_path: Path) -> None:
+    """No checkpoint that the end of the run has removed, and no grid of a step that the run has given up."""
+    run(flags(TINY, "--max_steps 7 --save_interval 2 --sample_interval 3 --num_samples 1 --timestep_respacing 2 --data_file", data))
+    of_page = shown_run(tmp_path / "out")
+    assert of_page["checkpoints"] == [4, 6, 7] and of_page["grids"] == [3, 6, 7] and of_page["state"] == "done" and of_page["step"] == 7
+    for step in 6, 7:
+        (tmp_path / "out" / model_name(step)).unlink()
+    run(flags("--resume_checkpoint latest --sample_interval 5 --num_samples 1 --timestep_respacing 2 --max_steps 5"))
+    assert shown_run(tmp_path / "out")["grids"] == [3, 5]
+
+
 def test_it_says_that_data_can_not_be_read(long_run: subprocess.Popen, open_page: Callable, tmp_path: Path) -> None:
     os.truncate(tmp_path / "d.bin", 1500)
     error = long_run.communicate()[1]
@@ -420,6 +431,10 @@ def test_compare_runs(run: Callable, refused: Callable, open_page: Callable, dat
     for replaced in "runs/a/index.html", "runs/../runs/b's/index.html":
         refused(["--compare_runs", "runs/a,runs/b's", "--output", replaced], f"--output {replaced}: is a name for files of the run in that folder")
     (tmp_path / "pages").mkdir()
+    for name in "a", "b":  # a page that is read, in a folder that has nothing of the run but this page
+        (tmp_path / "web" / name).mkdir(parents=True)
+        shutil.copy(tmp_path / "runs" / ("a" if name == "a" else "b's") / "index.html", tmp_path / "web" / name)
+    refused(["--compare_runs", "web/a,web/b", "--output", "web/b/index.html"], "is the page of a run that is compared")
     run(["--compare_runs", "runs/a,runs/b's", "--output", "pages/index.html"])
     page = open_page(tmp_path / "pages", viewport={"width": 1200, "height": 900})
     until_drawn(page)

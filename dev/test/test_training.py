@@ -272,6 +272,20 @@ def test_another_length_of_a_tuning(run: Callable, data: Path, tmp_path: Path) -
     assert "before" not in run(flags("--resume_checkpoint latest --max_steps 16", QUIET)).out
 
 
+@pytest.mark.parametrize("program", ["cpp", pytest.param("twin", marks=pytest.mark.long)])
+def test_the_best_checkpoint_of_a_longer_tuning(run: Callable, data: Path, tmp_path: Path, program: str) -> None:
+    """The validation loss of a tuning is that of its last stage, which depends on --max_steps although --ect_d is given."""
+    run(flags(TINY, "--objective edm --max_steps 1 --output_dir edm --data_file", data))
+    validated = flags("--val_interval 2 --save_interval 2 --keep_best True --val_data_file", data, QUIET)
+    tuning = flags(TINY, "--objective ect --ect_d 2 --max_steps 4 --init", f"edm/{model_name(1)}", "--data_file", data, validated)
+    assert start(tuning, tmp_path, program).wait(120) == 0
+    for steps, can_be_compared in ((8, False), (8, True)):
+        process = start(flags("--resume_checkpoint latest --lr 0 --max_steps", steps, validated), tmp_path, program)
+        told, err = process.communicate(timeout=120)
+        assert process.returncode == 0 and err == ""
+        assert ("its validation loss can't be compared" not in told) == can_be_compared
+
+
 @pytest.mark.parametrize("program", ["cpp", "twin"])
 def test_another_loss_starts_the_guard_anew(
     run: Callable, data: Path, tmp_path: Path, program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
