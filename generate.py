@@ -140,6 +140,7 @@ from common.diffusers_files import Autoencoder
 from common.model import UNetModel, build_model
 from common.model_files import ModelFile
 from common.pictures import image_to_array
+from common.run_folder import find_data
 from common.samples import check_finite, grid_pixels, save_png, save_samples, to_pixels, value_captions, visible
 
 ROOT = Path(__file__).resolve().parent
@@ -425,12 +426,15 @@ def smiley(config: Config) -> Tensor:
 
 def two_images(file: ModelFile, config: Config, data_file: str) -> dict[str, tuple[Tensor, Tensor]]:
     """A drawn smiley and the first image of the data: x0 (1, C, H, W) and the label (1), 0 where there is none."""
-    path = data_file or file.config.data_file or "data/fashion32.bin"
+    path = data_file or find_data(file.config.data_file or "data/fashion32.bin", file.path)
     if Path(path).is_dir():
         raise UserError(
             f"{path}: the model was trained on this folder of pictures; name a data file of them with --data_file, as prepare_data.py makes it"
         )
-    data = open_data(path if data_file or Path(path).exists() else str(ROOT / path))
+    of_program = not data_file and not Path(path).exists() and (ROOT / path).exists()
+    if not (data_file or of_program or Path(path).exists()):
+        raise UserError(f"{path}: the model was trained on these images, and they are not there; name a data file with --data_file")
+    data = open_data(str(ROOT / path) if of_program else path)
     data.check(dataclasses.replace(config, class_cond=False, cond_dim=0, cond="", cond_channels=0))  # only its first image is needed
     label = torch.tensor([0 if data.labels is None else int(data.labels[0])]).clamp(max=max(config.num_classes - 1, 0))
     return {"a smiley": (smiley(config)[None], label * 0), Path(path).name: (torch.from_numpy(data.read_floats(np.array([0]))), label)}
@@ -792,6 +796,8 @@ def run(argv: list[str]) -> None:
         raise UserError(f"--data_file {options.data_file}: is for --show, or in place of --model_filename for --decode; leave it out")
     if options.mask and not (options.image or options.cond):
         raise UserError(f"--mask {options.mask}: says where --image (or --cond) is painted anew, and there is none")
+    if "strength" in flags and not options.image:
+        raise UserError(f"--strength {flags['strength']:g}: says how much of --image is changed, and there is none")
     if options.precision == "fp16" and not options.export_coreml and options.backend != "coreml":
         raise UserError("--precision fp16: is for --backend coreml and --export_coreml; fp32 and bf16 are for the others")
     if options.precision == "fp8" and (options.backend not in ("torch", "native") or options.export_onnx or options.export_coreml):

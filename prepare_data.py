@@ -425,13 +425,19 @@ def read_table(path: str) -> tuple[list[str], dict[str, list[float]]]:
 
 
 def table_values(path: str, files: list[str], folder: str) -> tuple[np.ndarray, list[str]]:
-    """(numbers (len(files), K), their names) of a .csv. A line names its file from the folder on, or by its last part."""
+    """(numbers (len(files), K), their names) of a .csv. A line names its file from the folder on, or by its last part if no other has the same. folder: "":
+    the files are those of a zip, and the folder is what all of them share."""
     names, rows = read_table(path)
+    top = folder or os.path.commonpath([os.path.dirname(file) for file in files])
     found, missing = [], []
+    of_line: dict[str, str] = {}  # the file of each line
     for file in files:
-        within = os.path.relpath(file, folder) if folder else file
-        key = within if within in rows else os.path.basename(file)
+        within = os.path.relpath(file, top) if top else file
+        key = next((name for name in (file, within, os.path.basename(file)) if name in rows), within)
         (found if key in rows else missing).append(key)
+        other = of_line.setdefault(key, within)
+        if other != within:
+            raise DataError(f"{path}: the line of {key} may mean {other} or {within}; name them with their folders")
     if missing:
         raise DataError(f"{path}: has no line of {missing[0]}" + (f", nor of {len(missing) - 1} others" if len(missing) > 1 else ""))
     if unused := sorted(rows.keys() - set(found)):

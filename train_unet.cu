@@ -10,159 +10,159 @@
 //   1216     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //   1320     4. Configuration: flags, presets, help, what can work and what cannot
 //   2171     5. The network: a list of layers, made of guided-diffusion's flags
-//   3218     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3228         FP8: its buffers, its factors, and weights in FP8
-//   3393         gradients, and buffers
-//   3673     7. Forward and backward: two walks over the list
-//   3820     8. Diffusion: noise schedules, objectives, samplers
-//   4136         the level of a training sample, drawn, and its share of the loss
-//   4622         samplers
-//   5217     9. Data: .bin files that may be larger than memory, the order of their images
-//   5807    10. Model files: weights and checkpoints, initial weights
-//   6199    11. Settings: what the command line leaves open comes from presets, model files and the data
-//   6547         presets, and all settings together
-//   6691         what ranks must have in common
-//   6765    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
-//   6787         the learning rate, the verdict on a step, averages of the weights
-//   6882         what a trainer holds, and how ranks gather it
-//   7094         the log in memory, as the page shows it
-//   7224         what a run holds
-//   7325         the log and the status line
-//   7527         checkpoints, snapshots and grids
-//   7824         a run's first weights: new, of a file, or of the run that is resumed
-//   8154         how a run begins: validation data, conditions of grids, its folder
-//   8303         how a run ends
-//   8374         samples, without a run
-//   8549    13. A training step, the loop over the steps, and main
-//   8573         a step
-//   8945         the loop over the steps
-//   9072         train and main: a whole run, from the command line to the exit code
-//   9182  Part II. The device
-//   9185    14. What all devices share: elements, nonlinearities, patches of pixels
-//   9270    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9340    16. The GPU: what all kernels share
-//   9412         Launches, which may overlap
-//   9459         Decisions: what kernels are chosen with
-//   9514         Single instructions: shared memory, mbarriers, clusters
-//   9612         Activations: pieces of 16 bytes
-//   9955         each_kernel: a thread for an element
-//   9969         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//  10141         Swizzle: how rows lie in shared memory
-//  10163         Hopper (sm_90a): TMA and what goes with it
-//  10294         building blocks of Hopper's kernels (sm_90a)
-//  10511         wgmma: how a warpgroup multiplies (sm_90a)
-//  10773    17. Small operations: resampling, embeddings, diffusion
-//  10776         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  10990         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11362         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11925    18. Group norm
-//  11928         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12494         groupnorm_backward_whole: an image's slab in shared memory
-//  12901    19. Attention
-//  13010         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13575         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13724         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14435    20. Convolution
-//  14488         ConvOut: results, 4 channels of a pixel at a time
-//  14739         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14812         conv_halo: 3x3, stride 1, any GPU
-//  15242         conv_gather: any kernel size and stride, any GPU
-//  15515         conv_few: the first and the last layer
-//  15705         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16320         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16451         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16957         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17423         conv_weight_tma: weight gradients (sm_90a)
-//  17740         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  18069         FP8 in training: weights and gradients are rounded
-//  18185    21. The optimiser
-//  18188         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18433         muon: directions for matrices of weights
-//  18878    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18881         groupnorm_backward
-//  19052         attention: forward and, where a has dout, backward
-//  19117         convolution: forward and input gradient
-//  19649         convolution: weight gradients
-//  20040    23. The GPU: memory, copies, repeated work
-//  20273    24. Between ranks: from device to device
+//   3221     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3231         FP8: its buffers, its factors, and weights in FP8
+//   3396         gradients, and buffers
+//   3676     7. Forward and backward: two walks over the list
+//   3823     8. Diffusion: noise schedules, objectives, samplers
+//   4140         the level of a training sample, drawn, and its share of the loss
+//   4626         samplers
+//   5221     9. Data: .bin files that may be larger than memory, the order of their images
+//   5811    10. Model files: weights and checkpoints, initial weights
+//   6203    11. Settings: what the command line leaves open comes from presets, model files and the data
+//   6551         presets, and all settings together
+//   6695         what ranks must have in common
+//   6769    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
+//   6791         the learning rate, the verdict on a step, averages of the weights
+//   6886         what a trainer holds, and how ranks gather it
+//   7098         the log in memory, as index.html shows it
+//   7228         what a run holds
+//   7329         the log and the status line
+//   7531         checkpoints, snapshots and grids
+//   7828         a run's first weights: new, of a file, or of the run that is resumed
+//   8158         how a run begins: validation data, conditions of grids, its folder
+//   8307         how a run ends
+//   8378         samples, without a run
+//   8553    13. A training step, the loop over the steps, and main
+//   8577         a step
+//   8950         the loop over the steps
+//   9077         train and main: a whole run, from the command line to the exit code
+//   9193  Part II. The device
+//   9196    14. What all devices share: elements, nonlinearities, patches of pixels
+//   9281    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9351    16. The GPU: what all kernels share
+//   9423         Launches, which may overlap
+//   9470         Decisions: what kernels are chosen with
+//   9525         Single instructions: shared memory, mbarriers, clusters
+//   9623         Activations: pieces of 16 bytes
+//   9966         each_kernel: a thread for an element
+//   9980         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//  10152         Swizzle: how rows lie in shared memory
+//  10174         Hopper (sm_90a): TMA and what goes with it
+//  10305         building blocks of Hopper's kernels (sm_90a)
+//  10522         wgmma: how a warpgroup multiplies (sm_90a)
+//  10784    17. Small operations: resampling, embeddings, diffusion
+//  10787         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  11001         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11373         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11936    18. Group norm
+//  11939         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12505         groupnorm_backward_whole: an image's slab in shared memory
+//  12912    19. Attention
+//  13021         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13586         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13735         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14446    20. Convolution
+//  14499         ConvOut: results, 4 channels of a pixel at a time
+//  14750         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14823         conv_halo: 3x3, stride 1, any GPU
+//  15253         conv_gather: any kernel size and stride, any GPU
+//  15527         conv_few: the first and the last layer
+//  15717         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16333         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16464         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  16972         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17438         conv_weight_tma: weight gradients (sm_90a)
+//  17755         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  18084         FP8 in training: weights and gradients are rounded
+//  18200    21. The optimiser
+//  18203         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18448         muon: directions for matrices of weights
+//  18893    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18896         groupnorm_backward
+//  19067         attention: forward and, where a has dout, backward
+//  19132         convolution: forward and input gradient
+//  19664         convolution: weight gradients
+//  20055    23. The GPU: memory, copies, repeated work
+//  20288    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights. What stands in brackets need not be opened: where it is called, a comment
 //   says what it does.
-//     command line: main 9178, run_program 9112, train 9079 and run_step 9027, one above the other; train_step 8914
-//     images are read: load_batch 5759, read_image 5308 (send 20243: to the GPU)
-//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20174)
-//     the gradient: step_gradients 8780 (draw_levels 11382: noise levels of the batch, by draw_level 4209)
-//     a microbatch (take_microbatch 8619): forward_and_loss 8645; q_sample_forward 11600; loss_forward_backward 11718
-//     forward: unet_forward 3707, with forward_layer above it (layer_args 2447: addresses), calls a function of each
-//       layer's kind, such as forward_conv 2671
-//     backward: unet_backward 3784 calls such a function as backward_conv 2678 of each layer (a convolution's input
-//       gradient: conv_backward_input 19614) and, by launch_waiting 3744 on the side stream,
-//       conv_backward_weights 20033 (finish_gradients 12850: those of norms). A drawing above
-//       WeightCosts 19665 shows the way from there to the kernels
-//     several ranks: send_gradients (in step_gradients) and all_to_all 20512
-//     the sum, and the verdict: sum_gradients 18240, judge_step 18288 (by judge_batch 6855)
-//     the update: update_slice 8887 (above train_step), adamw_update 18407 with adamw_kernel above it
-//     the log: next_step 18294, record_step 18300; later collect_steps 8950
-//   --optimizer muon: muon_updates 6970 says which weights; update_slice 8887, update_by_muon 8877 (with the formulas),
-//     muon_momentum 18476, orthogonalise 18855 (with muon_kernel above it), adamw_kernel 18351 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11792): sample_batch 5125, plan_route 4870,
-//     device_step 4918, euler_step 4654 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19496 draws all of its roads):
-//     forward_conv 2671; conv_forward 19536, with conv_product above it (conv_is_wgmma 19127: for bf16, on Hopper);
-//     on Hopper, large images: pick_conv_tiles_3x3 19436 (its tiles, such as Resident16, stand above pick_conv_small);
-//       conv_tiles 16942, with conv_tiles_kernel above it; Accumulators 10686 (its function multiply), with Wgmma above
+//     command line: main 9189, run_program 9117, train 9084 and run_step 9032, one above the other; train_step 8919
+//     images are read: load_batch 5763, read_image 5312 (send 20258: to the GPU)
+//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20189)
+//     the gradient: step_gradients 8785 (draw_levels 11393: noise levels of the batch, by draw_level 4213)
+//     a microbatch (take_microbatch 8623): forward_and_loss 8649; q_sample_forward 11611; loss_forward_backward 11729
+//     forward: unet_forward 3710, with forward_layer above it (layer_args 2447: addresses), calls a function of each
+//       layer's kind, such as forward_conv 2674
+//     backward: unet_backward 3787 calls such a function as backward_conv 2681 of each layer (a convolution's input
+//       gradient: conv_backward_input 19629) and, by launch_waiting 3747 on the side stream,
+//       conv_backward_weights 20048 (finish_gradients 12861: those of norms). A drawing above
+//       WeightCosts 19680 shows the way from there to the kernels
+//     several ranks: send_gradients (in step_gradients) and all_to_all 20527
+//     the sum, and the verdict: sum_gradients 18255, judge_step 18303 (by judge_batch 6859)
+//     the update: update_slice 8892 (above train_step), adamw_update 18422 with adamw_kernel above it
+//     the log: next_step 18309, record_step 18315; later collect_steps 8955
+//   --optimizer muon: muon_updates 6974 says which weights; update_slice 8892, update_by_muon 8882 (with the formulas),
+//     muon_momentum 18491, orthogonalise 18870 (with muon_kernel above it), adamw_kernel 18366 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11803): sample_batch 5129, plan_route 4874,
+//     device_step 4922, euler_step 4658 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 19511 draws all of its roads):
+//     forward_conv 2674; conv_forward 19551, with conv_product above it (conv_is_wgmma 19142: for bf16, on Hopper);
+//     on Hopper, large images: pick_conv_tiles_3x3 19451 (its tiles, such as Resident16, stand above pick_conv_small);
+//       conv_tiles 16957, with conv_tiles_kernel above it; Accumulators 10697 (its function multiply), with Wgmma above
 //       it
-//     on Hopper, small images: pick_conv_small 19286; conv_small 17409, with conv_small_kernel and multiply_small above
-//       it; Wgmma 10662
-//     on any other GPU: pick_conv_halo_bf16 19199; conv_halo 15229, with conv_halo_kernel, multiply_step, multiply_tap
-//       above it; mma 10023
-//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8780
+//     on Hopper, small images: pick_conv_small 19301; conv_small 17424, with conv_small_kernel and multiply_small above
+//       it; Wgmma 10673
+//     on any other GPU: pick_conv_halo_bf16 19214; conv_halo 15240, with conv_halo_kernel, multiply_step, multiply_tap
+//       above it; mma 10034
+//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8785
 //   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 460,
-//     Silu 9232, with_nonlinearity 9243 (a case); BEHIND_NORMS, above add_norm 2902, chooses it. The embedding has SiLU
-//     as a layer: silu_forward 11280
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 4063
+//     Silu 9243, with_nonlinearity 9254 (a case); BEHIND_NORMS, above add_norm 2905, chooses it. The embedding has SiLU
+//     as a layer: silu_forward 11291
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 4067
 //   to add an objective, as edm and flow are: a word in the row of `objective` in common/flags.h, Frame 587, and beside
-//     each other edm_question 3897, ask 3932, frame_of 3945, sigma_draws 3952, has_steps_of_t 3959; the head of their
-//     section lists the changes. For a parameter that model files keep: model_header 5913, check_lists 6016,
-//     take_model_file 6362, is_of_objective 7895
-//   to add a kind of layer: a list of all places stands above LayerKind 2563; examples are forward_linear 2591 with
-//     what follows it, for a layer of the embedding, and forward_downsample 2764, for a layer between the images (a
-//     norm, forward_norm 2711, has weights, too); a function such as add_resblock 2955 puts the layer into the network;
+//     each other edm_question 3901, ask 3936, frame_of 3949, sigma_draws 3956, has_steps_of_t 3963; the head of their
+//     section lists the changes. For a parameter that model files keep: model_header 5917, check_lists 6020,
+//     take_model_file 6366, is_of_objective 7899
+//   to add a kind of layer: a list of all places stands above LayerKind 2566; examples are forward_linear 2594 with
+//     what follows it, for a layer of the embedding, and forward_downsample 2767, for a layer between the images (a
+//     norm, forward_norm 2714, has weights, too); a function such as add_resblock 2958 puts the layer into the network;
 //     its operation needs a prototype in the interface (such as that of linear_forward 952), a kernel (linear_forward
-//     11240), and loops in dev/reference.h
+//     11251), and loops in dev/reference.h
 //   to add an element type beside bf16: Element 351, with a list of all places above it: the row of `precision` in
-//     common/flags.h, ElementOf 9203, with_act 9478 (act_has_wgmma below it), unpack_bf16 9628 and all below it to
-//     load_two 9692, mma 10023, pick_conv_halo_bf16 19199, conv_product 19496; for fp16 also forward_and_loss 8645,
-//     sum_gradients 18240, orthogonalise 18855
-//   the settings, to their values: parse_command_line 1684, take_aliases 1713, complete_config 6671
-//     (apply_preset 1600, take_model_file 6362, take_ect_defaults 6392), take_data_shape 6444 (take_labels 6421),
-//     check_model 2001, check_run 2155
-//   FP8 (--precision fp8): choose_fp8 3157 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3233 and plan_fp8_gradients 3248 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3293 for samples, make_fp8_training 3359 for training; add_fp8_args 2421
-//     hands them to the layers. forward_conv 2671, backward_conv 2678 and weight_work 2394 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19599 makes an input gradient a forward convolution; conv_product_fp8 19529 picks the
-//     kernel, multiply_fp8 10723 and WgmmaFp8 10631 multiply; weight gradients: conv_weight_fp8_kernel 18013;
-//     print_fp8 8096 says whether it pays
+//     common/flags.h, ElementOf 9214, with_act 9489 (act_has_wgmma below it), unpack_bf16 9639 and all below it to
+//     load_two 9703, mma 10034, pick_conv_halo_bf16 19214, conv_product 19511; for fp16 also forward_and_loss 8649,
+//     sum_gradients 18255, orthogonalise 18870
+//   the settings, to their values: parse_command_line 1684, take_aliases 1713, complete_config 6675
+//     (apply_preset 1600, take_model_file 6366, take_ect_defaults 6396), check_run 2155,
+//     take_data_shape 6448 (take_labels 6425), which calls check_model 2001
+//   FP8 (--precision fp8): choose_fp8 3160 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3236 and plan_fp8_gradients 3251 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3296 for samples, make_fp8_training 3362 for training; add_fp8_args 2421
+//     hands them to the layers. forward_conv 2674, backward_conv 2681 and weight_work 2394 choose between bf16 and FP8;
+//     conv_backward_input_fp8 19614 makes an input gradient a forward convolution; conv_product_fp8 19544 picks the
+//     kernel, multiply_fp8 10734 and WgmmaFp8 10642 multiply; weight gradients: conv_weight_fp8_kernel 18028;
+//     print_fp8 8100 says whether it pays
 //   an error message, to its cause: leave out its beginning (train_unet:), and the names and values of flags, names of
 //     files, and numbers, which are put together at run time. Search for three or four of the words that are left. (A
 //     long text goes on in the next line. If nothing is found here, search host/.) They stand where the error is found:
 //     in a call of die, refuse or must (host/files.h), of wrong 1565 (a flag's value), or of a lambda in the same
 //     function whose name ends in _unless. If a function stores the message in a variable, such as `error` or `why`,
 //     look for what reads the variable next: it prints the message. A message that begins with "stopped at step" comes
-//     from stop_run 7545, either because save_arrays 7607 found weights that are not finite, or after bad steps, which
-//     judge_batch 6855 finds by healthy and suspicious above it. For a damaged header they stand in check_field 6006
-//     and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields 5356, for a
-//     checkpoint's counters in check_resume 6506. unknown_word 1469 prints the message for a word of a flag that some
+//     from stop_run 7549, either because save_arrays 7611 found weights that are not finite, or after bad steps, which
+//     judge_batch 6859 finds by healthy and suspicious above it. For a damaged header they stand in check_field 6010
+//     and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields 5360, for a
+//     checkpoint's counters in check_resume 6510. unknown_word 1469 prints the message for a word of a flag that some
 //     place does not know. Such a place calls it itself or through meaning 1475. Notices, after which the run goes on,
-//     stand in calls of tell or printf. Two of them may end the run later: report_bad_step 7812 says that a step was
-//     skipped (the run ends after --max_bad_steps such steps in a row), is_written 7575 that a file could not be
-//     written yet. stop_run 7545 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go
+//     stand in calls of tell or printf. Two of them may end the run later: report_bad_step 7816 says that a step was
+//     skipped (the run ends after --max_bad_steps such steps in a row), is_written 7579 that a file could not be
+//     written yet. stop_run 7549 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go
 //     on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
-//   interface           the operations' prototypes, which dev/reference.h (CPU) and Part II (GPU) both fulfil
+//   interface           the operations' prototypes, which dev/reference.h (CPU) and the GPU's kernels both fulfil
 //   activation          a tensor between two layers, or its gradient. (SiLU is a nonlinearity here, not an activation.)
 //   element             a number of a tensor as it lies in memory: fp32 or bf16; kernels know it as a type T
 //   piece               16 bytes: 8 neighbouring channels in bf16, 4 in fp32 (section 16)
@@ -308,8 +308,7 @@ static const char* const PRESET_ELSE = "fashion32";
 // To store activations as a new element type, change these places. (The CPU build knows fp32 alone.)
 //
 // The program does not compile until these are done. The compiler names them, once the type is in this enumeration:
-//   facts_of                   its name and its bytes (below). Activations can be stored in it if it is also one of
-//                              ACTIVATION_ELEMENTS
+//   facts_of                   its name and its bytes (below)
 //   with_act                   a case for the type (section 16). It turns act_element into a C++ type T (conv_product
 //                              does so, too, see below). With that case, the compiler asks for all that kernels need
 //                              for T:
@@ -324,6 +323,7 @@ static const char* const PRESET_ELSE = "fashion32";
 //                              load_fragment, load_fragments and their callers change, too
 //
 // Until these are done, a run ends with an error message:
+//   ACTIVATION_ELEMENTS        the types that activations may have (below)
 //   `precision`                its name as a word, in the flag's row of common/flags.h. There it comes after all other
 //                              words, because model files hold a word's place in the row. (--use_fp16 chooses bf16. If
 //                              the new type is fp16, change precision_of_use_fp16, in section 4)
@@ -592,7 +592,7 @@ enum class Frame : uint8_t { DDPM, EDM, FLOW };
 enum class TuningWeight : uint8_t { GAP, SNR };
 
 // --objective ect, consistency tuning (Geng et al. 2024). The letters are the paper's. The comments above teacher_sigma
-// explain q, k, b and d, and those above tuning_loss explain c.
+// explain q, k, b and d, and the formula above tuning_loss contains c.
 struct Tuning {
     float q = 0, k = 0, b = 0, c = 0; // q = 0: there is no consistency tuning
     int64_t d = 1;                    // how many steps a stage has. The stage's number, from 1 on, is the paper's `a`
@@ -1405,8 +1405,8 @@ struct Config {
     bool given(const string& flag) const { return on_command_line.contains(flag); }
     bool chosen(const string& flag) const { return given(flag) || by_preset.contains(flag); }
 
-    // Returns how many channels a level has. The product is rounded to the nearest whole number, because
-    // 1.6666666 * 96 should be 160. In double the product itself is exact.
+    // Returns how many channels a level has. A factor such as 1.6666666 stands for 5/3, so 1.6666666 * 96 is slightly
+    // less than the 160 that it should be. So the product is rounded to the nearest whole number.
     int channels(size_t level) const { return (int)std::lround((double)mult[level] * num_channels); }
     int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
     int patch() const { return std::max(patch_size, 1); }
@@ -2527,6 +2527,8 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 //   Its backward function writes each gradient anew (it does not add to what is in memory), but adds the addends (add1,
 //   add2). Addends are not needed for an input that no other layer ever reads. If the dx of an input is null, there is
 //   nothing to write.
+//   If its layers read the embedding (Layer::emb), its backward function writes their columns of the embedding's
+//   gradient (LayerArgs::demb), as backward_norm does.
 //   Its kernels add floats in a fixed order, without atomics. Several ranks compute the bits of one rank only because
 //   all kernels do so (step_gradients).
 //   Its functions read its weights in fp32, because only the weights of convolutions have a copy.
@@ -2546,18 +2548,19 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 //   2. a line that adds such a layer to the list: add_layer(net, {.kind = &...}, ...) in a function like add_resblock.
 //      If the layer has weights, add_params before it (add_embedding shows both); its argument `init` says how they
 //      begin. With INIT_UNIFORM, a weight of one dimension gets the bound of the matrix before it (init_params), so a
-//      weight without a matrix needs another word. If a weight does not lie in memory as PyTorch's does, also
-//      permute_param (section 10)
+//      weight without a matrix needs another word. Without a bias, add_param. If a weight does not lie in memory as
+//      PyTorch's does, also permute_param (section 10)
 //   3. its operation: a prototype in section 2, a kernel in Part II, loops in dev/reference.h. If its kernel needs a
 //      workspace, a function returns the workspace's size. This function also needs a prototype in section 2, and it
 //      returns 0 in section 15 (the CPU)
 //   4. muon_updates, if AdamW should update its weights also with --optimizer muon. Without this change, Muon updates
 //      all its weights of two or more dimensions. make_muon makes a matrix of such a weight. If the number of its rows
 //      or of its columns is not a multiple of 32, make_muon ends the program, because Muon's kernels can't update it
-//   5. if a flag chooses the kind: a row SAVED(slot, ...) or FREE(slot, ...) for it in common/flags.h. From this row
-//      Config gets its member. (Which slots are unused, and what else a slot needs, says 1b of the list in section 8.)
-//      Also the same layer in common/model.py. A model file does not name its layers. If a file was made with other
-//      layers, check_size notices this only if the total number of parameters is another
+//   5. the same layer in common/model.py, the network of the PyTorch twin
+//   6. if a flag chooses the kind: a row SAVED(slot, ...) for it in common/flags.h. From this row Config gets its
+//      member. Take a slot as 1b of the list in section 8 says. Files of weights alone must keep the flag, too, so make
+//      its slot an exception at the three places that 1b names. A model file does not name its layers. If a file was
+//      made with other layers, check_size notices this only if the total number of parameters is another
 static double no_flops(const LayerArgs&) { return 0; }
 static Workspace no_workspace(const LayerArgs&) { return {}; }
 struct LayerKind {
@@ -3835,18 +3838,19 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //      a. The objective's word: add it at the end of the row of `objective`, because model files hold the word's place
 //         in this row.
 //      b. A row for each parameter of the objective, if there are any. If model files have to keep the parameter, the
-//         row is SAVED(slot, ...) or FREE(slot, ...). Take a slot from the ranges that check_lists calls unused, and
-//         let the range begin after this slot. Add the slot to is_of_objective (section 12), too. Then a run that is
-//         resumed with another value of the parameter does not compare its losses with those before. All slots that
-//         are still unused are in the part of the header that only checkpoints fill, not files of weights alone. So
-//         samples of such a file would use the flag's default. If samples need the parameter, make its slot an
-//         exception at three places: where model_header and take_model_file test is_of_run, and in check_lists.
+//         row is SAVED(slot, ...) or FREE(slot, ...). Take an unused slot:
+//         SLOT_UNUSED_TOO, or the first one after SLOT_VAL_CRC. In check_lists, let the range of unused slots begin
+//         after it. Add the slot to is_of_objective (section 12), too. Then a run that is resumed with another value of
+//         the parameter does not compare its losses with those before. All slots that are still unused are in the part
+//         of the header that only checkpoints fill, not files of weights alone. So samples of such a file would use the
+//         flag's default. If samples need the parameter, make its slot an exception at three places: where model_header
+//         and take_model_file test is_of_run, and in check_lists.
 //      c. The rows OBJECTIVES(...). Such a row names the objectives for which the flags below it exist. For parameters
 //         that only the new objective has, add a new row OBJECTIVES above their rows. If the new objective shares
 //         parameters of edm (sigma_data, P_mean, P_std), add its word to OBJECTIVES(of_edm, "edm|ect"), and if it
-//         shares those of flow (t_mean, t_std), to OBJECTIVES(of_flow, "flow"). If you forget
-//         this, nothing warns you: slot_is_used is then false for these parameters, so model files do not get their
-//         values, and samples use the flags' defaults.
+//         shares those of flow (t_mean, t_std), to OBJECTIVES(of_flow, "flow"). If you forget this, nothing warns you:
+//         slot_is_used is then false for these parameters, so model files do not get their values. Samples, and also
+//         runs that are resumed, then use the flags' defaults.
 //      d. If --objective ect may tune models of the new objective: add the objective's word to the row of `ect_frame`
 //         and to the message in take_model_file. If a parameter only says which levels are drawn, take_model_file must
 //         not take it from the file of the model that is tuned: add its slot where SLOT_P_MEAN is tested.
@@ -4882,7 +4886,7 @@ static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
         if (c.can_churn()) {
             const double gamma = churn_gamma(c, s, N);
             // The noise raises sigma from s to s' = s (1 + gamma). Its standard deviation is S_noise sqrt(s'^2 - s^2).
-            // The next line computes the same in another form, which is exactly 0 if gamma is 0.
+            // The next line computes the same in another form, without the rounding errors of a difference.
             const double noise = s * std::sqrt(gamma * (2 + gamma)) * c.S_noise;
             if (route.moves.empty()) route.churn = noise;
             else route.moves.back().noise = noise; // the noise is added at the end of the step before
@@ -5488,8 +5492,8 @@ static bool is_up_to_date(const std::string& path, const Config& c, int64_t chan
     const bool same_size = s[DATA_SLOT_HEIGHT] == c.H && s[DATA_SLOT_WIDTH] == c.W;
     const bool fits = same_size && s[DATA_SLOT_CHANNELS] == c.in_channels;
     const bool is_kept = fits && changed <= nanoseconds(st.st_mtim);
-    // A file that holds numbers of the images was made by prepare_data.py --values. A file that --data_dir makes has no
-    // numbers, so it must not replace this file.
+    // A file that holds numbers on which a model is conditioned (--cond_dim) was made by prepare_data.py --values. A
+    // file that --data_dir makes has no such numbers, so it must not replace this file.
     must(is_kept || s[DATA_SLOT_VALUES] == 0, path,
          "holds numbers, which --data_dir can't make, and it would be replaced: move it away, "
          "or name it as --data_file");
@@ -5629,7 +5633,7 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
     const int C = c.in_channels;
     std::vector<float> picture;
     // In training, the image may be changed first (--augment, --random_flip), the picture may be left out, and a small
-    // picture may have noise (step_gradients, put_pictures of section 13). Here nothing of this is done.
+    // picture may have noise (take_microbatch, put_pictures and q_sample_forward). Here nothing of this is done.
     if (c.picture_kind == PictureKind::LOWRES) {
         const int factor = c.picture_factor;
         const int w = c.W / factor;
@@ -7091,7 +7095,7 @@ static float* whole_array(const Trainer& tr, float* array) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- the log in memory, as the page shows it
+// --- the log in memory, as index.html shows it
 
 constexpr char LOG_COLUMNS[] = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds";
 
@@ -8736,7 +8740,8 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 //
 // Why do N ranks compute the same bits as one rank? Sums of floats depend on their order, so the results of a run on N
 // ranks could be rounded differently from those of a run on one rank. But they are rounded in the same way, because all
-// that is computed depends only on the batch and the microbatch, and not on which rank computes it. So the runs must
+// that is computed depends only on the batch and the microbatch, and not on which rank computes it. (All ranks begin
+// with the same weights: each makes or reads all of them, in start_weights or restore.) So the runs must
 // have the same microbatch. Without --microbatch, the microbatch is a rank's share of the batch, which depends on N.
 // Then the runs do not compute the same bits.
 //
@@ -8748,17 +8753,17 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 //    the same number of images. So its gradient is the same whichever rank computes it. Each of these kernels
 //    adds floats in a fixed order (atomics, which would not, only count integers). (This is also true of the
 //    weight gradients that WeightGradients launches together: only the network, the microbatch and the kind of device
-//    decide which weight gradients these are, and how large their workspace is.) The loss is divided by the size of the
-//    whole batch before the backward pass, and no later factor depends on N. (With --precision fp8, numbers are
-//    multiplied by factors before they are rounded. These factors are constants, or depend on the configuration alone:
-//    choose_gradient_factor.)
+//    decide which weight gradients these are, and how large their workspace is.) The loss's gradient is divided by the
+//    size of the whole batch before the backward pass, and no later factor depends on N. (With --precision fp8, numbers
+//    are multiplied by factors before they are rounded. These factors are constants, or depend on the configuration
+//    alone: choose_gradient_factor.)
 // 3. The same order of the sum. Let g0, g1, g2, ... be the gradients of the step's microbatches, in the order of the
 //    samples. The step's gradient is ((g0 + g1) + g2) + ..., rounded to fp32 after each addition. A single rank
-//    computes the gradients one after the other, and adds each to the sum. With N ranks, rank r computes g(r),
-//    g(N + r), g(2 N + r), ... (first_sample). So in round k of the loop below, the ranks hold g(k N) to
-//    g(k N + N - 1), which are the next terms of the sum. Every rank sends each part of its gradient to the rank that
-//    owns this part. The owner adds its own part and the received parts to its sum, in the order of the ranks
-//    (sum_gradients). So each float is summed by one rank, in the order in which a single rank would sum it. The
+//    computes the gradients one after the other, and adds each to the sum (the first one becomes the sum). With N
+//    ranks, rank r computes g(r), g(N + r), g(2 N + r), ... (first_sample). So in round k of the loop below, the ranks
+//    hold g(k N) to g(k N + N - 1), which are the next terms of the sum. Every rank sends each part of its gradient to
+//    the rank that owns this part. The owner adds its own part and the received parts to its sum, in the order of the
+//    ranks (sum_gradients). So each float is summed by one rank, in the order in which a single rank would sum it. The
 //    kernels that compute a microbatch's gradient never add it to the sum. If they did, they would add the old sum and
 //    their own partial sums in another order.
 // 4. The same norm. The squares are summed by stretches of STRETCH floats at fixed places of the flat array. A stretch
@@ -9162,7 +9167,13 @@ static int run_program(int argc, char** argv) {
     }
 
     // A run: its data, all checks, and then the training.
+    // A run of train_unet.py may have trained on a folder of pictures. Then its checkpoints name this folder.
+    std::error_code ignored;
+    const bool names_data = c.given("data_file") || c.given("data_dir");
+    const bool has_folder = resumes && !names_data && std::filesystem::is_directory(c.data_file, ignored);
+    if (has_folder) c.data_dir = c.data_file;
     if (!c.data_dir.empty()) take_data_dir(&c, where);
+    if (has_folder) c.on_command_line.erase("data_file"); // so check_resume compares the data with the run's
     check_run(&c, where);
     // complete_config has opened the data already if a preset depends on them. A step reads its images in load_batch.
     if (!data.size) data = open_dataset(c.data_file);
@@ -9621,8 +9632,8 @@ static int act_vec() { return 16 / (int)act_bytes(); }
 INLINE uint4 load16(const void* p) { return *(const uint4*)p; }
 
 // The functions from here to load_two convert elements of a type (float or bf16) to floats, and floats to elements. A
-// new type of elements needs its own version of each of them. If a type lacks one of these functions, the program does
-// not compile.
+// new type of elements needs its own version of each of them from `unpack` on. If a type lacks one of these functions,
+// the program does not compile.
 //
 // Unpacks the two bf16 in v. A bf16 is the upper 16 bits of a float, so a shift or a mask is enough.
 INLINE float2 unpack_bf16(uint32_t v) {
@@ -15312,7 +15323,8 @@ struct GatherTile : ProductTile<1, PIXEL_WARPS_, CHANNELS_, WARP_CHANNELS_, 1> {
     static constexpr int SLICE = PIXEL_BYTES / sizeof(T); // channels of a slice
     static constexpr int WEIGHTS_AT = PIXELS * PIXEL_BYTES;
     static constexpr int STAGE_BYTES = WEIGHTS_AT + CHANNELS_ * PIXEL_BYTES;
-    // How many blocks shall fit on a multiprocessor. The compiler gives a thread no more registers than this allows.
+    // PER_SM is how many blocks shall fit on a multiprocessor. The compiler gives a thread no more registers than this
+    // allows.
     static constexpr int PER_SM_OF_64_CHANNELS = (PARTS<T> == 1 ? 6 : 4) / PIXEL_WARPS_;
     static constexpr int PER_SM = CHANNELS_ == 128 ? 2 : PER_SM_OF_64_CHANNELS;
 };
@@ -16014,8 +16026,8 @@ template <class T> struct WeightHaloCopies {
     INLINE bool owns_dout(int k) const { return dout_row < min(DOUT_ROWS, 8 - k * DOUT_ROWS); }
     INLINE uint32_t stage(int pixel_tile) const { return (uint32_t)(pixel_tile - first) % STAGES * STAGE_BYTES; }
 
-    // Must be called for the pixel tiles first, first + 1, ... in this order, because it moves `next` on. For tiles
-    // from `end` on it writes zeros.
+    // The caller must pass the pixel tiles `first`, `first` + 1, ... in this order, because it moves `next` on. For
+    // tiles from `end` on it writes zeros.
     INLINE void copy_tile(int pixel_tile) {
         const uint32_t stage = this->stage(pixel_tile);
         UNROLL_FOR (int k = 0; k < X_COPIES; k++) {
@@ -16192,7 +16204,8 @@ template <class T, int N> struct WeightGatherCopies {
     INLINE uint32_t stage(int pixel_tile) const {
         return (uint32_t)(pixel_tile - first) % WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>;
     }
-    // Must be called for the pixel tiles first, first + 1, ... in this order, because it moves n and p0 on.
+    // The caller must pass the pixel tiles `first`, `first` + 1, ... in this order, because each call moves n and p0
+    // on.
     INLINE void copy_tile(int pixel_tile) {
         const uint32_t stage = this->stage(pixel_tile);
         const int h0 = direct ? 0 : p0 / Wo;
@@ -16524,7 +16537,8 @@ struct ConvTiles {
     // to two images: if there are statistics, pick_conv_tiles_1x1 does so only for images of a multiple of 64 pixels.
     static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;
     static constexpr int MAX_STAGES = 16;
-    static constexpr int BARRIERS = 128; // at most 5 for each stage of pixels, and 2 for each stage of weights
+    static constexpr int BARRIERS = 128; // room for more mbarriers than any tile needs: at most 5 for each stage of
+                                         // pixels (with those of Results), and 2 for each stage of weights
     // After this tap of a slice, the stage of pixels of the previous slice is released.
     static constexpr int RELEASE_TAP = RESIDENT && TAPS > 1 ? 1 : 0;
 
@@ -16905,9 +16919,10 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
                 else if (half_slice) acc.template multiply_fp8<2, T::ELEMENT>(weight, halo.shifted(tap));
                 else acc.template multiply_fp8<4, T::ELEMENT>(weight, halo.shifted(tap));
                 // The products of this tap may still run while the next products are started. After the wait, all
-                // earlier products have ended. So the stages that the earlier products have read are released, except
-                // the stages for results. Resident weights are never released. So with resident weights the wait is
-                // needed only at RELEASE_TAP, where a stage of pixels is released.
+                // earlier products have ended. So the stages that the earlier products have read are released, with
+                // two exceptions. Resident weights stay. And the tile's last stages of pixels stay if its results will
+                // be written there (TileWork). So with resident weights the wait is needed only at RELEASE_TAP, where a
+                // stage of pixels is released.
                 if (!T::RESIDENT || (s && tap == T::RELEASE_TAP)) wgmma_wait<1>();
                 if (!T::RESIDENT && (s || tap)) weights.release();
                 if (tap == T::RELEASE_TAP && s && s <= work.first_result) pixels.release();
@@ -18608,9 +18623,9 @@ template <class Operand, int N, bool IS_LEFT> struct MuonSide {
     INLINE void copy(uint32_t stage_offset, int k) const {
         UNROLL_FOR (int i = 0; i < 4 * N; i++) {
             // row and of_k: the row and the k of the first number of the chunk that is copied in round i. A round
-            // copies LINES_AT_ONCE lines. If TRANSPOSED, a line holds one k of 64 rows, so that 64 lines belong to
-            // these rows. The first TIMES rounds copy them. If N = 2, the next TIMES rounds copy the lines of the next
-            // 64 rows.
+            // copies LINES_AT_ONCE lines. If TRANSPOSED, a line holds the numbers of 64 rows for one k. A slice
+            // has 64 values of k, so the numbers of 64 rows lie in 64 lines. The first TIMES rounds copy the lines of
+            // the first 64 rows. If N = 2, the next TIMES rounds copy the lines of the next 64 rows.
             constexpr int TIMES = MUON_LINE / LINES_AT_ONCE;
             const int row =
                 first_row + (TRANSPOSED ? i / TIMES * MUON_LINE + 8 * copied_chunk : copied_line + LINES_AT_ONCE * i);
@@ -19684,9 +19699,9 @@ static int weight_tile_cycles(const ConvWeight& p) {
     if (s.kernel == 1) return wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
     if (s.out_W() <= 8) return wide ? 1450 : 600;
     if (wide) return 2400;
-    // A block with one warpgroup reads x and dout for only one filter row. The time of this reading grows with the
-    // number of channels divided by the number of tiles of weights. It grows faster if the tensors have more than
-    // 100 MB, since they do not stay in the L2.
+    // A block with one warpgroup reads x and dout for only one filter row, so reading takes much of its time. The
+    // formula was fitted to measurements: the time grows with the number of channels divided by the number of tiles of
+    // weights. It grows faster if the tensors have more than 100 MB, since they do not stay in the L2.
     const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8;
     return 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
 }

@@ -881,7 +881,7 @@ def changed_loss(config: Config, data: Data, start: ModelFile) -> str:
     if flag:
         return flag
     if start.state.data_crc != data.crc:
-        return f"--data_file {data.path}: was another one before"
+        return f"--{'data_dir' if os.path.isdir(data.path) else 'data_file'} {data.path}: was another one before"
     if data.pictures and start.state.cond_crc != data.pictures.crc:
         return f"--cond_file {data.pictures.path}: was another one before"
     return ""

@@ -222,11 +222,19 @@ def value_rows(config: Config) -> list[list[float]]:
     return [row]
 
 
-def check_run(config: Config) -> None:
-    """Training, data and files."""
-    ok = 1 <= len(config.ema_rate) <= MOST_EMAS and all(0 <= rate <= 1 or rate in POWER_EMAS[: 2 * (k > 0)] for k, rate in enumerate(config.ema_rate))
+def check_ema_rate(config: Config, samples: bool = False) -> None:
+    """The averages. Of --ema_snapshots' two, a run has none as its first; samples may be drawn from any of them."""
+    powers = POWER_EMAS if samples else ()
+    ok = 1 <= len(config.ema_rate) <= MOST_EMAS and all(
+        0 <= rate <= 1 or rate in (powers if k == 0 else POWER_EMAS) for k, rate in enumerate(config.ema_rate)
+    )
     most, beside = (MOST_EMAS - 2, ", beside the two of --ema_snapshots") if config.ema_snapshots else (MOST_EMAS, "")
     check(config, ok, "ema_rate", f"must be a number from 0 to 1, or up to {most} of them with commas{beside}")
+
+
+def check_run(config: Config) -> None:
+    """Training, data and files."""
+    check_ema_rate(config, samples=True)
     ok = config.microbatch == 0 or (config.batch_size % config.microbatch == 0)
     check(config, ok, "microbatch", f"must divide --batch_size {config.batch_size}")
     check(config, config.output_dir != "", "output_dir", "must name a folder")

@@ -44,12 +44,12 @@ def flat_image(image: Image.Image, channels: int) -> Image.Image:
         image = image.convert("RGB")
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):  # 16-bit and float grey, which convert() would clip at 255 and cut off at 0 and 1
         values, white = np.asarray(image), 1 if image.mode == "F" else 65535
-        clear = image.info.get("transparency")
-        if isinstance(clear, int):  # the grey value that is transparent, as a PNG may have one
-            values = np.where(values == clear, white, values)
+        is_clear = values == image.info.get("transparency")  # the grey value that is transparent, as a PNG may have one
+        values = np.where(is_clear, white, values)
         if not (values.min() >= 0 and values.max() <= white):
             raise DataError(f"its grey values are from {values.min():g} to {values.max():g}, not from 0 to {white}")
-        image = Image.fromarray(np.rint(values * (255 / white)).astype(np.uint8))
+        grey, opaque = np.rint(values * (255 / white)).astype(np.uint8), np.where(is_clear, 0, 255).astype(np.uint8)
+        image = Image.fromarray(np.stack([grey, opaque], axis=-1), "LA") if np.any(is_clear) else Image.fromarray(grey)
     if channels == 4:
         return image.convert("RGBA")
     if image.has_transparency_data:

@@ -22,7 +22,7 @@ from typing import IO, Any, NoReturn
 import numpy as np
 
 from common import files
-from common.config import default_preset, make_config
+from common.config import check_ema_rate, default_preset, make_config
 from common.data_files import Data, open_data, with_pictures
 from common.files import MODEL_MAGIC
 from common.flags import Config, preset_flags
@@ -553,8 +553,9 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
     if resume and not names_pictures and start.config.cond_file:
         flags["cond_file"] = find_data(start.config.cond_file, start.path)
     if flags.get("data_dir"):
-        of_classes = {"class_cond", "class_dropout", "guidance_scale", "classes"}  # whether there are any is not known yet
-        unlabelled = {name: value for name, value in flags.items() if name not in of_classes} | {"class_cond": False}
+        # Whether there are classes, and what the pictures of a condition are, is not known yet.
+        later = {"class_cond", "class_dropout", "guidance_scale", "classes", "cond_file", "val_cond_file", "cond_channels", "cond_dropout"}
+        unlabelled = {name: value for name, value in flags.items() if name not in later} | {"class_cond": False}
         from common.pictures import open_pictures  # needs Pillow and tqdm, which who trains on a data file does without
 
         data = open_pictures(flags["data_dir"], start.config if start else make_config(unlabelled))
@@ -566,12 +567,14 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
         flags["data_file"] = data.path
         data = with_pictures(data, "cond_file", flags.get("cond_file", ""))
     config = make_config(flags, data, start, resume)
+    check_ema_rate(config)
     if data:
         data.check(config)
     # A folder of pictures had no checksum in older checkpoints.
     is_known = resume and not (os.path.isdir(data.path) and start.state.data_crc == 0)
     if is_known and not named and (len(data.images), data.crc) != (start.state.data_images, start.state.data_crc):
-        raise UserError(f"{data.path}: is not the data that {start.path} was trained on; name it, or this one, with --data_file")
+        flag = "--data_dir" if os.path.isdir(data.path) else "--data_file"
+        raise UserError(f"{data.path}: is not the data that {start.path} was trained on; name it, or this one, with {flag}")
     if resume and not names_pictures and data.pictures and data.pictures.crc != start.state.cond_crc:
         told = f"does not hold the pictures that {start.path} was trained with"
         raise UserError(f"{data.pictures.path}: {told}; name them, or this file, with --cond_file")
