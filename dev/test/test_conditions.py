@@ -6,7 +6,9 @@ import csv
 import importlib
 import math
 import os
+import shutil
 import subprocess
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -118,6 +120,7 @@ def test_damaged_numbers_are_refused(refused: Callable, numbered: Path, tmp_path
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
+    """a/0.png, b/1.png, a/2.png, and so on to b/5.png."""
     for k, image in enumerate(make_images(6)):
         folder = tmp_path / "pictures" / "ab"[k % 2]
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,6 +144,14 @@ def test_prepare_takes_a_table(pictures: Path, tmp_path: Path) -> None:
     assert data.values.tolist() == [[k / 4, -k] for k in kept]
     assert data.value_names == ["brightness", "with, comma"] and data.labels.tolist() == [k % 2 for k in kept]
 
+    # in a zip, too, where the names are those from the folder on that all pictures share
+    with zipfile.ZipFile(tmp_path / "p.zip", "w") as archive:
+        for name in order:
+            archive.write(pictures / name, f"all of them/{name}")
+    (tmp_path / "whole.csv").write_text("file,v\n" + "".join(f"{name},{name[2]}\n" for name in order))
+    prepare("--zip", tmp_path / "p.zip", "--image_size", 8, "--values", tmp_path / "whole.csv", "--output_name", tmp_path / "z.bin")
+    assert open_data(str(tmp_path / "z.bin")).values.tolist() == [[k] for k in kept]
+
     np.save(tmp_path / "values.npy", np.arange(6.0))
     prepare("--data_dir", pictures, "--image_size", 8, "--values", tmp_path / "values.npy", "--output_name", tmp_path / "d.bin")
     data = open_data(str(tmp_path / "d.bin"))
@@ -150,7 +161,7 @@ def test_prepare_takes_a_table(pictures: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ("file,v\na/0.png,1\n", "has no line of 2.png, nor of 4 others"),
+        ("file,v\na/0.png,1\n", "has no line of a/2.png, nor of 4 others"),
         ("file,v\na/0.png,nan\n", "a/0.png holds something else than finite numbers"),
         ("file,v\na/0.png,1,2\n", "a/0.png has 3 columns"),
         ("file,v\na/0.png,1\na/0.png,2\n", "two lines of a/0.png"),
@@ -412,6 +423,13 @@ def test_validation_pictures_are_a_part_of_the_validation_data(data: Path, run: 
     for steps, pictures in (2, "p.bin"), (3, "q.bin"):
         told = run(flags("--resume_checkpoint latest --lr 0 --max_steps", steps, "--val_cond_file", pictures, validated)).out
         assert ("its validation loss can't be compared" in told) == (pictures == "q.bin")
+
+
+def test_a_line_that_may_mean_two_pictures(pictures: Path, tmp_path: Path) -> None:
+    shutil.copy(pictures / "a/0.png", pictures / "b/0.png")
+    (tmp_path / "table.csv").write_text("file,v\n" + "".join(f"{k}.png,{k}\n" for k in range(6)))
+    done = prepare("--data_dir", pictures, "--image_size", 8, "--values", tmp_path / "table.csv", "--output_name", tmp_path / "d.bin", code=1)
+    assert "the line of 0.png may mean a/0.png or b/0.png; name them with their folders" in done.stderr
 
 
 def test_zeros_are_no_condition(run: Callable, model: Path, tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from conftest import (
     TINY,
     binary_path,
     checkpoints,
+    column,
+    data_bytes,
     environment,
     flags,
     make_images,
@@ -105,6 +107,32 @@ def test_losses_are_the_twins(run: Callable, pairs: tuple[Path, Path], floats: P
     assert checkpoints(tmp_path / "on") == [6]
     resume = flags("--resume_checkpoint", tmp_path / "cpp" / model_name(5), "--max_steps 6 --sample_interval 0 --device cpu")
     assert twin.run(flags(resume, "--output_dir", tmp_path / "twin on")) == 0
+
+
+def test_a_folder_of_pictures_and_the_other_program(run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both programs train on a folder with a file of conditions, and each goes on with the other's run on a folder."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for k, image in enumerate(make_images(6, 3, 32, 32)):
+        Image.fromarray(image.transpose(1, 2, 0)).save(folder / f"{k}.png")
+    (tmp_path / "sketches.bin").write_bytes(data_bytes(make_images(6, 3, 32, 32, seed=1)))
+    given = flags(
+        "--num_channels 32 --num_res_blocks 1 --channel_mult 1,1 --attention_resolutions 16 --max_steps 2 --batch_size 4 --sample_interval 0 --data_dir pictures --image_size 32"
+    )
+    assert twin.run([*given, *flags("--cond_file sketches.bin --output_dir twin")]) == 0
+    run([*given, *flags("--cond_file sketches.bin --output_dir ours")])
+    assert np.allclose(column(tmp_path / "ours", "loss"), column(tmp_path / "twin", "loss"), rtol=1e-4)
+
+    assert twin.run(given) == 0
+    run(flags("--resume_checkpoint latest --max_steps 3 --sample_interval 0"))
+    assert twin.run(flags("--resume_checkpoint latest --max_steps 4 --sample_interval 0")) == 0
+    assert len(read_log(tmp_path / "out")) == 4
+    # a folder that has changed is another data set
+    (folder / "0.png").unlink()
+    assert "is not the data that" in run(flags("--resume_checkpoint out/model_0000002.bin --output_dir next --max_steps 3"), code=1).err
+    with pytest.raises(UserError, match="pictures: is not the data that .* with --data_dir"):
+        twin.run(flags("--resume_checkpoint out/model_0000002.bin --output_dir next --max_steps 3"))
 
 
 def test_pictures_change_as_their_images(pairs: tuple[Path, Path]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY, flags, model_name, read_checkpoint, with_slot
+from conftest import TINY, flags, model_name, read_checkpoint, read_samples, with_slot
 
 import train_unet as twin
 from common import model_files
@@ -47,6 +47,13 @@ def test_averages_while_training(run: Callable, data: Path, tmp_path: Path, prog
         for average, power, kept in zip((snapshot.weights, snapshot.ema), POWER_EMAS, saved[step - 1].arrays[5:], strict=True):
             assert np.array_equal(average, kept)
             assert np.abs(average - power_average(weights, power)[step - 1]).max() < 1e-6 * np.abs(weights).max()
+    # samples may be drawn from any average
+    for rate in f"{POWER_EMAS[0]:g}", f"{POWER_EMAS[1]:g}", "0.5":
+        given = flags("--sample 2 --timestep_respacing 2 --ema_rate", rate, "--init", f"out/{model_name(10)}", "--output s.bin")
+        run(given)
+        ours = read_samples(tmp_path / "s.bin")
+        assert twin.run([*given, "--device", "cpu"]) == 0
+        assert np.abs(read_samples(tmp_path / "s.bin") - ours).max() < 1e-3
     # an ordinary average is what it was
     assert np.abs(saved[9].arrays[4] - saved[9].weights).max() < np.abs(saved[9].ema - saved[9].weights).max()
 

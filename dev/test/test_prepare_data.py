@@ -1113,6 +1113,17 @@ def test_a_condition_may_be_transparent(tmp_path, channels, expected):
         assert read_data(str(tmp_path / "b.bin"))[0][-1, :, 3, 3].tolist() == expected
 
 
+def test_a_condition_of_sixteen_bits_may_be_transparent(tmp_path):
+    save(tmp_path / "a/1.png", RED)
+    save(tmp_path / "b/1.png", RED)
+    values = np.full((8, 8), 32896, np.uint16)
+    values[:, 4:] = 1000
+    Image.fromarray(values).save(tmp_path / "b/1.png", transparency=1000)
+    assert convert(*pairs(tmp_path), "--image_size", 8, "--cond_channels", 4) == 0
+    pictures = read_data(str(tmp_path / "b.bin"))[0]
+    assert pictures[0, :, 4, 0].tolist() == [128, 128, 128, 255] and pictures[0, 3, 4, 7] == 0
+
+
 def test_a_picture_is_too_narrow_for_crops(tmp_path, capsys):
     """It would become 64 pixels high and 25 million wide, which is more than the memory of a small machine."""
     save(tmp_path / "in/a.png", RED, (400000, 1))
