@@ -6,159 +6,159 @@
 // Map (make map renews the line numbers)
 //    266  Part I. The program
 //    269     1. Types at the interface: what operations are called with
-//    827     2. The interface: all that the program asks of a device
-//   1216     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1320     4. Configuration: flags, presets, help, what can work and what cannot
-//   2171     5. The network: a list of layers, made of guided-diffusion's flags
-//   3221     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3231         FP8: its buffers, its factors, and weights in FP8
-//   3396         gradients, and buffers
-//   3676     7. Forward and backward: two walks over the list
-//   3823     8. Diffusion: noise schedules, objectives, samplers
-//   4140         the level of a training sample, drawn, and its share of the loss
-//   4626         samplers
-//   5221     9. Data: .bin files that may be larger than memory, the order of their images
-//   5811    10. Model files: weights and checkpoints, initial weights
-//   6203    11. Settings: what the command line leaves open comes from presets, model files and the data
-//   6551         presets, and all settings together
-//   6695         what ranks must have in common
-//   6769    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
-//   6791         the learning rate, the verdict on a step, averages of the weights
-//   6886         what a trainer holds, and how ranks gather it
-//   7098         the log in memory, as index.html shows it
-//   7228         what a run holds
-//   7329         the log and the status line
-//   7531         checkpoints, snapshots and grids
-//   7828         a run's first weights: new, of a file, or of the run that is resumed
-//   8158         how a run begins: validation data, conditions of grids, its folder
-//   8307         how a run ends
-//   8378         samples, without a run
-//   8553    13. A training step, the loop over the steps, and main
-//   8577         a step
-//   8950         the loop over the steps
-//   9077         train and main: a whole run, from the command line to the exit code
-//   9193  Part II. The device
-//   9196    14. What all devices share: elements, nonlinearities, patches of pixels
-//   9281    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9351    16. The GPU: what all kernels share
-//   9423         Launches, which may overlap
-//   9470         Decisions: what kernels are chosen with
-//   9525         Single instructions: shared memory, mbarriers, clusters
-//   9623         Activations: pieces of 16 bytes
-//   9966         each_kernel: a thread for an element
-//   9980         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//  10152         Swizzle: how rows lie in shared memory
-//  10174         Hopper (sm_90a): TMA and what goes with it
-//  10305         building blocks of Hopper's kernels (sm_90a)
-//  10522         wgmma: how a warpgroup multiplies (sm_90a)
-//  10784    17. Small operations: resampling, embeddings, diffusion
-//  10787         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  11001         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11373         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11936    18. Group norm
-//  11939         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12505         groupnorm_backward_whole: an image's slab in shared memory
-//  12912    19. Attention
-//  13021         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13586         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13735         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14446    20. Convolution
-//  14499         ConvOut: results, 4 channels of a pixel at a time
-//  14750         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14823         conv_halo: 3x3, stride 1, any GPU
-//  15253         conv_gather: any kernel size and stride, any GPU
-//  15527         conv_few: the first and the last layer
-//  15717         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16333         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16464         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  16972         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17438         conv_weight_tma: weight gradients (sm_90a)
-//  17755         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  18084         FP8 in training: weights and gradients are rounded
-//  18200    21. The optimiser
-//  18203         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18448         muon: directions for matrices of weights
-//  18893    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18896         groupnorm_backward
-//  19067         attention: forward and, where a has dout, backward
-//  19132         convolution: forward and input gradient
-//  19664         convolution: weight gradients
-//  20055    23. The GPU: memory, copies, repeated work
-//  20288    24. Between ranks: from device to device
+//    829     2. The interface: all that the program asks of a device
+//   1224     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1329     4. Configuration: flags, presets, help, what can work and what cannot
+//   2183     5. The network: a list of layers, made of guided-diffusion's flags
+//   3236     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3246         FP8: its buffers, its factors, and weights in FP8
+//   3415         gradients, and buffers
+//   3696     7. Forward and backward: two walks over the list
+//   3843     8. Diffusion: noise schedules, objectives, samplers
+//   4161         the level of a training sample, drawn, and its share of the loss
+//   4647         samplers
+//   5246     9. Data: .bin files that may be larger than memory, the order of their images
+//   5837    10. Model files: weights and checkpoints, initial weights
+//   6229    11. Settings: what the command line leaves open comes from presets, model files and the data
+//   6579         presets, and all settings together
+//   6725         what ranks must have in common
+//   6800    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
+//   6822         the learning rate, the verdict on a step, averages of the weights
+//   6917         what a trainer holds, and how ranks gather it
+//   7130         the log in memory, as index.html shows it
+//   7260         what a run holds
+//   7361         the log and the status line
+//   7563         checkpoints, snapshots and grids
+//   7862         a run's first weights: new, of a file, or of the run that is resumed
+//   8195         how a run begins: validation data, conditions of grids, its folder
+//   8344         how a run ends
+//   8417         samples, without a run
+//   8593    13. A training step, the loop over the steps, and main
+//   8617         a step
+//   8993         the loop over the steps
+//   9121         train and main: a whole run, from the command line to the exit code
+//   9238  Part II. The device
+//   9241    14. What all devices share: elements, nonlinearities, patches of pixels
+//   9326    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9396    16. The GPU: what all kernels share
+//   9468         Launches, which may overlap
+//   9515         Decisions: what kernels are chosen with
+//   9570         Single instructions: shared memory, mbarriers, clusters
+//   9668         Activations: pieces of 16 bytes
+//  10012         each_kernel: a thread for an element
+//  10026         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//  10198         Swizzle: how rows lie in shared memory
+//  10220         Hopper (sm_90a): TMA and what goes with it
+//  10351         building blocks of Hopper's kernels (sm_90a)
+//  10570         wgmma: how a warpgroup multiplies (sm_90a)
+//  10835    17. Small operations: resampling, embeddings, diffusion
+//  10838         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  11053         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11427         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11990    18. Group norm
+//  11993         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12563         groupnorm_backward_whole: an image's slab in shared memory
+//  12970    19. Attention
+//  13079         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13644         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13794         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14508    20. Convolution
+//  14561         ConvOut: results, 4 channels of a pixel at a time
+//  14812         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14885         conv_halo: 3x3, stride 1, any GPU
+//  15316         conv_gather: any kernel size and stride, any GPU
+//  15590         conv_few: the first and the last layer
+//  15781         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16398         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16529         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  17040         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17510         conv_weight_tma: weight gradients (sm_90a)
+//  17830         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  18159         FP8 in training: weights and gradients are rounded
+//  18275    21. The optimiser
+//  18278         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18523         muon: directions for matrices of weights
+//  18969    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18972         groupnorm_backward
+//  19144         attention: forward and, where a has dout, backward
+//  19209         convolution: forward and input gradient
+//  19744         convolution: weight gradients
+//  20138    23. The GPU: memory, copies, repeated work
+//  20371    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights. What stands in brackets need not be opened: where it is called, a comment
 //   says what it does.
-//     command line: main 9189, run_program 9117, train 9084 and run_step 9032, one above the other; train_step 8919
-//     images are read: load_batch 5763, read_image 5312 (send 20258: to the GPU)
-//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20189)
-//     the gradient: step_gradients 8785 (draw_levels 11393: noise levels of the batch, by draw_level 4213)
-//     a microbatch (take_microbatch 8623): forward_and_loss 8649; q_sample_forward 11611; loss_forward_backward 11729
-//     forward: unet_forward 3710, with forward_layer above it (layer_args 2447: addresses), calls a function of each
-//       layer's kind, such as forward_conv 2674
-//     backward: unet_backward 3787 calls such a function as backward_conv 2681 of each layer (a convolution's input
-//       gradient: conv_backward_input 19629) and, by launch_waiting 3747 on the side stream,
-//       conv_backward_weights 20048 (finish_gradients 12861: those of norms). A drawing above
-//       WeightCosts 19680 shows the way from there to the kernels
-//     several ranks: send_gradients (in step_gradients) and all_to_all 20527
-//     the sum, and the verdict: sum_gradients 18255, judge_step 18303 (by judge_batch 6859)
-//     the update: update_slice 8892 (above train_step), adamw_update 18422 with adamw_kernel above it
-//     the log: next_step 18309, record_step 18315; later collect_steps 8955
-//   --optimizer muon: muon_updates 6974 says which weights; update_slice 8892, update_by_muon 8882 (with the formulas),
-//     muon_momentum 18491, orthogonalise 18870 (with muon_kernel above it), adamw_kernel 18366 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11803): sample_batch 5129, plan_route 4874,
-//     device_step 4922, euler_step 4658 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19511 draws all of its roads):
-//     forward_conv 2674; conv_forward 19551, with conv_product above it (conv_is_wgmma 19142: for bf16, on Hopper);
-//     on Hopper, large images: pick_conv_tiles_3x3 19451 (its tiles, such as Resident16, stand above pick_conv_small);
-//       conv_tiles 16957, with conv_tiles_kernel above it; Accumulators 10697 (its function multiply), with Wgmma above
+//     command line: main 9234, run_program 9161, train 9128 and run_step 9075, one above the other; train_step 8962
+//     images are read: load_batch 5789, read_image 5337 (send 20341: to the GPU)
+//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20272)
+//     the gradient: step_gradients 8828 (draw_levels 11447: noise levels of the batch, by draw_level 4234)
+//     a microbatch (take_microbatch 8663): forward_and_loss 8689; q_sample_forward 11665; loss_forward_backward 11783
+//     forward: unet_forward 3730, with forward_layer above it (layer_args 2459: addresses), calls a function of each
+//       layer's kind, such as forward_conv 2687
+//     backward: unet_backward 3807 calls such a function as backward_conv 2694 of each layer (a convolution's input
+//       gradient: conv_backward_input 19709) and, by launch_waiting 3767 on the side stream,
+//       conv_backward_weights 20131 (finish_gradients 12919: those of norms). A drawing above
+//       WeightCosts 19760 shows the way from there to the kernels
+//     several ranks: send_gradients (in step_gradients) and all_to_all 20611
+//     the sum, and the verdict: sum_gradients 18330, judge_step 18378 (by judge_batch 6890)
+//     the update: update_slice 8935 (above train_step), adamw_update 18497 with adamw_kernel above it
+//     the log: next_step 18384, record_step 18390; later collect_steps 8998
+//   --optimizer muon: muon_updates 7006 says which weights; update_slice 8935, update_by_muon 8925 (with the formulas),
+//     muon_momentum 18566, orthogonalise 18946 (with muon_kernel above it), adamw_kernel 18441 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11857): sample_batch 5154, plan_route 4898,
+//     device_step 4946, euler_step 4679 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 19590 draws all of its roads):
+//     forward_conv 2687; conv_forward 19630, with conv_product above it (conv_is_wgmma 19219: for bf16, on Hopper);
+//     on Hopper, large images: pick_conv_tiles_3x3 19530 (its tiles, such as Resident16, stand above pick_conv_small);
+//       conv_tiles 17025, with conv_tiles_kernel above it; Accumulators 10748 (its function multiply), with Wgmma above
 //       it
-//     on Hopper, small images: pick_conv_small 19301; conv_small 17424, with conv_small_kernel and multiply_small above
-//       it; Wgmma 10673
-//     on any other GPU: pick_conv_halo_bf16 19214; conv_halo 15240, with conv_halo_kernel, multiply_step, multiply_tap
-//       above it; mma 10034
-//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8785
-//   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 460,
-//     Silu 9243, with_nonlinearity 9254 (a case); BEHIND_NORMS, above add_norm 2905, chooses it. The embedding has SiLU
-//     as a layer: silu_forward 11291
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 4067
-//   to add an objective, as edm and flow are: a word in the row of `objective` in common/flags.h, Frame 587, and beside
-//     each other edm_question 3901, ask 3936, frame_of 3949, sigma_draws 3956, has_steps_of_t 3963; the head of their
-//     section lists the changes. For a parameter that model files keep: model_header 5917, check_lists 6020,
-//     take_model_file 6366, is_of_objective 7899
-//   to add a kind of layer: a list of all places stands above LayerKind 2566; examples are forward_linear 2594 with
-//     what follows it, for a layer of the embedding, and forward_downsample 2767, for a layer between the images (a
-//     norm, forward_norm 2714, has weights, too); a function such as add_resblock 2958 puts the layer into the network;
-//     its operation needs a prototype in the interface (such as that of linear_forward 952), a kernel (linear_forward
-//     11251), and loops in dev/reference.h
-//   to add an element type beside bf16: Element 351, with a list of all places above it: the row of `precision` in
-//     common/flags.h, ElementOf 9214, with_act 9489 (act_has_wgmma below it), unpack_bf16 9639 and all below it to
-//     load_two 9703, mma 10034, pick_conv_halo_bf16 19214, conv_product 19511; for fp16 also forward_and_loss 8649,
-//     sum_gradients 18255, orthogonalise 18870
-//   the settings, to their values: parse_command_line 1684, take_aliases 1713, complete_config 6675
-//     (apply_preset 1600, take_model_file 6366, take_ect_defaults 6396), check_run 2155,
-//     take_data_shape 6448 (take_labels 6425), which calls check_model 2001
-//   FP8 (--precision fp8): choose_fp8 3160 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3236 and plan_fp8_gradients 3251 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3296 for samples, make_fp8_training 3362 for training; add_fp8_args 2421
-//     hands them to the layers. forward_conv 2674, backward_conv 2681 and weight_work 2394 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19614 makes an input gradient a forward convolution; conv_product_fp8 19544 picks the
-//     kernel, multiply_fp8 10734 and WgmmaFp8 10642 multiply; weight gradients: conv_weight_fp8_kernel 18028;
-//     print_fp8 8100 says whether it pays
+//     on Hopper, small images: pick_conv_small 19379; conv_small 17495, with conv_small_kernel and multiply_small above
+//       it; Wgmma 10724
+//     on any other GPU: pick_conv_halo_bf16 19292; conv_halo 15303, with conv_halo_kernel, multiply_step, multiply_tap
+//       above it; mma 10080
+//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8828
+//   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 462,
+//     Silu 9288, with_nonlinearity 9299 (a case); BEHIND_NORMS, above add_norm 2919, chooses it. The embedding has SiLU
+//     as a layer: silu_forward 11345
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 4088
+//   to add an objective, as edm and flow are: a word in the row of `objective` in common/flags.h, Frame 589, and beside
+//     each other edm_question 3922, ask 3957, frame_of 3970, sigma_draws 3977, has_steps_of_t 3984; the head of their
+//     section lists the changes. For a parameter that model files keep: model_header 5943, check_lists 6046,
+//     take_model_file 6392, is_of_objective 7934
+//   to add a kind of layer: a list of all places stands above LayerKind 2579; examples are forward_linear 2607 with
+//     what follows it, for a layer of the embedding, and forward_downsample 2780, for a layer between the images (a
+//     norm, forward_norm 2727, has weights, too); a function such as add_resblock 2972 puts the layer into the network;
+//     its operation needs a prototype in the interface (such as that of linear_forward 955), a kernel (linear_forward
+//     11305), and loops in dev/reference.h
+//   to add an element type beside bf16: Element 352, with a list of all places above it: the row of `precision` in
+//     common/flags.h, ElementOf 9259, with_act 9534 (act_has_wgmma below it), unpack_bf16 9684 and all below it to
+//     load_two 9748, mma 10080, pick_conv_halo_bf16 19292, conv_product 19590; for fp16 also forward_and_loss 8689,
+//     sum_gradients 18330, orthogonalise 18946
+//   the settings, to their values: parse_command_line 1695, take_aliases 1724, complete_config 6705
+//     (apply_preset 1611, take_model_file 6392, take_ect_defaults 6422), check_run 2167,
+//     take_data_shape 6474 (take_labels 6451), which calls check_model 2013
+//   FP8 (--precision fp8): choose_fp8 3175 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3251 and plan_fp8_gradients 3266 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3311 for samples, make_fp8_training 3381 for training; add_fp8_args 2433
+//     hands them to the layers. forward_conv 2687, backward_conv 2694 and weight_work 2406 choose between bf16 and FP8;
+//     conv_backward_input_fp8 19694 makes an input gradient a forward convolution; conv_product_fp8 19623 picks the
+//     kernel, multiply_fp8 10785 and WgmmaFp8 10693 multiply; weight gradients: conv_weight_fp8_kernel 18103;
+//     print_fp8 8137 says whether it pays
 //   an error message, to its cause: leave out its beginning (train_unet:), and the names and values of flags, names of
 //     files, and numbers, which are put together at run time. Search for three or four of the words that are left. (A
 //     long text goes on in the next line. If nothing is found here, search host/.) They stand where the error is found:
-//     in a call of die, refuse or must (host/files.h), of wrong 1565 (a flag's value), or of a lambda in the same
+//     in a call of die, refuse or must (host/files.h), of wrong 1576 (a flag's value), or of a lambda in the same
 //     function whose name ends in _unless. If a function stores the message in a variable, such as `error` or `why`,
 //     look for what reads the variable next: it prints the message. A message that begins with "stopped at step" comes
-//     from stop_run 7549, either because save_arrays 7611 found weights that are not finite, or after bad steps, which
-//     judge_batch 6859 finds by healthy and suspicious above it. For a damaged header they stand in check_field 6010
-//     and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields 5360, for a
-//     checkpoint's counters in check_resume 6510. unknown_word 1469 prints the message for a word of a flag that some
-//     place does not know. Such a place calls it itself or through meaning 1475. Notices, after which the run goes on,
-//     stand in calls of tell or printf. Two of them may end the run later: report_bad_step 7816 says that a step was
-//     skipped (the run ends after --max_bad_steps such steps in a row), is_written 7579 that a file could not be
-//     written yet. stop_run 7549 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go
+//     from stop_run 7581, either because save_arrays 7644 found weights that are not finite, or after bad steps, which
+//     judge_batch 6890 finds by healthy and suspicious above it. For a damaged header they stand in check_field 6036
+//     and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields 5385, for a
+//     checkpoint's counters in check_resume 6536. unknown_word 1480 prints the message for a word of a flag that some
+//     place does not know. Such a place calls it itself or through meaning 1486. Notices, after which the run goes on,
+//     stand in calls of tell or printf. Two of them may end the run later: report_bad_step 7850 says that a step was
+//     skipped (the run ends after --max_bad_steps such steps in a row), is_written 7612 that a file could not be
+//     written yet. stop_run 7581 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go
 //     on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
@@ -309,9 +309,9 @@ static const char* const PRESET_ELSE = "fashion32";
 //
 // The program does not compile until these are done. The compiler names them, once the type is in this enumeration:
 //   facts_of                   its name and its bytes (below)
-//   with_act                   a case for the type (section 16). It turns act_element into a C++ type T (conv_product
-//                              does so, too, see below). With that case, the compiler asks for all that kernels need
-//                              for T:
+//   with_act                   a case for the type (section 16). with_act turns act_element into a C++ type T.
+//                              (conv_product does so, too, see below.) Once the case is there, the compiler names all
+//                              that kernels need for T:
 //   ElementOf                  its constants (section 14)
 //   unpack, pack, FourOf,      how a piece of 16 bytes becomes floats, and the reverse. Then the same for four of its
 //   to_floats, from_floats,    numbers, and for two (section 16, side by side)
@@ -337,16 +337,17 @@ static const char* const PRESET_ELSE = "fashion32";
 //                              become true when Hopper's kernels support the type. These kernels are written for one
 //                              type: conv_weight_fp8 for FP8, and the others for bf16. (conv_tiles and conv_small have
 //                              the element as a template parameter, but it only says whether the operands are bf16 or
-//                              FP8. Their results are always bf16.) So before it becomes true for some of
-//                              these kernels, split it in two. It also decides where two calls of launch_resample and
-//                              one of launch_attention are reached (section 22). These name bf16, too
+//                              FP8. Their results are always bf16.) If only some of these kernels support the new type,
+//                              first split act_has_wgmma into two functions. Two calls of launch_resample and one of
+//                              launch_attention (section 22) are reached only where act_has_wgmma is true. They name
+//                              bf16 as their type, so change them, too
 // Only for a type whose smallest numbers are larger than bf16's, such as fp16, which loses small gradients:
 //   forward_and_loss           `factor` has to be larger: it becomes a loss scale (section 13)
 //   sum_gradients              divides each rank's gradient by the loss scale, but not the old sum, which is divided
 //                              already. It must always write the sum: so far, its `write` may be false (section 21)
-//   orthogonalise              rounds the momentum to the type, and products of it, too (--optimizer muon). Small ones
-//                              would become 0, and then the weights would not move. So it has to multiply the momentum
-//                              by a factor first (section 21)
+//   orthogonalise              rounds the momentum and products of it to the type (--optimizer muon). Small numbers
+//                              would become 0, and then the weights would not move. So orthogonalise has to multiply
+//                              the momentum by a factor first (section 21)
 //   take_aliases               says that there is no loss scale, and so does the help of fp16_scale_growth
 enum class Element : uint8_t { FP32, BF16, FP8, FP8_GRADIENT };
 struct ElementFacts {
@@ -367,8 +368,8 @@ constexpr const char* name_of(Element e) { return facts_of(e).name; }
 constexpr size_t bytes_of(Element e) { return facts_of(e).bytes; }
 constexpr bool is_fp8(Element e) { return e == Element::FP8 || e == Element::FP8_GRADIENT; }
 
-// The element of activations, and of the copy of the convolutions' weights that kernels read. start_device sets it. It
-// is never FP8. All other weights, and all gradients of weights, are in fp32.
+// The type of the elements of activations, and of the elements of the copy of the convolutions' weights that kernels
+// read. start_device sets it. It is never FP8. All other weights, and all gradients of weights, are in fp32.
 static Element act_element = Element::FP32;
 static size_t act_bytes() { return bytes_of(act_element); }
 // If activations are fp32, there is no copy: kernels read the convolutions' weights themselves.
@@ -407,8 +408,9 @@ static inline uint8_t fp8_bits(float v, const Fp8Format& f = E4M3) {
     if ((int)(bits >> 23) < smallest_normal)
         return sign | (uint8_t)std::lrintf(std::ldexp(size, f.bias - 1 + f.mantissa));
     const int dropped = 23 - f.mantissa; // how many bits of the float's mantissa FP8 does not keep
-    // Rounds the mantissa: adds half of what the last kept bit is worth, or a little less if that bit is 0. (If the
-    // mantissa overflows, the exponent grows by 1.) The last line then exchanges fp32's bias of 127 for FP8's bias.
+    // Rounds the mantissa. First, half of what the last kept bit is worth is added, or a little less if that bit is 0.
+    // So a value halfway becomes the number whose last bit is 0. (If the mantissa overflows, the exponent grows by 1.)
+    // The last line then drops the other bits, and exchanges fp32's bias of 127 for FP8's bias.
     bits += (1u << (dropped - 1)) - 1 + (bits >> dropped & 1);
     return sign | (uint8_t)((bits >> dropped) - ((127 - f.bias) << f.mantissa));
 }
@@ -451,7 +453,7 @@ struct WeightRounding {
 // is 1, and it reads its input enlarged to 2H x 2W: each pixel becomes 2 x 2 equal pixels.
 struct ConvShape {
     int B, H, W, C1, C2, Cout, kernel, stride, upsample;
-    // The elements of the input and of the output. The network's own input and its output are FP32.
+    // The types of the input's and of the output's elements. The network's own input and output are always FP32.
     Element in = act_element, out = act_element;
     HD int out_H() const { return ((H << upsample) + stride - 1) >> (stride - 1); } // stride is 1 or 2
     HD int out_W() const { return ((W << upsample) + stride - 1) >> (stride - 1); }
@@ -761,8 +763,7 @@ struct MuonMatrix {
     HD int short_side() const { return rows < columns ? rows : columns; }
     HD int long_side() const { return rows < columns ? columns : rows; }
 };
-// MuonWork holds all matrices, and what a GPU needs to compute with them (prepare_muon). A GPU computes a product of
-// matrices in tiles. A MuonTile says which part of which result a tile is.
+// A GPU computes a product of matrices in tiles. A MuonTile says which part of which result a tile is.
 struct MuonTile {
     int matrix, row, column; // the tile's matrix, and its first row and column in the result
 };
@@ -771,6 +772,7 @@ struct MuonTiles { // the tiles of the results of all matrices
     int count = 0;
     int tile_size = 0; // how many rows a tile has; it has as many columns
 };
+// All matrices that Muon updates, and what a GPU needs to compute with them (prepare_muon).
 struct MuonWork {
     std::vector<MuonMatrix> matrices;
     size_t squares_size = 0; // how many numbers the square matrices (short_side, short_side) have together
@@ -778,7 +780,7 @@ struct MuonWork {
     const MuonMatrix* on_device = nullptr; // the same list of matrices
     MuonTiles square_tiles;                // of results (short_side, short_side)
     MuonTiles tiles;                       // of results (rows, columns)
-    act* X = nullptr;                      // a flat array in the activations' type: at first a copy of the momentum
+    act* X = nullptr;                      // flat, in the activations' type: at first a copy of Nesterov's momentum
     // For each matrix X, A and B hold a square matrix (short_side, short_side): A = X X^T (or X^T X, if X has more rows
     // than columns), and B = b A + c A A, where b is MUON_B and c is MUON_C.
     act *A = nullptr, *B = nullptr;
@@ -844,9 +846,9 @@ HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) /
 // conv_takes_skip returns whether this is possible. With a skip there is no emb and no residual. If s.in is FP8, x1 and
 // weight are FP8, and out = factors * conv(x1, weight) + the same addends (bias and so on). x1 and weight were
 // multiplied by other factors before they were rounded to FP8, and `factors` undoes this.
-// conv_backward_input computes the gradients of x1 and x2. Here s.out is the element of dout. If s.out is FP8_GRADIENT,
-// dout is in e5m2, weight is the array `turned` of round_weights, in e4m3, and dx1 = factors * (the sums of products).
-// In this case there is only the input x1, and nothing is added to its gradient.
+// conv_backward_input computes the gradients of x1 and x2. Here s.out is the type of dout's elements. If s.out is
+// FP8_GRADIENT, dout is in e5m2, weight is the array `turned` of round_weights, in e4m3, and dx1 = factors * (the sums
+// of products). In this case there is only the input x1, and nothing is added to its gradient.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
 static void conv_forward(act* out,                            // (B, Ho, Wo, Cout)
                          Stats* stats,                        // [the sums of out]
@@ -861,18 +863,19 @@ static void conv_backward_input(Grad dx1, Grad dx2,       // as x1 and x2
                                 const act* dout,          // as out
                                 const act* weight, ConvShape s,
                                 const float* factors = nullptr); // [(C1)]: only with FP8
-// conv_backward_weights computes the weight gradients of several layers together. A launch should have enough work to
-// keep the device busy. conv_weight_load returns what fraction of this work the weight gradient of one layer is (1 or
-// more: it is enough alone). The caller collects layers until the sum of these fractions reaches 1.
+// conv_backward_weights computes the weight gradients of several layers together, because a launch should have enough
+// work to keep the device busy. conv_weight_load returns the work of one layer's weight gradient, as a fraction of the
+// work that is enough for a launch (1 or more: this layer is enough alone). The caller collects layers until the sum of
+// these fractions reaches 1.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* stream);
 static double conv_weight_load(const ConvShape& s);
 
 // Group norm [and nonlinearity f] [and dropout] of [x1 | x2] over C = C1 + C2 channels: out = f(xhat weight + bias),
 // with xhat = (x - mean) rstd and rstd = 1 / sqrt(variance + eps). The mean and the variance are those of a group's
-// channels in one image. With scale_shift, out = f((xhat weight + bias) (1 + scale) + shift). The columns [0, C)
-// of scale_shift are scale, and the columns [C, 2C) are shift. The result is written to fp8 if that is given, and else
-// to out. groupnorm_backward also writes dx1 and dx2, with their addends, in FP8 (e5m2), if dx1_fp8 and dx2_fp8 are
-// given.
+// channels in one image. With scale_shift, out = f((xhat weight + bias) (1 + scale) + shift). The columns [0, C) of
+// scale_shift are scale, and the columns [C, 2C) are shift. groupnorm_forward writes its result to `fp8` if that is
+// given, and else to `out`. groupnorm_backward writes dx1 and dx2, with their addends, also in FP8 (e5m2), if dx1_fp8
+// and dx2_fp8 are given.
 static void groupnorm_forward(act* out,                    // [(B, HW, C)]
                               float* mean, float* rstd,    // (B, groups): kept for the backward pass
                               const act* x1, Stats stats1, // (B, HW, C1), and its sums
@@ -1009,8 +1012,8 @@ static void q_sample_forward(float* x_t, float* target, // (B, H, W, C)
                              RandomKey noise_key, RandomKey flip_key, int B, int C, int H, int W, int bytes);
 // Computes the loss that objective o chooses. The loss of a sample is a mean over its values. dout is the gradient of
 // factor * (the sum of the samples' losses) with respect to out, the network's answer, with one exception: if o.mse is
-// above 0, the variational bound adds nothing to the gradient of the first C channels (see Objective). If there is no
-// bound (o.bound = 0), the gradient of the other channels is 0.
+// above 0, the variational bound adds nothing to the gradient of the first C channels (see Objective). If Cout is
+// larger than C, but there is no bound (o.bound = 0), the gradient of channels C to Cout - 1 is 0.
 static void loss_forward_backward(double* loss,             // (B)
                                   float* dout,              // as out
                                   const float* out,         // (B, HW, Cout)
@@ -1028,8 +1031,9 @@ static void tuning_loss_forward_backward(double* loss,             // (B)
                                          const float* target,      // (B, n)
                                          const NoiseLevel* levels, // (B)
                                          float c, float factor, int B, int n);
-// --augment: draws a change for each image (draw_augmentation), and applies the change. p is the probability of most
-// kinds of change: upside down has p / 2, and mirroring has 1 / 2.
+// --augment: draws a change for each image (draw_augmentation), and applies the change. A change consists of changes of
+// several kinds, which are drawn separately. The probability of each kind is p, with two exceptions: it is p/2 for
+// upside down, and 1/2 for mirroring.
 static void augment_images(float* out,          // (B, C, H, W)
                            Augmentation* drawn, // (B)
                            float* canvas,       // (B, C, fine_size(H), fine_size(W)): working memory
@@ -1045,7 +1049,8 @@ static void update_rms_losses(double* rms_losses,       // (T)
                               const double* loss,       // (B)
                               const StepState* state, int T, int B);
 
-// Sampling. out (B, per_sample) = scale * standard normals. If add is true, this is added to the old out.
+// Sampling. Draws standard normal numbers, and multiplies them by scale. The results overwrite out (B, per_sample) or,
+// if add is true, are added to what out holds.
 static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale, bool add);
 // Sets each element of t (B) to what the network is told in the sampler's step number *k.
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B);
@@ -1056,10 +1061,10 @@ static void sampler_step(float* x,         // (B or 2 B, HW, C)
                          const float* out, // (B or 2 B, HW, Cout): the network's answer
                          const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout);
 // Inpainting. keep_known runs after each step of the sampler, and does nothing if the step's known_x is 0. A pixel of
-// the image is known where mask is not above 0. There x = known_x image + known_sigma z, where z is standard normal.
-// Then at all pixels x' = back_x x + back_sigma z', where z' is drawn separately. If the sampler makes an earlier step
-// again after this one, the second formula adds the noise that leads back to that step. (Otherwise back_x is 1 and
-// back_sigma is 0.)
+// the image is known if the mask is not above 0 there. At the known pixels, x becomes known_x image + known_sigma z,
+// where z is standard normal. Then at all pixels x' = back_x x + back_sigma z', where z' is drawn separately. If the
+// sampler goes back to an earlier step after this one, this second formula adds noise, so that x has as much noise as
+// that step needs. (Otherwise back_x is 1 and back_sigma is 0.)
 static void keep_known(float* x,           // (B or 2 B, n)
                        const float* image, // (B, n)
                        const float* mask,  // (B, n)
@@ -1077,11 +1082,12 @@ static void judge_step(StepState* state, const double* squares, // (stretches)
                        size_t stretches, const double* loss,    // (B)
                        const int* quarters,                     // (B)
                        AdamW h, int B);
-// Updates this rank's slice of the weights by AdamW (Loshchilov & Hutter 2019) with clipping, and then the first
-// average of the weights. Muon's matrices move along the directions that are in u.sum instead. If state->ok is 0 (the
-// step is skipped), nothing changes.
+// Updates this rank's slice of the weights by AdamW (Loshchilov & Hutter 2019) with clipping. But Muon's matrices are
+// updated along the directions that u.sum holds (see Update::is_matrix). Then updates the first average of the weights.
+// If state->ok is 0 (the step is skipped), nothing changes.
 static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own);
-// --optimizer muon: what is done before adamw_update (see the comments above update_by_muon).
+// --optimizer muon: what is done before adamw_update (see the comments above update_by_muon). In a skipped step
+// (state->ok is 0), muon_momentum and orthogonalise do nothing.
 // muon_momentum updates the momentum, u.m, of this rank's part of Muon's matrices. Then it writes the Nesterov momentum
 // to X, a flat array, which may be u.sum.
 static void muon_momentum(float* X, const Update& u, const StepState* state, AdamW h, Slice own);
@@ -1099,18 +1105,19 @@ static void next_step(int64_t* step); // adds 1 to *step, after all draws of the
 // there the host reads it later, for the log.
 static void record_step(StepState* records, const StepState* state, int count);
 
-// How many bytes of memory operations need in addition to the arrays that they are called with (0 on a CPU).
+// These functions return how many bytes of memory an operation needs in addition to the arrays that it is called with.
+// On a CPU, they return 0.
 static size_t conv_workspace(ConvShape s);           // for the weight gradient
-static size_t conv_detour_bytes(const ConvShape& s); // if another convolution is computed instead: for its arrays
+static size_t conv_detour_bytes(const ConvShape& s); // for intermediate arrays, if another convolution replaces s
 static size_t groupnorm_backward_workspace(const NormShape& s);
 static size_t norm_sums_bytes(const NormShape& s); // for sums that are kept until finish_gradients
 static size_t attention_backward_workspace(int B, int T, int C, int heads);
 static size_t linear_backward_workspace(int B, int Cin, int Cout);
 static size_t loss_workspace(int B);
 struct Workspace {
-    size_t main = 0; // on the main stream
-    size_t side = 0; // on the side stream, where weight gradients are computed
-    size_t sums = 0; // for sums that are kept until finish_gradients, at the end of the backward pass
+    size_t main = 0; // bytes on the main stream
+    size_t side = 0; // bytes on the side stream, where weight gradients are computed
+    size_t sums = 0; // bytes for sums that are kept until finish_gradients, at the end of the backward pass
 };
 // Allocates the workspaces. Without training, only `main` is needed.
 static void reserve(const Workspace& most, bool training);
@@ -1121,7 +1128,8 @@ static void reserve(const Workspace& most, bool training);
 // end_exchange makes the main stream wait until the data of all ranks has arrived.
 //   all_to_all   rank r receives part r of the sendbuf of every other rank s, as part s of its recvbuf
 //   all_gather   copies the arrays `own` of all ranks to `all`, in the ranks' order. `own` may point to the place in
-//                `all` where this rank's array belongs
+//                `all` where this rank's array belongs. If other ranks write to `all` directly (see open_alloc), it
+//                must point there, because then a rank copies its array only to the other ranks
 static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Stream* stream); // bytes: the size of a part
 static void all_gather(void* all, const void* own, size_t bytes, Stream* stream);
 static void begin_exchange();
@@ -1268,8 +1276,9 @@ HD static inline Words philox(uint64_t seed, uint32_t quartet, uint32_t sample, 
 }
 
 // Makes four standard normal numbers of four random words (Box & Muller 1958). Each pair u, v in (0, 1) gives the two
-// numbers sqrt(-2 ln u) cos(2 pi v) and sqrt(-2 ln u) sin(2 pi v). u and v are exact in fp32 and never 0 or 1. So the
-// results of a GPU, in fp32, and of a CPU, in double, agree to 1e-6.
+// numbers sqrt(-2 ln u) cos(2 pi v) and sqrt(-2 ln u) sin(2 pi v). u and v are multiples of 2^-24, which fp32 holds
+// without rounding, and are never 0 or 1. So a GPU and a CPU compute with the same u and v. The GPU computes the
+// formulas in fp32, and the CPU in double. Their results agree to 1e-6.
 HD static inline void normals(float z[4], const Words& r) {
     for (int k = 0; k < 4; k += 2) {
         const float u = ((r.w[k] >> 9) + 0.5f) * 0x1p-23f;
@@ -1434,12 +1443,14 @@ struct Config {
 };
 
 // Without --preset, if the data has at least this many images, and the chosen preset sets --min_snr_gamma, the flag
-// becomes 5 instead (take_number_of_images). Runs with 2,026 and with 10,000 images were compared. It is not known
-// where the best limit lies between these two numbers.
+// becomes 5 instead (take_number_of_images says why). In tests with 2,026 images, the value 0.5 of some presets gave
+// better samples than 5. With 10,000 images both values were about as good, and with 50,000 images 5 was better. Where
+// the best limit lies is not known.
 constexpr int64_t MANY_IMAGES = 5000;
 constexpr int MORE_EMAS = 7; // how many averages of the weights there may be at most, besides the first one
 // --objective ect: the largest q^a that is allowed (q and a: see Tuning). The gap between the sigmas of student and
-// teacher is divided by q^a. With a larger q^a, fp32's rounding would make the two sigmas equal.
+// teacher is divided by q^a. If q^a were much larger than this limit, the two sigmas would be equal when they are
+// rounded to fp32.
 constexpr double LARGEST_GAP_DIVISOR = 1e6;
 // The averages of --ema_snapshots are weighted means: the parameters after update k have a weight that is about
 // proportional to a power of k (Karras et al. 2024, appendix C). These are the two exponents. From snapshots of the two
@@ -1514,8 +1525,8 @@ static std::string set_value(float* flag, const Flag& f, const std::string& valu
     errno = 0;
     *flag = (float)strtod(value.c_str(), &end);
     const bool is_number = !value.empty() && !*end && errno != ERANGE && !is_hexadecimal(value);
-    // Model files hold this value in fp32, so the program also uses it in fp32. The limits are rounded in the same way.
-    // NaN is refused, because it is not in range.
+    // Model files hold this value in fp32, so the program also uses it in fp32. The limits are rounded in the same way,
+    // so that a value that equals a limit is in range. NaN is refused, because it is not in range.
     const bool in_range = *flag >= (float)f.low && *flag <= (float)f.high;
     return is_number && in_range ? "" : text("a number from %g to %g", f.low, f.high);
 }
@@ -1722,8 +1733,9 @@ static void take_aliases(Config* c) {
         c->on_command_line.insert(name);
     };
     // In guided-diffusion, the learning rate falls over lr_anneal_steps steps, without a warm-up, and then the run
-    // stops. With lr_anneal_steps 0, the rate stays constant in both programs. In guided-diffusion such a run has no
-    // end; here --max_steps keeps its value.
+    // stops. So lr_anneal_steps sets --lr_schedule, --max_steps and --warmup_steps here. With lr_anneal_steps 0, the
+    // rate stays constant in both programs. In guided-diffusion such a run has no end; here --max_steps keeps its
+    // value.
     const int64_t steps = c->lr_anneal_steps;
     // An upsampler enlarges images from small_size to large_size.
     // In guided-diffusion, upsamplers to 512 x 512 have another channel_mult than other models of 512 x 512.
@@ -2046,7 +2058,7 @@ static std::string check_model(Config* c) {
     note_unless(!c->augment || !c->random_flip, "random_flip", "is a part of --augment, which tells the network of it");
     note_unless(!c->use_kl || !c->min_snr_gamma, "min_snr_gamma", "weighs an error that --use_kl True leaves out");
 
-    // The flags of samples: classes, the noise levels of the sampler's steps, and images that sampling begins with.
+    // The flags of samples: classes, the noise levels of the sampler's steps, and images that are changed.
     note_unless(parse_list(c->classes, &c->class_list), "classes", "must be numbers with commas, such as 3,5");
     note_unless(c->class_list.empty() || c->class_cond, "classes", "this model is not conditioned on classes");
     for (float k : c->class_list) {
@@ -2060,7 +2072,7 @@ static std::string check_model(Config* c) {
     note_unless(c->sigma_min < c->sigma_max, "sigma_min", text("must be below --sigma_max %g", c->sigma_max));
     note_unless(c->sampler != "consistency" || c->mid_t < c->sigma_max, "mid_t",
                 text("must be below --sigma_max %g", c->sigma_max));
-    // With --start_from or --inpaint, sampling begins with images. S_churn says how much noise euler and heun add
+    // With --start_from or --inpaint, --sample changes given images. S_churn says how much noise euler and heun add
     // between their steps. It is only for images that are made of noise alone.
     const bool changes_images = c->changes_images();
     const bool inpaints = !c->inpaint.empty();
@@ -2078,8 +2090,8 @@ static std::string check_model(Config* c) {
 // Parses --ema_rate, and adds the averages that --ema_snapshots needs. where: what an error message begins with if the
 // rates come from a file: "FILE: ".
 static void parse_ema_rate(Config* c, const std::string& where) {
-    // A rate is from 0 to 1. A number above 1 is one of the exponents POWER_EMAS. Such a number
-    // comes from a checkpoint, and is never the first in the list.
+    // A rate is from 0 to 1. A number above 1 is one of the exponents POWER_EMAS. Such a number comes from a
+    // checkpoint, and is never the first in the list.
     bool works = parse_list(c->ema_rate, &c->emas) && !c->emas.empty();
     for (size_t k = 0; k < c->emas.size(); k++) {
         const float rate = c->emas[k];
@@ -2133,8 +2145,8 @@ static void check_microbatch(Config* c, const std::string& where) {
     const int before = c->microbatch;
     const bool works = before <= share && share % c->micro() == 0;
     if (works) {
-        // 0 becomes the share. So a checkpoint holds this number, and a run that is resumed with another number of
-        // ranks can keep the same microbatch.
+        // With several ranks, a microbatch of 0 is replaced by the share. So a checkpoint holds this number, and a run
+        // that is resumed with another number of ranks can keep the same microbatch.
         if (N > 1) c->microbatch = c->micro();
         return;
     }
@@ -2196,8 +2208,8 @@ static void check_run(Config* c, const std::string& where) {
 // The drawing of the network is simplified. At the resolution of `middle` there are also residual blocks with skips.
 // The output of each `half` is also a skip. In the drawing, the uppermost skip seems to end behind the residual blocks.
 // But every skip ends in a residual block: in the second half of the network, a level has one residual block more than
-// in the first half (add_output_blocks). With
-// --resblock_updown, `half` and `double` are residual blocks, too, but these have no skip as an input.
+// in the first half (add_output_blocks). With --resblock_updown, `half` and `double` are residual blocks, too, but
+// these have no skip as an input.
 //
 // A layer has a kind (LayerKind): what it computes. It also has indices of tensors, parameters and buffers. An index is
 // -1 if the layer has no such tensor, parameter or buffer.
@@ -2228,7 +2240,7 @@ struct Tensor {
                                      // and for the network's input and the last convolution's output; FP8: see plan_fp8
     int buffer = -1;                 // the buffer of its values
     int stats = -1;                  // if a group norm reads this tensor: the buffer of Stats::sums
-    bool fp8 = false;                // a convolution reads this tensor in FP8 (in walks that use FP8)
+    bool fp8 = false;                // a convolution reads this tensor in FP8, if the Walk has weights in FP8
     int parts = 1;                   // Stats::parts, as the forward pass has last set it
     bool needs_grad = false;         // whether the layer that writes this tensor has a backward pass. If so, this
                                      // backward pass reads the tensor's gradient
@@ -2254,14 +2266,14 @@ struct Layer {
     bool fp8 = false;                               // CONV: forward product and weight gradient are in FP8 (choose_fp8)
     bool fp8_gradient = false;                      // CONV: the input gradient is computed in FP8 (choose_fp8)
     Nonlinearity nonlinearity = Nonlinearity::NONE; // GROUPNORM
-    int dropout_block = -1;                         // GROUPNORM: index of the residual block whose dropout follows
+    int dropout_block = -1;                         // GROUPNORM: if dropout follows, index of the residual block
     int heads = 0;                                  // ATTENTION, and the CONV that makes its qkv: the number of heads
     int saved = -1;     // the buffer of what the forward pass keeps: GROUPNORM mean and rstd, ATTENTION SoftmaxRows
     int block_end = -1; // --use_checkpoint: this layer is computed again before the backward pass of layer block_end
 
     // The plan (see plan_gradients, plan_fp8_gradients, plan_waits, plan_fusions).
     GradPlan d1{}, d2{};      // the buffers of the gradients of x1 and x2
-    int dout = -1, demb = -1; // the buffers of the gradients of out, and of the layer's columns of the embedding
+    int dout = -1, demb = -1; // the buffers of the gradients of out, and of UNet::emb (with the columns of all layers)
     int dout_fp8 = -1;        // CONV with fp8_gradient: the buffer of dout in FP8
     bool rounds_dout = false; // CONV with fp8_gradient: unet_backward makes dout_fp8 from dout; false: a norm writes it
     int after = -1;           // backward: this layer waits until the weight gradient of layer `after` is complete
@@ -2524,20 +2536,21 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 // A new kind must keep these promises:
 //   Its backward_reads names every tensor that its backward function reads. Otherwise the memory of such a tensor would
 //   be used for something else too early.
-//   Its backward function writes each gradient anew (it does not add to what is in memory), but adds the addends (add1,
-//   add2). Addends are not needed for an input that no other layer ever reads. If the dx of an input is null, there is
-//   nothing to write.
+//   Its backward function overwrites each gradient: it does not add to the old content. To the new gradient of an input
+//   it adds the addends (add1, add2). It may leave them out for an input that no other layer ever reads, because then
+//   there are none. If the dx of an input is null, there is nothing to write.
 //   If its layers read the embedding (Layer::emb), its backward function writes their columns of the embedding's
 //   gradient (LayerArgs::demb), as backward_norm does.
 //   Its kernels add floats in a fixed order, without atomics. Several ranks compute the bits of one rank only because
 //   all kernels do so (step_gradients).
 //   Its functions read its weights in fp32, because only the weights of convolutions have a copy.
-//   It does not read what a 3x3 convolution reads, too. With --precision fp8, a norm's output may hold numbers of 8
-//   bits alone (plan_fp8), and the input gradient of such a convolution can't have addends (conv_backward_input_fp8).
+//   It does not read a tensor that a 3x3 convolution reads. With --precision fp8, such a tensor may hold numbers of 8
+//   bits alone, if a norm writes it (plan_fp8). And if the convolution computes its input gradient in FP8, this
+//   gradient can't have addends (conv_backward_input_fp8).
 //   It does not read the output of a skip connection, which the next convolution may compute itself (plan_fusions).
-//   If it is a layer of the embedding (.embedding = true), it stands before all other layers in the list. Its forward
-//   function launches on a.stream and uses no workspace. The reason is that this function runs at the same time as
-//   layers on the main stream (unet_forward), and those layers use the workspace.
+//   If its layers belong to the embedding (.embedding = true), they stand before all other layers in the list. Their
+//   forward function launches on a.stream and uses no workspace. The reason is that this function runs at the same time
+//   as layers on the main stream (unet_forward), and those layers use the workspace.
 //
 // To add a kind, change these places:
 //
@@ -2548,8 +2561,8 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 //   2. a line that adds such a layer to the list: add_layer(net, {.kind = &...}, ...) in a function like add_resblock.
 //      If the layer has weights, add_params before it (add_embedding shows both); its argument `init` says how they
 //      begin. With INIT_UNIFORM, a weight of one dimension gets the bound of the matrix before it (init_params), so a
-//      weight without a matrix needs another word. Without a bias, add_param. If a weight does not lie in memory as
-//      PyTorch's does, also permute_param (section 10)
+//      weight without such a matrix needs another ParamInit. Without a bias, add_param. If a weight does not lie in
+//      memory as PyTorch's does, also permute_param (section 10)
 //   3. its operation: a prototype in section 2, a kernel in Part II, loops in dev/reference.h. If its kernel needs a
 //      workspace, a function returns the workspace's size. This function also needs a prototype in section 2, and it
 //      returns 0 in section 15 (the CPU)
@@ -2560,7 +2573,7 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
 //   6. if a flag chooses the kind: a row SAVED(slot, ...) for it in common/flags.h. From this row Config gets its
 //      member. Take a slot as 1b of the list in section 8 says. Files of weights alone must keep the flag, too, so make
 //      its slot an exception at the three places that 1b names. A model file does not name its layers. If a file was
-//      made with other layers, check_size notices this only if the total number of parameters is another
+//      made with other layers, check_size notices this only if the total number of parameters differs
 static double no_flops(const LayerArgs&) { return 0; }
 static Workspace no_workspace(const LayerArgs&) { return {}; }
 struct LayerKind {
@@ -2838,7 +2851,7 @@ static int add_tensor(UNet* net, int H, int W, int C, Element element) {
 }
 
 typedef std::vector<int> Shape;
-// Adds a parameter, and returns its number. Its place in the flat arrays is chosen later (place_params).
+// Adds a parameter, and returns its index in net->params. Its place in the flat arrays is chosen later (place_params).
 static int add_param(UNet* net, const std::string& name, Shape shape, ParamInit init, int heads = 0) {
     size_t size = 1;
     for (int n : shape) size *= n;
@@ -2857,8 +2870,9 @@ static int add_params(UNet* net, const std::string& name, Shape shape, ParamInit
 }
 
 // Adds the weight and the bias of a layer of kind CONV. The weight is special in three ways. Unless activations are
-// fp32, kernels read a copy of it in the activations' type (param_group). Its gradient comes later than others
-// (WeightGradients). Files hold its elements in another order (permute_param).
+// fp32, kernels read a copy of it in the activations' type (param_group). Its gradient is not computed by the layer's
+// backward function, but together with those of other convolutions (WeightGradients). Files hold its elements in
+// another order (permute_param).
 static int add_conv_params(UNet* net, const std::string& name, Shape shape, ParamInit init, int heads = 0) {
     const int weight = add_params(net, name, shape, init, heads);
     net->params[weight].of_conv = true;
@@ -3114,8 +3128,9 @@ static int param_group(const Param& p) {
 }
 
 // Chooses where in the flat arrays each parameter lies. Each parameter of groups 2 and 3 begins at a multiple of 64
-// elements. So kernels can read it in pieces of 16 bytes, whatever its element is. (make_muon needs this, too:
-// is_matrix has one byte for 64 elements.)
+// elements. So kernels can read it in pieces of 16 bytes, whatever its element is. make_muon needs this, too, because
+// is_matrix has one byte for 64 elements. (The weights of group 0 also begin at multiples of 64, because their sizes
+// are such multiples.)
 static void place_params(UNet* net) {
     auto round_to_64 = [](size_t floats) { return (floats + 63) / 64 * 64; };
     size_t end = 0;
@@ -3289,10 +3304,10 @@ static float fp8_factor(const float* weight, const float* bias, int n) {
 //   weights   the rounded weights. The weights of an output channel are first divided by a scale, so that the largest
 //             |weight| of the channel becomes FP8's largest number
 //   factors   an array of plain_size floats. It is as long as the first part of a flat array, which kernels read in
-//             fp32. The factor of a norm (fp8_factor) lies at the index of the norm's first weight. For each
-//             output channel of a convolution, scale / factor lies at the index of the channel's bias, where `factor`
-//             is that of the norm whose result the convolution reads. The channel's sums of products are multiplied by
-//             scale / factor, which undoes both scalings
+//             fp32. The factor of a norm (fp8_factor) lies at the index of the norm's first weight. For each output
+//             channel of a convolution, scale / factor lies at the index of the channel's bias, where `factor` is that
+//             of the norm whose result the convolution reads. The channel's sums of products are multiplied by this
+//             quotient, which undoes both scalings
 static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& flat) {
     if (net.config.precision != "fp8") return {};
     std::vector<uint8_t> weights(net.flat_size);
@@ -3325,16 +3340,20 @@ static Fp8Weights make_fp8_weights(const UNet& net, const std::vector<float>& fl
 // are about 1 or smaller, so the result is 1. (It is only an estimate, so the factor 2 does not matter.)
 static double usual_gradient(const Config& c) {
     if (c.objective != "ect") {
-        // The variational bound is a sum over all timesteps, in bits (make_objective). So its gradients are larger.
+        // If the loss has a variational bound, the bound is multiplied by its weight and by diffusion_steps / log 2
+        // (make_objective). So the gradients of the bound may be about as many times as large as those of a mean of
+        // squares. Its weight is 1 with --use_kl, and else --vlb_weight.
         double bound = 0;
         if (c.use_kl) bound = 1;
         else if (c.learned_variance()) bound = c.vlb_weight;
         return std::max(1.0, bound * c.diffusion_steps / std::log(2.0));
     }
-    // The loss of a sample is a distance (tuning_loss), not a mean. For images of any size, the length of its gradient
-    // is at most weight |x0_out|. The gradient has C H W numbers, so each of them is about weight |x0_out| /
-    // sqrt(C H W). In the gradient of a mean, each is about 1 / (C H W). So the numbers of the distance's gradient are
-    // sqrt(C H W) weight |x0_out| times as large.
+    // The loss of a sample is its weight times a distance (tuning_loss), not a mean. If the network's answer changes by
+    // a vector, the image that is made of it changes by |x0_out| times this vector. The distance then changes by at
+    // most the length of this change. So for images of any size, the length of the loss's gradient is at most the
+    // weight times |x0_out|. This gradient has C H W numbers, so each of them is about that length / sqrt(C H W). In
+    // the gradient of a mean, each is about 1 / (C H W). So the numbers of the distance's gradient are larger than
+    // these, by a factor of about the weight times |x0_out| times sqrt(C H W).
     const double length = std::sqrt((double)c.H * c.W * c.in_channels);
     // With --ect_weight gap, weight |x0_out| is at most q^a: the weight is 1 / (t - r), t - r is at least t / q^a
     // (teacher_sigma), and |x0_out| is at most t. last_a is the largest a of the run. With --ect_weight snr,
@@ -3544,7 +3563,7 @@ static void plan_lifetimes(UNet* net) {
         if (kind.embedding) use_forward(l, 1 + first_emb_reader(net));
 
         // `back` is the time of the layer's backward pass. `done` is the latest time at which a convolution's weight
-        // gradient may run.
+        // gradient may run. (For all other layers, `done` is the same as `back`.)
         if (l.dout < 0) continue; // not in training, or it has no backward pass
         const int back = 2 * L + 1 - i;
         const int done = l.kind == &CONV ? back + weights_lag(net, l) : back;
@@ -3602,12 +3621,13 @@ static void check_memory(UNet* net, bool training) {
     const double fp8_bytes = c.precision == "fp8" ? bytes_of(Element::FP8) : 0;
     const double muon_bytes = c.muon() ? 3 * act_bytes() : 0;
     const double copy_bytes = weights_have_copy() ? act_bytes() : 0;
-    // Returns how many GiB the weights need, and the arrays of the same length. images: how many images are computed at
-    // a time. For sampling, a parameter needs at most a weight, its copy in bf16, and a copy in FP8. For training it
-    // needs at most a weight, a gradient, two moments, its averages, copies of the weight and of the first average in
-    // bf16, and two copies in FP8. If gradients of several microbatches or ranks are added up, there is a second array
-    // of gradients. Ranks share the moments and averages. Muon also needs a copy of the momentum and, for each matrix,
-    // two squares (MuonMatrix), of which each is at most as large as its matrix. Workspaces are not counted.
+    // Returns how many GiB the weights need, together with the other arrays of the same length. images: how many images
+    // are computed at a time. For sampling, a parameter needs at most a weight, its copy in bf16, and a copy in FP8.
+    // For training it needs at most a weight, a gradient, two moments, its averages, copies of the weight and of the
+    // first average in bf16, and two copies in FP8. If gradients of several microbatches or ranks are added up, there
+    // is a second array of gradients. Ranks share the moments and averages. Muon also needs a copy of the momentum and,
+    // for each matrix, two squares (MuonMatrix), of which each is at most as large as its matrix. Workspaces are not
+    // counted.
     auto weights_of = [&](int images) {
         const bool adds_up = world.size > 1 || c.batch_size > images;
         const double shared_arrays = (2.0 + (double)c.emas.size()) / world.size;
@@ -3821,8 +3841,8 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 
 // =====================================================================================================================
 // 8. Diffusion: noise schedules, objectives, samplers
-// docs/DIFFUSION.md explains the formulas of this section. Tables are computed in double, as in guided-diffusion, and
-// used in fp32.
+// docs/DIFFUSION.md explains the formulas of this section. The table of noise levels (ddpm_levels) is computed in
+// double, as in guided-diffusion, and stored in fp32.
 //
 // For a sample with a given amount of noise, an objective defines four things, and a NoiseLevel holds their numbers:
 //   what the network is shown       signal x_0 + sigma noise
@@ -3855,8 +3875,9 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 //         and to the message in take_model_file. If a parameter only says which levels are drawn, take_model_file must
 //         not take it from the file of the model that is tuned: add its slot where SLOT_P_MEAN is tested.
 //   2. Frame (section 1): its enumerator
-//   3. here (the compiler names ask and has_steps_of_t, once the word is in Frame; frame_of and sigma_draws end the
-//      program with an error message if they do not know it):
+//   3. this section. (When the enumerator is in Frame, the compiler warns that a case is missing in ask and in
+//      has_steps_of_t. If the objective's word is missing in frame_of or sigma_draws, the program ends with an error
+//      message when it runs.) Change or add:
 //      a function with its formulas, beside edm_question. If it has a parameter of its own: a member of Objective, a
 //      line in make_objective, and an argument of ask (so far, ask has only edm's parameter sigma_data);
 //      its case in ask, and its word in frame_of;
@@ -3989,8 +4010,8 @@ HD static inline NoiseLevel make_level(const Question& q) {
 // noise and the teacher's answer. At r = 0 the teacher's image is x_0 itself, and the target is as in edm or flow.
 
 // Returns the teacher's sigma r for a student's sigma t (Geng et al. 2024, section 3): r / t = 1 - n(t) / q^a, where
-// n(t) = 1 + k sigmoid(-b t). If this r is negative, 0 is returned. a begins at 1 and grows by 1 every d steps, so r
-// approaches t.
+// n(t) = 1 + k sigmoid(-b t). (q, k, b and d are --ect_q, --ect_k, --ect_b and --ect_d.) If this r is negative, 0 is
+// returned. a begins at 1 and grows by 1 every d steps. Then q^a grows, so r approaches t.
 HD static inline double teacher_sigma(const Tuning& tuning, double t) {
     const double a = 1 + (double)(*tuning.step / tuning.d);
     const double n = 1 + tuning.k / (1 + exp(tuning.b * t));
@@ -4362,8 +4383,8 @@ HD static inline Around pixels_around(double u, int size, bool flip) {
     const bool odd = (i - 5) & 1;
     Around a;
     for (int j = 0; j < AROUND; j++) {
-        // Value i of the doubled row contains this pixel times the tap `here`. Value i + 1 contains it times the tap
-        // `next`.
+        // Value i of the doubled row contains pixel first + j times the tap `here`. Value i + 1 contains the same pixel
+        // times the tap `next`. The result is interpolated between these two values.
         const float here = odd ? sym6(11 - 2 * j) : sym6(10 - 2 * j);
         const float next = odd ? sym6(12 - 2 * j) : sym6(11 - 2 * j);
         a.weight[j] = (1 - fraction) * here + fraction * next;
@@ -4597,7 +4618,7 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
     // The 256 values of x_0 lie 2 / 255 apart. So a value stands for the interval from x_0 - 1 / 255 to x_0 + 1 / 255.
     // Its probability is normal_cdf at the interval's upper end (high) minus normal_cdf at its lower end (low). Both
     // ends are measured from the mean, in units of the standard deviation. The mean is the network's estimate of x_0,
-    // x0_x x + x0_out output. The true x_0 is x0_x x + x0_out target. So x_0 - mean = -x0_out d.
+    // x0_x input + x0_out output. The true x_0 is x0_x input + x0_out target. So x_0 - mean = -x0_out d.
     const double centered = -(double)level.x0_out * d;
     const double inverse = exp(-0.5 * ((double)level.log_var + u)); // 1 / the standard deviation
     const double high = inverse * (centered + 1.0 / 255);
@@ -4723,7 +4744,8 @@ static Move dpmpp_2m_step(double sigma_before, double s, double n) {
 static Move consistency_step(double s, double n) { return Move{.sigma = s, .x = 0, .x0 = 1, .noise = n}; }
 
 // --S_churn (Karras et al. 2022, algorithm 2): before a step of euler or heun, noise is added, which multiplies sigma
-// by 1 + gamma. Returns gamma. N: the number of the sampler's steps.
+// by 1 + gamma. Returns gamma, which is 0 if sigma is below --S_min or above --S_max. N: how many steps the sampler
+// has.
 static double churn_gamma(const Config& c, double sigma, int N) {
     const bool churns = sigma >= c.S_min && sigma <= c.S_max;
     return churns ? std::min((double)c.S_churn / N, std::sqrt(2.0) - 1) : 0;
@@ -4792,7 +4814,8 @@ static double karras_sigma(const Config& c, double high, double low, int i, int 
 //                 mid_t. (Geng et al. 2024 take two steps, at 80 and 0.821.)
 //   others        Karras's schedule from sigma_max to sigma_min. For a model of flow instead: equal steps of
 //                 t = sigma / (1 + sigma), from sigma_max to 0
-// With a model of ddpm, the sigmas of the last two rows stay between those of its first and last timestep.
+// A model of ddpm is trained only on the sigmas from its first to its last timestep. So with such a model, Karras's
+// schedule stays in this range.
 static std::vector<double> sampler_sigmas(const Config& c, const std::vector<double>& known) {
     const std::vector<int> kept = space_timesteps(c.diffusion_steps, c.timestep_respacing);
     const int N = (int)kept.size();
@@ -4825,7 +4848,8 @@ static std::vector<double> sampler_sigmas(const Config& c, const std::vector<dou
 // Returns the order in which a sampler takes its N steps, as a list of the steps' numbers. With --inpaint some steps
 // are taken again (Lugmayr et al. 2022, "RePaint"): after every --jump_length steps the sampler goes back by
 // --jump_length steps, until it has taken these steps --jump_n_sample times. Then it goes on with the next steps. The
-// last step is taken once. The first (N - 1) % jump_length steps are taken once, too.
+// last step is taken once. The first (N - 1) % jump_length steps are taken once, too. For example, with N = 8,
+// jump_length = 3 and jump_n_sample = 2, the order is 0, 1 2 3, 1 2 3, 4 5 6, 4 5 6, 7.
 static std::vector<int> step_order(const Config& c, int N) {
     // For each level of noise: how many times the sampler still has to go back from it. Level 0 is the least noise, and
     // -1 is no noise.
@@ -4927,8 +4951,8 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
     const double next = signal_at(end);
     // Guidance acts only where sigma lies between --guidance_min and --guidance_max (Kynkaanniemi et al. 2024); by
     // default it acts at every sigma. At higher sigmas, guidance would make the images less varied. At lower ones, it
-    // would change nothing that can be seen. What counts is the sigma at which the network is asked, which is the
-    // move's. (Each of the two moves of a step of heun has its own sigma.)
+    // would change nothing that can be seen. The limits are compared with the sigma at which the network is asked:
+    // move.sigma. (In a step of heun, each of the two moves has its own sigma.)
     const bool is_guided = move.sigma >= c.guidance_min && move.sigma <= c.guidance_max;
     SamplerStep step{};
     step.t = level.t;
@@ -4961,6 +4985,7 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
 }
 
 // A Route in the form that the device uses: the coefficients of the network's first input, and those of every step.
+// Here each Move of the Route is a step of its own. (So most steps of heun are two steps here.)
 struct SamplerPlan {
     // The network's first input is image * (the image of --start_from) + start * normals + churn * other normals.
     // (Normals are standard normal numbers.) Without --start_from, the factor `image` is 0.
@@ -5062,9 +5087,9 @@ static std::span<const float> values_of_image(const Config& c, const Sampler& s,
     return std::span(s.value_rows).subspan(i * K % s.value_rows.size(), K);
 }
 
-// These three functions write the conditions of images first .. first + B - 1 to where the network reads them. With
-// guidance the batch holds every image twice (copies = 2, otherwise 1). For the second copy the class, the numbers and
-// the picture are left out, each of them only if it was sometimes left out in training.
+// The next three functions write the conditions of B images, from number `first` on, to where the network reads them.
+// With guidance the batch holds every image twice (copies = 2, otherwise 1). For the second copy the class, the numbers
+// and the picture are left out, each of them only if it was sometimes left out in training.
 
 static void put_labels(const Config& c, Sampler* s, int64_t first, int B, int copies) {
     std::vector<int> labels(B * copies);
@@ -5075,8 +5100,8 @@ static void put_labels(const Config& c, Sampler* s, int64_t first, int B, int co
     copy_to_device(s->labels, labels.data(), labels.size() * sizeof(int));
 }
 
-// A row holds cond_dim numbers and then, with --augment, the numbers that describe an augmentation. The numbers of the
-// augmentation are zeros, because a sampled image is not changed.
+// s->values has a row for each sample: cond_dim numbers and then, with --augment, the numbers that describe an
+// augmentation. The numbers of the augmentation are zeros, because a sampled image is not changed.
 static void put_values(const Config& c, Sampler* s, int64_t first, int B, int copies) {
     const size_t row_size = c.num_values();
     std::vector<float> values(B * copies * row_size);
@@ -5121,9 +5146,9 @@ static void put_given_images(float* x, Sampler* s, int64_t first, int B, int cop
     }
 }
 
-// Samples images first .. first + B - 1 of a seed. The noise of an image does not depend on B. The images are left in
-// net's input tensor. With guidance, this tensor holds all images twice, because the network computes an answer with
-// the conditions and an answer without them. tell is called after each step, to show the progress. Its argument is B
+// Samples B images of a seed, from number `first` on. The noise of an image does not depend on B. The images are left
+// in net's input tensor. With guidance, this tensor holds all images twice, because the network computes an answer with
+// the conditions and an answer without them. `tell` is called after each step, to show the progress. Its argument is B
 // times the share of the steps that are done: the work so far, counted in images. If a signal asks the program to stop
 // (stop_signal), the function returns early, with unfinished images.
 static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, auto tell) {
@@ -5633,7 +5658,8 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
     const int C = c.in_channels;
     std::vector<float> picture;
     // In training, the image may be changed first (--augment, --random_flip), the picture may be left out, and a small
-    // picture may have noise (take_microbatch, put_pictures and q_sample_forward). Here nothing of this is done.
+    // picture may have noise (take_microbatch, put_pictures of section 13, q_sample_forward). Here nothing of this is
+    // done.
     if (c.picture_kind == PictureKind::LOWRES) {
         const int factor = c.picture_factor;
         const int w = c.W / factor;
@@ -5756,7 +5782,7 @@ static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
 // canvas_value). With --augment, a row of the numbers ends with the numbers that describe the image's augmentation.
 // They are zeros here. In training, the device then overwrites them (augment_if_asked). Validation keeps the zeros,
 // because it does not change its images.
-// The batch is the samples at positions first .. first + B - 1 of the stream. This rank sends n = own_images of them.
+// The batch is the B samples from position `first` of the stream on. This rank sends n = own_images of them.
 // In training, these are the rank's microbatches, one after the other, and some images lose their class and their
 // numbers (--class_dropout). Outside of training the rank sends all B samples.
 // Returns whether all images could be used. If not, nothing was sent.
@@ -6430,11 +6456,11 @@ static void take_labels(Config* c, const Dataset& d) {
     drop_preset_of_classes(c);
 }
 
-// Without --preset, --min_snr_gamma becomes 5 if there are many images, and if the preset that the program has chosen
-// sets this flag. A lower value, which some presets have, gives low noise levels less weight in the loss. If there
-// are few images, the model learns them by heart. Then samples look best with such a lower value. If there are many
-// images, the model does not learn them by heart. Then samples are nearer to the images if low noise levels have more
-// weight (docs/LEARNT.md, "Photographs").
+// Without --preset, --min_snr_gamma becomes 5 if there are at least MANY_IMAGES images, and if the preset that the
+// program has chosen sets this flag. A lower value, which some presets have, gives low noise levels less weight in the
+// loss. If there are few images, the model learns them by heart. Then samples look best with such a lower value. If
+// there are many images, the model does not learn them by heart. Then samples look more like the images of the data if
+// low noise levels have more weight (docs/LEARNT.md, "Photographs").
 static void take_number_of_images(Config* c, const Dataset& d) {
     const bool is_default = c->by_preset.contains("min_snr_gamma") && !c->given("preset");
     if (is_default && d.count >= MANY_IMAGES) c->min_snr_gamma = 5;
@@ -6486,7 +6512,7 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
     if (!c->class_cond) return;
     refuse_unless(d.classes <= c->num_classes, "num_classes",
                   c->data_file + text(" has labels of %d classes", d.classes));
-    // A model of a file stays a model with classes.
+    // If the model comes from a file, it has classes, and --class_cond False would be refused.
     const std::string or_else = where.empty() ? "use --class_cond False" : "start without that file";
     refuse_unless(!d.labels.empty(), "class_cond",
                   c->data_file + " has no labels; make it from a folder with one sub-folder a class, or " + or_else);
@@ -6526,8 +6552,9 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
         why = text("%ld skipped steps in a row, where %ld were skipped in all", s.bad_in_row, s.bad_total);
     else if (!guard_works) why = text("running means of loss and gradient norm that %ld updates can't give", s.updates);
     if (!why.empty()) die("%s: its header is damaged (%s): use an earlier checkpoint", m.path.c_str(), why.c_str());
-    // header_crc depends on the data file's whole content, because the header holds a checksum of the rest. It is 0 for
-    // a file of unet.cu, which holds no checksum.
+    // header_crc depends on the data file's whole content, because the header holds a checksum of the rest. Data files
+    // of unet.cu hold no checksum, so their header_crc is 0. Of two such files, only the numbers of images are compared
+    // here.
     const bool same_count = m.header.get<int64_t>(SLOT_IMAGES) == d.count;
     const bool same_content = m.header.get<uint32_t>(SLOT_DATA_CRC) == d.header_crc;
     if (!(same_count && same_content) && !c.given("data_file"))
@@ -6539,8 +6566,9 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
             "go on with it",
             c.cond_file.c_str(), m.path.c_str());
     // If the file's microbatch is 0, one process computed the whole batch at once. If there are several processes now,
-    // each computes only its share at once, so the microbatch is smaller. check_microbatch could not tell this from the
-    // 0 alone. So the message that the microbatch has changed is printed here.
+    // each computes only its share at once, so the microbatch is smaller than before. check_microbatch prints no
+    // message about this, because to it a 0 means the present share of a process. So the message that the microbatch
+    // has changed is printed here.
     const bool was_whole = m.header.slot[find_flag("microbatch")->slot] == 0;
     const int whole = m.header.slot[find_flag("batch_size")->slot];
     const bool is_chosen = world.size == 1 || c.given("microbatch");
@@ -6550,8 +6578,9 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- presets, and all settings together
 
-// Applies a preset, and sets --patch_size to patch, if the preset is what sets this flag. If the command line does not
-// give --in_channels, it becomes C, the images' channels, because the preset may be for grey images.
+// Applies a preset. If the preset sets --patch_size, this function then sets the flag to the argument `patch` instead.
+// If the command line does not give --in_channels, this flag becomes C, the number of the images' channels, because the
+// preset may be for grey images.
 static void apply_with_patch(Config* c, const char* preset, int patch, int C) {
     c->preset = preset;
     apply_preset(c, preset);
@@ -6590,7 +6619,8 @@ static std::string apply_default_preset(Config* c, const Dataset& data) {
         apply_preset(c, c->preset);
         return "";
     }
-    // The size of the images. Out of a folder, prepare_data.py makes images of 64x64, or of --image_size.
+    // The size of the images. If they come from a folder of pictures (--data_dir), prepare_data.py makes them 64x64, or
+    // as large as --image_size says.
     Config sized = *c;
     if (!c->given("image_size")) sized.image_size = "64";
     if (data.size) sized.image_size = size_text(data.H, data.W);
@@ -6697,11 +6727,12 @@ static void complete_config(Config* c, const ModelFile& model, bool resume, Data
 // Returns a checksum by which two different input files can be told apart. It takes about a second.
 //
 // Our own files hold a checksum of their whole content in their first 1024 bytes. This checksum is verified when a file
-// is read. So the first 1024 bytes of these files would be enough. But files of unet.cu hold no checksum. Therefore
-// more is read. A file of up to 64 MiB is read as a whole. Of a larger file, 256 excerpts at equal distances are read,
-// the first of them at the file's beginning, and one more excerpt at the file's end. So files with other images or
-// weights, and files that were cut short, have another checksum. Two files that differ may have the same checksum only
-// if they are large files of unet.cu and differ in just a few images or weights.
+// is read (for long data files, see read_behind_images). So the first 1024 bytes of these files would be enough. But
+// files of unet.cu hold no checksum. Therefore more is read. A file of up to 64 MiB is read as a whole. Of a larger
+// file, 256 excerpts at equal distances are read, the first of them at the file's beginning, and one more excerpt at
+// the file's end. So files with other images or weights, and files that were cut short, have another checksum. Two
+// files that differ may have the same checksum only if they are large files of unet.cu and differ in just a few images
+// or weights.
 static uint32_t sample_checksum(const InputFile& file) {
     constexpr size_t EXCERPTS = 256;
     constexpr size_t EXCERPT = 256 << 10; // bytes
@@ -6775,11 +6806,11 @@ static void compare_ranks(const Config& c, const std::string& weights) {
 //   ema_STEP.bin      two averages of the weights, every --ema_snapshots steps
 //   best.bin          with --keep_best: the checkpoint that has the lowest validation loss
 //   .lock             is locked until the run ends, so that no other run writes into the folder (lock_folder)
-// A run that has done all its steps also writes a checkpoint, an ema_STEP.bin and a grid at its end. If a signal or
-// unreadable data ends the run earlier, it writes them without the grid. If there are several ranks, only rank 0
-// writes. A full disk does not end a run at once. Rows of the log and grids that could not be written are kept in
-// memory and tried again. Instead of a checkpoint or an ema_STEP.bin that could not be written, one of a later step is
-// written.
+// At its end, a run that has done all its steps also writes a checkpoint, an ema_STEP.bin (unless --ema_snapshots is 0)
+// and a grid (unless --sample_interval is 0). If a signal or unreadable data ends the run earlier, it writes the same
+// files, but no grid. If there are several ranks, only rank 0 writes. A full disk does not end a run at once. Rows of
+// the log and grids that could not be written are kept in memory, and the program tries to write them again later.
+// Instead of a checkpoint or an ema_STEP.bin that could not be written, one of a later step is written.
 //
 // These functions do a run, in this order: train makes the Run, and begin_run fills its arrays by start_weights or
 // restore. Then run_step (section 13) is called again and again. It calls train_step. When something is due, run_step
@@ -6889,7 +6920,8 @@ HD static inline float average_share(float rate, int64_t updates) {
 // to the device while the model is trained on the other batch. So there are two recordings: graph[0] and graph[1].
 // A slice is this rank's part of a flat array of all parameters. If there is one rank, the slice is the whole array. In
 // the shapes below, B is the batch size, micro is the number of samples in a microbatch (with guidance at least 2,
-// because the samples of grids need them), T is diffusion_steps, K is cond_channels, and factor is picture_factor.
+// because the network computes each image of a grid twice), T is diffusion_steps, K is cond_channels, and factor is
+// picture_factor.
 struct Trainer {
     UNet net;
     Dataset data;
@@ -6903,7 +6935,7 @@ struct Trainer {
     // weights after the first plain_size are those of convolutions. The network reads them from `copy`. (If activations
     // are fp32, plain_size includes all weights, and `copy` is this same array.)
     float* params;
-    float* grads;         // the gradients of the current microbatch (with one rank, those of the first are in `sum`)
+    float* grads;         // the current microbatch's gradients. (With one rank, `sum` holds the first microbatch's.)
     act *copy, *ema_copy; // the weights, and their first average, in the type that convolutions read (Weights::copy)
     Fp8Weights fp8;       // --precision fp8: the FP8 copies of weights, which training steps read
     std::vector<WeightRounding> fp8_works; // the convolutions whose weights fp8 holds
@@ -6970,7 +7002,7 @@ static AdamW optimiser_settings(const Config& c) {
 
 // Returns whether Muon updates a parameter if --optimizer is muon. It updates every weight with at least two dimensions
 // (a convolution's weight counts as a matrix), but not the first and the last convolution, and not the embeddings of
-// classes and numbers. AdamW updates these, and all biases and weights of norms.
+// classes and numbers. AdamW updates these exceptions, all biases, and the weights of norms.
 static bool muon_updates(const Param& p) {
     const bool at_an_end = p.name == "input_blocks.0.0.weight" || p.name == "out.2.weight";
     const bool of_a_condition = p.name == "label_emb.weight" || p.name == "cond_emb.weight";
@@ -7116,8 +7148,8 @@ static LogValues parse_row(const std::string& row) {
     return values;
 }
 
-// Summarises some neighbouring rows of log.csv for the page. While a run is short, each part summarises one row. The
-// arrays `sum` and `n` hold one element for each of the nine columns from loss to val_loss. For a skipped step, the
+// Summarises some neighbouring rows of log.csv for index.html. While a run is short, each LogPart summarises one row.
+// The arrays `sum` and `n` hold one element for each of the nine columns from loss to val_loss. For a skipped step, the
 // value in the column loss is left out of low, high, sum and n, but the values in the other columns are counted.
 struct LogPart {
     int64_t first;   // the first row's step
@@ -7215,9 +7247,9 @@ void LogSummary::add(const std::string& row, bool is_skipped) {
 void LogSummary::add_read(const std::string& row) {
     const LogValues values = parse_row(row);
     // The run's guard judged the step by the same rule as the guard here. But a resumed run may have started its guard
-    // anew (compare_with_checkpoint), and the rows do not say so. If the guard here has found most_skipped rows bad,
-    // one after the other, and there is one more row, then the run has started its guard anew, because otherwise the
-    // run would have ended. So the guard here starts anew, too.
+    // anew (compare_with_checkpoint), and the rows do not say so. A run ends after most_skipped bad steps, one after
+    // the other. So if the guard here has found that many rows bad, and there is still one more row, the run must have
+    // started its guard anew. Then the guard here starts anew, too.
     if (skipped == most_skipped) guard = Guard{};
     const bool is_skipped = !healthy(&guard, values[COLUMN_LOSS], values[COLUMN_GRAD_NORM]);
     skipped = is_skipped ? skipped + 1 : 0;
@@ -7278,12 +7310,12 @@ struct Run {
     int64_t snapshot_step = 0;      // the step of the newest snapshot or, before there is one, the step resumed from
     int64_t snapshot_updates = 0;   // how many updates had been done when that snapshot was written
     bool val_loss_changed = false;  // validation losses now mean something else than before the run was resumed
-    bool best_loss_changed = false; // they mean something else than when best.bin was written
+    bool best_loss_changed = false; // validation losses now mean something else than when best.bin was written
     double best_loss = INFINITY;    // at rank 0: the validation loss of best.bin; infinite: unknown, or no best.bin
 
     // The log, the page and the line on the terminal.
     int log_file = -1;               // the file descriptor of log.csv
-    LogSummary summary{};            // the log, as the page shows it
+    LogSummary summary{};            // a summary of log.csv, from which index.html draws its curves
     Page page{};                     // what else the page needs
     bool status_line_open = false;   // the cursor stands in a status line, which the next status line replaces
     double status_shown = -INFINITY; // when the latest status line was printed
@@ -7350,8 +7382,8 @@ static std::optional<Header> best_header(const Run& run) {
 }
 
 // Opens log.csv at rank 0. A resumed run does the steps after its checkpoint again, so the rows of these steps are
-// removed. The rows that stay are added to the page's summary. The best validation loss so far (best_loss) is read from
-// the row of the step whose checkpoint is in best.bin, and val_loss from the row of the step that the run goes on from.
+// removed. The rows that stay are added to run->summary. The best validation loss so far (best_loss) is read from the
+// row of the step whose checkpoint is in best.bin, and val_loss from the row of the step that the run goes on from.
 static void open_log(Run* run) {
     if (world.rank) return;
     const std::optional<Header> best_file = best_header(*run);
@@ -7382,9 +7414,9 @@ static void open_log(Run* run) {
     // Rows are appended. O_NOFOLLOW: if somebody has put a link in the place of log.csv meanwhile, it is not followed.
     run->log_file = openat(run->folder.descriptor, "log.csv", O_WRONLY | O_APPEND | O_CLOEXEC | O_NOFOLLOW);
     if (run->log_file < 0) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
-    // If best.bin's loss is known, or best is -1 (see best_header), nothing is left to do. The loss is unknown in three
-    // cases: validation losses now mean something else (best_loss_changed); or the run goes on from a step
-    // before best.bin's step; or log.csv was cut or removed. Then the user is told.
+    // Nothing is left to do if best.bin's loss is known, or if best_header has returned no header (`best` is -1). The
+    // loss is unknown in three cases: validation losses now mean something else (best_loss_changed); or the run goes on
+    // from a step before best.bin's step; or log.csv was cut or removed. Then the user is told.
     if (best < 0 || std::isfinite(run->best_loss)) return;
     const std::string why = run->best_loss_changed ? "its validation loss can't be compared with those of this run"
                                                    : text("log.csv has no validation loss of its step %ld", best);
@@ -7509,7 +7541,7 @@ static void print_step(Run* run, double val) {
     const StepState& s = run->state;
     const double per_step = run->per_step;
     const double eta = per_step * (double)(c.max_steps - s.step);
-    // The first three steps are slower than the others.
+    // The first three steps are slower than the others. So nothing is estimated before they are done.
     const bool is_timed = s.step >= run->first_step + 3;
     if (is_timed && !run->said_length) {
         run->said_length = true;
@@ -7552,12 +7584,13 @@ static void stop_run(Run* run, const std::string& why) {
     const auto newest = found.rbegin();
     // The newest checkpoint is good if a good step followed it. Otherwise its weights may have been broken already.
     std::string last = "no checkpoint was written yet";
+    if (!run->resumed_from.empty()) last += ", so go on from " + run->resumed_from;
     if (!found.empty() && newest->first == run->proven_step) {
         last = "the last good checkpoint is " + folder.name(newest->second);
     } else if (!found.empty()) {
         last = "no step was good from " + folder.name(newest->second) + ", so move it away and ";
         if (found.size() > 1) last += "go on from " + folder.name(std::next(newest)->second);
-        else last += "start again";
+        else last += run->resumed_from.empty() ? "start again" : "go on from " + run->resumed_from;
     }
     refuse(text("stopped at step %ld: ", run->state.step) + why + "; " + last +
            "; a lower --lr or a --warmup_steps may help");
@@ -7697,7 +7730,8 @@ static void save_checkpoint(Run* run) {
     if (tr.data.cond) h.set(SLOT_COND_CRC, tr.data.cond->header_crc);
     const std::string paths = c.data_file + '\0' + c.cond_file;
     memcpy(&h.slot[SLOT_PATH], paths.data(), paths.size());
-    // Store the rates of the averages: the first rate in SLOT_EMA_RATE, the other rates after SLOT_EMAS.
+    // Store the rates of the averages: the first rate in SLOT_EMA_RATE, the number of the other rates in SLOT_EMAS, and
+    // these other rates in the slots after SLOT_EMAS.
     h.set(SLOT_EMA_RATE, c.emas[0]);
     h.slot[SLOT_EMAS] = (int)c.emas.size() - 1;
     for (size_t k = 1; k < c.emas.size(); k++) h.set(SLOT_EMAS + (int)k, c.emas[k]);
@@ -7841,7 +7875,8 @@ static void start_weights(Trainer* tr, const ModelFile& m) {
 
 // The k-th average of a resumed run goes on from an array of the checkpoint. Returns the number of this array. It is
 // the first of these arrays that the checkpoint holds:
-//   1. the average of the same rate. If the rate is above 1, the checkpoint must hold this average
+//   1. the average that has the rate of the run's k-th average. If this rate is above 1, and the checkpoint does not
+//      hold such an average, the program ends
 //   2. the checkpoint's k-th average
 //   3. the weights (array 0)
 // The run then continues as if the array were the average over all updates so far, because average_share gets the
@@ -7925,7 +7960,8 @@ static std::string changed_loss(const Config& c, const ModelFile& m, const Datas
 static bool val_loss_changed_since(const Run& run, const Header& h) {
     const Config& c = run.config;
     const std::string objective = changed_flag(c, h, [&](const Flag& f) { return is_of_objective(c, f); });
-    // In ect, all validation losses are those of the last step's stage, which may depend on the number of steps.
+    // With --objective ect, all validation losses of a run are computed as in the stage of its last step
+    // (validation_loss). This stage may depend on --max_steps. So the last stages of both runs are compared.
     Config then;
     then.max_steps = h.slot[SLOT_MAX_STEPS];
     then.ect_d = h.slot[SLOT_ECT_D];
@@ -7934,9 +7970,10 @@ static bool val_loss_changed_since(const Run& run, const Header& h) {
     return !objective.empty() || other_stage || (val_crc && val_crc != validation_crc(run.val));
 }
 
-// Sets run->val_loss_changed and run->best_loss_changed: whether the validation losses of a resumed run can't be
-// compared with that of its checkpoint m, and with that of best.bin. best.bin is compared by its own header, because
-// after it was written, the run may have been resumed with other flags.
+// Sets run->val_loss_changed to true if the validation losses of a resumed run can't be compared with the one of its
+// checkpoint m. Sets run->best_loss_changed to true if they can't be compared with the one of best.bin. For best.bin
+// the header in best.bin itself is read, because the run may have been resumed with other flags after best.bin was
+// written.
 static void compare_val_losses(Run* run, const ModelFile& m) {
     run->val_loss_changed = val_loss_changed_since(*run, m.header);
     const std::optional<Header> best = best_header(*run);
@@ -8058,8 +8095,8 @@ static void print_memory(const Config& c, const UNet& net, const MuonWork& muon)
     const double GIB = 0x1p30;
     const double array = net.flat_size * sizeof(float) / GIB; // all parameters in fp32
     const double slice = slice_of(net.flat_size, 0, world.size).owned() * sizeof(float) / GIB;
-    // With bf16 there are copies of two arrays: of the weights, and of their first average. With FP8 there are two more
-    // copies of the weights, with one byte for each weight.
+    // If activations are bf16 (also with --precision fp8), there are copies of two arrays: of the weights, and of their
+    // first average. With --precision fp8 there are two more copies of the weights, with one byte for each weight.
     double copies = weights_have_copy() ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
     if (c.precision == "fp8") copies += 2.0 * net.flat_size * bytes_of(Element::FP8) / GIB;
 
@@ -8109,8 +8146,8 @@ static void print_fp8(const Config& c, const UNet& net) {
         flops += 2.0 * out.H * out.W * (double)net.params[l.weight].size; // as in conv_flops
     }
     const double gflops = flops * c.micro() / convs * 1e-9; // GFLOP of an FP8 convolution for a microbatch (mean)
-    // With fewer GFLOP than this, FP8 hardly saves time. In unet64 with 32 images, for example, gflops is 8, and FP8
-    // made the steps 6 % shorter (docs/GUIDE.md).
+    // If `gflops` is less than this, FP8 hardly saves time. In unet64 with 32 images, for example, `gflops` is 8, and
+    // FP8 made the steps 6 % shorter (docs/GUIDE.md).
     constexpr double LITTLE = 10;
     const char* const advice =
         gflops < LITTLE
@@ -8273,7 +8310,7 @@ static bool begin_run(Run* run, const Dataset& data, const std::string& resume, 
     if (resume.empty()) start_weights(&tr, start);
     else restore(run, start);
     if (!resume.empty()) compare_val_losses(run, start);
-    cast_params(tr.copy, tr.params, tr.net.flat_size); // makes the copy of the weights that convolutions read
+    cast_params(tr.copy, tr.params, tr.net.flat_size); // with bf16, convolutions read this copy of the weights
     const bool lacks_snapshot = lacks_file(*run, "ema_", ".bin", c.ema_snapshots);
     const bool lacks_grid = lacks_file(*run, "samples_", ".png", c.sample_interval);
     const bool all_steps_done = run->state.step >= c.max_steps;
@@ -8294,7 +8331,7 @@ static bool begin_run(Run* run, const Dataset& data, const std::string& resume, 
     listen_to_signals();
 
     if (lacks_snapshot) {
-        // If the file can't be written now, these two numbers tell run_step and save_at_the_end that it is still due.
+        // If the snapshot can't be written now, these numbers tell run_step and save_at_the_end that it is still due.
         run->snapshot_step = run->first_step - 1;
         run->snapshot_updates = -1;
         save_snapshot(run);
@@ -8309,14 +8346,16 @@ static bool begin_run(Run* run, const Dataset& data, const std::string& resume, 
 // Writes the last checkpoint and the last snapshot, if they do not exist yet. If one of them can't be written (the disk
 // may be full), this function tries again for PATIENCE_AT_THE_END seconds, or until the next signal comes. (A signal
 // that has already stopped the run does not count.) If the file still can't be written then, the program ends with an
-// error.
+// error. Unlike run_step, this function also saves if the newest steps were skipped: the weights may be broken then,
+// but no older checkpoint is removed before a good step has followed (prove_checkpoint).
 static void save_at_the_end(Run* run) {
     const int64_t updates = run->state.updates;
     const bool takes_snapshots = run->config.ema_snapshots;
     const double began = now();
     if (run->stop) stop_signal = 0; // forgets the signal that has stopped the run; the next one ends the attempts below
     while (true) {
-        // The snapshot comes before the checkpoint, for the reason that run_step gives.
+        // The snapshot comes before the checkpoint. If the process is killed between the two, the resumed run goes on
+        // from an earlier checkpoint, comes to this step again, and writes the snapshot again.
         if (takes_snapshots && run->snapshot_updates < updates) save_snapshot(run);
         if (run->saved_updates < updates) save_checkpoint(run);
         const bool snapshot_done = !takes_snapshots || run->snapshot_updates == updates;
@@ -8352,8 +8391,8 @@ static void finish_complete(Run* run) {
     if (run->stop) return finish_stopped(run); // a signal came while the grid was drawn
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
-    // A resumed run that only had to write a missing grid or snapshot has done no step. Then the divisor `steps` is 1
-    // all the same.
+    // A resumed run that only had to write a missing grid or snapshot has done no step. Then `steps` is 1, because the
+    // time is divided by it.
     const double steps = (double)std::max<int64_t>(s.step - run->first_step, 1);
     const double ms = run->seconds / steps * 1e3;
     const double peak_mib = usage.ru_maxrss / 1024.0; // Linux gives it in KiB
@@ -8398,6 +8437,7 @@ static int array_to_sample(const Config& c, const ModelFile& m) {
 static bool holds_more_than_samples(const Folder& folder, const std::string& name) {
     // All model files and data files begin with a header of 1024 bytes. Its first slot tells the two kinds apart.
     const int file = openat(folder.descriptor, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    if (file < 0) return true; // nobody knows what it holds
     Header h;
     const bool long_enough = read(file, h.slot, sizeof h.slot) == sizeof h.slot;
     close(file);
@@ -8598,7 +8638,7 @@ static Pixels augment_if_asked(Trainer* tr, float* out, Pixels images, float* to
 
 // Puts B pictures where the network reads them (net->cond). With --cond they are made of the images; otherwise they are
 // copied from `pictures`. In training, a picture is mirrored if its image is mirrored, some pictures are left out
-// (--cond_dropout), and small pictures get noise (--cond_noise).
+// (--cond_dropout), and the small pictures of --cond lowres get noise (--cond_noise).
 static void put_pictures(Trainer* tr, Pixels images, Pixels pictures, int B, RandomKey key, bool training) {
     const Config& c = tr->net.config;
     const int C = c.in_channels;
@@ -8653,8 +8693,8 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
     RandomKey level_key = key;
     RandomKey noise_key = key;
     RandomKey flip_key = key;
-    // level_key is only for --objective ect (draw_teachers). It gives the same random words as those that tr->levels
-    // were drawn with.
+    // level_key is only for --objective ect. A teacher's level depends on the level of its sample. So draw_teachers
+    // draws the level of the sample once more: with level_key it gets the same random words as draw_levels.
     level_key.purpose = training ? RANDOM_TIMESTEP : RANDOM_VAL_TIMESTEP;
     noise_key.purpose = training ? RANDOM_NOISE : RANDOM_VAL_NOISE;
     flip_key.purpose = RANDOM_FLIP;
@@ -8692,8 +8732,9 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
 
 // Returns the mean loss of a data set's first 512 images (or of all, if there are fewer). Returns NaN if an image can't
 // be read (with several ranks, load_batch ends the program instead). t and noise are the same in every call, so that
-// the losses of different calls can be compared. With --objective ect, the gap between student and teacher changes from
-// step to step. Here it is always the gap of the run's last step, for the same reason.
+// the losses of different calls can be compared. With --objective ect, the gap between the noise levels of student and
+// teacher shrinks from stage to stage of the training. Here the gap is always that of the last stage, for the same
+// reason.
 static double validation_loss(Trainer* tr, Dataset* val) {
     const Config& c = tr->net.config;
     const int count = (int)std::min<int64_t>(val->count, 512);
@@ -8732,7 +8773,9 @@ static double validation_loss(Trainer* tr, Dataset* val) {
         }
         copy_to_host(&losses[i], tr->loss, std::min(N * most, count - i) * sizeof(double));
     }
-    meet(); // waits until all ranks have read tr->loss: the next step of a rank writes to tr->loss of the other ranks
+    // With direct copies (world.direct), wait until all ranks have read tr->loss, because in the next step every rank
+    // writes to tr->loss of all ranks.
+    meet();
     return std::accumulate(losses.begin(), losses.end(), 0.0) / count;
 }
 
@@ -8740,23 +8783,23 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 //
 // Why do N ranks compute the same bits as one rank? Sums of floats depend on their order, so the results of a run on N
 // ranks could be rounded differently from those of a run on one rank. But they are rounded in the same way, because all
-// that is computed depends only on the batch and the microbatch, and not on which rank computes it. (All ranks begin
-// with the same weights: each makes or reads all of them, in start_weights or restore.) So the runs must
+// that is computed depends only on the batch and the microbatch, and not on which rank computes it. So the runs must
 // have the same microbatch. Without --microbatch, the microbatch is a rank's share of the batch, which depends on N.
-// Then the runs do not compute the same bits.
+// Then the runs do not compute the same bits. (All ranks begin with the same weights: each rank makes or reads all of
+// them, in start_weights or restore.)
 //
 // 1. The same draws. Each random draw (for noise, noise levels, flips, dropout, the choice of a sample's image, and so
 //    on) is a function of the seed, the step and the sample's index in the step. No draw depends on the rank that draws
 //    it, or on earlier draws. (Only with --schedule_sampler loss-second-moment, the noise levels also depend on the
 //    losses of earlier steps. All ranks have these losses: see 5.)
 // 2. The same parts. A microbatch is the smallest unit of work. One rank computes it as a whole, by the same kernels on
-//    the same number of images. So its gradient is the same whichever rank computes it. Each of these kernels
-//    adds floats in a fixed order (atomics, which would not, only count integers). (This is also true of the
-//    weight gradients that WeightGradients launches together: only the network, the microbatch and the kind of device
-//    decide which weight gradients these are, and how large their workspace is.) The loss's gradient is divided by the
-//    size of the whole batch before the backward pass, and no later factor depends on N. (With --precision fp8, numbers
-//    are multiplied by factors before they are rounded. These factors are constants, or depend on the configuration
-//    alone: choose_gradient_factor.)
+//    the same number of images. Each of these kernels adds floats in a fixed order. (Atomic additions come in no fixed
+//    order. So they are used only to count, in integers.) So the gradient of a microbatch is the same whichever rank
+//    computes it. (WeightGradients launches some weight gradients together. Only the network, the microbatch and the
+//    kind of device decide which ones these are, and how large their workspace is. So they are the same on all ranks,
+//    too.) The loss's gradient is divided by the size of the whole batch before the backward pass, and no later factor
+//    depends on N. (With --precision fp8, numbers are multiplied by factors before they are rounded. These factors are
+//    constants, or depend on the configuration alone: choose_gradient_factor.)
 // 3. The same order of the sum. Let g0, g1, g2, ... be the gradients of the step's microbatches, in the order of the
 //    samples. The step's gradient is ((g0 + g1) + g2) + ..., rounded to fp32 after each addition. A single rank
 //    computes the gradients one after the other, and adds each to the sum (the first one becomes the sum). With N
@@ -8767,10 +8810,10 @@ static double validation_loss(Trainer* tr, Dataset* val) {
 //    kernels that compute a microbatch's gradient never add it to the sum. If they did, they would add the old sum and
 //    their own partial sums in another order.
 // 4. The same norm. The squares are summed by stretches of STRETCH floats at fixed places of the flat array. A stretch
-//    belongs to one rank. The order in which the rank sums it does not depend on the rank's other stretches. All ranks
-//    receive the sums of all stretches and add them up in the same fixed order (judge_step). A flat array has padding
-//    at its end, whose length depends on N. So more ranks may have more stretches. But the additional stretches come
-//    last, and their sums are zero; and x + 0 = x.
+//    belongs to one rank. The order in which the rank adds up the squares of a stretch does not depend on its other
+//    stretches. All ranks receive the sums of all stretches and add them up in the same fixed order (judge_step). A
+//    flat array has padding at its end, whose length depends on N. So more ranks may have more stretches. But the
+//    additional stretches come last, and their sums are zero; and x + 0 = x.
 // 5. The same decision. Every rank has received the loss of every sample, in the order of the samples, and the sums
 //    that the norm is made of. So all ranks compute the same norm, the same verdict on the step, the same clipping and
 //    the same statistics. They need not send each other more for this.
@@ -9054,7 +9097,8 @@ static void run_step(Run* run) {
     const bool snapshot = file_due(c.ema_snapshots, run->snapshot_step, run->snapshot_retries);
     const bool show = slow || due(c.log_interval);
     const bool draw = due(c.sample_interval) && !last; // finish_complete draws the last grid
-    // A signal may end the run while a grid is drawn. With --keep_best, its checkpoint then needs a validation loss.
+    // With --keep_best, every checkpoint needs a validation loss. A grid may be followed by a checkpoint: if a signal
+    // comes while the grid is drawn, the run ends, and its last checkpoint is of this step.
     const bool wants_val_loss = due(c.val_interval) || (c.keep_best && (save || draw));
     const bool validate = run->val.count && wants_val_loss;
     const bool records_full = step - run->state.step >= STEPS_AHEAD;
@@ -9167,13 +9211,14 @@ static int run_program(int argc, char** argv) {
     }
 
     // A run: its data, all checks, and then the training.
-    // A run of train_unet.py may have trained on a folder of pictures. Then its checkpoints name this folder.
+    // A run of train_unet.py may have trained on a folder of pictures. Then its checkpoints name this folder as
+    // --data_file. Here such a folder becomes --data_dir.
     std::error_code ignored;
     const bool names_data = c.given("data_file") || c.given("data_dir");
     const bool has_folder = resumes && !names_data && std::filesystem::is_directory(c.data_file, ignored);
     if (has_folder) c.data_dir = c.data_file;
     if (!c.data_dir.empty()) take_data_dir(&c, where);
-    if (has_folder) c.on_command_line.erase("data_file"); // so check_resume compares the data with the run's
+    if (has_folder) c.on_command_line.erase("data_file"); // so check_resume ends the program if the data changed
     check_run(&c, where);
     // complete_config has opened the data already if a preset depends on them. A step reads its images in load_batch.
     if (!data.size) data = open_dataset(c.data_file);
@@ -9285,7 +9330,7 @@ HD static inline size_t place_in_patches(size_t i, int H, int W, int C, int p) {
 // The functions below belong to the interface of all devices (section 2), but they are not operations. Many of them do
 // nothing, for three reasons. The device's memory is the host's memory. A function returns only when its work is done.
 // Operations themselves allocate the memory that they need, so they need no workspace.
-// conv_takes_skip: on a CPU no convolution computes its skip connection itself.
+// conv_takes_skip returns false: on a CPU, each skip connection (ConvSkip) is computed as a convolution of its own.
 static bool conv_takes_skip(const ConvShape&, const ConvShape&) { return false; }
 static size_t conv_workspace(ConvShape) { return 0; }
 static size_t conv_detour_bytes(const ConvShape&) { return 0; }
@@ -9375,9 +9420,9 @@ struct Gpu {
     bool wgmma;                          // this GPU runs code of sm_90a (wgmma and TMA), and allowed.hopper is true
 
     // shared_for returns how many bytes of dynamic shared memory each block can have if a multiprocessor has to run
-    // `blocks` blocks. blocks_of returns how many blocks a multiprocessor can run if each block has `bytes` bytes of
-    // dynamic shared memory. In addition, every block needs 1 KB, which CUDA reserves, and `statics` bytes for the
-    // __shared__ variables that its kernel declares.
+    // `blocks` blocks. blocks_of returns for how many blocks a multiprocessor has enough shared memory, if each block
+    // has `bytes` bytes of dynamic shared memory. In addition, every block needs 1 KB, which CUDA reserves, and
+    // `statics` bytes for the __shared__ variables that its kernel declares.
     constexpr int shared_for(int blocks, int statics = 0) const {
         return std::min(shared_per_sm / blocks - 1024, shared_per_block) - statics;
     }
@@ -9432,8 +9477,8 @@ Stream* const MAIN_STREAM = &device;
 // room for them. So A may still be running when B starts. Therefore B calls await_previous_kernel before it reads what
 // A writes, and before it writes to global memory. (A kernel that does not call await_previous_kernel is launched
 // without overlap: see launch_behind.)
-// Before this call, B may compute addresses, read its parameters, and read what kernels before A wrote. Those kernels
-// have ended: A's own calls of await_previous_kernel have waited for them before B could start.
+// Before B calls await_previous_kernel, it may compute addresses, read its parameters, and read what kernels before A
+// wrote. Those kernels have ended: A's own calls of await_previous_kernel have waited for them before B could start.
 // cluster: how many neighbouring blocks can access each other's shared memory (1: no cluster).
 template <class... Parameters, class... Arguments>
 static void launch_on(Stream* stream, int cluster, void (*kernel)(Parameters...), dim3 grid, dim3 threads,
@@ -9476,8 +9521,8 @@ template <class Call> struct Way {
 };
 template <class Call, int N> static void decide(const Call& call, const Way<Call> (&table)[N]) {
     const auto* const way = std::ranges::find(table, true, &Way<Call>::when);
-    // Only in conv_product's table it may happen that no condition holds. All other tables end with a row whose
-    // condition is always true.
+    // Only in conv_product's table it may happen that no condition holds, for example for a new element type that has
+    // no row there. All other tables end with a row whose condition is always true.
     if (way == std::end(table))
         die("internal error: no kernel for this convolution with --precision %s", name_of(act_element));
     way->launch(call);
@@ -9825,8 +9870,8 @@ template <class T> INLINE float sigmoid(float u) {
 HD static constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // The first pixel of a tile: image n, row h, column w. An image is cut into tiles_h x tiles_w tiles of rows x columns
-// pixels. If images are small, a tile consists of the same pixels of several images. `images` is the number of images
-// in a tile, and n is the first of them.
+// pixels. If images are small, a tile takes its pixels from several images, from the same places in each of them.
+// `images` is the number of images in a tile, and n is the first of them.
 struct Origin {
     int n, h, w;
 };
@@ -9893,10 +9938,11 @@ INLINE void copy_async_16(void* to, const void* from, uint64_t policy) {
 
 // --- sums over threads, all in a fixed order, so that results are the same in every run
 
-// Returns the sum over those lanes of a warp whose numbers (0 to 31) differ only in the bits BITS. (Each of BITS is 1,
-// 2, 4, 8 or 16.) Each of these lanes receives the sum. For example, lane_sum<1, 2> adds the values of each four
-// neighbouring lanes, 4i to 4i + 3. First each lane adds the value of the lane whose number differs in the first of
-// BITS, then it goes on with the second of BITS, and so on. `lanes` is a mask of all lanes that call the function.
+// Returns the sum over this lane and those lanes of its warp whose numbers (0 to 31) differ from its number only in the
+// bits BITS. (Each of BITS is 1, 2, 4, 8 or 16.) For example, lane_sum<1, 2> adds the values of each four neighbouring
+// lanes, 4i to 4i + 3, and all four receive the sum. First each lane adds the value of the lane whose number differs in
+// the first of BITS, then it goes on with the second of BITS, and so on. `lanes` is a mask of all lanes that call the
+// function.
 // lane_max returns the largest value instead of the sum. (In C++, the `, ...` repeats the statement for each of BITS.)
 template <int... BITS, class T> INLINE T lane_sum(T v, unsigned lanes = 0xFFFFFFFFu) {
     ((v += __shfl_xor_sync(lanes, v, BITS)), ...);
@@ -10041,8 +10087,8 @@ template <class T> INLINE uint32_t pack_pair(float low, float high) {
 }
 // The power of two by which numbers are multiplied before they are split.
 struct PartScale {
-    // The exponent of the largest magnitude, as a float stores it (plus 127). If it is below 15, it is set to 15, so
-    // that undo() is not 0.
+    // The exponent of the largest of the numbers' magnitudes, as a float stores it (127 is added). An exponent below 15
+    // is replaced by 15, so that undo() is not 0.
     uint32_t exponent;
     INLINE explicit PartScale(uint32_t top) : exponent(max(top >> 23, 15)) {}      // top: the largest magnitude's bits
     INLINE float apply() const { return __uint_as_float((268 - exponent) << 23); } // brings top to 2^14 ... 2^15
@@ -10240,8 +10286,8 @@ INLINE uint32_t kilobyte_aligned(const void* shared) {
     return base;
 }
 // Returns v, which must be the same in all lanes of a warp. The compiler knows that the result of this function is the
-// same in all lanes. So descriptors that are computed from the result stay in uniform registers, where wgmma needs
-// them.
+// same in all lanes. So wgmma's descriptors (see Operand), if they are computed from the result, stay in uniform
+// registers, where wgmma needs them.
 INLINE uint32_t uniform(uint32_t v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
 
 // EncodeTensorMap is the type of the driver's function that makes tensor maps. find_encode_tensor_map finds this
@@ -10385,9 +10431,10 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
                                            // is free; how many arrivals at a full barrier tell that a stage is full
     int place = 0;                         // the next stage: the loading role fills it, a reader waits for it
     int done = 0;                          // the stage that this reader releases next
-    uint32_t phase = 0;  // the parity to wait for at the full barrier of `place`. At its empty barrier, the parity to
-                         // wait for is phase ^ 1. In the first round that wait returns at once: a new barrier behaves
-                         // as if a phase of parity 1 had already ended.
+    uint32_t phase = 0;  // OWNERS = 1: the parity to wait for at the full barrier of stage `place`. For any OWNERS, the
+                         // parity to wait for at this stage's empty barrier is phase ^ 1. In the first round the wait
+                         // at an empty barrier returns at once, because the stage is free: a new barrier behaves as if
+                         // a phase of parity 1 had already ended.
     uint32_t phases = 0; // OWNERS = 2: bit i is the parity to wait for at this warpgroup's own full barrier of stage i
 
     INLINE Pipeline(SharedMemory& shared, int n, int readers, int writers = 1) : readers(readers), writers(writers) {
@@ -10466,9 +10513,10 @@ template <int BYTES, int OWNERS = 1> struct Pipeline {
 };
 // Results is the ring through which results leave conv_tiles_kernel. It has barriers, but no memory. Another ring of
 // the kernel holds the input pixels. When a warpgroup no longer needs the pixels in a stage of that ring, it writes its
-// results there. It does not release such a stage itself. Instead, it calls warp_stored with a full barrier of Results.
-// If the results lie in stage i of the ring of pixels, this is the full barrier of stage i of Results. The warp that
-// stores results waits at this barrier, stores the results, and frees stage i in the ring of pixels.
+// results there. It does not release such a stage itself. Instead, it calls warp_stored with a full barrier of Results:
+// if the results lie in stage i of the ring of pixels, with the full barrier that this warpgroup has in stage i of
+// Results (OWNERS = 2). The warp that stores this warpgroup's results waits at this barrier, stores the results, and
+// frees stage i in the ring of pixels.
 typedef Pipeline<0, 2> Results;
 
 // init_barriers and ready both initialise the barriers of several pipelines. One thread calls init_barriers. All
@@ -10481,9 +10529,9 @@ template <class... Pipelines> INLINE void ready(const Pipelines&... pipelines) {
     __syncthreads();
 }
 
-// Walks over the tiles with the numbers first, first + step, first + 2 step, ... below end. n is the tile's image.
-// h and w are the tile's row and column among the tiles of this image. next() needs only additions, because divisions
-// would be most of the loading thread's work.
+// Walks over the tiles with the numbers `first`, `first + step`, `first + 2 * step`, ... below `end`. n is the image of
+// the current tile. h and w are the tile's row and column among the tiles of this image. next() needs only additions,
+// because divisions would be most of the loading thread's work.
 struct TileWalk : Origin {
     Origin d;                   // how far a step leads: in images, and in rows and columns of tiles
     int tiles_h, tiles_w, left; // left: how many tiles are left, including the current one
@@ -10572,7 +10620,8 @@ template <int PENDING, class... Sums> INLINE void multiplied(Sums&... d) {
 // 128 bytes.
 struct Operand {
     uint32_t low, high;
-    // & 0x3FFFF: in a cluster the higher bits of an address are the block's rank. The descriptor has no room for them.
+    // & 0x3FFFF: in a cluster the higher bits of an address are the block's number in the cluster. The descriptor has
+    // no room for them.
     static INLINE Operand rows(uint32_t address, int pitch, int leading = 0) {
         return {(address & 0x3FFFF) >> 4 | leading * 8 << 16, pitch * 8 | 1u << 30};
     }
@@ -10586,9 +10635,11 @@ struct Operand {
 };
 
 // The pixels of a tile in shared memory: one slice (128 bytes) of each pixel, in rows of PITCH pixels. The pixels
-// include the border that a 3x3 filter reads (section 20 draws a halo and its taps). The nine taps read the same
-// memory. Only the addresses at which their operands begin are different. PITCH = 8 is for 1x1 convolutions, which have
-// no border and only one tap.
+// include the border that a 3x3 filter reads (section 20 draws a halo and its taps). A warpgroup multiplies 8 pixels of
+// each of several rows. These 8 pixels are a group of 8 rows of the operand, and the next group lies PITCH pixels
+// further on. The nine taps read the same memory. Only the addresses at which their operands begin are different. (They
+// need not be multiples of 1 KB. "Hopper's convolutions", in section 20, says why.) PITCH = 8 is for 1x1 convolutions,
+// which have no border and only one tap.
 template <int PITCH> struct Halo {
     Operand tap0;
     INLINE explicit Halo(uint32_t address) : tap0(Operand::rows(address, PITCH)) {}
@@ -10804,10 +10855,11 @@ template <bool TAKE_TURNS> struct Turn {
 enum Resampling { POOL, REPEAT, PICK };
 
 // Returns where pixel k (0 to 3) of a 2x2 square begins, in elements from the square's first pixel. W is the number of
-// pixels in a row of the image.
+// pixels in a row of the image that contains the square.
 INLINE size_t in_square(int k, int W, int C) { return ((size_t)(k / 2) * W + k % 2) * C; }
 
-// Adds the four pixels of the 2x2 square that begins at x to sum.
+// Adds to sum one piece (16 bytes) of each of the four pixels of a 2x2 square. x is the address of the first pixel's
+// piece.
 template <class T> INLINE void add_square(float (&sum)[VEC<T>], const T* x, int W, int C) {
     UNROLL_FOR (int k = 0; k < 4; k++) {
         add_piece<T>(sum, load16(x + in_square(k, W, C)));
@@ -11017,8 +11069,8 @@ INLINE float with_addends(const GradOf<float>& g, size_t i, float d) {
 // dweight that are aligned to 16 bytes.
 constexpr int LINEAR_ROWS = 32;
 
-// out (B, Cout) = x (B, Cin) weight^T + bias. grid (Cout / OUTPUTS, B / 32): a block computes OUTPUTS outputs of 32
-// images.
+// out (B, Cout) = x (B, Cin) weight^T + bias. grid (Cout / OUTPUTS, B / 32), both rounded up: a block computes OUTPUTS
+// outputs of 32 images.
 //   lane    works on one image
 //   warp    multiplies every eighth quad of an image's inputs. (A quad is 4 neighbouring inputs.)
 // Shared memory holds 64 quads of the weights of each of the block's outputs, and the same 64 quads of the inputs of
@@ -11043,10 +11095,11 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
     const int b0 = blockIdx.y * LINEAR_ROWS;       // the block's first image
     const int column = n0 + threadIdx.x % OUTPUTS; // the output that this thread adds up and stores in the end
     const float shift = column < Cout ? bias[column] : 0;
-    // Copies a part of the array `from` (end rows, Cin columns) to the array `to` in shared memory. The part consists
-    // of rows first, first + 1, ..., and of 64 quads of each row, beginning with column k0. What lies beyond the array
-    // `from` becomes 0. Quad i of row r is stored at place i ^ (r & swap). For x, swap is 7: then lanes that read the
-    // same quad of different rows use different banks. For weights, swap is 0, because all lanes read the same quad.
+    // Copies a part of the array `from` (`end` rows, Cin columns) to the array `to` in shared memory. The part consists
+    // of rows `first`, `first + 1`, ... (as many as `to` has), and of 64 quads of each row, beginning with column k0.
+    // What lies beyond the array `from` becomes 0. Quad i of row r is stored at place i ^ (r & swap). For x, swap is 7:
+    // then lanes that read the same quad of different rows use different banks. For weights, swap is 0, because all
+    // lanes read the same quad.
     auto load = [&](auto& to, const float* from, int first, int end, int k0, int swap) {
         UNROLL_FOR (int i = threadIdx.x; i < (int)(sizeof(to) / sizeof(float4)); i += 256) {
             const int r = i / QUADS; // the row
@@ -11160,8 +11213,9 @@ INLINE void load_linear_stage(LinearStage& to, const LinearBackward& p, int o0, 
 // grid (tiles * splits): a block works on one tile of 64 inputs and on one split of the outputs. For 32 images at a
 // time:
 //   1. Each lane loads its inputs x.
-//   2. Each warp goes through its outputs, 8 at a time. It adds the share of these images to the outputs' dweight and
-//      to its own dx. In the blocks of the first tile it also adds their share to dbias.
+//   2. Each warp goes through its outputs, 8 at a time. To dweight and, in the blocks of the first tile, to dbias of
+//      these outputs, it adds what the 32 images contribute. To its own dx of the 32 images, it adds what these outputs
+//      contribute.
 //   3. If dx is wanted, the block adds up the dx of its warps.
 static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_kernel(const LinearBackward p) {
     extern __shared__ __align__(16) unsigned char memory[];
@@ -11173,7 +11227,7 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
     const int i = tile * 64 + lane * 2;                            // this lane's first input
     const int first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS; // this warp's first output
     const int stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;      // distance to the warp's next eight outputs
-    // For dbias, this lane sums output o0 + bias_output over images 8 bias_row ... 8 bias_row + 7 of the 32.
+    // For dbias, this lane sums dout of output o0 + bias_output over images 8 bias_row ... 8 bias_row + 7 of the 32.
     const int bias_output = lane % LINEAR_OUTS;
     const int bias_row = lane / LINEAR_OUTS;
     const bool inside = i < p.Cin;
@@ -11196,7 +11250,7 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
             load_linear_stage(shared.stages[warp][place ^ 1], p, o0 + stride, b0, tile);
             const LinearStage& now = shared.stages[warp][place];
             // dbias does not depend on the inputs, so only the blocks of the first tile of inputs compute it.
-            if (tile == 0) { // a lane adds up 8 images of an output, then 4 lanes add up their sums
+            if (tile == 0) { // a lane adds up dout of 8 images for one output, then 4 lanes add up their sums
                 const float4* const d = (const float4*)&now.dout[bias_output][bias_row * 8];
                 const float4 u = d[0];
                 const float4 v = d[1];
@@ -11286,8 +11340,8 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
     });
 }
 
-// struct Silu (section 14) holds the formulas of the function (f) and of its derivative (df). df's argument is x
-// itself, because Z_FACTOR<float> is 1. Each thread computes one element.
+// struct Silu (section 14) holds the formulas of the function (f) and of its derivative (df). The argument of df is
+// Z_FACTOR<T> times x. Here this is x itself, because Z_FACTOR<float> is 1. Each thread computes one element.
 static void silu_forward(float* out, const float* x, size_t n, Stream* stream = MAIN_STREAM) {
     each_on(stream, n, [=] __device__(size_t i) { out[i] = Silu<float>::f(x[i]); });
 }
@@ -11449,8 +11503,8 @@ static void augment_images(float* out, Augmentation* drawn, float* canvas, float
 // Used with --schedule_sampler loss-second-moment, which draws those t more often whose latest losses were large. Each
 // thread works on one t, and looks through the batch for samples with this t. So only one thread writes the row of
 // `history` that holds the losses of this t. The thread stores these losses in the order of the batch, each divided by
-// its sample's `importance` (remember_losses). rms_losses[t] is then the root mean square of the row, or -1 while the
-// row has fewer than HISTORY losses.
+// its sample's `importance` (remember_losses). rms_losses[t] is then the root mean square of the row's losses, or -1
+// while the row has fewer than HISTORY losses.
 // Every rank holds the losses of the whole batch, so all ranks compute the same rows.
 static void update_rms_losses(double* rms_losses, float* history, const NoiseLevel* levels, const double* loss,
                               const StepState* state, int T, int B) {
@@ -12011,9 +12065,9 @@ struct NormArgs {
     __device__ int group_of(int c) const { return (int)((uint64_t)c * group_factor >> 31); }
 };
 
-// What a thread works on: channels c ... c + VEC - 1 of image b, at the pixels first, first + rows, ... below end. The
-// threads of a block work on `rows` pixels of the slab at a time. Neighbouring threads work on neighbouring pieces. For
-// 64 bf16 channels:
+// What a thread works on: channels c ... c + VEC - 1 of image b, at the pixels `first`, `first + rows`, ... below
+// `end`. The threads of a block work on `rows` pixels of the slab at a time. Neighbouring threads work on neighbouring
+// pieces. For 64 bf16 channels:
 //
 //                       channels 0 - 7    8 - 15   ...   56 - 63
 //   pixel 0            [ thread 0         1        ...   7  ]
@@ -12171,12 +12225,14 @@ template <int AT_ONCE> INLINE double2 sum_pairs(const float2* pairs, int n, int 
     return sum;
 }
 
-// Eight lanes together add up a table whose rows have n entries. Lane i reads entries i, i + 8, i + 16, ..., counted
-// row by row. This struct holds where the lane's first entry is (row, column), and how far the lane goes from an entry
-// to its next one: `rows` rows down and `columns` columns to the right. (If this leads to column n or beyond, the lane
-// goes n columns back and one more row down.) The divisions take time. So groupnorm_forward_kernel makes the struct for
-// x1's channels before it calls await_previous_kernel. There the divisions overlap the previous kernel, and a norm of
-// 8x8 pixels takes 2.33 us. With the divisions after the call it took 2.48 us (docs/LEARNT.md).
+// Eight lanes together add up a table whose rows have n entries. (In groupnorm_forward_kernel, the table holds a
+// group's statistics: a row for each part of Stats, and in each row an entry for each of n channels.) Lane i reads
+// entries i, i + 8, i + 16, ..., counted row by row. This struct holds where the lane's first entry is (row, column),
+// and how far the lane goes from an entry to its next one: `rows` rows down and `columns` columns to the right. (If
+// this leads to column n or beyond, the lane goes n columns back and one more row down.) The divisions take time. So
+// groupnorm_forward_kernel makes the struct for x1's channels before it calls await_previous_kernel. There the
+// divisions overlap the previous kernel, and a norm of 8x8 pixels takes 2.33 us. With the divisions after the call it
+// took 2.48 us (docs/LEARNT.md).
 struct LaneShare {
     int n;
     int row = threadIdx.x % 8 / n;
@@ -12421,7 +12477,9 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     constexpr int SOURCES = ADD ? 3 : 2;
     __shared__ uint4 loads[PIXELS][SOURCES][NORM_THREADS];
     __shared__ __align__(16) float2 coefficients[NORM_SLAB], terms[NORM_SLAB];
-    NormColumn<T, PIXELS> t{a, (int)(gridDim.z - 1 - blockIdx.z)}; // images in reverse order, as in the forward pass
+    // Images are processed in reverse order: the first pass has read x and dout of the last images last, so they may
+    // still be in the L2 cache.
+    NormColumn<T, PIXELS> t{a, (int)(gridDim.z - 1 - blockIdx.z)};
     const GRAD to = t.in_x1 ? dx1 : dx2;
     if (!to.dx) t.end = 0; // no pixels: nothing needs the gradient of this tensor
     const uint64_t policy = last_read();
@@ -12610,8 +12668,8 @@ template <class T, bool DROPOUT> struct NormSlab {
     float2* block_sums = warp_sums + row_warps * w.pitch(); // the same for each block, if blocks > 1
 
     // Pixels and channels. Images are processed from the last to the first. One reason is that dout of the last images
-    // may still be in the L2 cache. The other reason is that the next kernel, which reads dx, begins with the first
-    // image.
+    // may still be in the L2 cache. The other reason is the next kernel, which reads dx and begins with the first
+    // image. dx of the first image is written last, so it may still be in the L2 cache then.
     int b = gridDim.z - 1 - blockIdx.z;
     int slab0 = blockIdx.y * w.slab;         // the slab's first channel
     int first = blockIdx.x * w.chunk + row;  // this thread's first pixel
@@ -13029,12 +13087,12 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
 //     S (M, SUB)  =  own rows (M, d) x streamed rows (SUB, d)^T       in registers: 16 MT rows of S for each warp
 //     out (M, d) +=  P (M, SUB) x streamed rows (SUB, d)              P: the registers of S (see load_fragments)
 //
-//   In mma.sync, a result has the same layout as an A operand. So P, which replaces S in its registers, need not go
-//   through shared memory before it is multiplied. In the forward pass, the softmax is computed while keys and values
-//   stream past. For each own query, the warp keeps the highest score so far and the sum of the exponentials. When a
-//   higher score comes, the earlier sums are multiplied by a factor below 1. (The backward pass computes P from the
-//   SoftmaxRows that the forward pass has stored.) In shared memory rows are padded by 16 bytes, so that the eight rows
-//   that ldmatrix reads at once lie in different banks.
+//   In mma.sync, two neighbouring tiles of a result lie in the registers just as a fragment of a first operand does. So
+//   P, which replaces S in its registers, need not go through shared memory before it is multiplied. In the forward
+//   pass, the softmax is computed while keys and values stream past. For each own query, the warp keeps the highest
+//   score so far and the sum of the exponentials. When a higher score comes, the earlier sums are multiplied by a
+//   factor below 1. (The backward pass computes P from the SoftmaxRows that the forward pass has stored.) In shared
+//   memory rows are padded by 16 bytes, so that the eight rows that ldmatrix reads at once lie in different banks.
 // Costs: For each head, the forward pass has 2 products of T x T x d, and the backward pass has 7. Five of these 7 are
 //   necessary. The other two are S and dP again: both the blocks that own queries and the blocks that own keys compute
 //   them. (If d > 128, the backward pass has 11 products: the columns of the gradients are divided into two chunks, and
@@ -13190,7 +13248,7 @@ INLINE void load_fragments(uint32_t (&a)[Tile::MT][REGISTERS], const Scores<Tile
         }
 }
 
-// sums += p x columns c0 ... c0 + 8 CT - 1 of the streamed rows n0 ... n0 + SUB - 1, as in out += P v. For bf16, p is
+// sums += p * (columns c0 ... c0 + 8 CT - 1 of the streamed rows n0 ... n0 + SUB - 1), as in out += P v. For bf16, p is
 // rounded before it is multiplied (load_fragments).
 template <class Tile, int CT, class T>
 INLINE void multiply_add(RowSums<Tile, CT>& sums, const Scores<Tile>& p, const T* streamed, int n0, int c0) {
@@ -13268,8 +13326,8 @@ INLINE void store_rows(const HeadRows<T>& to, T* own, const RowSums<Tile, CT>& s
     }
 }
 
-// Sets the scores of the columns valid, valid + 1, ... to -infinity, so that their P is 0. These columns belong to
-// streamed rows beyond T.
+// Only the first `valid` columns of the scores belong to streamed rows that exist (rows below T). Sets the scores of
+// all other columns to -infinity, so that P is 0 there.
 template <class Tile> INLINE void mask_columns(Scores<Tile>& scores, int valid) {
     if (valid >= Tile::SUB) return;
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
@@ -13281,7 +13339,7 @@ template <class Tile> INLINE void mask_columns(Scores<Tile>& scores, int valid) 
 }
 
 // The softmax over all scores that have been computed so far for a thread's rows (FlashAttention, algorithm 1). top is
-// the highest score of a row so far, and sum is the sum of its P. New scores S change them:
+// the highest score of a row so far, and sum is the sum of the row's P so far. New scores S change top, sum and out:
 //   top' = max(top, max S)    shrink = e^((top - top') / sqrt(d))    P = e^((S - top') / sqrt(d))
 //   sum' = shrink sum + rowsum(P)                                    out' = shrink out + P v (by multiply_add)
 // scale: log2(e) / sqrt(d). In top and in sum, [m][0] belongs to row g = lane / 4 of tile m, and [m][1] to row g + 8.
@@ -13718,6 +13776,7 @@ static void launch_attention(const AttentionCall& a) {
         return;
     }
     constexpr int ROW_BYTES = DIM * sizeof(T);
+    // AttentionTile's last argument is KEEP: true if own rows are so short that their fragments stay in registers
     using Forward = AttentionTile<T, DIM, MT, (ROW_BYTES <= 128)>;
     using Backward = AttentionTile<T, DIM, MT, (ROW_BYTES * MT <= 128)>;
     const int tiles = a.all_heads * ceil_div(a.T, Forward::M);
@@ -13945,7 +14004,8 @@ template <int N> struct Softmax {
         }
     }
     // Computes P of a chunk from its scores s. o holds the sums of P v over the earlier chunks. If `top` is raised,
-    // these sums are rescaled. In the first chunk this is never necessary, because no score is higher than `top`.
+    // these sums are rescaled, and P of this chunk is computed again, with the new `top`. In the first chunk this is
+    // never necessary, because no score is higher than `top`.
     template <int M>
     INLINE void add(uint32_t (&p)[N / 16][4], const float (&s)[N / 2], float (&o)[M], bool is_first_chunk) {
         const float before[2] = {sum[0], sum[1]};
@@ -14046,7 +14106,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
         multiply_ab(o, probabilities, v);
         // CHUNKS is 0 if the number of chunks is known only at run time. Then the last turn computes scores that nobody
         // uses. If a branch skipped them, the compiler would not overlap the products. If CHUNKS is not 0, the loop is
-        // unrolled, and the compiler decides the condition.
+        // unrolled. So the compiler knows for each turn whether the condition holds, and no branch is left.
         if (!T::CHUNKS || i + 1 < chunks) {
             multiply_ab<K_MAJOR, 0>(s, q, head_rows<DIM>(next));
         }
@@ -14131,9 +14191,9 @@ template <class T> struct BackwardBlock {
         const size_t pixel = (size_t)(head / p.heads) * p.T + row;
         return pixel * parts * p.C + head % p.heads * DIM;
     }
-    // Returns the first query of the chunk that this block works on in a step. In each step, block r works on the chunk
-    // that lies WARPGROUPS chunks before the chunk of block r - 1. (The chunk before the first chunk is the last one.)
-    // So block 0 begins with chunk 0, and block r > 0 begins with chunk `steps` - WARPGROUPS r.
+    // Returns the first query of the chunk that this block works on in a step. A head has `steps` chunks. In step i,
+    // block 0 works on chunk i. Block r > 0 works on the chunk that lies WARPGROUPS chunks before the chunk of block
+    // r - 1. (The chunk before chunk 0 is the last one.) So block r > 0 begins with chunk `steps` - WARPGROUPS r.
     INLINE int chunk_row(int step) const {
         const int before = WARPGROUPS * cluster_rank;
         return (step - before + (step < before ? steps : 0)) * 64;
@@ -14153,8 +14213,9 @@ template <class T> struct BackwardBlock {
         }
     }
     // Loads the next chunk into the next stage. Once all stages have been filled, the next stage holds an old chunk:
-    // the chunk before the one whose dS has just arrived. Nobody reads this old chunk any more, so nothing has to wait
-    // until its stage is free.
+    // the chunk before the one whose dS has just arrived. key_gradients finishes all products of a chunk before it
+    // writes dS of the next chunk. So nobody reads the old chunk any more, and this function need not wait until its
+    // stage is free.
     INLINE void load_chunk() {
         if (load_head >= p.all_heads) return;
         const Stage to = chunks.next();
@@ -14307,8 +14368,9 @@ template <class T> struct BackwardBlock {
         }
     }
 
-    // Role: dk and dv of a warpgroup's 64 keys. Here keys are rows and queries are columns. So P^T and dS^T, which are
-    // computed in registers, can be A operands. In each step:
+    // Role: dk and dv of a warpgroup's 64 keys. The scores are computed transposed: keys are rows, and queries are
+    // columns. So P^T and dS^T lie in registers as A operands do, and the products dv = P^T dout and dk = dS^T q read
+    // them there. In each step:
     //   1. The product v dout^T is started. It is added to -D, so its result is dP^T - D.
     //   2. Meanwhile P^T is computed from S^T of this chunk. Then dv += P^T dout.
     //   3. dS^T = P^T (dP^T - D), element by element. dS^T is also written to `ds`.
@@ -14542,7 +14604,7 @@ template <class T> struct OutputLane {
     int pitch; // channels of a pixel in the tensor that is written (part1 or part2)
     int count; // how many channels are stored: 4, or fewer at the end of the tensor; 0: nothing is stored
     // Where channel c of the tensor's first pixel (in image 0) is written. (If the tensor is part2, its channels are
-    // counted from its own first one.) Pixel p, counted over all images, lies p * pitch further.
+    // counted from its own first one.) Pixel p, counted over all images, lies p * pitch elements further on.
     T* out;
     const T *add1, *add2; // the same places in the addends; null: no addend
     float shift[4];       // bias + embedding of image n, which is added to all of its pixels
@@ -14694,8 +14756,8 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
     const int image = pixel_warp / IMAGE_WARPS;
 
     // In each round this lane stores four channels of N pixels. The channels are those from `channel` on, within the
-    // tile. The pixels have the numbers first, first + STEP, first + 2 STEP and so on, within the round. The pixels of
-    // a round are divided among the K groups.
+    // tile. The pixels have the numbers `first`, `first` + STEP, `first` + 2 STEP and so on, within the round. The
+    // pixels of a round are divided among the K groups.
     const int row = lane / Tile::LANES;
     const int first = k_group * (N * Tile::STEP) + row;
     const int lane_channel = lane % Tile::LANES * 4;
@@ -15075,8 +15137,9 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         }
         // The fragment begins m * 16 channels after `lane` in the same row. 16 channels are two chunks. If a row has 2
         // or 6 chunks, the swizzle moves nothing out of its pair of chunks. So the bytes of m * 16 channels can simply
-        // be added. If the number of chunks is a multiple of 4, whole multiples of 128 bytes are added, and the
-        // remaining bytes are XORed, as in channels_on.
+        // be added. If the number of chunks is a multiple of 4, the swizzle moves pieces within 128 bytes (or within
+        // the row, if the row is shorter). So whole multiples of 128 bytes are added, and the remaining bytes are
+        // XORed, as in channels_on.
         const int channel_bytes = m * 16 * sizeof(T);
         uint32_t columns;
         if (CHUNKS % 4) columns = lane + channel_bytes;
@@ -15558,8 +15621,9 @@ struct ConvFew {
     int R;              // the number of values of a row
     int parts;          // the number of parts that a value is split into (FEW_PARTS of its type); 1: it is not split
     bool is_last_layer; // true: the network's last layer; false: its first
-    // The weight gradient of the 1x1 convolution, from which conv_few_gradient makes the layer's. First layer: product
-    // (C, R). Last layer: product (R, C), and bias (R), which is the sum of the rows of all pixels.
+    // The gradients of the 1x1 convolution, from which conv_few_gradient makes those of the layer. product: the weight
+    // gradient. It is (C, R) for the first layer, and (R, C) for the last layer. bias: the bias gradient, (R), which is
+    // the sum of the rows of all pixels. Only the last layer uses it.
     float *product, *bias;
     float *dweight, *dbias; // the layer's gradients, which conv_few_gradient writes (dbias: only the last layer's)
 };
@@ -15719,12 +15783,12 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
 //
 // Used when: conv_weight_tma can't be used for the type (fp32), the shape or the GPU. conv_weight_halo computes 3x3
 //   with stride 1, and conv_weight_gather computes everything else.
-// How: This is a product of matrices that sums over many pixels and whose result is small. So the pixels are divided
-//   into ranges. A block sums over one range, and goes through the range in pixel tiles of 64 pixels. A block of
-//   conv_weight_halo computes a tile of 64 x 64 weights (output x input channels) of all nine taps. A block of
-//   conv_weight_gather computes one tap of one such tile or, for large layers in bf16, of 2 x 2 tiles (plan_weight).
-//   The weights of a tap are divided among four warps. If a block has one tile, each of these warps computes 32 x 32
-//   weights, which are 2 x 4 fragments of mma.
+// How: This is a product of matrices that sums over many pixels. Its result has few tiles. With only one block for each
+//   tile, most of the GPU would be idle. So the pixels are divided into ranges, and each block sums over one range. It
+//   goes through the range in pixel tiles of 64 pixels. A block of conv_weight_halo computes a tile of 64 x 64 weights
+//   (output x input channels) of all nine taps. A block of conv_weight_gather computes one tap of one such tile or, for
+//   large layers in bf16, of 2 x 2 tiles (plan_weight). The weights of a tap are divided among four warps. If a block
+//   has one tile, each of these warps computes 32 x 32 weights, which are 2 x 4 fragments of mma.
 //
 //     dout (pixels, 64 co) ^T      x (pixels, 64 ci)         partial sums of 64 x 64 weights
 //     +----+----+----+             +----+----+----+          range 0   range 1   range 2
@@ -15846,11 +15910,12 @@ template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Ea
         });
 }
 
-// conv_weight_sum, the second kernel, adds up the partials of several layers. For each layer, the first blocks add up
-// the partials of the bias. If the layer has several ranges, further blocks add up the partials of the weights. (With
-// one range a layer's weights have no partials: its kernel writes dweight itself.) For weights a block has 8 rows of 32
-// threads. A thread sums one float4 over ranges. If there are many ranges, several rows of threads share them: `groups`
-// rows sum the same 32 float4, and each of these rows adds up every groups-th range. weight_sum_groups returns
+// conv_weight_sum runs after the kernels that write partials, and adds up the partials of several layers. For each
+// layer, the first blocks add up the partials of the bias. If the layer has several ranges, further blocks add up the
+// partials of the weights. (With one range a layer's weights have no partials: the layer's kernel writes dweight
+// itself.) For weights a block has 8 rows of 32 threads. A thread sums one float4 over ranges. If there are more than 8
+// ranges, several rows of threads divide the ranges among themselves: `groups` rows sum the same 32 float4, and each of
+// these rows adds up every `groups`-th range. Then the sums of these rows are added up. weight_sum_groups returns
 // `groups`. If there are at most 64 ranges, a thread adds up at most 8 of them.
 HD static inline int weight_sum_groups(int splits) {
     if (splits > 32) return 8;
@@ -15986,7 +16051,7 @@ template <class T, int N> INLINE void load_x(FragmentB<T> (&b)[N], uint32_t plac
 // which are two image rows of 8 pixels. Pixel tiles pass through a ring of STAGES stages in shared memory:
 //
 //     a stage:   | x: 10 x 10 pixels of 64 channels | dout: 8 x 8 pixels of 64 channels |
-constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // bytes: 4 stages of 164 pixels in bf16, or 2 stages in fp32
+constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // bytes of 4 stages in bf16, 2 in fp32, each of 100 + 64 pixels
 
 // The part of each pixel tile that one thread copies: one chunk of one column, in every X_ROWS-th row of x and in every
 // DOUT_ROWS-th row of dout. There are no branches around the copies: a thread that has nothing to copy passes false to
@@ -16026,8 +16091,8 @@ template <class T> struct WeightHaloCopies {
     INLINE bool owns_dout(int k) const { return dout_row < min(DOUT_ROWS, 8 - k * DOUT_ROWS); }
     INLINE uint32_t stage(int pixel_tile) const { return (uint32_t)(pixel_tile - first) % STAGES * STAGE_BYTES; }
 
-    // The caller must pass the pixel tiles `first`, `first` + 1, ... in this order, because it moves `next` on. For
-    // tiles from `end` on it writes zeros.
+    // The caller must pass the pixel tiles `first`, `first` + 1, ... in this order, because each call moves `next` on.
+    // For tiles from `end` on, the function writes zeros.
     INLINE void copy_tile(int pixel_tile) {
         const uint32_t stage = this->stage(pixel_tile);
         UNROLL_FOR (int k = 0; k < X_COPIES; k++) {
@@ -16198,7 +16263,7 @@ template <class T, int N> struct WeightGatherCopies {
     // The address that this thread's first chunk is written to, in stage 0. PIXELS_AT_ONCE is a multiple of 8, so all
     // rows that this thread copies have the same swizzle key. The other addresses differ only by constants.
     const uint32_t place = base + row * PIXEL_BYTES + chunk_place<T>(chunk, row & 7);
-    int n = first / p.tiles_w;             // the image of the pixel tile to copy
+    int n = first / p.tiles_w;             // the image of the pixel tile that is copied next
     int p0 = (first - n * p.tiles_w) * 64; // the tile's first pixel in this image
 
     INLINE uint32_t stage(int pixel_tile) const {
@@ -16426,7 +16491,7 @@ static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const 
 
 // The size of a tile, in pixels, and the sizes of the boxes in which TMA moves results and weights.
 struct TmaBoxes {
-    int rows, columns, images; // the size of a tile: rows and columns in each of so many images
+    int rows, columns, images; // a tile has `rows` x `columns` pixels of each of `images` images
     int result_channels;       // channels of a box of results
     int weight_rows;           // output channels of a box of weights (not used if BACKWARD: then a box has 64 x 64)
 };
@@ -16464,7 +16529,7 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 // --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
 // Used when: 3x3 on images with more than 32 rows or columns; 3x3 that also computes a skip connection, on images of 16
 //   or more rows (conv_takes_skip); 1x1.
-//   3x3 on images of up to 32 x 32 with more than 8 rows, if pick_conv_small finds that conv_tiles is faster than
+//   Also 3x3 on images of up to 32 x 32 with more than 8 rows, if pick_conv_small finds that conv_tiles is faster than
 //   conv_small.
 // How: A tile is 8 x ROWS pixels (8 across, ROWS down) and OUT_SLICES slices of 64 output channels. The products are
 //   D[64 OUT_SLICES channels][8 x ROWS pixels], with A = weights and B = pixels, as drawn above. The dimension N of a
@@ -16532,9 +16597,10 @@ struct ConvTiles {
     static constexpr int WEIGHT_BYTES = OUT_SLICES * BYTES_OF_64_ROWS; // the weights of one tap of an input slice
     static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4;         // stages of weights, if weights are streamed
     // A part of the statistics is a sum over this many rows of a tile's pixels, unless the whole tile is one part
-    // (ConvTma::one_image). The tiles of a 1x1 convolution may contain pixels of several images, because
-    // pick_conv_tiles_1x1 may treat all images as one. So their parts are small (8 rows of 8 pixels). No part belongs
-    // to two images: if there are statistics, pick_conv_tiles_1x1 does so only for images of a multiple of 64 pixels.
+    // (ConvTma::one_image). In a 1x1 convolution a tile may contain pixels of several images, because
+    // pick_conv_tiles_1x1 may treat all images as one. Therefore a part has only 8 rows of 8 pixels there. No part
+    // belongs to two images: if there are statistics, pick_conv_tiles_1x1 treats all images as one only if each image
+    // has a multiple of 64 pixels.
     static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;
     static constexpr int MAX_STAGES = 16;
     static constexpr int BARRIERS = 128; // room for more mbarriers than any tile needs: at most 5 for each stage of
@@ -16577,8 +16643,8 @@ template <class T> struct TileWork {
     const int products = p.x.slices + (T::CAN_SKIP ? p.skip.slices : 0); // slices that are multiplied
     const int items = has_addends() ? products + T::OUT_SLICES : max(products, T::OUT_SLICES);
     const int first_result = items - T::OUT_SLICES; // the first of the items whose stages the results use
-    // How many stages a warpgroup skips between two of its tiles. If the warpgroups take turns with tiles, these are
-    // the stages of the other warpgroup's tile.
+    // How many stages a warpgroup skips between two of its tiles. RESIDENT: the warpgroups take turns with tiles, so
+    // these are the stages of the other warpgroup's tile. Otherwise none: each stage has pixels for both warpgroups.
     const int others = T::RESIDENT ? items : 0;
     INLINE bool has_addend(int b) const {
         const bool second = p.addends.is_second(out0 + b);
@@ -16709,8 +16775,9 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
 }
 
 // What a warpgroup does with a tile's sums: it adds embedding and addend, and rounds the sums to bf16. (In FP8 it first
-// multiplies the sums by the factors, and also adds the bias.) It writes these results to shared memory, one row for
-// each pixel, and adds up the results for the statistics.
+// multiplies the sums by the factors, and also adds the bias. With a skip connection, conv_tiles_kernel has done both
+// before.) It writes these results to shared memory, one row for each pixel, and adds up the results for the
+// statistics.
 //
 //   d[b] of thread t: channels c and c + 8 of slice b,      ->    a stage: 8 x ROWS rows (pixels) of 64 channels
 //   for pixels 2 (t % 4) and 2 (t % 4) + 1 of all image rows       stmatrix transposes 8 x 8 matrices on the way
@@ -16920,9 +16987,10 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
                 else acc.template multiply_fp8<4, T::ELEMENT>(weight, halo.shifted(tap));
                 // The products of this tap may still run while the next products are started. After the wait, all
                 // earlier products have ended. So the stages that the earlier products have read are released, with
-                // two exceptions. Resident weights stay. And the tile's last stages of pixels stay if its results will
-                // be written there (TileWork). So with resident weights the wait is needed only at RELEASE_TAP, where a
-                // stage of pixels is released.
+                // two exceptions. Resident weights stay, because the next tiles need them, too. And the stages of
+                // pixels to which the tile's results will be written (TileWork) are freed later, by the warp that
+                // stores the results. So with resident weights the wait is needed only at RELEASE_TAP, where a stage of
+                // pixels is released.
                 if (!T::RESIDENT || (s && tap == T::RELEASE_TAP)) wgmma_wait<1>();
                 if (!T::RESIDENT && (s || tap)) weights.release();
                 if (tap == T::RELEASE_TAP && s && s <= work.first_result) pixels.release();
@@ -16946,7 +17014,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
         acc.wait();
         if (!T::RESIDENT) weights.release();
         if (work.first_result >= work.products) pixels.release();
-        else warps_sync(2 + warpgroup, 128); // now the products of all four warps have read the stages for results
+        else warps_sync(2 + warpgroup, 128); // waits until no warp reads the last slices, which the results overwrite
         epilogue.finish(acc, tile, pixels, results, warpgroup);
         pixels.pass_over(work.others);
         is_first_tile = false;
@@ -16979,9 +17047,10 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //     warps 0 .. 4 WARPGROUPS - 1    multiply; warpgroup wg has square wg % ACROSS of image wg / ACROSS
 //     warp 4 WARPGROUPS              one thread loads halos, weights and addends (TMA)
 //
-//   A step is STEP_TAPS taps of a slice. STEP_TAPS is 3 if N is at most 64 and there is enough shared memory, because
-//   the products of one tap are short then. Otherwise it is 1. The weights of the steps pass through a ring of
-//   WEIGHT_STAGES stages. At the same time the next slice's halo is loaded.
+//   A step is STEP_TAPS taps of a slice. If N is at most 64, the products of one tap take little time, compared with
+//   the wait at a barrier before each step. So STEP_TAPS is 3 then, if there is enough shared memory. Otherwise
+//   STEP_TAPS is 1. The weights of the steps pass through a ring of WEIGHT_STAGES stages. At the same time the next
+//   slice's halo is loaded.
 //
 //     shared memory: | barriers | HALOS halos | WEIGHT_STAGES steps of weights | results | pushed sums | shifts |
 //
@@ -16990,8 +17059,8 @@ template <class T> static void conv_tiles(const ConvCall& p) {
 //   SPLIT = 2: the two blocks of a cluster work on the same tile. Each of them computes half of the steps. At the end
 //   each block sends the sums of N / 2 channels to the other block, and finishes the N / 2 channels that it keeps:
 //
-//     block 0: steps of the first half    sums of channels 0 .. N - 1     keeps 0 .. N / 2 - 1,  adds those of block 1
-//     block 1: steps of the second half   sums of channels 0 .. N - 1     keeps N / 2 .. N - 1,  adds those of block 0
+//     block 0: steps of the first half    sums of channels 0 .. N - 1     keeps 0 .. N / 2 - 1,  adds block 1's sums
+//     block 1: steps of the second half   sums of channels 0 .. N - 1     keeps N / 2 .. N - 1,  adds block 0's sums
 //
 //   From the top down: pick_conv_small (section 22) picks a tile. conv_small launches conv_small_kernel. The kernel's
 //   warpgroups call multiply_small. For each step, multiply_small calls Wgmma<N>::add STEP_TAPS x K times, where K is
@@ -17037,8 +17106,9 @@ struct SmallTile {
     // the warpgroup writes up to two floats of this copy. For FP8 there is also room for the factors of these channels.
     static constexpr int SHIFTS_BYTES = CONSUMERS * (IS_FP8 ? 16 : 8);
     // The rest of the shared memory is for weights. A step needs the weights of STEP_TAPS taps of a slice. BACKWARD:
-    // the weights of a tap are loaded as WEIGHT_BOXES boxes. Each box has 64 of the block's N channels, which are input
-    // channels of the layer, and 64 output channels of the layer.
+    // the block's N channels are input channels of the layer, and the weights of a tap are loaded as WEIGHT_BOXES
+    // boxes. Each box has 64 input channels and 64 output channels of the layer. (If N is 32, the block uses only 32 of
+    // the box's input channels.)
     static constexpr int FIXED =
         HALOS * HALO_ROOM + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
@@ -17054,8 +17124,8 @@ struct SmallTile {
                   "at the end, the statistics are summed where the weights have been");
 };
 
-// A block's work: a tile of pixels, N output channels from c0 on, and the steps first .. end - 1. These are all steps
-// or, if SPLIT = 2, half of the steps.
+// A block's work: a tile of pixels, N output channels from c0 on, and the steps from `first` to `end` - 1. These are
+// all steps or, if SPLIT = 2, half of the steps.
 template <class T> struct SmallWork {
     const ConvTma& p;
     const bool has_addend = p.out.part1.add1;
@@ -17088,9 +17158,9 @@ template <class T> struct SmallWork {
 
 // Role: load. Before the call, this thread has started to load the weights of the first WEIGHT_STAGES steps. When the
 // loop comes to the seventh tap of a slice, the thread loads the next slice's halo. First it waits until a stage for
-// halos is free. The stage becomes free after the products of an earlier slice, when the warpgroups have started the
-// first one or two steps of the slice after it (IN_FLIGHT in multiply_small). The loads of the weights for all these
-// products have been started before, so the wait ends (rule 2 in the comments above Stage).
+// halos is free. If this stage holds an earlier slice, the warpgroups release the stage one or two steps after that
+// slice's last step (IN_FLIGHT in multiply_small). The thread has already started to load the weights of all these
+// steps, so the wait ends (rule 2 in the comments above Stage).
 template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos, auto& weights, const auto& addends) {
     const ConvTma& p = work.p;
     int next = work.first / T::SLICE_STEPS;           // the slice whose halo is loaded next
@@ -17185,8 +17255,9 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
 // factors. It adds bias, embedding and addend. It rounds the results and writes them to boxes of BOX channels in shared
 // memory. Then it adds up the results for the statistics.
 //
-//   d of lane t, for each group j of 8 channels:   (pixel t / 4, 2 channels), (pixel t / 4 + 8, the same channels)
-//   results:   boxes of 64 pixels x BOX channels; a warp has 16 pixels of each box
+//   d of lane t:   pixels t / 4 and t / 4 + 8 of the warp's 16 pixels; of each group j of 8 channels, the channels
+//                  8 j + t % 4 * 2 and the next one
+//   results:       boxes of 64 pixels x BOX channels; a warp has 16 pixels of each box
 //
 // A thread block runs this code only once, so the GPU has to fetch each instruction before it runs. Most of the code's
 // time is spent on this, because only about 20 bytes of instructions arrive in a cycle. Therefore the code must be
@@ -17262,7 +17333,7 @@ template <class T> struct SmallEpilogue {
     INLINE void round(float (&d)[T::N / 2], uint32_t results, uint32_t shifts) const {
         // ldmatrix and stmatrix move four matrices of 8 x 8: (pixels 0-7, group j), (pixels 8-15, group j), (pixels
         // 0-7, group j + 1), (pixels 8-15, group j + 1), where group j is the channels 8 j to 8 j + 7. Each lane passes
-        // the address of one row of a matrix to the instruction. place returns this address.
+        // the address of one row of a matrix to the instruction. `place` returns this address.
         auto place = [&](int j) {
             const uint32_t in_box = box_place<T::BOX>(warp * 16 + (lane & 15), j * 8 % T::BOX / 8 + (lane >> 4));
             return results + j * 8 / T::BOX * T::BOX_BYTES + in_box;
@@ -17428,7 +17499,8 @@ template <class T> static void conv_small(const ConvCall& p) {
     const dim3 grid(t.tiles * T::SPLIT, ceil_div(p.Cout, T::N));
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
     // 32 input channels are half a slice, so two products for each tap are enough. Tiles of more than 64 output
-    // channels have no such version. For FP8, multiply_small itself chooses between two and four products.
+    // channels have no such version: they compute four products, two of which multiply zeros. For FP8, multiply_small
+    // itself chooses between two and four products.
     constexpr int STEPS_OF_32 = T::N <= 64 && !T::IS_FP8 ? 2 : 4;
     auto kernel = p.Cin1 == 32 ? conv_small_kernel<T, STEPS_OF_32> : conv_small_kernel<T, 4>;
     launch_on(MAIN_STREAM, T::SPLIT, kernel, grid, T::THREADS, T::SHARED_BYTES, t);
@@ -17513,8 +17585,9 @@ struct ConvWeightTma {
 };
 typedef WeightBatch<ConvWeightTma> TmaBatch;
 
-// A block's work: which products it computes, and for which range of pixel tiles. An input group is block_ci tiles of
-// 64 input channels. An output group is block_co tiles of 64 output channels. A block's number is made as follows:
+// A block's work: which products it computes, and for which range of pixel tiles. An input group is up to block_ci
+// tiles of 64 input channels. An output group is up to block_co tiles of 64 output channels. A block's number is made
+// as follows:
 //
 //   block = split + splits * (row0 + ROWS * (input group + input_groups * output group))
 template <class T> struct WeightBlock {
@@ -17675,11 +17748,13 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int tap, 
 // Stores a warpgroup's sums, D, in dweight by TMA. For a 3x3, D holds three taps, each with 64 input channels: those of
 // the filter's row (in FP8: column) that begins with `tap`. For a 1x1, D holds up to three tiles of 64 input channels,
 // and tap is 0.
-// First D is written to shared memory. It overwrites the pixel tiles, which nobody reads any more. There it forms boxes
-// of 32 input channels, with rows of 128 bytes. A box of a 3x3 has three rows for each of the 64 output channels, one
-// for each of these taps. A box of a 1x1 has one row for each output channel.
-// A thread holds 24 fragments. Fragment f belongs to the tap (3x3) or the tile (1x1) of number f / 8. It holds the sums
-// of two output channels (row_channel), for two of the 64 input channels: f % 8 * 8 + lane % 4 * 2 and the next one.
+// First D is written to shared memory, over the pixel tiles, which nobody reads any more. There D is divided into boxes
+// of 32 input channels. A row of a box is 32 floats (128 bytes), one for each of these input channels. A box of a 3x3
+// has three rows for each of the 64 output channels, one for each of D's three taps. A box of a 1x1 has one row for
+// each output channel.
+// A thread's d consists of 24 groups of four sums. Group f belongs to number f / 8 of D's three taps (3x3) or of its
+// three tiles (1x1). Its four sums are those of two output channels (row_channel) and two of the 64 input channels:
+// f % 8 * 8 + lane % 4 * 2 and the next one.
 template <class T> INLINE void put_dweight(const auto& work, int tap, int co_tile, float* d, uint32_t boxes) {
     constexpr int BOX_BYTES = (T::IS_3X3 ? 3 : 1) * BYTES_OF_64_ROWS;
     const ConvWeight& p = work.p;
@@ -17769,10 +17844,10 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
 //     D of warpgroup kw:    | kh = 0: 64 Cin | kh = 1: 64 Cin | kh = 2: 64 Cin |     x 64 Cout rows
 //
 //   A strip is 16 neighbouring pixels of x, transposed, with 64 channels. If the pixel tile is 16 wide, strip r holds
-//   row r of the tile of x. The first row of this tile lies above row 0 of dout. So for row r of dout, the taps kh = 0,
-//   1, 2 read strips r, r + 1, r + 2. These strips are neighbours in memory, so they are the three thirds of one
-//   operand B. If the pixel tile is 8 wide, strip r holds rows r and r + 1 of x, so each row but the first and the last
-//   lies in two strips.
+//   row r of the tile of x. Row 0 of the tile of x lies one image row above row 0 of the tile of dout. So for row r of
+//   dout, the taps kh = 0, 1, 2 read strips r, r + 1, r + 2. These strips are neighbours in memory, so they are the
+//   three thirds of one operand B. If the pixel tile is 8 wide, strip r holds rows r and r + 1 of x, so each row but
+//   the first and the last lies in two strips.
 //   So the choice of strips shifts x up and down, by kh. The shift to the left and to the right, by kw, is a shift of
 //   dout: each warpgroup loads pixels of dout that begin one column further to the left than those of the warpgroup
 //   before it. Therefore the tile of x has a border above and below, and the tile of dout has one to the left and to
@@ -18107,7 +18182,7 @@ struct RoundingList {
     int tiles = 0; // how many tiles all works have
 };
 
-// There is one block for each tile. list is a __grid_constant__. Without this the compiler would copy it to local
+// There is one block for each tile. `list` is a __grid_constant__. Without this the compiler would copy `list` to local
 // memory, because an index into list.works is only known at run time.
 static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weights, uint8_t* turned, // flat arrays
                                                                    const bf16* copy,                  // a flat array
@@ -18452,11 +18527,11 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 //   or 64 x 64 elements. Each sum is computed by one block, in a fixed order, so it has the same bits in every run. The
 //   operands pass through a ring of stages in shared memory, as in conv_gather (section 20). Parts of that section and
 //   of section 16 are used here, too, such as copy_channels, channels_on, chunk_place, places, take_apart_copies,
-//   FragmentA, load_fragment and multiply. Their comments speak of channels. Here these are neighbouring numbers of a
-//   line (MuonOperand explains lines). In the five iterations X, A and B are stored in the type of the activations, T.
-//   The momentum before them and the directions after them are always floats. A and B are symmetric. So only those of
-//   their tiles are computed that lie on the diagonal or above it, and each element above the diagonal is stored at two
-//   places.
+//   FragmentA, load_fragment and multiply. Where their comments speak of neighbouring channels, there are neighbouring
+//   numbers of a line here (MuonOperand explains lines). In the five iterations X, A and B are stored in the type of
+//   the activations, T. The momentum before the iterations and the directions after them are always floats. A and B are
+//   symmetric. So only those of their tiles are computed that lie on the diagonal or above it, and each element above
+//   the diagonal is stored at two places.
 // Costs: with S and L for a matrix's short and long side, about 16 S S L + 5 S S S operations on the tensor cores, and
 //   more if S is only a few tiles, since a tile on the diagonal is computed whole. (A multiplication and an addition
 //   count as two operations. S S L of the operations are for the norm |X|. With floats, each product of two numbers
@@ -18611,9 +18686,9 @@ template <class Operand, int N, bool IS_LEFT> struct MuonSide {
         const int line = lane % 8 + 8 * (NEXT_MATRIX_IS_BELOW ? matrix % 2 : matrix / 2);
         const int next_chunk = NEXT_MATRIX_IS_BELOW ? matrix / 2 : matrix % 2;
         // The warp's rows begin at line first_line and chunk first_chunk of the slice. If the operand is not
-        // TRANSPOSED, a line is a row. If it is TRANSPOSED, a line holds one k of 64 rows. Then a group of 64 rows
-        // takes 64 lines, one for each k. first_line is the first of them, and a chunk of a line holds 8 rows of the
-        // group.
+        // TRANSPOSED, a line is a row. If it is TRANSPOSED, a line holds the numbers of 64 rows for one k. A slice has
+        // 64 values of k, so a group of 64 rows takes 64 lines. first_line is the first line of the warp's group, and
+        // each chunk of a line holds the numbers of 8 rows.
         const int first_line = TRANSPOSED ? warp_row / MUON_LINE * MUON_LINE : warp_row;
         const int first_chunk = TRANSPOSED ? warp_row % MUON_LINE / 8 : 0;
         return (first_line + line) * LINE_BYTES + chunk_place<T>(first_chunk + next_chunk, line & 7);
@@ -18637,7 +18712,8 @@ template <class Operand, int N, bool IS_LEFT> struct MuonSide {
             copy_channels(copied_to + stage_offset, i * LINES_AT_ONCE * LINE_BYTES, from, is_inside);
         }
     }
-    // Returns a function for take_apart_copies. That function calls f(address) for each chunk that this thread copies.
+    // Returns a function for take_apart_copies. The returned function has an argument f, and calls f(address) for each
+    // chunk that this thread copies.
     INLINE auto own_chunks(uint32_t stage_offset) const {
         return places<4 * N, LINES_AT_ONCE * LINE_BYTES>(copied_to + stage_offset);
     }
@@ -18922,10 +18998,10 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     const int C = s.C1 + s.C2;
     const double elements = act_vec() / 8.0; // SLOT and SLOTS were fitted for vectors of 8 elements
 
-    // Memory moves whole sectors of 32 bytes, and 128 neighbouring bytes (a cache line) are the most efficient. So a
-    // byte takes more time if the slab has few bytes of each pixel (short_rows). If the slab has all channels, this
-    // costs nothing, because the next pixel's bytes follow directly. A byte also takes more time if a warp reads few
-    // neighbouring bytes of a pixel (short_runs).
+    // Memory moves whole sectors of 32 bytes, and 128 neighbouring bytes (a cache line) are the most efficient. A block
+    // works on a slab, which is a part of the channels (NormWhole). A byte takes more time if the slab has few bytes of
+    // each pixel (short_rows). If the slab has all channels, this costs nothing, because the next pixel's bytes follow
+    // directly. A byte also takes more time if a warp reads few neighbouring bytes of a pixel (short_runs).
     const int row_bytes = w.slab / act_vec() * 16; // bytes of the slab's channels in one pixel
     double loss = 0;
     if (row_bytes < 128) loss += 0.07;
@@ -18964,9 +19040,10 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     const int tensors = add ? 4 : 3;
 
     // How many microseconds the two passes take (groupnorm_sums_kernel and groupnorm_backward_kernel), by measurements.
-    // moved: the kilobytes that the two passes read and write on each multiprocessor. As a function of `moved`, the
-    // measured time lies near the higher one of two straight lines: near the first line if little is moved, and near
-    // the second line if much is moved.
+    // moved: the kilobytes that the two passes read and write on each multiprocessor. (The first pass reads x and dout,
+    // and the second pass reads or writes `tensors` tensors.) As a function of `moved`, the measured time lies near the
+    // higher one of two straight lines: near the first line if little is moved, and near the second line if much is
+    // moved.
     const double pieces = (double)s.B * s.HW * C / V; // how many pieces of 16 bytes one tensor has
     const double moved = (tensors + 2) * 16 / 1024.0 * pieces / gpu.sms;
     const double two_passes = std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved);
@@ -19078,8 +19155,8 @@ template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
     const bool fits_cluster = gpu.clusters && a.T % 128 == 0 && a.T >= 256 && a.T <= 1024;
     const bool alone = back && fits_block && attention_clusters<Alone>(a.T);
     const bool cluster = back && fits_cluster && attention_clusters<Cluster>(a.T);
-    // AttentionForward<channels of a head, warpgroups, keys of a chunk, chunks of a head>. If the last is 0, a head may
-    // have any number of chunks, which pass through a ring.
+    // AttentionForward<channels of a head, warpgroups, keys of a chunk, chunks of a head>. If the last number is 0, a
+    // head may have any number of chunks, which pass through a ring.
     using Forward64 = AttentionForward<DIM, 1, 64, 1>;
     using Forward256 = AttentionForward<DIM, 2, DIM, 256 / DIM>;
     using ForwardRing2 = AttentionForward<DIM, 2, 64, 0>;
@@ -19166,8 +19243,9 @@ static size_t conv_detour_bytes(const ConvShape& s) {
     if (conv_is_few(s)) return few_bytes(s);
     if (!s.upsample && !conv_takes_detour(s)) return 0;
     const ConvShape one = conv_without_detour(s);
-    // What lies in the workspace has the channels of the input (upsampled) or, for stride 2, those of the output: it is
-    // the output of the convolution with stride 1 (forward), or the gradient with zeros put in (backward).
+    // What the workspace holds: with upsampling, the upsampled input or its gradient, which have the channels of the
+    // input. With stride 2, the output of the convolution with stride 1 (forward), or the output's gradient with zeros
+    // put in (backward), which have the channels of the output.
     const int channels = s.upsample ? s.C1 : s.Cout;
     const size_t bytes = (size_t)one.B * one.H * one.W * channels * act_bytes();
     return (bytes + 255) / 256 * 256;
@@ -19347,9 +19425,9 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
     }
     if (p.H <= 8) return way.best(p); // conv_tiles is for taller images: its tiles for 3x3 have at least 16 rows
 
-    // conv_tiles has persistent blocks. Its time, in ns, is once + (tiles of the busiest block / n) * each. `once` is
-    // the part of the time that does not depend on the number of tiles, and `each` is the time of n tiles. (Here a tile
-    // is 8 pixels across and 16 down, even if the kernel's own tiles are larger.)
+    // conv_tiles has persistent blocks. Its time, in ns, is once + (tiles of the busiest block / n, rounded up) * each.
+    // `once` is the part of the time that does not depend on the number of tiles, and `each` is the time of n tiles.
+    // (Here a tile is 8 pixels across and 16 down, even if the kernel's own tiles are larger.)
     const int tiles = count_tiles(p, 1, 16, 8);
     auto consider_tiles = [&](auto tile, int once, int n, int64_t each) {
         const int runs_of_n = ceil_div(ceil_div(tiles, n), tile.runs(p.Cout));
@@ -19391,9 +19469,10 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
     const int64_t tile_bytes = T::UNIT * T::TILE_BYTES;
     const int64_t slice_bytes = tile_bytes + (T::RESIDENT ? 0 : T::WEIGHT_BYTES);
     const int64_t bytes = slices * slice_bytes + T::OUT_SLICES * tile_bytes * (add ? 2 : 1);
-    // ahead: how many bytes can be on their way to shared memory at the same time. A tile's results and the slices that
-    // are being multiplied occupy some stages. Only the other stages can be loaded meanwhile. A load takes 1800 cycles,
-    // so ahead / 1800 bytes arrive in a cycle. (For streamed weights the formula leaves this limit out.)
+    // ahead: how many bytes can be on their way to shared memory at the same time. A tile's results occupy OUT_SLICES
+    // stages, and the slices that are being multiplied occupy two more. Only the remaining stages can be loaded
+    // meanwhile. A load takes 1800 cycles, so ahead / 1800 bytes arrive in a cycle. (For streamed weights the formula
+    // leaves this limit out.)
     const int64_t ahead = std::max(1, stages - T::OUT_SLICES - 2) * tile_bytes;
     const int64_t bytes_per_cycle = T::RESIDENT ? std::min(L2_BYTES, ahead / 1800) : L2_BYTES;
     const int64_t longest = std::max(products, bytes / bytes_per_cycle);
@@ -19460,8 +19539,8 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_
         {c.Cin1 == 32 && E == Element::BF16, conv_tiles<HalfSlice<BACKWARD>>},
         // one slice of weights leaves room for tiles of 32 rows (by measurement they pay only above 64 output channels)
         {!skip && one_slice_and_32_rows, conv_tiles<Resident32<BACKWARD, E>>},
-        // up to two slices of weights fit into shared memory beside the pixels; Resident16 multiplies 64 output
-        // channels by 16 x 8 pixels, with four products for each tap of a slice
+        // the weights of up to two slices of input channels fit into shared memory, together with pixels; Resident16
+        // computes 64 output channels of 16 x 8 pixels, with four products for each tap of a slice (FP8: 4 or 2)
         {slices <= 2, conv_tiles<Resident16<BACKWARD, E>>},
         // more weights pass through a ring; a tile of 32 rows uses each of them for more pixels, which pays if few of
         // its rows lie outside the image
@@ -19505,8 +19584,8 @@ static bool conv_is_small(const ConvCall& c) {
 // In conv_tiles N is the number of pixels of a tile (8 for each of its rows), in conv_small it is SmallTile::N. In fp32
 // there is no `mma` between multiply_tap, or multiply, and mma_fp16.
 //
-// An input's gradient goes from conv_backward_input through the same functions, with BACKWARD = true. In FP8 it goes
-// through conv_backward_input_fp8 and conv_product_fp8, with BACKWARD = false. (The network's last convolution has few
+// For an input's gradient, conv_backward_input calls conv_product, and the functions below it have BACKWARD = true. In
+// FP8 conv_backward_input_fp8 calls conv_product_fp8, with BACKWARD = false. (The network's last convolution has few
 // channels. Its input gradient is computed by conv_forward, as a 1x1 convolution of rows: see ConvFew.)
 template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const ConvShape& s = c.s;
@@ -19609,8 +19688,9 @@ static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
 }
 
 // Computes the input gradient in FP8. wgmma accepts FP8 operands only if k is the inner dimension of both operands
-// (K_MAJOR). So the weights can't be transposed on their way to the tensor cores. Instead, round_weights has turned
-// them before. With these turned weights, (C1, 8 - tap, Cout), the input gradient is a forward convolution of dout.
+// (K_MAJOR). So the weights can't be transposed on their way to the tensor cores. Instead, round_weights has written a
+// turned copy of them, `turned` (C1, taps in reverse order, Cout). With this copy as its weights, a forward convolution
+// of dout computes the input gradient.
 static void conv_backward_input_fp8(Grad dx, const act* dout, const act* turned, ConvShape s, const float* factors) {
     if (s.C2 || dx.add1 || dx.add2) die("internal error: in FP8 an input gradient has one input and no addends");
     std::swap(s.C1, s.Cout);
@@ -19694,14 +19774,17 @@ constexpr int PARTIAL_CYCLES = 10;
 static int weight_tile_cycles(const ConvWeight& p) {
     const ConvShape& s = p.shape;
     const bool wide = p.warpgroups == 3;
-    // The estimate is lower than what was measured with this kernel alone on an H100: 1,200 and 1,750 cycles.
+    // Later, 1,200 and 1,750 cycles were measured with this kernel alone on an H100. But the plans that follow from
+    // these numbers made training no faster, so the estimate was kept.
     if (is_fp8(s.in)) return s.out_W() <= 8 ? 850 : 1400;
     if (s.kernel == 1) return wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
     if (s.out_W() <= 8) return wide ? 1450 : 600;
     if (wide) return 2400;
     // A block with one warpgroup reads x and dout for only one filter row, so reading takes much of its time. The
-    // formula was fitted to measurements: the time grows with the number of channels divided by the number of tiles of
-    // weights. It grows faster if the tensors have more than 100 MB, since they do not stay in the L2.
+    // formula was fitted to measurements. In it the time grows with the number of channels divided by the number of
+    // tiles of weights, probably because blocks for different tiles of weights read the same pixels: the more tiles,
+    // the more blocks share what the L2 holds. The time grows faster if the tensors have more than 100 MB, since they
+    // do not stay in the L2.
     const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8;
     return 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
 }
@@ -20061,8 +20144,8 @@ static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* 
 // on.
 
 // Returns the largest number of parts that a tensor's Stats can have for an image of H x W pixels. How large a part is
-// depends on the kernel that writes the tensor: it may be a tile, a piece of a tile, or the whole image. The smallest
-// parts are squares of 8 x 8 pixels, or 64 consecutive pixels (conv_gather).
+// depends on the kernel that writes the tensor: the pixels of a part may be those of a tile, only some of these, or all
+// pixels of the image. The smallest parts are squares of 8 x 8 pixels, or 64 consecutive pixels (conv_gather).
 static int max_stat_parts(int H, int W) { return ceil_div(H, 8) * ceil_div(W, 8); }
 
 // A kernel that does nothing. code_version asks the runtime for which architecture this kernel was compiled. All
@@ -20213,8 +20296,8 @@ static void record(cudaEvent_t* moment, cudaStream_t queue) {
     if (!*moment) CUDA_CHECK(cudaEventCreateWithFlags(moment, cudaEventDisableTiming));
     CUDA_CHECK(cudaEventRecord(*moment, queue));
 }
-// Makes all later work of the stream wait for the event `moment`. The second form of the function makes this work wait
-// for all work that is in the stream `other` now.
+// Makes all later work of the stream wait for the event `moment`. The second form of the function makes all later work
+// of the stream wait for all work that is in the stream `other` now.
 static void follow(Stream* stream, cudaEvent_t moment) {
     CUDA_CHECK(cudaStreamWaitEvent(stream->queue, moment));
     stream->joined = true;
@@ -20272,9 +20355,9 @@ static void grow(char** memory, size_t* bytes, size_t wanted) {
 // Allocates memory that operations need: a workspace for the main stream, which all its operations share, and for
 // training also a workspace for the side stream, and memory for the sums of group norms.
 static void reserve(const Workspace& most, bool training) {
-    // A batch is up to WEIGHT_BATCH layers whose weight gradients are computed together. The side stream's workspace
-    // has room for the partials of most batches. A partial has 16384 bytes. If the partials of a batch need more room,
-    // conv_weight_batch computes its layers in two halves.
+    // Here a batch is up to WEIGHT_BATCH layers whose weight gradients are computed together. The side stream's
+    // workspace has room for the partials of most batches. A partial has 16384 bytes. If the partials of a batch need
+    // more room, conv_weight_batch computes first one half of the batch's layers, and then the other half.
     const size_t for_most_batches = (size_t)2 * MAX_WEIGHT_PARTIALS * 16384;
     if (training) {
         grow(&device.norm_sums, &device.norm_sums_bytes, most.sums);
@@ -20328,7 +20411,7 @@ static std::string device_trouble() {
 }
 
 // Ranks on one machine can open memory for each other (CUDA's interprocess communication). Then a process can write to
-// memory that another process has allocated on another GPU. The GPUs' copy engines can copy to it while kernels run.
+// memory that another process has allocated on another GPU. The GPUs' copy engines can copy there while kernels run.
 // (NCCL copies with kernels of its own, which would take multiprocessors from the other kernels.) Kernels can also
 // write their results directly to the other GPUs. `opened` has one entry for each region of memory that the ranks have
 // opened.
@@ -20395,11 +20478,11 @@ static void join_devices(bool direct) {
 }
 
 // Each rank waits here until all ranks have reached this meeting. The kernel has one warp. Thread 0 writes the number
-// of this meeting to this rank's meetings[NEAR]. Each thread k > 0 is responsible for one other rank: it writes the
-// number to that rank's memory, and waits until that rank has written the same number (or a larger one) here. The first
-// fence makes all earlier writes of this rank visible to the other ranks before they see the number. After the second
-// fence this rank sees the earlier writes of the other ranks. The numbers may overflow: this does no harm, because only
-// the sign of their difference matters.
+// of this meeting to this rank's meetings[NEAR]. Each thread k from 1 to the number of ranks - 1 is responsible for one
+// other rank: it writes the number to that rank's memory, and waits until that rank has written the same number (or a
+// larger one) to this rank's memory. The first fence makes all earlier writes of this rank visible to the other ranks
+// before they see the number. After the second fence this rank sees the earlier writes of the other ranks. The numbers
+// may overflow: this does no harm, because only the sign of their difference matters.
 static __global__ void meet_kernel(const __grid_constant__ Everywhere<unsigned> meetings, int rank) {
     await_previous_kernel();
     volatile unsigned* const own = meetings.at[0];
@@ -20431,8 +20514,9 @@ static void end_exchange() {
     meet();
 }
 
-// For each other rank r: copies `bytes` bytes from the address part(r) to rank r's array `to`. In that array the bytes
-// are written to the part that is reserved for this rank. The copies begin when `stream` has done all its work so far.
+// For each other rank r: copies `bytes` bytes from the address part(r) to rank r's receiving array. `to` is this rank's
+// own receiving array, and at_rank finds the same array in rank r's memory. In that array, part number world.rank is
+// reserved for what this rank sends. The copies begin when `stream` has done all its work so far.
 template <class F> static void send_directly(void* to, size_t bytes, const Stream& stream, F part) {
     follow(&sender, stream);
     for (int k = 1; k < world.size; k++) {
@@ -20444,8 +20528,8 @@ template <class F> static void send_directly(void* to, size_t bytes, const Strea
     sending = true;
 }
 
-// The next two functions are operations of the interface. They use direct copies if the receiving array (recvbuf or
-// all) is memory that the ranks have opened. Otherwise they use NCCL. A direct all_gather copies only to other ranks,
+// The next two functions are operations of the interface. They use direct copies if the receiving array (`recvbuf` or
+// `all`) is memory that the ranks have opened. Otherwise they use NCCL. A direct all_gather copies only to other ranks,
 // so this rank's own array must already lie in its place in `all`.
 static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Stream* stream) {
     auto part = [&](int r) { return (const char*)sendbuf + r * bytes; };
