@@ -4,161 +4,161 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    266  Part I. The program
-//    269     1. Types at the interface: what operations are called with
-//    829     2. The interface: all that the program asks of a device
-//   1224     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1329     4. Configuration: flags, presets, help, what can work and what cannot
-//   2183     5. The network: a list of layers, made of guided-diffusion's flags
-//   3236     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3246         FP8: its buffers, its factors, and weights in FP8
-//   3415         gradients, and buffers
-//   3696     7. Forward and backward: two walks over the list
-//   3843     8. Diffusion: noise schedules, objectives, samplers
-//   4161         the level of a training sample, drawn, and its share of the loss
-//   4647         samplers
-//   5246     9. Data: .bin files that may be larger than memory, the order of their images
-//   5837    10. Model files: weights and checkpoints, initial weights
-//   6229    11. Settings: what the command line leaves open comes from presets, model files and the data
-//   6579         presets, and all settings together
-//   6725         what ranks must have in common
-//   6800    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
-//   6822         the learning rate, the verdict on a step, averages of the weights
-//   6917         what a trainer holds, and how ranks gather it
-//   7130         the log in memory, as index.html shows it
-//   7260         what a run holds
-//   7361         the log and the status line
-//   7563         checkpoints, snapshots and grids
-//   7862         a run's first weights: new, of a file, or of the run that is resumed
-//   8195         how a run begins: validation data, conditions of grids, its folder
-//   8344         how a run ends
-//   8417         samples, without a run
-//   8593    13. A training step, the loop over the steps, and main
-//   8617         a step
-//   8993         the loop over the steps
-//   9121         train and main: a whole run, from the command line to the exit code
-//   9238  Part II. The device
-//   9241    14. What all devices share: elements, nonlinearities, patches of pixels
-//   9326    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9396    16. The GPU: what all kernels share
-//   9468         Launches, which may overlap
-//   9515         Decisions: what kernels are chosen with
-//   9570         Single instructions: shared memory, mbarriers, clusters
-//   9668         Activations: pieces of 16 bytes
-//  10012         each_kernel: a thread for an element
-//  10026         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//  10198         Swizzle: how rows lie in shared memory
-//  10220         Hopper (sm_90a): TMA and what goes with it
-//  10351         building blocks of Hopper's kernels (sm_90a)
-//  10570         wgmma: how a warpgroup multiplies (sm_90a)
-//  10835    17. Small operations: resampling, embeddings, diffusion
-//  10838         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  11053         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11427         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11990    18. Group norm
-//  11993         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12563         groupnorm_backward_whole: an image's slab in shared memory
-//  12970    19. Attention
-//  13079         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13644         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13794         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14508    20. Convolution
-//  14561         ConvOut: results, 4 channels of a pixel at a time
-//  14812         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14885         conv_halo: 3x3, stride 1, any GPU
-//  15316         conv_gather: any kernel size and stride, any GPU
-//  15590         conv_few: the first and the last layer
-//  15781         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16398         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16529         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  17040         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17510         conv_weight_tma: weight gradients (sm_90a)
-//  17830         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  18159         FP8 in training: weights and gradients are rounded
-//  18275    21. The optimiser
-//  18278         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18523         muon: directions for matrices of weights
-//  18969    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18972         groupnorm_backward
-//  19144         attention: forward and, where a has dout, backward
-//  19209         convolution: forward and input gradient
-//  19744         convolution: weight gradients
-//  20138    23. The GPU: memory, copies, repeated work
-//  20371    24. Between ranks: from device to device
+//    267  Part I. The program
+//    270     1. Types at the interface: what operations are called with
+//    830     2. The interface: all that the program asks of a device
+//   1225     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1330     4. Configuration: flags, presets, help, what can work and what cannot
+//   2184     5. The network: a list of layers, made of guided-diffusion's flags
+//   3238     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3248         FP8: its buffers, its factors, and weights in FP8
+//   3417         gradients, and buffers
+//   3698     7. Forward and backward: two walks over the list
+//   3845     8. Diffusion: noise schedules, objectives, samplers
+//   4163         the level of a training sample, drawn, and its share of the loss
+//   4649         samplers
+//   5248     9. Data: .bin files that may be larger than memory, the order of their images
+//   5840    10. Model files: weights and checkpoints, initial weights
+//   6232    11. Settings: what the command line leaves open comes from presets, model files and the data
+//   6582         presets, and all settings together
+//   6728         what ranks must have in common
+//   6802    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
+//   6824         the learning rate, the verdict on a step, averages of the weights
+//   6919         what a trainer holds, and how ranks gather it
+//   7132         the log in memory, as index.html shows it
+//   7262         what a run holds
+//   7363         the log and the status line
+//   7565         checkpoints, snapshots and grids
+//   7864         a run's first weights: new, of a file, or of the run that is resumed
+//   8197         how a run begins: validation data, conditions of grids, its folder
+//   8346         how a run ends
+//   8419         samples, without a run
+//   8595    13. A training step, the loop over the steps, and main
+//   8619         a step
+//   8995         the loop over the steps
+//   9123         train and main: a whole run, from the command line to the exit code
+//   9241  Part II. The device
+//   9244    14. What all devices share: elements, nonlinearities, patches of pixels
+//   9329    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9399    16. The GPU: what all kernels share
+//   9471         Launches, which may overlap
+//   9518         Decisions: what kernels are chosen with
+//   9573         Single instructions: shared memory, mbarriers, clusters
+//   9671         Activations: pieces of 16 bytes
+//  10015         each_kernel: a thread for an element
+//  10029         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//  10201         Swizzle: how rows lie in shared memory
+//  10223         Hopper (sm_90a): TMA and what goes with it
+//  10354         building blocks of Hopper's kernels (sm_90a)
+//  10573         wgmma: how a warpgroup multiplies (sm_90a)
+//  10840    17. Small operations: resampling, embeddings, diffusion
+//  10843         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  11058         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11432         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11995    18. Group norm
+//  11998         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12568         groupnorm_backward_whole: an image's slab in shared memory
+//  12975    19. Attention
+//  13085         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13650         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13800         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14514    20. Convolution
+//  14567         ConvOut: results, 4 channels of a pixel at a time
+//  14818         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14892         conv_halo: 3x3, stride 1, any GPU
+//  15323         conv_gather: any kernel size and stride, any GPU
+//  15597         conv_few: the first and the last layer
+//  15788         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16405         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16536         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  17047         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17518         conv_weight_tma: weight gradients (sm_90a)
+//  17838         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  18168         FP8 in training: weights and gradients are rounded
+//  18284    21. The optimiser
+//  18287         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18532         muon: directions for matrices of weights
+//  18978    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18981         groupnorm_backward
+//  19153         attention: forward and, where a has dout, backward
+//  19218         convolution: forward and input gradient
+//  19753         convolution: weight gradients
+//  20147    23. The GPU: memory, copies, repeated work
+//  20380    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights. What stands in brackets need not be opened: where it is called, a comment
 //   says what it does.
-//     command line: main 9234, run_program 9161, train 9128 and run_step 9075, one above the other; train_step 8962
-//     images are read: load_batch 5789, read_image 5337 (send 20341: to the GPU)
-//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20272)
-//     the gradient: step_gradients 8828 (draw_levels 11447: noise levels of the batch, by draw_level 4234)
-//     a microbatch (take_microbatch 8663): forward_and_loss 8689; q_sample_forward 11665; loss_forward_backward 11783
-//     forward: unet_forward 3730, with forward_layer above it (layer_args 2459: addresses), calls a function of each
-//       layer's kind, such as forward_conv 2687
-//     backward: unet_backward 3807 calls such a function as backward_conv 2694 of each layer (a convolution's input
-//       gradient: conv_backward_input 19709) and, by launch_waiting 3767 on the side stream,
-//       conv_backward_weights 20131 (finish_gradients 12919: those of norms). A drawing above
-//       WeightCosts 19760 shows the way from there to the kernels
-//     several ranks: send_gradients (in step_gradients) and all_to_all 20611
-//     the sum, and the verdict: sum_gradients 18330, judge_step 18378 (by judge_batch 6890)
-//     the update: update_slice 8935 (above train_step), adamw_update 18497 with adamw_kernel above it
-//     the log: next_step 18384, record_step 18390; later collect_steps 8998
-//   --optimizer muon: muon_updates 7006 says which weights; update_slice 8935, update_by_muon 8925 (with the formulas),
-//     muon_momentum 18566, orthogonalise 18946 (with muon_kernel above it), adamw_kernel 18441 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11857): sample_batch 5154, plan_route 4898,
-//     device_step 4946, euler_step 4679 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19590 draws all of its roads):
-//     forward_conv 2687; conv_forward 19630, with conv_product above it (conv_is_wgmma 19219: for bf16, on Hopper);
-//     on Hopper, large images: pick_conv_tiles_3x3 19530 (its tiles, such as Resident16, stand above pick_conv_small);
-//       conv_tiles 17025, with conv_tiles_kernel above it; Accumulators 10748 (its function multiply), with Wgmma above
+//     command line: main 9237, run_program 9163, train 9130 and run_step 9077, one above the other; train_step 8964
+//     images are read: load_batch 5792, read_image 5339 (send 20350: to the GPU)
+//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20281)
+//     the gradient: step_gradients 8830 (draw_levels 11452: noise levels of the batch, by draw_level 4236)
+//     a microbatch (take_microbatch 8665): forward_and_loss 8691; q_sample_forward 11670; loss_forward_backward 11788
+//     forward: unet_forward 3732, with forward_layer above it (layer_args 2460: addresses), calls a function of each
+//       layer's kind, such as forward_conv 2688
+//     backward: unet_backward 3809 calls such a function as backward_conv 2695 of each layer (a convolution's input
+//       gradient: conv_backward_input 19718) and, by launch_waiting 3769 on the side stream,
+//       conv_backward_weights 20140 (finish_gradients 12924: those of norms). A drawing above
+//       WeightCosts 19769 shows the way from there to the kernels
+//     several ranks: send_gradients (in step_gradients) and all_to_all 20620
+//     the sum, and the verdict: sum_gradients 18339, judge_step 18387 (by judge_batch 6892)
+//     the update: update_slice 8937 (above train_step), adamw_update 18506 with adamw_kernel above it
+//     the log: next_step 18393, record_step 18399; later collect_steps 9000
+//   --optimizer muon: muon_updates 7008 says which weights; update_slice 8937, update_by_muon 8927 (with the formulas),
+//     muon_momentum 18575, orthogonalise 18955 (with muon_kernel above it), adamw_kernel 18450 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11862): sample_batch 5156, plan_route 4900,
+//     device_step 4948, euler_step 4681 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 19599 draws all of its roads):
+//     forward_conv 2688; conv_forward 19639, with conv_product above it (conv_is_wgmma 19228: for bf16, on Hopper);
+//     on Hopper, large images: pick_conv_tiles_3x3 19539 (its tiles, such as Resident16, stand above pick_conv_small);
+//       conv_tiles 17032, with conv_tiles_kernel above it; Accumulators 10753 (its function multiply), with Wgmma above
 //       it
-//     on Hopper, small images: pick_conv_small 19379; conv_small 17495, with conv_small_kernel and multiply_small above
-//       it; Wgmma 10724
-//     on any other GPU: pick_conv_halo_bf16 19292; conv_halo 15303, with conv_halo_kernel, multiply_step, multiply_tap
-//       above it; mma 10080
-//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8828
-//   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 462,
-//     Silu 9288, with_nonlinearity 9299 (a case); BEHIND_NORMS, above add_norm 2919, chooses it. The embedding has SiLU
-//     as a layer: silu_forward 11345
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 4088
-//   to add an objective, as edm and flow are: a word in the row of `objective` in common/flags.h, Frame 589, and beside
-//     each other edm_question 3922, ask 3957, frame_of 3970, sigma_draws 3977, has_steps_of_t 3984; the head of their
-//     section lists the changes. For a parameter that model files keep: model_header 5943, check_lists 6046,
-//     take_model_file 6392, is_of_objective 7934
-//   to add a kind of layer: a list of all places stands above LayerKind 2579; examples are forward_linear 2607 with
-//     what follows it, for a layer of the embedding, and forward_downsample 2780, for a layer between the images (a
-//     norm, forward_norm 2727, has weights, too); a function such as add_resblock 2972 puts the layer into the network;
-//     its operation needs a prototype in the interface (such as that of linear_forward 955), a kernel (linear_forward
-//     11305), and loops in dev/reference.h
-//   to add an element type beside bf16: Element 352, with a list of all places above it: the row of `precision` in
-//     common/flags.h, ElementOf 9259, with_act 9534 (act_has_wgmma below it), unpack_bf16 9684 and all below it to
-//     load_two 9748, mma 10080, pick_conv_halo_bf16 19292, conv_product 19590; for fp16 also forward_and_loss 8689,
-//     sum_gradients 18330, orthogonalise 18946
-//   the settings, to their values: parse_command_line 1695, take_aliases 1724, complete_config 6705
-//     (apply_preset 1611, take_model_file 6392, take_ect_defaults 6422), check_run 2167,
-//     take_data_shape 6474 (take_labels 6451), which calls check_model 2013
-//   FP8 (--precision fp8): choose_fp8 3175 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3251 and plan_fp8_gradients 3266 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3311 for samples, make_fp8_training 3381 for training; add_fp8_args 2433
-//     hands them to the layers. forward_conv 2687, backward_conv 2694 and weight_work 2406 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19694 makes an input gradient a forward convolution; conv_product_fp8 19623 picks the
-//     kernel, multiply_fp8 10785 and WgmmaFp8 10693 multiply; weight gradients: conv_weight_fp8_kernel 18103;
-//     print_fp8 8137 says whether it pays
+//     on Hopper, small images: pick_conv_small 19388; conv_small 17503, with conv_small_kernel and multiply_small above
+//       it; Wgmma 10729
+//     on any other GPU: pick_conv_halo_bf16 19301; conv_halo 15310, with conv_halo_kernel, multiply_step, multiply_tap
+//       above it; mma 10083
+//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8830
+//   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 463,
+//     Silu 9291, with_nonlinearity 9302 (a case); BEHIND_NORMS, above add_norm 2920, chooses it. The embedding has SiLU
+//     as a layer: silu_forward 11350
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 4090
+//   to add an objective, as edm and flow are: a word in the row of `objective` in common/flags.h, Frame 590, and beside
+//     each other edm_question 3924, ask 3959, frame_of 3972, sigma_draws 3979, has_steps_of_t 3986; the head of their
+//     section lists the changes. For a parameter that model files keep: model_header 5946, check_lists 6049,
+//     take_model_file 6395, is_of_objective 7936
+//   to add a kind of layer: a list of all places stands above LayerKind 2580; examples are forward_linear 2608 with
+//     what follows it, for a layer of the embedding, and forward_downsample 2781, for a layer between the images (a
+//     norm, forward_norm 2728, has weights, too); a function such as add_resblock 2973 puts the layer into the network;
+//     its operation needs a prototype in the interface (such as that of linear_forward 956), a kernel (linear_forward
+//     11310), and loops in dev/reference.h
+//   to add an element type beside bf16: Element 353, with a list of all places above it: the row of `precision` in
+//     common/flags.h, ElementOf 9262, with_act 9537 (act_has_wgmma below it), unpack_bf16 9687 and all below it to
+//     load_two 9751, mma 10083, pick_conv_halo_bf16 19301, conv_product 19599; for fp16 also forward_and_loss 8691,
+//     sum_gradients 18339, orthogonalise 18955
+//   the settings, to their values: parse_command_line 1696, take_aliases 1725, complete_config 6708
+//     (apply_preset 1612, take_model_file 6395, take_ect_defaults 6425), check_run 2168,
+//     take_data_shape 6477 (take_labels 6454), which calls check_model 2014
+//   FP8 (--precision fp8): choose_fp8 3176 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3253 and plan_fp8_gradients 3268 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3313 for samples, make_fp8_training 3383 for training; add_fp8_args 2434
+//     hands them to the layers. forward_conv 2688, backward_conv 2695 and weight_work 2407 choose between bf16 and FP8;
+//     conv_backward_input_fp8 19703 makes an input gradient a forward convolution; conv_product_fp8 19632 picks the
+//     kernel, multiply_fp8 10790 and WgmmaFp8 10698 multiply; weight gradients: conv_weight_fp8_kernel 18112;
+//     print_fp8 8139 says whether it pays
 //   an error message, to its cause: leave out its beginning (train_unet:), and the names and values of flags, names of
 //     files, and numbers, which are put together at run time. Search for three or four of the words that are left. (A
 //     long text goes on in the next line. If nothing is found here, search host/.) They stand where the error is found:
-//     in a call of die, refuse or must (host/files.h), of wrong 1576 (a flag's value), or of a lambda in the same
+//     in a call of die, refuse or must (host/files.h), of wrong 1577 (a flag's value), or of a lambda in the same
 //     function whose name ends in _unless. If a function stores the message in a variable, such as `error` or `why`,
 //     look for what reads the variable next: it prints the message. A message that begins with "stopped at step" comes
-//     from stop_run 7581, either because save_arrays 7644 found weights that are not finite, or after bad steps, which
-//     judge_batch 6890 finds by healthy and suspicious above it. For a damaged header they stand in check_field 6036
-//     and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields 5385, for a
-//     checkpoint's counters in check_resume 6536. unknown_word 1480 prints the message for a word of a flag that some
-//     place does not know. Such a place calls it itself or through meaning 1486. Notices, after which the run goes on,
-//     stand in calls of tell or printf. Two of them may end the run later: report_bad_step 7850 says that a step was
-//     skipped (the run ends after --max_bad_steps such steps in a row), is_written 7612 that a file could not be
-//     written yet. stop_run 7581 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go
+//     from stop_run 7583, either because save_arrays 7646 found weights that are not finite, or after bad steps, which
+//     judge_batch 6892 finds by healthy and suspicious above it. For a damaged header they stand in check_field 6039
+//     and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields 5387, for a
+//     checkpoint's counters in check_resume 6539. unknown_word 1481 prints the message for a word of a flag that some
+//     place does not know. Such a place calls it itself or through meaning 1487. Notices, after which the run goes on,
+//     stand in calls of tell or printf. Two of them may end the run later: report_bad_step 7852 says that a step was
+//     skipped (the run ends after --max_bad_steps such steps in a row), is_written 7614 that a file could not be
+//     written yet. stop_run 7583 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go
 //     on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
@@ -205,6 +205,7 @@
 //   swizzle             an order of the 16-byte pieces of each row in shared memory. It brings the same column of 8
 //                       rows into different banks, so that the 8 pieces are read at the same time
 //
+// An empty // at the end of a line of code keeps clang-format from joining it with the next line.
 // Layouts: activations (B, H, W, C); convolution weights (Cout, kh, kw, Cin); files hold PyTorch's layouts.
 #ifdef __CUDACC__
 #include <cuda.h>
@@ -3224,9 +3225,10 @@ static UNet build_unet(const Config& c) {
     check_conv_params(net);
     if (c.precision == "fp8") choose_fp8(&net);
     place_params(&net);
+    // All blocks' projections of the embedding are one matrix, which lies at offset 0 (group 0, see param_group).
     Layer& projection = *std::ranges::find(net.layers, net.emb, &Layer::out);
     const auto first_param = std::ranges::find(net.params, 0u, &Param::offset);
-    projection.weight = (int)(first_param - net.params.begin()); // the first weight of group 0 lies at offset 0
+    projection.weight = (int)(first_param - net.params.begin());
 
     for (const Layer& l : net.layers) net.flops += l.kind->flops(layer_args(Walk{.net = &net, .B = 1}, l));
     return net;
@@ -4897,8 +4899,8 @@ static void add_step(std::vector<Move>* moves, const Config& c, double before, d
 
 static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
     const int N = (int)sigmas.size() - 1;
-    // With samplers that go by timesteps, the first x_t = signal x has variance 1, as in guided-diffusion. So the
-    // variance of x is 1 / signal^2 = 1 + sigma^2.
+    // Samplers that go by timesteps begin with an x_t of variance 1, as in guided-diffusion. x_t is signal times x. So
+    // the variance of x is 1 / signal^2 = 1 + sigma^2.
     const bool variance_1 = c.goes_by_timesteps();
     Route route;
     route.start = variance_1 ? std::sqrt(1 + sigmas[0] * sigmas[0]) : sigmas[0];
@@ -5691,8 +5693,9 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
 }
 
 // Makes the pictures (count, H, W, cond_channels) that --cond asks for. They are made of the first images of a file, at
-// most `most` of them. masks: any number of masks (H, W), one after the other. Image i gets mask i. After the last
-// mask, they are used again from the first one on. If there are none, the holes are drawn.
+// most `most` of them. masks: any number of masks (H, W), one after the other, for --cond mask. Image i gets mask i. If
+// there are more images than masks, the masks are used again from the first one on. Without masks, made_picture chooses
+// holes at random.
 static std::vector<float> made_pictures(const Config& c, Dataset d, int most, const std::vector<float>& masks) {
     std::vector<float> pictures;
     // This is a vector of floats, so that its memory is aligned even for an image of floats.
@@ -6724,15 +6727,14 @@ static void complete_config(Config* c, const ModelFile& model, bool resume, Data
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what ranks must have in common
 
-// Returns a checksum by which two different input files can be told apart. It takes about a second.
+// Returns a checksum by which two different input files can be told apart. Computing it takes about a second.
 //
 // Our own files hold a checksum of their whole content in their first 1024 bytes. This checksum is verified when a file
 // is read (for long data files, see read_behind_images). So the first 1024 bytes of these files would be enough. But
-// files of unet.cu hold no checksum. Therefore more is read. A file of up to 64 MiB is read as a whole. Of a larger
-// file, 256 excerpts at equal distances are read, the first of them at the file's beginning, and one more excerpt at
-// the file's end. So files with other images or weights, and files that were cut short, have another checksum. Two
-// files that differ may have the same checksum only if they are large files of unet.cu and differ in just a few images
-// or weights.
+// files of unet.cu (another program, whose files this program reads, too) hold no checksum. Therefore more is read. A
+// file of up to 64 MiB is read as a whole. Of a larger file, 256 excerpts at equal distances are read, the first of
+// them at the file's beginning, and one more excerpt at the file's end. So files that differ, or were cut short, have
+// different checksums, with one exception: large files of unet.cu that differ in just a few images or weights.
 static uint32_t sample_checksum(const InputFile& file) {
     constexpr size_t EXCERPTS = 256;
     constexpr size_t EXCERPT = 256 << 10; // bytes
@@ -6841,7 +6843,7 @@ HD static inline double lr_factor(const AdamW& h, int64_t step) {
 // A step's loss, or the norm of its gradient, is suspicious if it is not finite. After 100 healthy steps it is also
 // suspicious if it is larger than twice the running mean plus ten standard deviations. In healthy training, losses and
 // norms do not become so large. x: the loss or the norm. n: the number of healthy steps so far. mean, var: the running
-// mean and variance of the same quantity over those steps.
+// mean and variance of the same quantity, over about the latest 100 of these steps.
 HD static inline bool suspicious(double x, double n, double mean, double var) {
     if (!(fabs(x) <= DBL_MAX)) return true;
     return n >= 100 && x > 2 * mean + 10 * sqrt(var);
@@ -6974,7 +6976,7 @@ struct Trainer {
     // --objective ect
     NoiseLevel* teachers; // (micro): noise levels of the teacher's inputs (less noise); null: no --objective ect
     float* teacher_t;     // (micro): what the teacher is told about these levels
-    int64_t* last_step;   // (1): the run's last step, from which validation computes the levels of teachers
+    int64_t* last_step;   // (1): --max_steps - 1, the final step; validation computes teachers' levels as in that step
     // --schedule_sampler loss-second-moment
     float* history;     // (T, HISTORY + 1): the latest losses at each t (remember_losses); null: none are kept
     double* rms_losses; // (T): for each t, the root mean square of these losses, or -1 if there are fewer than HISTORY
@@ -7759,7 +7761,7 @@ static void save_snapshot(Run* run) {
     const Config& c = run->config;
     const Header h = model_header(c, HAS_EMA, run->state.updates);
     std::vector<float*> slices;
-    // With --ema_snapshots, parse_ema_rate has added both rates to c.emas.
+    // With --ema_snapshots, parse_ema_rate has added both numbers of POWER_EMAS to c.emas.
     for (float power : POWER_EMAS) {
         const size_t k = std::ranges::find(c.emas, power) - c.emas.begin();
         slices.push_back(run->trainer.emas[k]);
@@ -7939,8 +7941,8 @@ static bool is_of_objective(const Config& c, const Flag& f) {
 }
 
 // Returns why the losses or gradients of a resumed run can't be compared with those before its checkpoint m: a text
-// that names the first flag whose value has changed. If no flag has changed, but the content of --data_file or
-// --cond_file has, the text names that file. "": they can be compared.
+// that names the first flag that matters for them and whose value has changed. If no such flag has changed, but the
+// content of --data_file or --cond_file has, the text names that file. "": they can be compared.
 static std::string changed_loss(const Config& c, const ModelFile& m, const Dataset& d) {
     const std::string flag = changed_flag(c, m.header, [&](const Flag& f) {
         const bool is_of_samples = f.slot == SLOT_SIGMA_SMALL && !c.use_kl;
@@ -9220,7 +9222,8 @@ static int run_program(int argc, char** argv) {
     if (!c.data_dir.empty()) take_data_dir(&c, where);
     if (has_folder) c.on_command_line.erase("data_file"); // so check_resume ends the program if the data changed
     check_run(&c, where);
-    // complete_config has opened the data already if a preset depends on them. A step reads its images in load_batch.
+    // If the data decided which preset is used, complete_config has opened the data file already. (The images of a
+    // training step are read later, in load_batch.)
     if (!data.size) data = open_dataset(c.data_file);
     open_pictures(&data, "cond_file", c.cond_file);
     take_data_shape(&c, data, where);
@@ -10659,10 +10662,12 @@ template <int PITCH> struct Halo {
 //                    A in shared memory   OP1 and OP2: the descriptors of A and B;
 //                                         OP3 and OP4, in WGMMA: their majors (K_MAJOR or MN_MAJOR)
 //                    A in registers       OP1 to OP4: the four registers of A;
-//                                         OP5: the descriptor of B; OP6 and OP7, in WGMMA: its major, and ADD
+//                                         OP5: the descriptor of B; OP6 and OP7, in WGMMA: B's major, and ADD
+//                                         (0: D = A * B in place of D += A * B)
 //
 //   ...            the same registers of D, as C++ operands of the asm: "+f"(d[0]), "+f"(d[1]), ...
-// In the instruction, "1, 1, 1" means: add to D, do not negate A, do not negate B.
+// In the instruction, "1, 1, 1" means: add to D, do not negate A, do not negate B. (With ADD, a predicate stands in
+// place of the first 1.)
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
 #define D16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
@@ -12656,8 +12661,8 @@ template <class T, bool DROPOUT> struct NormSlab {
     int column = (tid >> (5 + w.log_warps) << w.log_columns) + column_in_warp; // this thread's vector within the slab
     int row_warp = tid / 32 & (row_warps - 1);
     int row = (row_warp << 5 | tid % 32) >> w.log_columns;
-    int slots = w.slots();
-    int slots_in_group = ceil_div(slots, COPY_GROUPS); // how many slots a group of copies fills
+    int slots = w.slots(); // a slot of shared memory holds a piece of x and a piece of dout for each thread (see kept)
+    int slots_in_group = ceil_div(slots, COPY_GROUPS); // slots that one of the COPY_GROUPS groups of copies fills
 
     // These arrays follow `kept` in shared memory. coefficients (slab) holds each channel's scale and shift, multiplied
     // by Z_FACTOR (as norm_dz expects them). In step 4, find_group_terms replaces them by x_factor and offset, which
@@ -12991,7 +12996,8 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 //   keys    k    v      q    dout      dk = dS B1         dv = P B2        (S, P, dP, dS are transposed here)
 //
 // The hardware computes powers of 2, so e^x is computed as 2^(x log2(e)). In the kernels, scores are q k^T without the
-// division by sqrt(d). In the exponent the scores are multiplied by log2(e) / sqrt(d).
+// division by sqrt(d). In the exponent the scores are multiplied by log2(e) / sqrt(d). dq and dk are multiplied by
+// 1 / sqrt(d) at the end, when they are stored.
 
 struct AttentionCall {
     act* to;                     // where the result is written: out, or dqkv in the backward pass
@@ -14831,8 +14837,9 @@ template <class T> INLINE uint32_t chunk_place(int chunk, int key) { return (chu
 
 // Returns the place that lies `channels` channels after `place` in the same row. XOR finds it, whatever the key is: the
 // place of a chunk is chunk ^ key, and (chunk ^ key) ^ step = (chunk ^ step) ^ key. Two conditions must hold:
-//   1. The row begins at a multiple of its length (or of 128 bytes), and the step is shorter than this length (or than
-//      128 bytes). So the address where the row begins has zeros in all bits that the XOR changes.
+//   1. The row begins at a multiple of its length, and the step is shorter than this length. (If the row is longer than
+//      128 bytes, 128 bytes are enough in both cases.) So the address where the row begins has zeros in all bits that
+//      the XOR changes.
 //   2. In binary, the step (channels / 8 chunks) has ones only where the number of the chunk at `place` has zeros. Then
 //      chunk ^ step = chunk + step.
 template <class T> INLINE uint32_t channels_on(uint32_t place, int channels) {
@@ -15897,10 +15904,10 @@ INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
                        inside && co2 < p.shape.Cout ? (float2*)row2 : nullptr};
 }
 
-// The end of a portable kernel for weight gradients: stores a thread's fragments in dweight or, if there are several
-// ranges, in the partials. each(put) calls put(tile, tap, i, v) for each of the thread's fragments. v holds the
-// thread's four values, and weight_place explains i. There are two versions of put. So the choice between dweight and
-// the partials is made only once, outside the loop over the fragments.
+// A portable kernel for weight gradients ends with this function. It stores a thread's fragments in dweight or, if
+// there are several ranges of pixels, in the partials. each(put) calls put(tile, tap, i, v) for each of the thread's
+// fragments. v holds the thread's four values, and weight_place explains i. There are two versions of put. So the
+// choice between dweight and the partials is made only once, outside the loop over the fragments.
 template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Each each) {
     if (p.splits == 1) each([&](int tile, int tap, int i, float4 v) { weight_place(p, tile, tap, i).set(v); });
     else
@@ -17135,7 +17142,8 @@ template <class T> struct SmallWork {
     const int first = steps * cluster_rank / T::SPLIT;
     const int end = steps * (cluster_rank + 1) / T::SPLIT;
     const int c0 = blockIdx.y * T::N;
-    const int out_c0 = c0 + cluster_rank * T::OUT_N; // the first channel that this block finishes
+    // The first channel that this block stores. (SPLIT = 2: before, it adds the other block's sums of its channels.)
+    const int out_c0 = c0 + cluster_rank * T::OUT_N;
     const Origin origin = tile_origin(tile, p.tiles_h, p.tiles_w, 8, T::TILE_W, T::IMAGES);
     // Returns the first pixel (image, row, column) of warpgroup wg's square of 8 x 8 pixels.
     INLINE Origin in_image(int wg) const {
@@ -17889,7 +17897,8 @@ template <int TILE_W_, int STAGES_X, int STAGES_DOUT, int STAGES_STRIPS> struct 
     static constexpr int LOADER = 12;
     static constexpr int TRANSPOSERS = 3;
     static constexpr int THREADS = (LOADER + 1 + TRANSPOSERS) * 32;
-    static constexpr int BIAS_WARPS = 0; // no warp only sums dout: a warpgroup that multiplies also does this
+    static constexpr int BIAS_WARPS =
+        0; // no warps are just for sums of dout: a warpgroup that multiplies computes them
     // A pixel of a tile has 64 channels, which are 64 bytes.
     static constexpr int PIXEL_BYTES = SLICE_CHANNELS * (int)bytes_of(Element::FP8);
     static constexpr int X_ROWS = TILE_H + 2;
@@ -18974,13 +18983,13 @@ static void orthogonalise(float* X, const MuonWork& muon, const StepState* state
 // measurements on an H200. On average, the plan that is cheapest by the formula takes 3 % more time than the plan that
 // is really the fastest.
 //
-//   time = START + (number of waves of blocks) * hypot(latency, throughput)
+//   time = START + (number of waves of blocks) * hypot(latency, work)
 //
 // A wave is as many blocks as the GPU runs at the same time. There is at least one wave. If there are more, their
 // number may be a fraction, such as 1.5, and LAST_WAVE is added to it. latency: the time that a block waits even if
-// there are few blocks. It waits for loads, and for the rounds in which sums are added and exchanged. throughput: the
+// there are few blocks. It waits for loads, and for the rounds in which sums are added and exchanged. work: the
 // time that all blocks on one multiprocessor need together for their bytes and instructions. (In the code the variable
-// `throughput` is the time of a single block.) Latency and throughput overlap in part, so together they take less time
+// `work` is the time of a single block.) Latency and work overlap in part, so together they take less time
 // than their sum, and more than the larger of both. hypot also lies between these limits. The argument `tensors` is the
 // number of tensors of the size of x that are read or written.
 static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensors) {
@@ -18993,7 +19002,7 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     constexpr double PER_KB = 0.037; // a multiprocessor reads or writes one KB
     constexpr double WARPS = 0.34;   // a block has 256 more threads
     // Fractions of a time, without a unit:
-    constexpr double SERIAL = 0.31;    // this fraction of a block's throughput does not overlap with its latency
+    constexpr double SERIAL = 0.31;    // this fraction of a block's work does not overlap with its latency
     constexpr double LAST_WAVE = 0.18; // if there are several waves, the time grows by this fraction of a wave
     const int C = s.C1 + s.C2;
     const double elements = act_vec() / 8.0; // SLOT and SLOTS were fitted for vectors of 8 elements
@@ -19013,9 +19022,9 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     else if (run < 128) short_runs = 1.01;
     const double kilobytes = w.chunk * row_bytes * tensors / 1024.0 * short_rows * short_runs;
 
-    const double throughput = PER_KB * kilobytes + SLOTS * elements * w.slots() * w.threads / 1024;
+    const double work = PER_KB * kilobytes + SLOTS * elements * w.slots() * w.threads / 1024;
     const double parts = w.chunks > 1 ? 2 * w.chunks : 1 << w.log_warps;
-    const double latency = PART * parts + SLOT * elements * w.slots() + SERIAL * throughput;
+    const double latency = PART * parts + SLOT * elements * w.slots() + SERIAL * work;
 
     // How many blocks have room on a multiprocessor (fit), how many blocks there are, and how many of them run on a
     // multiprocessor at the same time (together).
@@ -19027,7 +19036,7 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     if (w.chunks > 4) filled = 0.91;
     else if (w.chunks > 2) filled = 0.94;
     const double waves = blocks / (filled * fit * gpu.sms);
-    const double block_time = hypot(latency, together * (throughput + WARPS * w.threads / 256));
+    const double block_time = hypot(latency, together * (work + WARPS * w.threads / 256));
     const double start = w.chunks > 1 ? START + CLUSTER : START;
     return start + block_time * (waves > 1 ? waves + LAST_WAVE : 1);
 }
