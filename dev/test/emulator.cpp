@@ -1866,7 +1866,12 @@ CUresult emulated_tensor_map(CUtensorMap* to, CUtensorMapDataType type, cuuint32
                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
     TensorMap map = {};
     map.memory = (char*)memory, map.rank = rank;
-    map.stride[0] = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1 : 2;
+    switch (type) { // the bytes of an element; the types that tma_type returns
+    case CU_TENSOR_MAP_DATA_TYPE_UINT8: map.stride[0] = 1; break;
+    case CU_TENSOR_MAP_DATA_TYPE_UINT16: map.stride[0] = 2; break;
+    case CU_TENSOR_MAP_DATA_TYPE_UINT32: map.stride[0] = 4; break;
+    default: return CUDA_ERROR_INVALID_VALUE;
+    }
     map.row_bytes = swizzle == CU_TENSOR_MAP_SWIZZLE_128B  ? 128
                     : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64
                     : swizzle == CU_TENSOR_MAP_SWIZZLE_32B ? 32
