@@ -115,7 +115,8 @@ def test_pair(gpu: str, precision: str, name: str, number: int, tmp_path: Path) 
         again, _, launches = run(variable, value)
         for output in got:
             assert got[output].tobytes() == again[output].tobytes(), (variable, value, output)
-        assert variable != "BENCH_WITHOUT" or launches != usual, f"nothing changes without {value}"
+        if variable == "BENCH_WITHOUT" and precision == "bf16":  # Hopper's kernels are for bf16
+            assert launches != usual, f"nothing changes without {value}"
 
 
 @pytest.mark.skipif(BUILD != "cpu", reason="a GPU's kernels make D of dout and out")
