@@ -845,7 +845,7 @@ def read_validation_data(config: Config) -> Data | None:
     data = with_pictures(open_data(config.val_data_file), "val_cond_file", config.val_cond_file)
     data.check(config)
     first = np.arange(min(len(data.images), VAL_IMAGES))
-    pictures = Data(data.pictures.path, data.pictures.read(first)) if data.pictures else None
+    pictures = Data(data.pictures.path, data.pictures.read(first), crc=data.pictures.crc) if data.pictures else None
     return Data(data.path, data.read(first), data.labels, crc=data.crc, values=None if data.values is None else data.values[first], pictures=pictures)
 
 
