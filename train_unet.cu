@@ -4,161 +4,161 @@
 //   ./train_unet --help                      every flag, with units and defaults
 //
 // Map (make map renews the line numbers)
-//    267  Part I. The program
-//    270     1. Types at the interface: what operations are called with
-//    830     2. The interface: all that the program asks of a device
-//   1225     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1330     4. Configuration: flags, presets, help, what can work and what cannot
-//   2184     5. The network: a list of layers, made of guided-diffusion's flags
-//   3238     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3248         FP8: its buffers, its factors, and weights in FP8
-//   3417         gradients, and buffers
-//   3698     7. Forward and backward: two walks over the list
-//   3845     8. Diffusion: noise schedules, objectives, samplers
-//   4163         the level of a training sample, drawn, and its share of the loss
-//   4649         samplers
-//   5248     9. Data: .bin files that may be larger than memory, the order of their images
-//   5840    10. Model files: weights and checkpoints, initial weights
-//   6232    11. Settings: what the command line leaves open comes from presets, model files and the data
-//   6582         presets, and all settings together
-//   6728         what ranks must have in common
-//   6802    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
-//   6824         the learning rate, the verdict on a step, averages of the weights
-//   6919         what a trainer holds, and how ranks gather it
-//   7132         the log in memory, as index.html shows it
-//   7262         what a run holds
-//   7363         the log and the status line
-//   7565         checkpoints, snapshots and grids
-//   7864         a run's first weights: new, of a file, or of the run that is resumed
-//   8197         how a run begins: validation data, conditions of grids, its folder
-//   8346         how a run ends
-//   8419         samples, without a run
-//   8595    13. A training step, the loop over the steps, and main
-//   8619         a step
-//   8995         the loop over the steps
-//   9123         train and main: a whole run, from the command line to the exit code
-//   9241  Part II. The device
-//   9244    14. What all devices share: elements, nonlinearities, patches of pixels
-//   9329    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9399    16. The GPU: what all kernels share
-//   9471         Launches, which may overlap
-//   9518         Decisions: what kernels are chosen with
-//   9573         Single instructions: shared memory, mbarriers, clusters
-//   9671         Activations: pieces of 16 bytes
-//  10015         each_kernel: a thread for an element
-//  10029         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//  10201         Swizzle: how rows lie in shared memory
-//  10223         Hopper (sm_90a): TMA and what goes with it
-//  10354         building blocks of Hopper's kernels (sm_90a)
-//  10573         wgmma: how a warpgroup multiplies (sm_90a)
-//  10840    17. Small operations: resampling, embeddings, diffusion
-//  10843         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  11058         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11432         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11995    18. Group norm
-//  11998         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12568         groupnorm_backward_whole: an image's slab in shared memory
-//  12975    19. Attention
-//  13085         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13650         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13800         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14514    20. Convolution
-//  14567         ConvOut: results, 4 channels of a pixel at a time
-//  14818         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14892         conv_halo: 3x3, stride 1, any GPU
-//  15323         conv_gather: any kernel size and stride, any GPU
-//  15597         conv_few: the first and the last layer
-//  15788         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16405         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16536         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  17047         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17518         conv_weight_tma: weight gradients (sm_90a)
-//  17838         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  18168         FP8 in training: weights and gradients are rounded
-//  18284    21. The optimiser
-//  18287         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18532         muon: directions for matrices of weights
-//  18978    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18981         groupnorm_backward
-//  19153         attention: forward and, where a has dout, backward
-//  19218         convolution: forward and input gradient
-//  19753         convolution: weight gradients
-//  20147    23. The GPU: memory, copies, repeated work
-//  20380    24. Between ranks: from device to device
+//    269  Part I. The program
+//    272     1. Types at the interface: what operations are called with
+//    832     2. The interface: all that the program asks of a device
+//   1227     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
+//   1332     4. Configuration: flags, presets, help, what can work and what cannot
+//   2186     5. The network: a list of layers, made of guided-diffusion's flags
+//   3240     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3250         FP8: its buffers, its factors, and weights in FP8
+//   3419         gradients, and buffers
+//   3700     7. Forward and backward: two walks over the list
+//   3847     8. Diffusion: noise schedules, objectives, samplers
+//   4165         the level of a training sample, drawn, and its share of the loss
+//   4651         samplers
+//   5251     9. Data: .bin files that may be larger than memory, the order of their images
+//   5843    10. Model files: weights and checkpoints, initial weights
+//   6235    11. Settings: what the command line leaves open comes from presets, model files and the data
+//   6585         presets, and all settings together
+//   6731         what ranks must have in common
+//   6805    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
+//   6827         the learning rate, the verdict on a step, averages of the weights
+//   6922         what a trainer holds, and how ranks gather it
+//   7135         the log in memory, as index.html shows it
+//   7265         what a run holds
+//   7366         the log and the status line
+//   7568         checkpoints, snapshots and grids
+//   7867         a run's first weights: new, of a file, or of the run that is resumed
+//   8200         how a run begins: validation data, conditions of grids, its folder
+//   8349         how a run ends
+//   8422         samples, without a run
+//   8598    13. A training step, the loop over the steps, and main
+//   8622         a step
+//   8998         the loop over the steps
+//   9126         train and main: a whole run, from the command line to the exit code
+//   9244  Part II. The device
+//   9247    14. What all devices share: elements, nonlinearities, patches of pixels
+//   9333    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9403    16. The GPU: what all kernels share
+//   9475         Launches, which may overlap
+//   9522         Decisions: what kernels are chosen with
+//   9577         Single instructions: shared memory, mbarriers, clusters
+//   9675         Activations: pieces of 16 bytes
+//  10019         each_kernel: a thread for an element
+//  10033         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//  10205         Swizzle: how rows lie in shared memory
+//  10227         Hopper (sm_90a): TMA and what goes with it
+//  10358         building blocks of Hopper's kernels (sm_90a)
+//  10577         wgmma: how a warpgroup multiplies (sm_90a)
+//  10844    17. Small operations: resampling, embeddings, diffusion
+//  10847         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  11062         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11436         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11999    18. Group norm
+//  12002         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12572         groupnorm_backward_whole: an image's slab in shared memory
+//  12979    19. Attention
+//  13089         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13655         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13805         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14519    20. Convolution
+//  14572         ConvOut: results, 4 channels of a pixel at a time
+//  14823         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14897         conv_halo: 3x3, stride 1, any GPU
+//  15328         conv_gather: any kernel size and stride, any GPU
+//  15602         conv_few: the first and the last layer
+//  15793         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16411         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16542         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  17053         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17524         conv_weight_tma: weight gradients (sm_90a)
+//  17844         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  18174         FP8 in training: weights and gradients are rounded
+//  18291    21. The optimiser
+//  18294         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18539         muon: directions for matrices of weights
+//  18985    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18988         groupnorm_backward
+//  19160         attention: forward and, where a has dout, backward
+//  19225         convolution: forward and input gradient
+//  19760         convolution: weight gradients
+//  20154    23. The GPU: memory, copies, repeated work
+//  20387    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights. What stands in brackets need not be opened: where it is called, a comment
 //   says what it does.
-//     command line: main 9237, run_program 9163, train 9130 and run_step 9077, one above the other; train_step 8964
-//     images are read: load_batch 5792, read_image 5339 (send 20350: to the GPU)
-//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20281)
-//     the gradient: step_gradients 8830 (draw_levels 11452: noise levels of the batch, by draw_level 4236)
-//     a microbatch (take_microbatch 8665): forward_and_loss 8691; q_sample_forward 11670; loss_forward_backward 11788
-//     forward: unet_forward 3732, with forward_layer above it (layer_args 2460: addresses), calls a function of each
-//       layer's kind, such as forward_conv 2688
-//     backward: unet_backward 3809 calls such a function as backward_conv 2695 of each layer (a convolution's input
-//       gradient: conv_backward_input 19718) and, by launch_waiting 3769 on the side stream,
-//       conv_backward_weights 20140 (finish_gradients 12924: those of norms). A drawing above
-//       WeightCosts 19769 shows the way from there to the kernels
-//     several ranks: send_gradients (in step_gradients) and all_to_all 20620
-//     the sum, and the verdict: sum_gradients 18339, judge_step 18387 (by judge_batch 6892)
-//     the update: update_slice 8937 (above train_step), adamw_update 18506 with adamw_kernel above it
-//     the log: next_step 18393, record_step 18399; later collect_steps 9000
-//   --optimizer muon: muon_updates 7008 says which weights; update_slice 8937, update_by_muon 8927 (with the formulas),
-//     muon_momentum 18575, orthogonalise 18955 (with muon_kernel above it), adamw_kernel 18450 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11862): sample_batch 5156, plan_route 4900,
-//     device_step 4948, euler_step 4681 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19599 draws all of its roads):
-//     forward_conv 2688; conv_forward 19639, with conv_product above it (conv_is_wgmma 19228: for bf16, on Hopper);
-//     on Hopper, large images: pick_conv_tiles_3x3 19539 (its tiles, such as Resident16, stand above pick_conv_small);
-//       conv_tiles 17032, with conv_tiles_kernel above it; Accumulators 10753 (its function multiply), with Wgmma above
+//     command line: main 9240, run_program 9166, train 9133 and run_step 9080, one above the other; train_step 8967
+//     images are read: load_batch 5795, read_image 5342 (send 20357: to the GPU)
+//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20288)
+//     the gradient: step_gradients 8833 (draw_levels 11456: noise levels of the batch, by draw_level 4238)
+//     a microbatch (take_microbatch 8668): forward_and_loss 8694; q_sample_forward 11674; loss_forward_backward 11792
+//     forward: unet_forward 3734, with forward_layer above it (layer_args 2462: addresses), calls a function of each
+//       layer's kind, such as forward_conv 2690
+//     backward: unet_backward 3811 calls such a function as backward_conv 2697 of each layer (a convolution's input
+//       gradient: conv_backward_input 19725) and, by launch_waiting 3771 on the side stream,
+//       conv_backward_weights 20147 (finish_gradients 12928: those of norms). A drawing above
+//       WeightCosts 19776 shows the way from there to the kernels
+//     several ranks: send_gradients (in step_gradients) and all_to_all 20627
+//     the sum, and the verdict: sum_gradients 18346, judge_step 18394 (by judge_batch 6895)
+//     the update: update_slice 8940 (above train_step), adamw_update 18513 with adamw_kernel above it
+//     the log: next_step 18400, record_step 18406; later collect_steps 9003
+//   --optimizer muon: muon_updates 7011 says which weights; update_slice 8940, update_by_muon 8930 (with the formulas),
+//     muon_momentum 18582, orthogonalise 18962 (with muon_kernel above it), adamw_kernel 18457 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11866): sample_batch 5159, plan_route 4903,
+//     device_step 4951, euler_step 4683 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 19606 draws all of its roads):
+//     forward_conv 2690; conv_forward 19646, with conv_product above it (conv_is_wgmma 19235: for bf16, on Hopper);
+//     on Hopper, large images: pick_conv_tiles_3x3 19546 (its tiles, such as Resident16, stand above pick_conv_small);
+//       conv_tiles 17038, with conv_tiles_kernel above it; Accumulators 10757 (its function multiply), with Wgmma above
 //       it
-//     on Hopper, small images: pick_conv_small 19388; conv_small 17503, with conv_small_kernel and multiply_small above
-//       it; Wgmma 10729
-//     on any other GPU: pick_conv_halo_bf16 19301; conv_halo 15310, with conv_halo_kernel, multiply_step, multiply_tap
-//       above it; mma 10083
-//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8830
-//   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 463,
-//     Silu 9291, with_nonlinearity 9302 (a case); BEHIND_NORMS, above add_norm 2920, chooses it. The embedding has SiLU
-//     as a layer: silu_forward 11350
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 4090
-//   to add an objective, as edm and flow are: a word in the row of `objective` in common/flags.h, Frame 590, and beside
-//     each other edm_question 3924, ask 3959, frame_of 3972, sigma_draws 3979, has_steps_of_t 3986; the head of their
-//     section lists the changes. For a parameter that model files keep: model_header 5946, check_lists 6049,
-//     take_model_file 6395, is_of_objective 7936
-//   to add a kind of layer: a list of all places stands above LayerKind 2580; examples are forward_linear 2608 with
-//     what follows it, for a layer of the embedding, and forward_downsample 2781, for a layer between the images (a
-//     norm, forward_norm 2728, has weights, too); a function such as add_resblock 2973 puts the layer into the network;
-//     its operation needs a prototype in the interface (such as that of linear_forward 956), a kernel (linear_forward
-//     11310), and loops in dev/reference.h
-//   to add an element type beside bf16: Element 353, with a list of all places above it: the row of `precision` in
-//     common/flags.h, ElementOf 9262, with_act 9537 (act_has_wgmma below it), unpack_bf16 9687 and all below it to
-//     load_two 9751, mma 10083, pick_conv_halo_bf16 19301, conv_product 19599; for fp16 also forward_and_loss 8691,
-//     sum_gradients 18339, orthogonalise 18955
-//   the settings, to their values: parse_command_line 1696, take_aliases 1725, complete_config 6708
-//     (apply_preset 1612, take_model_file 6395, take_ect_defaults 6425), check_run 2168,
-//     take_data_shape 6477 (take_labels 6454), which calls check_model 2014
-//   FP8 (--precision fp8): choose_fp8 3176 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3253 and plan_fp8_gradients 3268 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3313 for samples, make_fp8_training 3383 for training; add_fp8_args 2434
-//     hands them to the layers. forward_conv 2688, backward_conv 2695 and weight_work 2407 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19703 makes an input gradient a forward convolution; conv_product_fp8 19632 picks the
-//     kernel, multiply_fp8 10790 and WgmmaFp8 10698 multiply; weight gradients: conv_weight_fp8_kernel 18112;
-//     print_fp8 8139 says whether it pays
+//     on Hopper, small images: pick_conv_small 19395; conv_small 17509, with conv_small_kernel and multiply_small above
+//       it; Wgmma 10733
+//     on any other GPU: pick_conv_halo_bf16 19308; conv_halo 15315, with conv_halo_kernel, multiply_step, multiply_tap
+//       above it; mma 10087
+//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8833
+//   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 465,
+//     Silu 9294, with_nonlinearity 9305 (a case); BEHIND_NORMS, above add_norm 2922, chooses it. The embedding has SiLU
+//     as a layer: silu_forward 11354
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 4092
+//   to add an objective, as edm and flow are: a word in the row of `objective` in common/flags.h, Frame 592, and beside
+//     each other edm_question 3926, ask 3961, frame_of 3974, sigma_draws 3981, has_steps_of_t 3988; the head of their
+//     section lists the changes. For a parameter that model files keep: model_header 5949, check_lists 6052,
+//     take_model_file 6398, is_of_objective 7939
+//   to add a kind of layer: a list of all places stands above LayerKind 2582; examples are forward_linear 2610 with
+//     what follows it, for a layer of the embedding, and forward_downsample 2783, for a layer between the images (a
+//     norm, forward_norm 2730, has weights, too); a function such as add_resblock 2975 puts the layer into the network;
+//     its operation needs a prototype in the interface (such as that of linear_forward 958), a kernel (linear_forward
+//     11314), and loops in dev/reference.h
+//   to add an element type beside bf16: Element 355, with a list of all places above it: the row of `precision` in
+//     common/flags.h, ElementOf 9265, with_act 9541 (act_has_wgmma below it), unpack_bf16 9691 and all below it to
+//     load_two 9755, mma 10087, pick_conv_halo_bf16 19308, conv_product 19606; for fp16 also forward_and_loss 8694,
+//     sum_gradients 18346, orthogonalise 18962
+//   the settings, to their values: parse_command_line 1698, take_aliases 1727, complete_config 6711
+//     (apply_preset 1614, take_model_file 6398, take_ect_defaults 6428), check_run 2170,
+//     take_data_shape 6480 (take_labels 6457), which calls check_model 2016
+//   FP8 (--precision fp8): choose_fp8 3178 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3255 and plan_fp8_gradients 3270 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3315 for samples, make_fp8_training 3385 for training; add_fp8_args 2436
+//     hands them to the layers. forward_conv 2690, backward_conv 2697 and weight_work 2409 choose between bf16 and FP8;
+//     conv_backward_input_fp8 19710 makes an input gradient a forward convolution; conv_product_fp8 19639 picks the
+//     kernel, multiply_fp8 10794 and WgmmaFp8 10702 multiply; weight gradients: conv_weight_fp8_kernel 18118;
+//     print_fp8 8142 says whether it pays
 //   an error message, to its cause: leave out its beginning (train_unet:), and the names and values of flags, names of
 //     files, and numbers, which are put together at run time. Search for three or four of the words that are left. (A
 //     long text goes on in the next line. If nothing is found here, search host/.) They stand where the error is found:
-//     in a call of die, refuse or must (host/files.h), of wrong 1577 (a flag's value), or of a lambda in the same
+//     in a call of die, refuse or must (host/files.h), of wrong 1579 (a flag's value), or of a lambda in the same
 //     function whose name ends in _unless. If a function stores the message in a variable, such as `error` or `why`,
 //     look for what reads the variable next: it prints the message. A message that begins with "stopped at step" comes
-//     from stop_run 7583, either because save_arrays 7646 found weights that are not finite, or after bad steps, which
-//     judge_batch 6892 finds by healthy and suspicious above it. For a damaged header they stand in check_field 6039
-//     and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields 5387, for a
-//     checkpoint's counters in check_resume 6539. unknown_word 1481 prints the message for a word of a flag that some
-//     place does not know. Such a place calls it itself or through meaning 1487. Notices, after which the run goes on,
-//     stand in calls of tell or printf. Two of them may end the run later: report_bad_step 7852 says that a step was
-//     skipped (the run ends after --max_bad_steps such steps in a row), is_written 7614 that a file could not be
-//     written yet. stop_run 7583 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go
+//     from stop_run 7586, either because save_arrays 7649 found weights that are not finite, or after bad steps, which
+//     judge_batch 6895 finds by healthy and suspicious above it. For a damaged header they stand in check_field 6042
+//     and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields 5390, for a
+//     checkpoint's counters in check_resume 6542. unknown_word 1483 prints the message for a word of a flag that some
+//     place does not know. Such a place calls it itself or through meaning 1489. Notices, after which the run goes on,
+//     stand in calls of tell or printf. Two of them may end the run later: report_bad_step 7855 says that a step was
+//     skipped (the run ends after --max_bad_steps such steps in a row), is_written 7617 that a file could not be
+//     written yet. stop_run 7586 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go
 //     on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
@@ -177,6 +177,8 @@
 //   skipped step        a training step that changes nothing, because its loss or gradient looked wrong
 //   rank                a process of a run, which has one GPU. A block's number in its cluster is cluster_rank. (In
 //                       Denoising, a number's rank is its place in the sorted order.)
+//   flat array          an array with all parameters, one after the other, or with their gradients, copies or averages:
+//                       a parameter lies at the same place in all of them
 //   arena, buffer       the memory of all activations; a part of it that lives as long as a tensor is in use
 //   workspace           an operation's own memory, which the next operation may overwrite
 //   stream              a queue of a GPU's operations. (In section 9, the endless sequence of images.)
@@ -929,8 +931,8 @@ static void from_patches(float* out, const float* x, int B, int H, int W, int C,
 // Adds a picture as a condition: out (B, HW, C + K) = [x | cond], in fp32, from x (B, HW, C) and cond (B, HW, K).
 static void join_channels(float* out, const float* x, const float* cond, int B, int HW, int C, int K);
 // These functions write the pictures of a batch as the network reads them. take_pictures copies given pictures; the
-// functions after it make pictures of the images. A picture is mirrored if its image is mirrored. A picture that is
-// left out is all zeros.
+// functions after it make pictures of the images (for --cond lowres in two steps). A picture is mirrored if its image
+// is mirrored. A picture that is left out is all zeros.
 static void take_pictures(float* cond,          // (B, H, W, K)
                           const void* pictures, // (B, K, H, W), of 1 or 4 bytes a value
                           PictureDraws draws, int B, int K, int H, int W, int bytes);
@@ -1342,8 +1344,8 @@ constexpr double BIG = 1e9;
 struct Config;
 
 // One flag: the member of Config that holds its value, its text in --help, and its allowed values (low..high for
-// numbers, "a|b" for words). A few flags without a slot are in model files, too, in another form: see take_parsed_flags
-// and take_run_of_file.
+// numbers, "a|b" for words). A flag whose `slot` is not 0 is kept in model files. A few flags whose `slot` is 0 are
+// kept there, too, but in another form than as one value: see take_parsed_flags and take_run_of_file.
 struct Flag {
     const char* name;
     std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
@@ -4768,7 +4770,8 @@ static std::vector<int> strided_timesteps(int T, const std::string& respacing) {
 // Returns the timesteps of a sampler in ascending order, as guided-diffusion's space_timesteps does. respacing:
 //   ""            all timesteps
 //   "ddimN"       N timesteps at equal distances, from 0 on
-//   "n1,n2,..."   [0, T) is divided into equal parts; n1 timesteps are kept in the first part, n2 in the second, etc.
+//   "n1,n2,..."   [0, T) is divided into parts, whose lengths differ by 1 at most; n1 timesteps are kept in the first
+//                 part, n2 in the second, etc.
 static std::vector<int> space_timesteps(int T, const std::string& respacing) {
     if (respacing.starts_with("ddim")) return strided_timesteps(T, respacing);
     const std::string flag = "--timestep_respacing " + respacing;
@@ -9313,8 +9316,9 @@ struct NoWork {
 };
 template void with_nonlinearity<float>(Nonlinearity, NoWork);
 
-// PyTorch's F.pixel_unshuffle turns pixels (B, H, W, C) into patches of p x p pixels: (B, H / p, W / p, C p p). This
-// function is given the index i of an element in the pixels. It returns the index of the same element in the patches.
+// Pixels (B, H, W, C) become patches of p x p pixels, (B, H / p, W / p, C p p), as in PyTorch's F.pixel_unshuffle, but
+// with the channels last. This function is given the index i of an element in the pixels. It returns the index of the
+// same element in the patches.
 HD static inline size_t place_in_patches(size_t i, int H, int W, int C, int p) {
     const int c = i % C;
     const int w = i / C % W;
@@ -13583,7 +13587,8 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     load_rows<Tile, Tile::M>(own2, operands.A2, tile.row0, a);
     load_stage(0, 0);
     if (short_rows) compute_dots<T, Tile::THREADS>(short_D, tile, a);
-    Query own_queries[MT][2]; // the Query of rows g and g + 8 of each tile, if the block owns queries
+    // If the block owns queries: [m] holds the Query of rows lane / 4 and lane / 4 + 8 of the warp's m-th 16 rows.
+    Query own_queries[MT][2];
     UNROLL_FOR (int m = 0; m < MT; m++)
         UNROLL_FOR (int r = 0; r < 2 && !OWNS_KEYS; r++) {
             const int row = tile.row0 + (warp_row<Tile>() + 16 * m + 8 * r + lane / 4);
@@ -16251,7 +16256,8 @@ template <class T, int N> struct WeightGatherCopies {
     const int co_tile, ci_tile; // the block's first tile of output channels and of input channels
     const int first;            // the block's first pixel tile
     const int chunk = (int)threadIdx.x % CHUNKS;
-    const int row = (int)threadIdx.x / CHUNKS; // the first pixel of a tile that this thread copies, of x and of dout
+    const int row =
+        (int)threadIdx.x / CHUNKS; // of a tile's pixels, the first that this thread copies (in x and in dout)
     const int Wo = p.shape.out_W();
     const int HWo = p.shape.out_H() * Wo;
     const int t = ci_tile + chunk * 8 / 64; // the tile of input channels that this thread's chunk belongs to
@@ -18191,7 +18197,8 @@ struct RoundingList {
     int tiles = 0; // how many tiles all works have
 };
 
-// There is one block for each tile. `list` is a __grid_constant__. Without this the compiler would copy `list` to local
+// There is one block for each tile. copy: the weights in bf16, which are rounded; weights, turned: the results. All are
+// flat arrays. `list` is a __grid_constant__. Without this the compiler would copy `list` to local
 // memory, because an index into list.works is only known at run time.
 static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weights, uint8_t* turned, // flat arrays
                                                                    const bf16* copy,                  // a flat array
@@ -19322,7 +19329,7 @@ template <bool BACKWARD> static void pick_conv_halo_bf16(const ConvCall& c) {
         // the largest tiles: there are enough of them to fill the GPU
         {large_48, conv_halo<Large48, BACKWARD>},
         {many, conv_halo<Large64, BACKWARD>},
-        // few tiles: a block has fewer channels, and two K groups share a tile
+        // few tiles: a block has fewer channels, and two sets of warps (K groups, see ProductTile) share a tile
         {c.Cout <= 128, conv_halo<Few32, BACKWARD>},
         {true, conv_halo<Few48, BACKWARD>},
     };
