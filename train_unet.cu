@@ -73,49 +73,49 @@
 //  16542         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
 //  17053         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
 //  17524         conv_weight_tma: weight gradients (sm_90a)
-//  17844         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  18174         FP8 in training: weights and gradients are rounded
-//  18291    21. The optimiser
-//  18294         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18539         muon: directions for matrices of weights
-//  18985    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18988         groupnorm_backward
-//  19160         attention: forward and, where a has dout, backward
-//  19225         convolution: forward and input gradient
-//  19760         convolution: weight gradients
-//  20154    23. The GPU: memory, copies, repeated work
-//  20387    24. Between ranks: from device to device
+//  17845         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  18175         FP8 in training: weights and gradients are rounded
+//  18292    21. The optimiser
+//  18295         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18540         muon: directions for matrices of weights
+//  18986    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18989         groupnorm_backward
+//  19162         attention: forward and, where a has dout, backward
+//  19227         convolution: forward and input gradient
+//  19762         convolution: weight gradients
+//  20156    23. The GPU: memory, copies, repeated work
+//  20389    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights. What stands in brackets need not be opened: where it is called, a comment
 //   says what it does.
 //     command line: main 9240, run_program 9166, train 9133 and run_step 9080, one above the other; train_step 8967
-//     images are read: load_batch 5795, read_image 5342 (send 20357: to the GPU)
-//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20288)
+//     images are read: load_batch 5795, read_image 5342 (send 20359: to the GPU)
+//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20290)
 //     the gradient: step_gradients 8833 (draw_levels 11456: noise levels of the batch, by draw_level 4238)
 //     a microbatch (take_microbatch 8668): forward_and_loss 8694; q_sample_forward 11674; loss_forward_backward 11792
 //     forward: unet_forward 3734, with forward_layer above it (layer_args 2462: addresses), calls a function of each
 //       layer's kind, such as forward_conv 2690
 //     backward: unet_backward 3811 calls such a function as backward_conv 2697 of each layer (a convolution's input
-//       gradient: conv_backward_input 19725) and, by launch_waiting 3771 on the side stream,
-//       conv_backward_weights 20147 (finish_gradients 12928: those of norms). A drawing above
-//       WeightCosts 19776 shows the way from there to the kernels
-//     several ranks: send_gradients (in step_gradients) and all_to_all 20627
-//     the sum, and the verdict: sum_gradients 18346, judge_step 18394 (by judge_batch 6895)
-//     the update: update_slice 8940 (above train_step), adamw_update 18513 with adamw_kernel above it
-//     the log: next_step 18400, record_step 18406; later collect_steps 9003
+//       gradient: conv_backward_input 19727) and, by launch_waiting 3771 on the side stream,
+//       conv_backward_weights 20149 (finish_gradients 12928: those of norms). A drawing above
+//       WeightCosts 19778 shows the way from there to the kernels
+//     several ranks: send_gradients (in step_gradients) and all_to_all 20629
+//     the sum, and the verdict: sum_gradients 18347, judge_step 18395 (by judge_batch 6895)
+//     the update: update_slice 8940 (above train_step), adamw_update 18514 with adamw_kernel above it
+//     the log: next_step 18401, record_step 18407; later collect_steps 9003
 //   --optimizer muon: muon_updates 7011 says which weights; update_slice 8940, update_by_muon 8930 (with the formulas),
-//     muon_momentum 18582, orthogonalise 18962 (with muon_kernel above it), adamw_kernel 18457 (its `move`)
+//     muon_momentum 18583, orthogonalise 18963 (with muon_kernel above it), adamw_kernel 18458 (its `move`)
 //   pictures, from noise (guidance on the way: device_step, predicted_x0 11866): sample_batch 5159, plan_route 4903,
 //     device_step 4951, euler_step 4683 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19606 draws all of its roads):
-//     forward_conv 2690; conv_forward 19646, with conv_product above it (conv_is_wgmma 19235: for bf16, on Hopper);
-//     on Hopper, large images: pick_conv_tiles_3x3 19546 (its tiles, such as Resident16, stand above pick_conv_small);
+//   a convolution, to the tensor cores (a table above conv_product 19608 draws all of its roads):
+//     forward_conv 2690; conv_forward 19648, with conv_product above it (conv_is_wgmma 19237: for bf16, on Hopper);
+//     on Hopper, large images: pick_conv_tiles_3x3 19548 (its tiles, such as Resident16, stand above pick_conv_small);
 //       conv_tiles 17038, with conv_tiles_kernel above it; Accumulators 10757 (its function multiply), with Wgmma above
 //       it
-//     on Hopper, small images: pick_conv_small 19395; conv_small 17509, with conv_small_kernel and multiply_small above
+//     on Hopper, small images: pick_conv_small 19397; conv_small 17509, with conv_small_kernel and multiply_small above
 //       it; Wgmma 10733
-//     on any other GPU: pick_conv_halo_bf16 19308; conv_halo 15315, with conv_halo_kernel, multiply_step, multiply_tap
+//     on any other GPU: pick_conv_halo_bf16 19310; conv_halo 15315, with conv_halo_kernel, multiply_step, multiply_tap
 //       above it; mma 10087
 //   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8833
 //   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 465,
@@ -133,8 +133,8 @@
 //     11314), and loops in dev/reference.h
 //   to add an element type beside bf16: Element 355, with a list of all places above it: the row of `precision` in
 //     common/flags.h, ElementOf 9265, with_act 9541 (act_has_wgmma below it), unpack_bf16 9691 and all below it to
-//     load_two 9755, mma 10087, pick_conv_halo_bf16 19308, conv_product 19606; for fp16 also forward_and_loss 8694,
-//     sum_gradients 18346, orthogonalise 18962
+//     load_two 9755, mma 10087, pick_conv_halo_bf16 19310, conv_product 19608; for fp16 also forward_and_loss 8694,
+//     sum_gradients 18347, orthogonalise 18963
 //   the settings, to their values: parse_command_line 1698, take_aliases 1727, complete_config 6711
 //     (apply_preset 1614, take_model_file 6398, take_ect_defaults 6428), check_run 2170,
 //     take_data_shape 6480 (take_labels 6457), which calls check_model 2016
@@ -142,8 +142,8 @@
 //     by which factor, and where. plan_fp8 3255 and plan_fp8_gradients 3270 plan what is read. The factors and weights
 //     are made below them: make_fp8_weights 3315 for samples, make_fp8_training 3385 for training; add_fp8_args 2436
 //     hands them to the layers. forward_conv 2690, backward_conv 2697 and weight_work 2409 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19710 makes an input gradient a forward convolution; conv_product_fp8 19639 picks the
-//     kernel, multiply_fp8 10794 and WgmmaFp8 10702 multiply; weight gradients: conv_weight_fp8_kernel 18118;
+//     conv_backward_input_fp8 19712 makes an input gradient a forward convolution; conv_product_fp8 19641 picks the
+//     kernel, multiply_fp8 10794 and WgmmaFp8 10702 multiply; weight gradients: conv_weight_fp8_kernel 18119;
 //     print_fp8 8142 says whether it pays
 //   an error message, to its cause: leave out its beginning (train_unet:), and the names and values of flags, names of
 //     files, and numbers, which are put together at run time. Search for three or four of the words that are left. (A
@@ -1350,7 +1350,7 @@ struct Flag {
     const char* name;
     std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
     int slot;               // the value's place in the header of a model file (section 10); 0: no such place
-    bool free;              // a flag of the model: whether its value may differ from a model file's (take_from_file)
+    bool free;              // for flags of the model: the command line may change a model file's value (take_from_file)
     const char* objectives; // the only objectives that use the flag, "a|b"; "": all objectives use it
     const char* heading;    // the heading above the flag in --help
     const char* help;
@@ -2263,7 +2263,7 @@ struct Layer {
     std::string name;
     int x1 = -1, x2 = -1, out = -1;                 // tensors: the layer reads [x1 | x2] and writes out
     int weight = -1;                                // a parameter; the bias, if there is one, is the next parameter
-    int residual = -1;                              // CONV: a tensor that is added to the result; -1 if `skip` is set
+    int residual = -1;                              // CONV: a tensor that is added to the result; -1: none (see skip)
     int emb = -1, emb_offset = 0;                   // the tensor UNet::emb or -1, and this layer's first column in it
     int kernel = 1, stride = 1, upsample = 0;       // CONV
     bool fp8 = false;                               // CONV: forward product and weight gradient are in FP8 (choose_fp8)
@@ -2707,7 +2707,7 @@ static double conv_flops(const LayerArgs& a) {
 static Workspace conv_layer_workspace(const LayerArgs& a) {
     ConvShape s = a.conv();
     size_t side = conv_workspace(s);
-    // In training, the weight gradient may be in FP8 (LayerArgs::weight_work). Then its pixels are divided among blocks
+    // In training, the weight gradient may be in FP8 (LayerArgs::weight_work). Then the pixels are divided among blocks
     // in another way, so it may need a larger workspace.
     if (a.layer->fp8) {
         s.in = Element::FP8;
@@ -6924,9 +6924,9 @@ HD static inline float average_share(float rate, int64_t updates) {
 // step can be recorded once, and repeated for later steps (Graph). There is memory for two batches: one batch is copied
 // to the device while the model is trained on the other batch. So there are two recordings: graph[0] and graph[1].
 // A slice is this rank's part of a flat array of all parameters. If there is one rank, the slice is the whole array. In
-// the shapes below, B is the batch size, micro is the number of samples in a microbatch (with guidance at least 2,
-// because the network computes each image of a grid twice), T is diffusion_steps, K is cond_channels, and factor is
-// picture_factor.
+// the shapes below, B is the batch size, micro is the number of samples for which the network has room: a
+// microbatch, but at least 2 if grids are guided, because then the network computes each image of a grid twice. T is
+// diffusion_steps, K is cond_channels, and factor is picture_factor.
 struct Trainer {
     UNet net;
     Dataset data;
@@ -6934,7 +6934,7 @@ struct Trainer {
     AdamW adamw;
     Slice own; // where in the flat arrays this rank's slice lies
 
-    // Flat arrays. Each holds one number for each parameter.
+    // Flat arrays (all members up to `sum`, except fp8 and fp8_works). Each holds one number for each parameter.
     // The weights in fp32. With several ranks, only two parts of this array are kept up to date: the first plain_size
     // weights, which are all that the network reads in fp32, and this rank's slice, which its optimiser updates. The
     // weights after the first plain_size are those of convolutions. The network reads them from `copy`. (If activations
@@ -6945,7 +6945,7 @@ struct Trainer {
     Fp8Weights fp8;       // --precision fp8: the FP8 copies of weights, which training steps read
     std::vector<WeightRounding> fp8_works; // the convolutions whose weights fp8 holds
     float* received; // gradients of this rank's slice, from the other ranks (RankGradients); null: there is one rank
-    // A flat array. At the places of this rank's slice, it holds the sum of the gradients of all microbatches of the
+    // At the places of this rank's slice, `sum` holds the sum of the gradients of all microbatches of the
     // step. With several ranks, `sum` and `received` are the same array. They use different places in it: what another
     // rank sends is received at the places of that rank's slice. With one rank and one microbatch, `sum` and `grads`
     // are the same array. With one rank and several microbatches, `sum` is a separate array. (With --optimizer muon,
@@ -16256,8 +16256,8 @@ template <class T, int N> struct WeightGatherCopies {
     const int co_tile, ci_tile; // the block's first tile of output channels and of input channels
     const int first;            // the block's first pixel tile
     const int chunk = (int)threadIdx.x % CHUNKS;
-    const int row =
-        (int)threadIdx.x / CHUNKS; // of a tile's pixels, the first that this thread copies (in x and in dout)
+    // Of a tile's pixels, the first that this thread copies, in x and in dout.
+    const int row = (int)threadIdx.x / CHUNKS;
     const int Wo = p.shape.out_W();
     const int HWo = p.shape.out_H() * Wo;
     const int t = ci_tile + chunk * 8 / 64; // the tile of input channels that this thread's chunk belongs to
@@ -17747,7 +17747,8 @@ template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work,
 }
 
 // Writes d, this thread's sums over the block's range, to p.partial (splits, tiles, taps, 1024 float4). The 1024 float4
-// of a tile and tap lie in the order that weight_place explains. tap: the tap that D's first third belongs to.
+// of a tile and tap lie in the order that weight_place explains. d is a part of the warpgroup's product, whose columns
+// are three thirds: in a 3x3 convolution they belong to three taps. tap: the tap of the first third.
 template <class T> INLINE void put_partial(const WeightBlock<T>& work, int tap, int co_tile, const float* d) {
     const ConvWeight& p = work.p;
     const int warp = threadIdx.x / 32 % 4;
@@ -18198,8 +18199,8 @@ struct RoundingList {
 };
 
 // There is one block for each tile. copy: the weights in bf16, which are rounded; weights, turned: the results. All are
-// flat arrays. `list` is a __grid_constant__. Without this the compiler would copy `list` to local
-// memory, because an index into list.works is only known at run time.
+// flat arrays. `list` is a __grid_constant__. Without this the compiler would copy `list` to local memory, because an
+// index into list.works is only known at run time.
 static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weights, uint8_t* turned, // flat arrays
                                                                    const bf16* copy,                  // a flat array
                                                                    const __grid_constant__ RoundingList list) {
@@ -19012,7 +19013,8 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     constexpr double SERIAL = 0.31;    // this fraction of a block's work does not overlap with its latency
     constexpr double LAST_WAVE = 0.18; // if there are several waves, the time grows by this fraction of a wave
     const int C = s.C1 + s.C2;
-    const double elements = act_vec() / 8.0; // SLOT and SLOTS were fitted for vectors of 8 elements
+    const double elements =
+        act_vec() / 8.0; // relative to the 8 elements of a vector for which SLOT and SLOTS were fitted
 
     // Memory moves whole sectors of 32 bytes, and 128 neighbouring bytes (a cache line) are the most efficient. A block
     // works on a slab, which is a part of the channels (NormWhole). A byte takes more time if the slab has few bytes of
