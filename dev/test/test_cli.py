@@ -253,6 +253,14 @@ def test_the_preset_of_a_folder() -> None:
         assert make_config(folder | {"image_size": (size, size), "class_cond": False}).in_channels == 3
 
 
+@pytest.mark.parametrize("name", ["data_dir", "data_file", "init"])
+def test_an_empty_path_is_no_default(run: Callable, name: str) -> None:
+    """As a script gives it whose variable is not set: the program does not train on its own data then."""
+    assert f"--{name}: is empty; give a path" in run([f"--{name}", "", "--max_steps", 1], code=1).err
+    with pytest.raises(train_unet.UserError, match=f"--{name}: is empty; give a path"):
+        train_unet.run([f"--{name}", "", "--max_steps", "1"])
+
+
 @pytest.mark.parametrize(
     ("given", "kept"),
     [

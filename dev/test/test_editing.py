@@ -241,4 +241,6 @@ def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             make(*words, output="x.png")
     with pytest.raises(twin.UserError, match="--mask mask.png: says where"):
         generate.run("--model_filename m.bin --mask mask.png".split())
+    with pytest.raises(twin.UserError, match="--strength 0.5: says how much of --image"):
+        generate.run("--model_filename m.bin --strength 0.5".split())
     assert not Path("x.png").exists()
