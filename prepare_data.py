@@ -203,6 +203,11 @@ def zip_labels(archive: zipfile.ZipFile, names: list[str]) -> list[int] | None:
     return [by_name[name] for name in names]
 
 
+def shared_folders(names: list[str]) -> int:
+    """How many folders all of these files lie in, counted from the top."""
+    return len(os.path.commonprefix([name.split("/")[:-1] for name in names]))
+
+
 def open_zip(path: str, image_size: tuple[int, int] | None, channels: int, crops: int) -> Source:
     """The pictures in a zip, read from where they lie. In a data set of EDM's, dataset.json holds the labels and the folders mean nothing; else
     sub-folders are classes, below those that all pictures share."""
@@ -231,7 +236,7 @@ def open_zip(path: str, image_size: tuple[int, int] | None, channels: int, crops
         raise DataError(f"{path} is encrypted: unpack it, and give the folder to --data_dir")
     if "dataset.json" not in entries:
         parts = [tuple(name.split("/")) for name in names]
-        shared = len(os.path.commonprefix([folders for *folders, _ in parts]))
+        shared = shared_folders(names)
         labels, class_names = label_by_folder([p[shared:] for p in parts])
         return decoded(names, labels, class_names, cut_out(image_size or (64, 64)))
     if not image_size:
@@ -428,11 +433,11 @@ def table_values(path: str, files: list[str], folder: str) -> tuple[np.ndarray, 
     """(numbers (len(files), K), their names) of a .csv. A line names its file from the folder on, or by its last part if no other has the same. folder: "":
     the files are those of a zip, and the folder is what all of them share."""
     names, rows = read_table(path)
-    top = folder or os.path.commonpath([os.path.dirname(file) for file in files])
+    shared = shared_folders(files)
     found, missing = [], []
     of_line: dict[str, str] = {}  # the file of each line
     for file in files:
-        within = os.path.relpath(file, top) if top else file
+        within = os.path.relpath(file, folder) if folder else "/".join(file.split("/")[shared:])
         key = next((name for name in (file, within, os.path.basename(file)) if name in rows), within)
         (found if key in rows else missing).append(key)
         other = of_line.setdefault(key, within)

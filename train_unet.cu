@@ -9,156 +9,156 @@
 //    832     2. The interface: all that the program asks of a device
 //   1227     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
 //   1332     4. Configuration: flags, presets, help, what can work and what cannot
-//   2186     5. The network: a list of layers, made of guided-diffusion's flags
-//   3240     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3250         FP8: its buffers, its factors, and weights in FP8
-//   3419         gradients, and buffers
-//   3700     7. Forward and backward: two walks over the list
-//   3847     8. Diffusion: noise schedules, objectives, samplers
-//   4165         the level of a training sample, drawn, and its share of the loss
-//   4651         samplers
-//   5251     9. Data: .bin files that may be larger than memory, the order of their images
-//   5843    10. Model files: weights and checkpoints, initial weights
-//   6235    11. Settings: what the command line leaves open comes from presets, model files and the data
-//   6585         presets, and all settings together
-//   6731         what ranks must have in common
-//   6805    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
-//   6827         the learning rate, the verdict on a step, averages of the weights
-//   6922         what a trainer holds, and how ranks gather it
-//   7135         the log in memory, as index.html shows it
-//   7265         what a run holds
-//   7366         the log and the status line
-//   7568         checkpoints, snapshots and grids
-//   7867         a run's first weights: new, of a file, or of the run that is resumed
-//   8200         how a run begins: validation data, conditions of grids, its folder
-//   8349         how a run ends
-//   8422         samples, without a run
-//   8598    13. A training step, the loop over the steps, and main
-//   8622         a step
-//   8998         the loop over the steps
-//   9126         train and main: a whole run, from the command line to the exit code
-//   9244  Part II. The device
-//   9247    14. What all devices share: elements, nonlinearities, patches of pixels
-//   9333    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9403    16. The GPU: what all kernels share
-//   9475         Launches, which may overlap
-//   9522         Decisions: what kernels are chosen with
-//   9577         Single instructions: shared memory, mbarriers, clusters
-//   9675         Activations: pieces of 16 bytes
-//  10019         each_kernel: a thread for an element
-//  10033         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//  10205         Swizzle: how rows lie in shared memory
-//  10227         Hopper (sm_90a): TMA and what goes with it
-//  10358         building blocks of Hopper's kernels (sm_90a)
-//  10577         wgmma: how a warpgroup multiplies (sm_90a)
-//  10844    17. Small operations: resampling, embeddings, diffusion
-//  10847         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  11062         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11436         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11999    18. Group norm
-//  12002         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12572         groupnorm_backward_whole: an image's slab in shared memory
-//  12979    19. Attention
-//  13089         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13655         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13805         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14519    20. Convolution
-//  14572         ConvOut: results, 4 channels of a pixel at a time
-//  14823         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14897         conv_halo: 3x3, stride 1, any GPU
-//  15328         conv_gather: any kernel size and stride, any GPU
-//  15602         conv_few: the first and the last layer
-//  15793         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16411         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16542         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  17053         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17524         conv_weight_tma: weight gradients (sm_90a)
-//  17845         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  18175         FP8 in training: weights and gradients are rounded
-//  18292    21. The optimiser
-//  18295         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18540         muon: directions for matrices of weights
-//  18986    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18989         groupnorm_backward
-//  19162         attention: forward and, where a has dout, backward
-//  19227         convolution: forward and input gradient
-//  19762         convolution: weight gradients
-//  20156    23. The GPU: memory, copies, repeated work
-//  20389    24. Between ranks: from device to device
+//   2184     5. The network: a list of layers, made of guided-diffusion's flags
+//   3238     6. The plan: what the backward pass adds where, and where in memory each buffer lies
+//   3248         FP8: its buffers, its factors, and weights in FP8
+//   3417         gradients, and buffers
+//   3698     7. Forward and backward: two walks over the list
+//   3845     8. Diffusion: noise schedules, objectives, samplers
+//   4163         the level of a training sample, drawn, and its share of the loss
+//   4649         samplers
+//   5249     9. Data: .bin files that may be larger than memory, the order of their images
+//   5848    10. Model files: weights and checkpoints, initial weights
+//   6240    11. Settings: what the command line leaves open comes from presets, model files and the data
+//   6590         presets, and all settings together
+//   6736         what ranks must have in common
+//   6810    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
+//   6832         the learning rate, the verdict on a step, averages of the weights
+//   6927         what a trainer holds, and how ranks gather it
+//   7140         the log in memory, as index.html shows it
+//   7270         what a run holds
+//   7371         the log and the status line
+//   7573         checkpoints, snapshots and grids
+//   7870         a run's first weights: new, of a file, or of the run that is resumed
+//   8203         how a run begins: validation data, conditions of grids, its folder
+//   8352         how a run ends
+//   8425         samples, without a run
+//   8601    13. A training step, the loop over the steps, and main
+//   8625         a step
+//   9001         the loop over the steps
+//   9129         train and main: a whole run, from the command line to the exit code
+//   9240  Part II. The device
+//   9243    14. What all devices share: elements, nonlinearities, patches of pixels
+//   9329    15. The CPU: the device is the host; operations are in dev/reference.h
+//   9399    16. The GPU: what all kernels share
+//   9471         Launches, which may overlap
+//   9518         Decisions: what kernels are chosen with
+//   9573         Single instructions: shared memory, mbarriers, clusters
+//   9671         Activations: pieces of 16 bytes
+//  10015         each_kernel: a thread for an element
+//  10029         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
+//  10201         Swizzle: how rows lie in shared memory
+//  10223         Hopper (sm_90a): TMA and what goes with it
+//  10354         building blocks of Hopper's kernels (sm_90a)
+//  10573         wgmma: how a warpgroup multiplies (sm_90a)
+//  10840    17. Small operations: resampling, embeddings, diffusion
+//  10843         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
+//  11058         linear, silu, timestep and label embedding: fp32 (B, C) throughout
+//  11432         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
+//  11995    18. Group norm
+//  11998         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+//  12568         groupnorm_backward_whole: an image's slab in shared memory
+//  12975    19. Attention
+//  13085         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
+//  13651         attention_forward_general and attention_backward_general: heads of any size, any GPU
+//  13801         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
+//  14515    20. Convolution
+//  14568         ConvOut: results, 4 channels of a pixel at a time
+//  14819         operands of the portable kernels: bf16, or floats as two fp16 parts
+//  14893         conv_halo: 3x3, stride 1, any GPU
+//  15324         conv_gather: any kernel size and stride, any GPU
+//  15598         conv_few: the first and the last layer
+//  15789         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+//  16407         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+//  16538         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
+//  17049         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
+//  17520         conv_weight_tma: weight gradients (sm_90a)
+//  17841         conv_weight_fp8: weight gradients in FP8 (sm_90a)
+//  18171         FP8 in training: weights and gradients are rounded
+//  18288    21. The optimiser
+//  18291         adamw: norm of the gradient, the step's verdict, AdamW, averages
+//  18536         muon: directions for matrices of weights
+//  18982    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+//  18985         groupnorm_backward
+//  19158         attention: forward and, where a has dout, backward
+//  19223         convolution: forward and input gradient
+//  19758         convolution: weight gradients
+//  20152    23. The GPU: memory, copies, repeated work
+//  20385    24. Between ranks: from device to device
 //
 // Roads (make map renews the line numbers)
 //   a step, from the images to the weights. What stands in brackets need not be opened: where it is called, a comment
 //   says what it does.
-//     command line: main 9240, run_program 9166, train 9133 and run_step 9080, one above the other; train_step 8967
-//     images are read: load_batch 5795, read_image 5342 (send 20359: to the GPU)
-//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20290)
-//     the gradient: step_gradients 8833 (draw_levels 11456: noise levels of the batch, by draw_level 4238)
-//     a microbatch (take_microbatch 8668): forward_and_loss 8694; q_sample_forward 11674; loss_forward_backward 11792
-//     forward: unet_forward 3734, with forward_layer above it (layer_args 2462: addresses), calls a function of each
-//       layer's kind, such as forward_conv 2690
-//     backward: unet_backward 3811 calls such a function as backward_conv 2697 of each layer (a convolution's input
-//       gradient: conv_backward_input 19727) and, by launch_waiting 3771 on the side stream,
-//       conv_backward_weights 20149 (finish_gradients 12928: those of norms). A drawing above
-//       WeightCosts 19778 shows the way from there to the kernels
-//     several ranks: send_gradients (in step_gradients) and all_to_all 20629
-//     the sum, and the verdict: sum_gradients 18347, judge_step 18395 (by judge_batch 6895)
-//     the update: update_slice 8940 (above train_step), adamw_update 18514 with adamw_kernel above it
-//     the log: next_step 18401, record_step 18407; later collect_steps 9003
-//   --optimizer muon: muon_updates 7011 says which weights; update_slice 8940, update_by_muon 8930 (with the formulas),
-//     muon_momentum 18583, orthogonalise 18963 (with muon_kernel above it), adamw_kernel 18458 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11866): sample_batch 5159, plan_route 4903,
-//     device_step 4951, euler_step 4683 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19608 draws all of its roads):
-//     forward_conv 2690; conv_forward 19648, with conv_product above it (conv_is_wgmma 19237: for bf16, on Hopper);
-//     on Hopper, large images: pick_conv_tiles_3x3 19548 (its tiles, such as Resident16, stand above pick_conv_small);
-//       conv_tiles 17038, with conv_tiles_kernel above it; Accumulators 10757 (its function multiply), with Wgmma above
+//     command line: main 9236, run_program 9169, train 9136 and run_step 9083, one above the other; train_step 8970
+//     images are read: load_batch 5800, read_image 5340 (send 20355: to the GPU)
+//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20286)
+//     the gradient: step_gradients 8836 (draw_levels 11452: noise levels of the batch, by draw_level 4236)
+//     a microbatch (take_microbatch 8671): forward_and_loss 8697; q_sample_forward 11670; loss_forward_backward 11788
+//     forward: unet_forward 3732, with forward_layer above it (layer_args 2460: addresses), calls a function of each
+//       layer's kind, such as forward_conv 2688
+//     backward: unet_backward 3809 calls such a function as backward_conv 2695 of each layer (a convolution's input
+//       gradient: conv_backward_input 19723) and, by launch_waiting 3769 on the side stream,
+//       conv_backward_weights 20145 (finish_gradients 12924: those of norms). A drawing above
+//       WeightCosts 19774 shows the way from there to the kernels
+//     several ranks: send_gradients (in step_gradients) and all_to_all 20625
+//     the sum, and the verdict: sum_gradients 18343, judge_step 18391 (by judge_batch 6900)
+//     the update: update_slice 8943 (above train_step), adamw_update 18510 with adamw_kernel above it
+//     the log: next_step 18397, record_step 18403; later collect_steps 9006
+//   --optimizer muon: muon_updates 7016 says which weights; update_slice 8943, update_by_muon 8933 (with the formulas),
+//     muon_momentum 18579, orthogonalise 18959 (with muon_kernel above it), adamw_kernel 18454 (its `move`)
+//   pictures, from noise (guidance on the way: device_step, predicted_x0 11862): sample_batch 5157, plan_route 4901,
+//     device_step 4949, euler_step 4681 and those beside it
+//   a convolution, to the tensor cores (a table above conv_product 19604 draws all of its roads):
+//     forward_conv 2688; conv_forward 19644, with conv_product above it (conv_is_wgmma 19233: for bf16, on Hopper);
+//     on Hopper, large images: pick_conv_tiles_3x3 19544 (its tiles, such as Resident16, stand above pick_conv_small);
+//       conv_tiles 17034, with conv_tiles_kernel above it; Accumulators 10753 (its function multiply), with Wgmma above
 //       it
-//     on Hopper, small images: pick_conv_small 19397; conv_small 17509, with conv_small_kernel and multiply_small above
-//       it; Wgmma 10733
-//     on any other GPU: pick_conv_halo_bf16 19310; conv_halo 15315, with conv_halo_kernel, multiply_step, multiply_tap
-//       above it; mma 10087
-//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8833
+//     on Hopper, small images: pick_conv_small 19393; conv_small 17505, with conv_small_kernel and multiply_small above
+//       it; Wgmma 10729
+//     on any other GPU: pick_conv_halo_bf16 19306; conv_halo 15311, with conv_halo_kernel, multiply_step, multiply_tap
+//       above it; mma 10083
+//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8836
 //   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 465,
-//     Silu 9294, with_nonlinearity 9305 (a case); BEHIND_NORMS, above add_norm 2922, chooses it. The embedding has SiLU
-//     as a layer: silu_forward 11354
-//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 4092
+//     Silu 9290, with_nonlinearity 9301 (a case); BEHIND_NORMS, above add_norm 2920, chooses it. The embedding has SiLU
+//     as a layer: silu_forward 11350
+//   to add a quantity that the network predicts (--predict): its row in common/flags.h, ddpm_level 4090
 //   to add an objective, as edm and flow are: a word in the row of `objective` in common/flags.h, Frame 592, and beside
-//     each other edm_question 3926, ask 3961, frame_of 3974, sigma_draws 3981, has_steps_of_t 3988; the head of their
-//     section lists the changes. For a parameter that model files keep: model_header 5949, check_lists 6052,
-//     take_model_file 6398, is_of_objective 7939
-//   to add a kind of layer: a list of all places stands above LayerKind 2582; examples are forward_linear 2610 with
-//     what follows it, for a layer of the embedding, and forward_downsample 2783, for a layer between the images (a
-//     norm, forward_norm 2730, has weights, too); a function such as add_resblock 2975 puts the layer into the network;
+//     each other edm_question 3924, ask 3959, frame_of 3972, sigma_draws 3979, has_steps_of_t 3986; the head of their
+//     section lists the changes. For a parameter that model files keep: model_header 5954, check_lists 6057,
+//     take_model_file 6403, is_of_objective 7942
+//   to add a kind of layer: a list of all places stands above LayerKind 2580; examples are forward_linear 2608 with
+//     what follows it, for a layer of the embedding, and forward_downsample 2781, for a layer between the images (a
+//     norm, forward_norm 2728, has weights, too); a function such as add_resblock 2973 puts the layer into the network;
 //     its operation needs a prototype in the interface (such as that of linear_forward 958), a kernel (linear_forward
-//     11314), and loops in dev/reference.h
+//     11310), and loops in dev/reference.h
 //   to add an element type beside bf16: Element 355, with a list of all places above it: the row of `precision` in
-//     common/flags.h, ElementOf 9265, with_act 9541 (act_has_wgmma below it), unpack_bf16 9691 and all below it to
-//     load_two 9755, mma 10087, pick_conv_halo_bf16 19310, conv_product 19608; for fp16 also forward_and_loss 8694,
-//     sum_gradients 18347, orthogonalise 18963
-//   the settings, to their values: parse_command_line 1698, take_aliases 1727, complete_config 6711
-//     (apply_preset 1614, take_model_file 6398, take_ect_defaults 6428), check_run 2170,
-//     take_data_shape 6480 (take_labels 6457), which calls check_model 2016
-//   FP8 (--precision fp8): choose_fp8 3178 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3255 and plan_fp8_gradients 3270 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3315 for samples, make_fp8_training 3385 for training; add_fp8_args 2436
-//     hands them to the layers. forward_conv 2690, backward_conv 2697 and weight_work 2409 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19712 makes an input gradient a forward convolution; conv_product_fp8 19641 picks the
-//     kernel, multiply_fp8 10794 and WgmmaFp8 10702 multiply; weight gradients: conv_weight_fp8_kernel 18119;
-//     print_fp8 8142 says whether it pays
+//     common/flags.h, ElementOf 9261, with_act 9537 (act_has_wgmma below it), unpack_bf16 9687 and all below it to
+//     load_two 9751, mma 10083, pick_conv_halo_bf16 19306, conv_product 19604; for fp16 also forward_and_loss 8697,
+//     sum_gradients 18343, orthogonalise 18959
+//   the settings, to their values: parse_command_line 1698, take_aliases 1727, complete_config 6716
+//     (apply_preset 1614, take_model_file 6403, take_ect_defaults 6433), check_run 2168,
+//     take_data_shape 6485 (take_labels 6462), which calls check_model 2014
+//   FP8 (--precision fp8): choose_fp8 3176 chooses the convolutions, and above it stands a table of what is rounded,
+//     by which factor, and where. plan_fp8 3253 and plan_fp8_gradients 3268 plan what is read. The factors and weights
+//     are made below them: make_fp8_weights 3313 for samples, make_fp8_training 3383 for training; add_fp8_args 2434
+//     hands them to the layers. forward_conv 2688, backward_conv 2695 and weight_work 2407 choose between bf16 and FP8;
+//     conv_backward_input_fp8 19708 makes an input gradient a forward convolution; conv_product_fp8 19637 picks the
+//     kernel, multiply_fp8 10790 and WgmmaFp8 10698 multiply; weight gradients: conv_weight_fp8_kernel 18115;
+//     print_fp8 8145 says whether it pays
 //   an error message, to its cause: leave out its beginning (train_unet:), and the names and values of flags, names of
 //     files, and numbers, which are put together at run time. Search for three or four of the words that are left. (A
 //     long text goes on in the next line. If nothing is found here, search host/.) They stand where the error is found:
 //     in a call of die, refuse or must (host/files.h), of wrong 1579 (a flag's value), or of a lambda in the same
 //     function whose name ends in _unless. If a function stores the message in a variable, such as `error` or `why`,
 //     look for what reads the variable next: it prints the message. A message that begins with "stopped at step" comes
-//     from stop_run 7586, either because save_arrays 7649 found weights that are not finite, or after bad steps, which
-//     judge_batch 6895 finds by healthy and suspicious above it. For a damaged header they stand in check_field 6042
-//     and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields 5390, for a
-//     checkpoint's counters in check_resume 6542. unknown_word 1483 prints the message for a word of a flag that some
+//     from stop_run 7591, either because save_arrays 7652 found weights that are not finite, or after bad steps, which
+//     judge_batch 6900 finds by healthy and suspicious above it. For a damaged header they stand in check_field 6047
+//     and check_unused (host/files.h): look at their callers; for a data file also in take_data_fields 5388, for a
+//     checkpoint's counters in check_resume 6547. unknown_word 1483 prints the message for a word of a flag that some
 //     place does not know. Such a place calls it itself or through meaning 1489. Notices, after which the run goes on,
-//     stand in calls of tell or printf. Two of them may end the run later: report_bad_step 7855 says that a step was
-//     skipped (the run ends after --max_bad_steps such steps in a row), is_written 7617 that a file could not be
-//     written yet. stop_run 7586 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go
+//     stand in calls of tell or printf. Two of them may end the run later: report_bad_step 7858 says that a step was
+//     skipped (the run ends after --max_bad_steps such steps in a row), is_written 7620 that a file could not be
+//     written yet. stop_run 7591 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go
 //     on from
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
@@ -1930,10 +1930,9 @@ static std::vector<std::string> cells_of(const std::string& line) {
     bool in_quotes = false;
     for (size_t i = 0; i < line.size(); i++) {
         std::string& cell = cells.back();
-        const bool begins = i == 0 || line[i - 1] == ',';
         const bool is_quote = line[i] == '"';
         if (is_quote && in_quotes && line[i + 1] == '"') cell += line[i++];
-        else if (is_quote && (in_quotes || (begins && cell.empty()))) in_quotes = !in_quotes;
+        else if (is_quote && (in_quotes || cell.empty())) in_quotes = !in_quotes;
         else if (line[i] == ',' && !in_quotes) cells.emplace_back();
         else cell += line[i];
     }
@@ -1957,13 +1956,12 @@ static std::string read_value_table(Config* c) {
         if (line.empty()) continue;
         std::vector<std::string> cells = cells_of(line);
         if (cells.size() == K + 1) cells.erase(cells.begin()); // the image's name
-        std::string numbers;
-        for (const std::string& cell : cells) {
-            numbers += cell + ",";
-        }
-        numbers.pop_back(); // the last comma
         std::vector<float> row;
-        const bool fits = parse_list(numbers, &row) && row.size() == K;
+        for (const std::string& cell : cells) {
+            std::vector<float> numbers; // of this cell
+            if (parse_list(cell, &numbers) && numbers.size() == 1) row.push_back(numbers[0]);
+        }
+        const bool fits = cells.size() == K && row.size() == K;
         if (!fits && (number > 1 || std::ranges::any_of(cells, looks_like_number)))
             return text("line %d must hold %zu numbers with commas", number, K);
         if (fits) c->value_rows.insert(c->value_rows.end(), row.begin(), row.end());
@@ -5591,9 +5589,15 @@ static void prepare_folder(const Config& c, const std::string& file) {
     printf("%s: prepared from %s\n", file.c_str(), c.data_dir.c_str());
 }
 
-// Sets --data_file to the file that is made of --data_dir. Rank 0 makes the file, and the other ranks wait. where: what
-// an error message begins with.
-static void take_data_dir(Config* c, const std::string& where) {
+// If the data are a folder of pictures, sets --data_file to the file that is made of it. Rank 0 makes the file, and the
+// other ranks wait. The folder is --data_dir or, if a run of train_unet.py is resumed that trained on a folder, the one
+// that its checkpoint names. where: what an error message begins with.
+static void take_data_dir(Config* c, bool resumes, const std::string& where) {
+    std::error_code ignored;
+    const bool names_data = c->given("data_file") || c->given("data_dir");
+    const bool is_of_run = resumes && !names_data && std::filesystem::is_directory(c->data_file, ignored);
+    if (is_of_run) c->data_dir = c->data_file;
+    if (c->data_dir.empty()) return;
     // parse_model computes the size (c->H, c->W) that the pictures get. Here only an error in --image_size matters.
     // Other errors are found later (take_data_shape).
     const std::string error = parse_model(c);
@@ -5601,9 +5605,10 @@ static void take_data_dir(Config* c, const std::string& where) {
     const std::string file = data_file_beside(c->data_dir);
     if (!world.rank) prepare_folder(*c, file);
     broadcast_host("the preparation of --data_dir", "");
-    // From here on, the settings are as if the user had given --data_file and not --data_dir.
+    // From here on, the settings are as if the user had given --data_file and not --data_dir. (The folder of a resumed
+    // run was not given. So check_resume ends the program if it holds other data than before.)
     c->data_file = file;
-    c->on_command_line.insert("data_file");
+    if (!is_of_run) c->on_command_line.insert("data_file");
     c->data_dir = "";
     c->on_command_line.erase("data_dir");
 }
@@ -7603,12 +7608,10 @@ static void stop_run(Run* run, const std::string& why) {
 
 // Returns a text that tells the user which saved step the run can go on from if it ends now.
 static std::string saved_so_far(const Run& run) {
-    const bool nothing_new = run.saved_step == run.first_step;
-    const std::string elsewhere = nothing_new ? run.resumed_from : "";
-    const std::string resumed = elsewhere.empty() ? "latest" : elsewhere;
-    if (run.saved_step)
-        return text("saved is step %ld; --resume_checkpoint ", run.saved_step) + resumed + " goes on from there";
-    return run.state.updates ? "no checkpoint was written yet" : "no good step was there to save";
+    if (!run.saved_step) return run.state.updates ? "no checkpoint was written yet" : "no good step was there to save";
+    const bool is_elsewhere = run.saved_step == run.first_step && !run.resumed_from.empty();
+    const std::string checkpoint = is_elsewhere ? run.resumed_from : "latest";
+    return text("saved is step %ld; --resume_checkpoint ", run.saved_step) + checkpoint + " goes on from there";
 }
 
 // All ranks call this after rank 0 has tried to write a model file. If the file could not be written, the ranks agree
@@ -9216,14 +9219,7 @@ static int run_program(int argc, char** argv) {
     }
 
     // A run: its data, all checks, and then the training.
-    // A run of train_unet.py may have trained on a folder of pictures. Then its checkpoints name this folder as
-    // --data_file. Here such a folder becomes --data_dir.
-    std::error_code ignored;
-    const bool names_data = c.given("data_file") || c.given("data_dir");
-    const bool has_folder = resumes && !names_data && std::filesystem::is_directory(c.data_file, ignored);
-    if (has_folder) c.data_dir = c.data_file;
-    if (!c.data_dir.empty()) take_data_dir(&c, where);
-    if (has_folder) c.on_command_line.erase("data_file"); // so check_resume ends the program if the data changed
+    take_data_dir(&c, resumes, where);
     check_run(&c, where);
     // If the data decided which preset is used, complete_config has opened the data file already. (The images of a
     // training step are read later, in load_batch.)
@@ -17904,8 +17900,8 @@ template <int TILE_W_, int STAGES_X, int STAGES_DOUT, int STAGES_STRIPS> struct 
     static constexpr int LOADER = 12;
     static constexpr int TRANSPOSERS = 3;
     static constexpr int THREADS = (LOADER + 1 + TRANSPOSERS) * 32;
-    static constexpr int BIAS_WARPS =
-        0; // no warps are just for sums of dout: a warpgroup that multiplies computes them
+    // There are no warps just for the sums of dout: a warpgroup that multiplies computes these sums.
+    static constexpr int BIAS_WARPS = 0;
     // A pixel of a tile has 64 channels, which are 64 bytes.
     static constexpr int PIXEL_BYTES = SLICE_CHANNELS * (int)bytes_of(Element::FP8);
     static constexpr int X_ROWS = TILE_H + 2;
@@ -19013,8 +19009,8 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     constexpr double SERIAL = 0.31;    // this fraction of a block's work does not overlap with its latency
     constexpr double LAST_WAVE = 0.18; // if there are several waves, the time grows by this fraction of a wave
     const int C = s.C1 + s.C2;
-    const double elements =
-        act_vec() / 8.0; // relative to the 8 elements of a vector for which SLOT and SLOTS were fitted
+    // SLOT and SLOTS were fitted for vectors of 8 elements, so a vector's elements are counted in units of 8.
+    const double elements = act_vec() / 8.0;
 
     // Memory moves whole sectors of 32 bytes, and 128 neighbouring bytes (a cache line) are the most efficient. A block
     // works on a slab, which is a part of the channels (NormWhole). A byte takes more time if the slab has few bytes of

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -732,21 +732,6 @@ def test_ulimit(program: list[str], data: Path, tmp_path: Path) -> None:
     assert sorted({f.name for f in (tmp_path / "out").iterdir()} - {"index.html"}) == [".lock", "log.csv"]
 
 
-def test_a_signal_at_the_last_step(program: list[str], data: Path, make_data: Callable, tmp_path: Path) -> None:
-    """Ctrl-C while the last step is validated or saved: the run ends without its last grid, which a resumed run draws."""
-    validation = make_data("val.bin", make_images(4000))  # takes a second, so that the signal comes meanwhile
-    given = flags(
-        TINY, "--max_steps 3 --val_interval 3 --log_interval 1 --sample_interval 3 --num_samples 100 --timestep_respacing 1000 --data_file", data
-    )
-    process = start([*program, *given, "--val_data_file", validation], tmp_path)
-    wait_for(process, "step 2/")
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGINT and err == "" and "stopped by SIGINT" in out, out + err
-    assert not (tmp_path / "out/samples_0000003.png").exists()
-
-
 def test_what_is_saved_lies_in_another_folder(program: list[str], data: Path, tmp_path: Path) -> None:
     """A run that was resumed into a new folder, and can't write there, says where the checkpoint lies. A limit on the size of files is not waited for."""
     call([*program, *TINY, "--data_file", data, "--max_steps", 2], tmp_path)
@@ -873,6 +858,37 @@ def test_a_checkpoint_that_a_signal_asks_for_is_measured(program: list[str], dat
     saved = checkpoints(tmp_path / "out")
     assert len(saved) == 1 and best_step(tmp_path / "out") == saved[0] == len(read_log(tmp_path / "out"))
     assert np.isfinite(column(tmp_path / "out", "val_loss")[-1])
+
+
+# Ctrl-C comes at the moment at which the checkpoint of the last step gets its name.
+INTERRUPTED = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+
+int renameat(int from, const char* name, int to, const char* other) {
+    int (*real)(int, const char*, int, const char*) = (int (*)(int, const char*, int, const char*))dlsym(RTLD_NEXT, "renameat");
+    if (strcmp(other, "model_0000003.bin") == 0) raise(SIGINT);
+    return real(from, name, to, other);
+}
+"""
+
+
+def test_a_signal_at_the_last_step(program: list[str], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run ends without its last grid, which a resumed run draws."""
+    (tmp_path / "interrupted.c").write_text(INTERRUPTED)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "interrupted.so", tmp_path / "interrupted.c", "-ldl"], check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(tmp_path / "interrupted.so"))
+    grid = "--sample_interval 3 --num_samples 1 --timestep_respacing 2"
+    given = flags(TINY, "--max_steps 3 --data_file", data)
+    told = call([*program, *flags(given, grid)], tmp_path, code=128 + signal.SIGINT, stdin=subprocess.DEVNULL).stdout  # a process of its own
+    assert "stopped by SIGINT after step 3" in told and checkpoints(tmp_path / "out") == [3]
+    assert not (tmp_path / "out/samples_0000003.png").exists()
+    monkeypatch.delenv("LD_PRELOAD")
+    call([*program, *flags("--resume_checkpoint latest", grid)], tmp_path)
+    assert (tmp_path / "out/samples_0000003.png").exists()
 
 
 # A disk without hard links, on which, if NO_BEST is there, nothing can be called best.bin.
