@@ -9,7 +9,7 @@
 # make test_faults       every call of a short run fails, one after the other, and processes are killed at random moments for ten minutes (a part of make test_all, in some)
 # make mutants           changes instructions of the kernels, one at a time, and says what no test of a pair notices: needs nvcc
 # make fuzz              hostile model files, data files, logs and command lines under the sanitizers, for FUZZ_SECONDS=600; needs clang
-# make lint              clang-format, ruff, and the map at the head of train_unet.cu, which make map renews
+# make lint              clang-format and ruff
 # make bench_cpu         the CPU build against PyTorch on the same threads       make bench   the GPU build against compiled PyTorch and JAX
 # make bench_data        how long training waits for images that come from the disk; FLAGS="--gib 40" for a file larger than memory
 # make speedrun          how good the pictures are after how many seconds of training, three seeds; FLAGS="--seeds 0 --moments 4" for less,
@@ -19,7 +19,8 @@
 CXX ?= g++
 include dev/cpu.mk
 CXXFLAGS = -std=c++20 -O3 $(NATIVE) $(WIDTH) $(OPENMP) -fno-math-errno -fno-trapping-math $(WARNINGS) $(NAME_COMMIT)
-SOURCES = train_unet.cu common/flags.h $(wildcard host/*.h) host/page.html dev/reference.h dev/winograd.h
+HEADERS = $(wildcard unet/*.h unet/*/*.h unet/*/*/*.h)
+SOURCES = train_unet.cu $(HEADERS) unet/run/page.html dev/reference.h dev/winograd.h
 # In a git checkout the program is told the latest commit of its sources, and whether they were changed since: a run's page names it.
 COMMIT = $(shell git log -1 --format=%h -- $(SOURCES) 2>/dev/null)
 CHANGED = $(shell git diff --quiet HEAD -- $(SOURCES) 2>/dev/null || echo -changed)
@@ -137,13 +138,9 @@ fuzz:
 	done; exit $${failed:-0}
 
 lint: python
-	clang-format --dry-run --Werror train_unet.cu common/*.h host/*.h dev/*.h dev/*/*.cu dev/*/*.h dev/*/*.cpp
+	clang-format --dry-run --Werror train_unet.cu $(HEADERS) dev/*.h dev/*/*.cu dev/*/*.h dev/*/*.cpp
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) dev/map.py --check
-
-map:
-	@python3 dev/map.py
 
 bench_cpu: train_unet_cpu data
 	$(PYTHON) dev/benchmarks/bench_cpu.py
@@ -178,4 +175,4 @@ clean:
 	rm -f train_unet train_unet_cpu train_unet_mpi train_unet_cuda train_unet_asan train_unet_launches_*
 	$(MAKE) -C dev clean
 
-.PHONY: train_unet data python test test_all test_emulated test_faults test_launches mutants fuzz lint map bench bench_cpu bench_data bench_gpus speedrun profile clean workshop_emulated dev/pairs_cpu dev/pairs_cuda dev/bench_cpu dev/bench_cuda dev/bench_emulated
+.PHONY: train_unet data python test test_all test_emulated test_faults test_launches mutants fuzz lint bench bench_cpu bench_data bench_gpus speedrun profile clean workshop_emulated dev/pairs_cpu dev/pairs_cuda dev/bench_cpu dev/bench_cuda dev/bench_emulated

@@ -2,7 +2,7 @@
 
     program          one sentence for a mistake, Ctrl-C, missing packages, the screen      needs Python alone
     files            files that appear whole or not at all, what may be replaced           needs Python alone
-    flags            flags and presets (flags.h, which the C++ program reads, too)         needs Python alone
+    flags            flags and presets (unet/flags.h, which the C++ program reads, too)         needs Python alone
     data_files       images and labels to train on                                         needs numpy
     pictures         from picture files to arrays                                          needs Pillow, too
     config           from flags to a configuration that can work                           from here on: PyTorch

@@ -1,6 +1,6 @@
 """Flags: their names, defaults, limits and presets, and how a command line gives them.
 
-common/flags.h has them, in a table that the C++ program reads, too. Only flags that ./train_unet lacks are here. This module needs Python alone.
+unet/flags.h has them, in a table that the C++ program reads, too. Only flags that ./train_unet lacks are here. This module needs Python alone.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def finite_numbers(words: list[str]) -> list[float]:
 
 
 # ======================================================================================================================
-# the table: common/flags.h
+# the table: unet/flags.h
 
 TYPES = {"int": "int", "int64_t": "int", "float": "float", "bool": "bool", "string": "str"}
 TYPES |= {"pixels": "tuple[int, int]", "ints": "tuple[int, ...]", "floats": "tuple[float, ...]"}
@@ -80,7 +80,7 @@ def read_flag(row: dict[str, Any], kind: ast.Name, name: ast.Name, default: ast.
 
 
 def read_table(path: Path) -> tuple[list[tuple[str, str, Any]], dict[str, str], dict[str, str]]:
-    """The flags, the presets, and what presets share, of common/flags.h, whose rows are Python, too."""
+    """The flags, the presets, and what presets share, of unet/flags.h, whose rows are Python, too."""
     flags, presets, shared, heading, objectives = [], {}, {}, "", ""
     for row in ast.parse(re.sub(r"^//", "#", path.read_text(), flags=re.M)).body:
         macro, (first, *rest) = row.value.func.id, row.value.args
@@ -242,7 +242,7 @@ def resolve(flags: dict[str, Any], meant: list[tuple[str, str, Any]]) -> dict[st
 # the configuration
 
 NOT_HERE = ("num_gpus", "exchange", "rank_timeout", "compare_runs", "device")  # of ./train_unet: of several processes, and of its page
-TABLE, PRESETS, SHARED = read_table(Path(__file__).with_name("flags.h"))
+TABLE, PRESETS, SHARED = read_table(Path(__file__).parent.parent / "unet/flags.h")
 MANY_IMAGES = 5000  # from how many images on a run without --preset has --min_snr_gamma 5
 
 

@@ -21,11 +21,11 @@ from attention import PAIR as ATTENTION
 from conv1x1 import PAIR as CONV1X1
 from conv3x3 import PAIR as CONV3X3
 from harness import Arrays, Case, Pair, Tensors, build, nchw, nhwc, run
-from unet import PAIR as UNET
-from unet import config_of, shapes_of
 
 from common.flags import PRESETS
 from common.model import UNetModel
+from unet import PAIR as UNET
+from unet import config_of, shapes_of
 
 LIMIT = 4  # times PyTorch's own error in fp32
 MODEL = PRESETS["unet64"] + " --dropout 0"

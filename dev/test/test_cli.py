@@ -88,7 +88,7 @@ def test_help_shows_every_default(run: Callable) -> None:
 
 
 def test_both_programs_read_one_table(run: Callable) -> None:
-    """What common/flags.py makes of common/flags.h is what the compiler makes of it: names and their order, headings, defaults, words, limits."""
+    """What common/flags.py makes of unet/flags.h is what the compiler makes of it: names and their order, headings, defaults, words, limits."""
     text = run(["--help"]).out.partition("\nPresets")[0]
     listed = dict(re.findall(r"^  --(\w+) (.*)", text, re.MULTILINE))
     assert [name for name, *_ in TABLE] == list(listed)
@@ -120,13 +120,13 @@ UNHEARD = [
 def with_unheard_words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both programs, in a folder, with a word more for each flag that has words: as they are before somebody has written what it means."""
     folder = tmp_path_factory.mktemp("unheard")
-    for name in ("common", "host", "dev/reference.h", "dev/winograd.h"):
+    for name in ("common", "unet", "dev/reference.h", "dev/winograd.h"):
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copytree(ROOT / name, folder / name) if (ROOT / name).is_dir() else shutil.copy(ROOT / name, folder / name)
     for name in ("train_unet.py", "train_unet.cu"):
         shutil.copy(ROOT / name, folder / name)
-    table = (ROOT / "common/flags.h").read_text()
-    (folder / "common/flags.h").write_text(re.sub(r'WORDS\("([^"]+)"\)', r'WORDS("\1|unheard")', table))
+    table = (ROOT / "unet/flags.h").read_text()
+    (folder / "unet/flags.h").write_text(re.sub(r'WORDS\("([^"]+)"\)', r'WORDS("\1|unheard")', table))
     words = "g++ -x c++ -std=c++20 -O0 -fopenmp train_unet.cu -o train_unet".split()
     subprocess.run(words, cwd=folder, check=True, capture_output=True)
     return folder

@@ -6,7 +6,6 @@ import ast
 import bisect
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,7 @@ from common.data_files import open_data_file, write_data
 
 SOURCES = [
     "train_unet.cu",
-    "host/files.h",
-    "host/png.h",
-    "host/ranks.h",
-    "host/page.h",
+    *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "unet").rglob("*.h"))),
     "dev/reference.h",
     "dev/winograd.h",
     "dev/pairs/harness.h",
@@ -42,7 +38,7 @@ SCRIPTS = [
     *(ROOT / "dev").glob("*.py"),
     *(path for folder in WORKSHOP for path in sorted(folder.glob("*.py"))),
     ROOT / "train_unet.cu",
-    *(ROOT / "host").glob("*.h"),
+    *(ROOT / "unet").rglob("*.h"),
     ROOT / "dev/pairs/harness.h",
     *(path for folder in WORKSHOP for path in sorted(folder.glob("*.cu"))),
 ]
@@ -186,32 +182,29 @@ def test_what_commands_write_is_ignored_by_git(page: str) -> None:
         assert done.returncode == 0, f"{page}: a command writes {name}, which git would call untracked"
 
 
-def test_map() -> None:
-    """train_unet.cu's map tells where things are: make map renews it."""
-    done = subprocess.run([sys.executable, "dev/map.py", "--check"], cwd=ROOT, capture_output=True, text=True)
-    assert not done.returncode, done.stderr
-
-
 def test_names_in_comments() -> None:
-    """What a comment of train_unet.cu names is there: the lists of places to change, the roads drawn at a decision. (Names with an underscore.)"""
+    """What a comment of the C++ program names is there. (Names with an underscore.)"""
+    sources = [name for name in SOURCES if name == "train_unet.cu" or name.startswith("unet/")]
     names: set[str] = set()
     code = []
-    for line in (ROOT / "train_unet.cu").read_text().splitlines():
-        before, comment, behind = line.partition("//")
-        if before.count('"') % 2:  # inside a string
-            before, behind = line, ""
-        code.append(before)
-        names |= set(re.findall(r"\b[A-Za-z]\w*_\w+", behind))
+    for name in sources:
+        for line in (ROOT / name).read_text().splitlines():
+            before, comment, behind = line.partition("//")
+            if before.count('"') % 2:  # inside a string
+                before, behind = line, ""
+            code.append(before)
+            names |= set(re.findall(r"\b[A-Za-z]\w*_\w+", behind))
     others = set("state_dict align_corners samples_STEP sample_row test_pipelines tma_stores c_skip x_s x_n".split())
-    text = "\n".join([*code, *((ROOT / name).read_text() for name in [*SOURCES[1:], "common/flags.h"])])
-    words = sorted(set(re.findall(r"\w+", text)))
+    text = "\n".join([*code, *((ROOT / name).read_text() for name in SOURCES if name not in sources)])
+    files = {path.stem for folder in ("unet", "dev", "common") for path in (ROOT / folder).rglob("*.*")}
+    words = sorted(set(re.findall(r"\w+", text)) | files)
 
     def begins_a_word(name: str) -> bool:
         at = bisect.bisect_left(words, name)
         return at < len(words) and words[at].startswith(name)
 
     missing = {name for name in names - others if not begins_a_word(name) and not re.fullmatch(r"sm_\d+a?", name)}
-    assert not missing, f"comments of train_unet.cu name {sorted(missing)}, which are nowhere in the code"
+    assert not missing, f"comments of the C++ program name {sorted(missing)}, which are nowhere in the code"
 
 
 def test_what_lies_at_the_root() -> None:

@@ -1,4 +1,4 @@
-"""A new word of an enumeration: the compiler names every place of train_unet.cu that has to know it, and nothing is computed wrongly in silence."""
+"""A new word of an enumeration: the compiler names every place of the program that has to know it, and nothing is computed wrongly in silence."""
 
 from __future__ import annotations
 
@@ -30,29 +30,35 @@ GPU_PLACES = PLACES | {
 PICTURE_ROW = '    {PictureKind::LOWRES, "lowres"},\n'  # of PICTURE_WORDS
 
 
-def copy_sources(folder: Path) -> str:
-    """Puts all that train_unet.cu includes into a folder, and returns the text of that file."""
-    for name in "common", "host":
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+def copy_sources(folder: Path) -> list[Path]:
+    """Puts the program's sources into a folder, and returns them."""
+    shutil.copytree(ROOT / "unet", folder / "unet")
     (folder / "dev").mkdir()
-    for name in "reference.h", "winograd.h":
-        shutil.copy(ROOT / "dev" / name, folder / "dev")
-    return (ROOT / "train_unet.cu").read_text()
+    for name in "train_unet.cu", "dev/reference.h", "dev/winograd.h":
+        shutil.copy(ROOT / name, folder / name)
+    return [folder / "train_unet.cu", *sorted((folder / "unet").rglob("*.h"))]
+
+
+def change(sources: list[Path], pattern: str, new: str) -> None:
+    """Replaces the one place of all sources that the pattern fits."""
+    counts = 0
+    for path in sources:
+        text, count = re.subn(pattern, new, path.read_text())
+        if count:
+            path.write_text(text)
+        counts += count
+    assert counts == 1, pattern
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """train_unet.cu with a word more in each of its enumerations."""
     folder = tmp_path_factory.mktemp("words")
-    text = copy_sources(folder)
+    sources = copy_sources(folder)
     for enumeration in GPU_PLACES:
-        text, count = re.subn(rf"(?m)^(enum (?:class )?{enumeration}\b[^{{;]*\{{[^}}]*?),?\s*\}}", rf"\1, NEW_{enumeration} }}", text)
-        assert count == 1, enumeration
-    assert text.count(',val_loss,seconds";') == 1
-    text = text.replace(',val_loss,seconds";', ',val_loss,new,seconds";')
-    assert text.count(PICTURE_ROW) == 1
-    text = text.replace(PICTURE_ROW, "")
-    (folder / "train_unet.cu").write_text(text)
+        change(sources, rf"(?m)^(enum (?:class )?{enumeration}\b[^{{;]*\{{[^}}]*?),?\s*\}}", rf"\1, NEW_{enumeration} }}")
+    change(sources, ',val_loss,seconds";', ',val_loss,new,seconds";')
+    change(sources, re.escape(PICTURE_ROW), "")
     return folder / "train_unet.cu"
 
 
@@ -111,16 +117,16 @@ def host_half_of_nvcc(folder: Path, source: str, options: str) -> str:
 @pytest.mark.long
 def test_nvcc_names_all_places(source: Path) -> None:
     warnings = ",".join(flags(ROOT / "dev/cpu.mk", "WARNINGS"))
-    text = source.read_text().replace(",new,seconds", ",seconds")  # a failed static_assert would end cudafe++
-    text = text.replace(' {\n    {PictureKind::FILE, ""},\n', ' {\n    {PictureKind::FILE, ""},\n' + PICTURE_ROW)
-    source.write_text(text)
+    sources = [source, *(source.parent / "unet").rglob("*.h")]
+    change(sources, ",new,seconds", ",seconds")  # a failed static_assert would end cudafe++
+    change(sources, r' \{\n    \{PictureKind::FILE, ""\},\n', ' {\n    {PictureKind::FILE, ""},\n' + PICTURE_ROW)
     assert places(host_half_of_nvcc(source.parent, source.name, f"-Xcompiler {warnings}")) == GPU_PLACES
 
 
 @pytest.mark.long
 def test_a_type_without_conversions(tmp_path: Path) -> None:
     """A type of two bytes, as bf16 is: kernels must not take its numbers for bf16."""
-    text = copy_sources(tmp_path)
+    copy_sources(tmp_path)
     kernel = """
     static __global__ void use(float* out, const __half* x) {
         float v[8];
@@ -129,7 +135,7 @@ def test_a_type_without_conversions(tmp_path: Path) -> None:
         *(uint4*)out = pack<__half>(v);
     }
     """
-    (tmp_path / "changed.cu").write_text(text + kernel)
+    (tmp_path / "changed.cu").write_text((tmp_path / "train_unet.cu").read_text() + kernel)
     done = subprocess.run(f"{find_nvcc()} -ptx changed.cu".split(), cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode != 0
     said = done.stdout + done.stderr
@@ -140,10 +146,7 @@ def test_a_type_without_conversions(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_norm_of_a_layer_without_sums(tmp_path: Path) -> None:
     """A kind of layer that does not say that it sums its channels, in front of a group norm."""
-    text = copy_sources(tmp_path)
-    text, count = re.subn(r"(LayerKind DOWNSAMPLE\{[^}]*?),\s*\.sums = true", r"\1", text)
-    assert count == 1
-    (tmp_path / "train_unet.cu").write_text(text)
+    change(copy_sources(tmp_path), r"(LayerKind DOWNSAMPLE\{[^}]*?),\s*\.sums = true", r"\1")
     command = [os.environ.get("CXX", "g++"), "-x", "c++", "-std=c++20", "-O0", "-w", "train_unet.cu", "-o", "changed"]
     subprocess.run(command, check=True, cwd=tmp_path)
     flags = "--preset fashion32 --num_channels 32 --channel_mult 1,2 --conv_resample False --max_steps 1 --output_dir out".split()

@@ -1,8 +1,7 @@
-"""host/: what any program needs. Its headers stand on their own, and train_unet.cu says what it takes from each."""
+"""unet/host/: what any program needs. Its headers stand on their own."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 from pathlib import Path
 
@@ -31,7 +30,7 @@ def compiled(folder: Path, source: str) -> Path:
 def test_another_program_can_use_files_and_png(tmp_path: Path) -> None:
     own = compiled(
         tmp_path,
-        """#include "host/png.h"
+        """#include "unet/host/png.h"
         int main() {
             std::vector<float> images(3 * 4 * 4, 1.0f);
             for (int i = 0; i < 16; i++) images[16 + i] = -1 + i / 7.5f; // the second one of three
@@ -51,7 +50,7 @@ def test_another_program_can_use_files_and_png(tmp_path: Path) -> None:
 def test_another_program_can_use_ranks(tmp_path: Path) -> None:
     own = compiled(
         tmp_path,
-        f"""#include "host/ranks.h"
+        f"""#include "unet/host/ranks.h"
         {DEVICES}
         int main(int, char** argv) {{
             if (argv[1]) start_ranks(2, (argv[1] = nullptr, argv));
@@ -62,16 +61,3 @@ def test_another_program_can_use_ranks(tmp_path: Path) -> None:
     )
     done = subprocess.run([own, "two"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "rank 0 of 2: 3\n", "")
-
-
-@pytest.mark.parametrize("header", ["files.h", "png.h", "ranks.h", "page.h"])
-def test_train_unet_says_what_it_takes(header: str) -> None:
-    """The names behind "// defines:" are in the header that follows, and train_unet.cu uses them."""
-    program = (ROOT / "train_unet.cu").read_text()
-    stated = re.search(rf'// defines: ((?:.*\n//          )*.*)\n#include "host/{header}"', program)
-    assert stated, f"no // defines: stands before host/{header}"
-    code = (ROOT / "host" / header).read_text()
-    rest = re.sub(r"^//.*$", "", program, flags=re.M)
-    for name in re.findall(r"\w+", stated[1]):
-        assert re.search(rf"^[^/\n]*\b{name}\b(?=[( ;=\[{{&])", code, re.M), f"host/{header} does not define {name}"
-        assert re.search(rf"\b{name}\b", rest), f"train_unet.cu does not use {name}"

@@ -168,7 +168,7 @@ def test_the_program_is_told_its_commit(make: Callable[..., subprocess.Completed
     """The latest of its sources, and whether they differ from it; outside a git checkout nothing."""
     git = ["git", "-C", str(ROOT)]
     inside = subprocess.run(
-        [*git, "log", "-1", "--format=%h", "--", "train_unet.cu", "common/flags.h", "host", "dev/reference.h", "dev/winograd.h"],
+        [*git, "log", "-1", "--format=%h", "--", "train_unet.cu", "unet", "dev/reference.h", "dev/winograd.h"],
         capture_output=True,
         text=True,
     )
@@ -180,5 +180,5 @@ def test_the_program_is_told_its_commit(make: Callable[..., subprocess.Completed
 
 def test_the_page_compiles() -> None:
     """nvcc reads ?? and one of nine characters as a trigraph, and warns of it, in a raw string, too."""
-    for file in (ROOT / "host/page.html", ROOT / "common/flags.h"):
+    for file in (ROOT / "unet/run/page.html", ROOT / "unet/flags.h"):
         assert not re.search(r"\?\?[=/'()!<>-]", file.read_text()), file

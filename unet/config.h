@@ -1,0 +1,728 @@
+// config.h - flags, to Config; presets, help, what can work and what cannot.
+#pragma once
+#include "interface.h"
+
+// The averages of --ema_snapshots are weighted means: the parameters after update k have a weight that is about
+// proportional to a power of k (Karras et al. 2024, appendix C). These are the two exponents. From snapshots of the two
+// averages, train_unet.py --ema_sigma_rel later computes averages with other exponents. With --ema_snapshots the list
+// of rates (Config::emas) contains the two exponents, too.
+constexpr float POWER_EMAS[2] = {16.97f, 6.94f};
+
+// Returns the row of a flag, or null if there is no such flag.
+static const Flag* find_flag(const std::string& name) {
+    const auto f = std::ranges::find(FLAGS, name, &Flag::name);
+    return f == FLAGS.end() ? nullptr : &*f;
+}
+
+// Returns the words that a flag may be set to; the list is empty if the flag's value is not a word.
+static std::vector<std::string> choices(const Flag& f) {
+    const bool is_bool = std::holds_alternative<bool Config::*>(f.member);
+    std::istringstream list(is_bool ? "False|True" : f.choices);
+    std::vector<std::string> words;
+    for (std::string word; std::getline(list, word, '|');) words.push_back(word);
+    return words;
+}
+
+// Ends the program, because a flag is set to a word that some place of the program does not know. Most places that
+// depend on a flag's word call this function, so whoever adds a word to unet/flags.h finds these places by this
+// message. But a place that only compares the flag with one word (such as Config::muon) takes a new word for one of the
+// other old words, without a message.
+[[noreturn]] static void unknown_word(const char* flag, const std::string& word) {
+    die("--%s %s: a part of this program does not know that word yet; choose another one", flag, word.c_str());
+}
+
+// Returns what a flag's word means in one place of the program. pairs: (word, meaning).
+template <class T>
+static T meaning(const char* flag, const std::string& word, std::initializer_list<std::pair<const char*, T>> pairs) {
+    for (const auto& [known, meant] : pairs)
+        if (word == known) return meant;
+    unknown_word(flag, word);
+}
+
+// Returns the element of activations that --precision names. With auto it returns `usual`, the element that this build
+// prefers. With fp8 it also returns `usual`, because only some tensors are FP8.
+static Element element_named(const std::string& precision, Element usual) {
+    if (precision == "auto" || precision == "fp8") return usual;
+    for (const Element element : ACTIVATION_ELEMENTS)
+        if (precision == name_of(element)) return element;
+    unknown_word("precision", precision);
+}
+
+// Returns the word of --precision that guided-diffusion's --use_fp16 True or False stands for.
+static const char* precision_of_use_fp16(bool use_fp16) { return use_fp16 ? "bf16" : "fp32"; }
+
+// These functions set flags of different types from a text. They return "" or, if the text is wrong, a text that says
+// what the value must be.
+static std::string set_value(bool* flag, const Flag&, const std::string& value) {
+    const bool yes = value == "True" || value == "true" || value == "1";
+    const bool no =
+        value == "False" || value == "false" || value == "0"; // guided-diffusion's commands use all of these
+    *flag = yes;
+    return yes || no ? "" : "True or False";
+}
+
+static std::string set_value(std::string* flag, const Flag& f, const std::string& value) {
+    *flag = value;
+    const bool any_text = !*f.choices;
+    return any_text || std::ranges::count(choices(f), value) ? "" : text("one of %s", f.choices);
+}
+
+// strtod and strtof also read hexadecimal numbers, such as 0x2. Python's float does not, so flags can't have them.
+static bool is_hexadecimal(const std::string& value) { return value.find_first_of("xX") != std::string::npos; }
+
+static std::string set_value(float* flag, const Flag& f, const std::string& value) {
+    char* end = nullptr;
+    errno = 0;
+    *flag = (float)strtod(value.c_str(), &end);
+    const bool is_number = !value.empty() && !*end && errno != ERANGE && !is_hexadecimal(value);
+    // Model files hold this value in fp32, so the program also uses it in fp32. The limits are rounded in the same way,
+    // so that a value that equals a limit is in range. NaN is refused, because it is not in range.
+    const bool in_range = *flag >= (float)f.low && *flag <= (float)f.high;
+    return is_number && in_range ? "" : text("a number from %g to %g", f.low, f.high);
+}
+
+template <class Int> static std::string set_value(Int* flag, const Flag& f, const std::string& value) {
+    char* end = nullptr;
+    errno = 0;
+    const long long number = strtoll(value.c_str(), &end, 10);
+    *flag = (Int)number;
+    const bool is_number = !value.empty() && !*end && !errno;
+    const bool in_range = number >= f.low && number <= f.high;
+    return is_number && in_range ? "" : text("a whole number from %.0f to %.0f", f.low, f.high);
+}
+
+// Sets a flag to the value that a text contains. If the text is wrong, the function ends the program with a message
+// that begins with `where`: "FILE: " if the text comes from a file of that name, "" if it comes from the command line
+// or from a preset.
+static void set_flag(Config* c, const Flag& f, const std::string& value, const std::string& where = "") {
+    auto set = [&](auto member) { return set_value(&(c->*member), f, value); };
+    const std::string expected = std::visit(set, f.member);
+    if (!expected.empty()) die("%s--%s %s: must be %s", where.c_str(), f.name, value.c_str(), expected.c_str());
+}
+
+// Returns a number as text. The text has no more digits than are needed to get the same number when the text is read.
+static std::string shortest(float number) {
+    std::string value;
+    for (int digits = 6; digits <= 9; digits++) {
+        value = text("%.*g", digits, number);
+        if (strtof(value.c_str(), nullptr) == number) break;
+    }
+    return value;
+}
+
+// Returns the size of an image in the form of --image_size: 64, or 48x64.
+static std::string size_text(int H, int W) { return H == W ? std::to_string(H) : text("%dx%d", H, W); }
+
+// Returns the value of a flag, as a user would type it.
+static std::string flag_value(const Config& c, const Flag& f) {
+    if (const int* n = f.at<int>(c)) return std::to_string(*n);
+    if (const int64_t* n = f.at<int64_t>(c)) return std::to_string(*n);
+    if (const float* real = f.at<float>(c)) return shortest(*real);
+    if (const bool* yes = f.at<bool>(c)) return *yes ? "True" : "False";
+    return *f.at<std::string>(c);
+}
+
+// Makes a sentence that says why a flag can't have its value: "--image_size 7: " and the reason.
+static std::string wrong(Config* c, const char* name, const std::string& why) {
+    return text("--%s %s: ", name, flag_value(*c, *find_flag(name)).c_str()) + why;
+}
+
+// Returns the flags of a preset that would undo or forbid what the command line asks for. A preset does not change
+// these flags.
+static std::set<std::string> left_out_of_preset(const Config& c) {
+    std::set<std::string> names;
+    if (c.given("num_heads")) names.insert("num_head_channels"); // num_head_channels would have priority over num_heads
+    if (c.objective != "ddpm") names.insert({"predict", "min_snr_gamma", "learn_sigma"});
+    // The preset's min_snr_gamma suits the preset's own --predict, and with --use_kl it is not allowed.
+    if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma");
+    // The preset's churn and guidance suit the preset's sampler, and samples that are made of noise alone. With
+    // --start_from or --inpaint (changes_images), S_churn is not even allowed (check_model).
+    if (c.given("sampler") || c.changes_images()) names.insert({"S_churn", "guidance_scale"});
+    if (c.given("guidance_scale")) names.insert({"guidance_min", "guidance_max"}); // they suit the preset's scale
+    if (c.given("class_cond") && !c.class_cond) names.insert({"class_dropout", "guidance_scale"});
+    if (c.given("class_dropout") && !c.class_dropout) names.insert("guidance_scale");
+    return names;
+}
+
+// Sets the flags of a text: --name value --name value. The text is that of a preset, or Config::OF_LABELS, the flags
+// for images with labels (unet/flags.h). Flags that the command line has set stay as they are, and so do those that
+// left_out_of_preset returns.
+static void apply_flags(Config* c, const std::string& flags) {
+    const std::set<std::string> without = left_out_of_preset(*c);
+    std::istringstream words(flags);
+    for (std::string flag, value; words >> flag >> value;) {
+        const std::string name = flag.substr(2);
+        if (c->given(name) || without.contains(name)) continue;
+        set_flag(c, *find_flag(name), value);
+        c->by_preset.insert(name);
+    }
+}
+
+static void apply_preset(Config* c, const std::string& preset) { apply_flags(c, PRESETS.at(preset)); }
+
+// Makes a flag's line of --help: its name, what it means, and in brackets its default and, if the default preset sets
+// the flag, its value in that preset.
+static std::string help_line(const Flag& f, const Config& defaults, const Config& preset) {
+    const std::string choices = *f.choices ? text(" (%s)", f.choices) : "";
+    std::string value = flag_value(defaults, f);
+    if (value.empty()) value = "\"\""; // so that the user sees that the value is empty
+    if (preset.chosen(f.name)) value += text("; %s: ", DEFAULT_PRESET) + flag_value(preset, f);
+    return text("  --%-25s %s%s [%s]\n", f.name, f.help, choices.c_str(), value.c_str());
+}
+
+static void print_help() {
+    Config defaults, preset;
+    apply_preset(&preset, DEFAULT_PRESET);
+    printf("train_unet: trains a diffusion UNet, and samples from it.\n\n"
+           "  ./train_unet                              train the default preset into out/\n"
+           "  ./train_unet --data_dir PICTURES          on your own pictures (prepare_data.py makes PICTURES.bin)\n"
+           "  ./train_unet --resume_checkpoint latest   continue the run in out/\n"
+           "  ./train_unet --sample 36 --init out/model_0000400.bin --output samples.png\n\n"
+           "In brackets: the default, and what preset %s has, which holds without --preset or data of your own.\n",
+           DEFAULT_PRESET);
+    const char* last_heading = ""; // the heading of the flag that was printed last
+    for (const Flag& f : FLAGS) {
+        if (f.heading != last_heading) printf("\n%s\n", f.heading); // this flag is the first one under its heading
+        last_heading = f.heading;
+        printf("%s", help_line(f, defaults, preset).c_str());
+    }
+    // Which preset is used without --preset: see apply_default_preset.
+    printf("\nPresets: without --preset %s; for your own images of 32x32 %s, for larger ones %s (from 128x128 on with "
+           "--patch_size 4),\nfor images that are smaller, or whose sides can't be halved so often, %s; if the images "
+           "have labels, also\n%s (where the preset says nothing else);\nfrom %ld images on --min_snr_gamma 5 (where "
+           "the preset sets it)\n",
+           DEFAULT_PRESET, PRESET_32, PRESET_FROM_32, PRESET_ELSE, Config::OF_LABELS.c_str(), (long)MANY_IMAGES);
+    for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings.c_str());
+}
+
+// Returns the smallest number of letters that must be inserted, left out or replaced to turn a into b (Levenshtein
+// 1966). row[j] is this number for the beginnings of the two words: for the letters of a that the loop has reached, and
+// the first j letters of b.
+static size_t edit_distance(const std::string& a, const std::string& b) {
+    std::vector<size_t> row(b.size() + 1);
+    std::iota(row.begin(), row.end(), 0);
+    for (char letter : a) {
+        // The shortest list of edits that makes the first j + 1 letters of b ends in one of these ways: a letter is
+        // replaced, left out or inserted, or it stays as it is.
+        size_t diagonal = row[0]; // row[j] as it was before this letter
+        row[0]++;
+        for (size_t j = 0; j < b.size(); j++) {
+            const size_t replace = diagonal + (letter != b[j]);
+            const size_t leave_out = row[j + 1] + 1;
+            const size_t insert = row[j] + 1;
+            diagonal = row[j + 1];
+            row[j + 1] = std::min({replace, leave_out, insert});
+        }
+    }
+    return row.back();
+}
+
+// Returns a text that says what to do instead of using a flag that this program does not have.
+static std::string instead_of(const std::string& name) {
+    auto is = [&](std::initializer_list<const char*> names) { return std::ranges::count(names, name) > 0; };
+    // These flags belong to guided-diffusion or to dev/bench. What they do is done in another way here, or not at all.
+    if (is({"model_path", "use_ddim"}))
+        return "python generate.py takes it; here it is --sample N --init FILE --sampler";
+    if (is({"base_samples"})) return "here it is --sample N --cond_file, a data file of the small images";
+    if (is({"iterations", "anneal_lr"}) || name.starts_with("classifier_"))
+        return "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale";
+    if (is({"bench", "profile"})) return "make -C dev bench makes dev/bench, which takes it and times this program";
+
+    // Otherwise it may be a typing error.
+    std::string nearest;
+    size_t distance = 2 + name.size() / 3; // the user hardly meant a flag that differs by so many letters
+    for (const Flag& f : FLAGS) {
+        const size_t d = edit_distance(name, f.name);
+        if (d >= distance) continue;
+        distance = d;
+        nearest = text("; did you mean --%s?", f.name);
+    }
+    return "there is no such flag" + nearest + "; --help lists those there are";
+}
+
+// Reads the command line: --name value or --name=value. Later, presets and model files set flags that are not on the
+// command line.
+static void parse_command_line(Config* c, int argc, char** argv) {
+    for (int i = 1; i < argc; i++) {
+        const std::string arg = argv[i];
+        if (arg == "--help" || arg == "-h") {
+            print_help();
+            exit(0);
+        }
+        if (!arg.starts_with("--")) die("%s: is no flag; they look like --batch_size 16; --help lists them", argv[i]);
+        const size_t equals = std::min(arg.find('='), arg.size()); // where the name ends
+        const std::string name = arg.substr(2, equals - 2);        // without the two dashes
+        const Flag* f = find_flag(name);
+        if (!f) die("--%s: %s", name.c_str(), instead_of(name).c_str());
+        if (c->given(name)) die("--%s: is given twice; once is enough", name.c_str());
+
+        // Without a "=", the value is the next argument. That argument must not be a flag.
+        const bool value_follows = equals == arg.size();
+        if (value_follows) i++;
+        const bool is_missing = i == argc || (value_follows && std::string(argv[i]).starts_with("--"));
+        if (is_missing) die("--%s: its value is missing", name.c_str());
+        std::string value = value_follows ? argv[i] : arg.substr(equals + 1);
+        if (name == "microbatch" && value == "-1") value = "0"; // guided-diffusion's word for "all at once"
+        set_flag(c, *f, value);
+        c->on_command_line.insert(name);
+    }
+}
+
+// Some of guided-diffusion's flags say what our flags say by other names: --predict_xstart True is our --predict x0. If
+// such a flag is given, this function sets ours. If ours is given, too, its value must be the same. (But the
+// channel_mult of an upsampler, and warmup_steps, are only set if they are not given.)
+static void take_aliases(Config* c) {
+    // Sets a flag to the value that its alias stands for.
+    auto take = [&](const char* alias, const char* name, const std::string& value) {
+        const std::string before = flag_value(*c, *find_flag(name));
+        const std::string alias_value = flag_value(*c, *find_flag(alias));
+        if (c->given(name) && before != value)
+            die("--%s %s: means --%s %s, and --%s is %s; leave one of them out", alias, alias_value.c_str(), name,
+                value.c_str(), name, before.c_str());
+        set_flag(c, *find_flag(name), value);
+        c->on_command_line.insert(name);
+    };
+    // In guided-diffusion, the learning rate falls over lr_anneal_steps steps, without a warm-up, and then the run
+    // stops. So lr_anneal_steps sets --lr_schedule, --max_steps and --warmup_steps here. With lr_anneal_steps 0, the
+    // rate stays constant in both programs. In guided-diffusion such a run has no end; here --max_steps keeps its
+    // value.
+    const int64_t steps = c->lr_anneal_steps;
+    // An upsampler enlarges images from small_size to large_size.
+    // In guided-diffusion, upsamplers to 512 x 512 have another channel_mult than other models of 512 x 512.
+    const int large = c->large_size;
+    const int small = c->small_size;
+    if (!large != !small) die("--large_size %d, --small_size %d: an upsampler needs both", large, small);
+    if (small && large % small) die("--small_size %d: must divide --large_size %d", small, large);
+    if (large) take("large_size", "image_size", std::to_string(large));
+    if (large == 512 && !c->given("channel_mult")) take("large_size", "channel_mult", "1,1,2,2,4,4");
+    if (small) take("small_size", "cond", text("lowres:%d", large / small));
+    if (c->predict_xstart) take("predict_xstart", "predict", "x0");
+    if (c->given("use_fp16")) take("use_fp16", "precision", precision_of_use_fp16(c->use_fp16));
+    if (c->given("lr_anneal_steps")) take("lr_anneal_steps", "lr_schedule", steps ? "linear" : "constant");
+    if (steps) take("lr_anneal_steps", "max_steps", std::to_string(steps));
+    if (steps && !c->given("warmup_steps")) take("lr_anneal_steps", "warmup_steps", "0");
+    if (c->given("fp16_scale_growth")) printf("--fp16_scale_growth: bf16 has no loss scale that could grow\n");
+}
+
+// guided-diffusion's flag --rescale_learned_sigmas sets --vlb_weight here: True sets 1e-3, False 1 / diffusion_steps.
+// So this function is called after --diffusion_steps has got its final value. from_file: whether a model file has set
+// --vlb_weight. If so, a preset must not change it.
+static void take_rescale_learned_sigmas(Config* c, bool from_file) {
+    // If the command line gives rescale_learned_sigmas, vlb_weight is set here, and the command line must not give it,
+    // too. If only a preset gives rescale_learned_sigmas, vlb_weight is set here unless the command line or a model
+    // file has set it.
+    const bool given = c->given("rescale_learned_sigmas");
+    const bool weight_given = c->given("vlb_weight");
+    if (given && weight_given)
+        die("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out");
+    const bool preset_asks = !weight_given && !from_file && c->chosen("rescale_learned_sigmas");
+    if (given || preset_asks) c->vlb_weight = c->rescale_learned_sigmas ? 1e-3f : 1.0f / (float)c->diffusion_steps;
+}
+
+// Reads numbers with commas between them, such as "1,2,3,4". Returns false if there is anything else in the text.
+static bool parse_list(const std::string& list, std::vector<float>* numbers) {
+    numbers->clear();
+    if (is_hexadecimal(list)) return false;
+    const char* p = list.c_str(); // where the next number begins
+    while (*p) {
+        char* end = nullptr;
+        const float number = strtof(p, &end);
+        numbers->push_back(number);
+        if (end == p || !std::isfinite(number)) return false;
+        const bool more_follows = *end == ',' && end[1]; // after a comma there must be another number
+        if (*end && !more_follows) return false;
+        p = end + more_follows;
+    }
+    return true;
+}
+
+// Each of the functions that follow, up to parse_model, parses or checks a part of a model's flags. Each returns "", or
+// one sentence that says why the flags are wrong. (made_channels among them is only a helper.)
+
+// --image_size: 64 means 64x64; in HxW the height comes first.
+static std::string parse_image_size(Config* c) {
+    int n = 0; // how many characters were read. %5d reads at most 5 digits, and such a number fits into an int
+    const int sides = sscanf(c->image_size.c_str(), "%5d%nx%5d%n", &c->H, &n, &c->W, &n);
+    if (sides == 1) c->W = c->H;
+    const bool is_size = sides >= 1 && !c->image_size[n];
+    const bool in_range = c->H >= 4 && c->W >= 4 && c->H <= 4096 && c->W <= 4096;
+    if (is_size && in_range) return "";
+    return wrong(c, "image_size", "must be a number of pixels from 4 to 4096, or HxW");
+}
+
+// --cond lowres, gray and mask make the condition pictures from the images. Returns how many channels such a picture
+// has.
+static int made_channels(const Config& c) {
+    if (c.picture_kind == PictureKind::GRAY) return 1;
+    return c.in_channels + (c.picture_kind == PictureKind::MASK);
+}
+
+// Parses --cond, which says what pictures are made of images: lowres:K, gray or mask. Without --cond_channels, it also
+// sets the number of the pictures' channels.
+static std::string parse_cond(Config* c) {
+    c->picture_kind = PictureKind::FILE;
+    c->picture_factor = 0;
+    if (c->cond.empty()) return "";
+    const size_t colon = std::min(c->cond.find(':'), c->cond.size());
+    const std::string kind = c->cond.substr(0, colon);
+    const std::string behind = c->cond.substr(colon);
+    const auto row = std::ranges::find(PICTURE_WORDS, kind, &PictureWord::word);
+    const bool is_word = row != std::end(PICTURE_WORDS) && !kind.empty();
+    if (is_word) c->picture_kind = row->kind;
+    // lowres is followed by a colon and a number of up to five digits. The other words stand alone.
+    const bool is_lowres = c->picture_kind == PictureKind::LOWRES;
+    const bool is_short = behind.size() >= 2 && behind.size() <= 6;
+    const bool is_number = is_short && behind.find_first_not_of("0123456789", 1) == std::string::npos;
+    if (!is_word || (is_lowres ? !is_number : !behind.empty()))
+        return wrong(c, "cond", "must be lowres:4 (or another factor), gray or mask");
+    const int K = is_lowres ? std::stoi(behind.substr(1)) : 0;
+    if (is_lowres && (K < 2 || c->H % K || c->W % K))
+        return wrong(c, "cond",
+                     text("the factor must be at least 2 and divide the height and width of %dx%d", c->H, c->W));
+    c->picture_factor = K;
+    if (c->picture_kind == PictureKind::GRAY && c->in_channels != 3)
+        return wrong(c, "cond", text("makes images of 3 channels grey, and these have %d", c->in_channels));
+    if (!c->given("cond_channels")) c->cond_channels = made_channels(*c);
+    if (c->cond_channels != made_channels(*c))
+        return wrong(c, "cond_channels", text("--cond %s makes pictures of %d", c->cond.c_str(), made_channels(*c)));
+    return "";
+}
+
+// Parses --channel_mult, which has a number for each level. A level has this number times --num_channels channels.
+// Without the flag, the function uses guided-diffusion's numbers for images of this height. If there are none, the flag
+// is needed.
+static std::string parse_channel_mult(Config* c) {
+    static const std::map<int, const char*> DEFAULTS = {
+        {512, "0.5,1,1,2,2,4,4"}, {256, "1,1,2,2,4,4"}, {128, "1,1,2,3,4"}, {64, "1,2,3,4"}};
+    if (c->channel_mult.empty() && DEFAULTS.contains(c->H)) c->channel_mult = DEFAULTS.at(c->H);
+    const bool is_list = parse_list(c->channel_mult, &c->mult);
+    const size_t levels = c->mult.size();
+    if (!is_list || levels < 1 || levels > 8)
+        return wrong(c, "channel_mult", "must be 1 to 8 numbers with commas, such as 1,2,2");
+    // Group norm has 32 groups, so every level needs a multiple of 32 channels.
+    const int F = c->num_channels;
+    if (F % 32) return wrong(c, "num_channels", text("must be a multiple of 32 (group norm); %d is", round_up(F, 32)));
+    for (size_t level = 0; level < levels; level++) {
+        const float m = c->mult[level];
+        const bool in_range = m > 0 && m <= 64; // false for NaN
+        const bool works = in_range && c->channels(level) >= 32 && c->channels(level) % 32 == 0;
+        if (!works)
+            return wrong(c, "channel_mult", text("%g * num_channels %d is not a positive multiple of 32", m, F));
+    }
+    return "";
+}
+
+// Checks that a patch has at most 64 channels, and that the image's height and width can be divided often enough. First
+// each patch becomes a pixel. Then each level after the first one halves the resolution.
+static std::string check_divisions(Config* c) {
+    const int p = c->patch();
+    const int patch_channels = c->seen_channels() * p * p;
+    if (patch_channels > 64)
+        return wrong(c, "patch_size", text("makes %d channels of a patch, of at most 64", patch_channels));
+    const int levels = (int)c->mult.size();
+    const int depth = p << (levels - 1); // the side of a square that becomes one pixel of the lowest level
+    if (c->H % depth == 0 && c->W % depth == 0) return "";
+    // The message names the next smaller size that works, or the smallest one.
+    const int H = std::max(c->H / depth, 1) * depth;
+    const int W = std::max(c->W / depth, 1) * depth;
+    return wrong(c, "image_size",
+                 text("must be a multiple of %d, as %d levels halve it%s; use %dx%d or fewer channel_mult", depth,
+                      levels, p > 1 ? " in patches" : "", H, W));
+}
+
+// Parses --attention_resolutions: at which heights of the image there is attention. Each must be the height of a level.
+// Without this check a typing error would silently give a model without attention.
+static std::string parse_attention_resolutions(Config* c) {
+    const bool is_list = parse_list(c->attention_resolutions, &c->attention_heights);
+    if (!is_list || c->attention_heights.size() > 8)
+        return wrong(c, "attention_resolutions", "must be up to 8 image heights with commas, such as 16,8");
+    std::string heights;   // the heights of all levels, as text for the message
+    std::set<float> occur; // the same heights as numbers
+    for (size_t level = 0; level < c->mult.size(); level++) {
+        heights += text("%s %d", level ? "," : "", c->height(level));
+        occur.insert((float)c->height(level));
+    }
+    // This also refuses a height that is not a whole number, because all numbers in occur are whole.
+    for (float height : c->attention_heights)
+        if (!occur.contains(height))
+            return wrong(c, "attention_resolutions",
+                         text("%g never occurs; the heights of this model are", height) + heights);
+    return "";
+}
+
+// Parses and checks image_size, cond, channel_mult, patch_size and attention_resolutions. Returns "", or a sentence
+// that says what is wrong.
+static std::string parse_model(Config* c) {
+    for (auto parse :
+         {parse_image_size, parse_cond, parse_channel_mult, check_divisions, parse_attention_resolutions}) {
+        const std::string error = parse(c);
+        if (!error.empty()) return error;
+    }
+    return "";
+}
+
+// Returns whether a cell of a table looks like a number: whether it begins with a digit, a sign or a point, or is inf
+// or nan. If no cell of a table's first line looks like a number, the line holds the columns' names.
+static bool looks_like_number(std::string cell) {
+    cell.erase(0, cell.find_first_not_of(' '));
+    if (!cell.empty() && strchr("0123456789+-.", cell[0])) return true;
+    for (char& letter : cell) letter = (char)tolower(letter);
+    return cell == "inf" || cell == "infinity" || cell == "nan";
+}
+
+// Returns the cells of a line of a table. There are commas between them. A cell may stand in quotes; then it may hold
+// commas, and two quotes in it stand for one.
+static std::vector<std::string> cells_of(const std::string& line) {
+    std::vector<std::string> cells(1);
+    bool in_quotes = false;
+    for (size_t i = 0; i < line.size(); i++) {
+        std::string& cell = cells.back();
+        const bool is_quote = line[i] == '"';
+        if (is_quote && in_quotes && line[i + 1] == '"') cell += line[i++];
+        else if (is_quote && (in_quotes || cell.empty())) in_quotes = !in_quotes;
+        else if (line[i] == ',' && !in_quotes) cells.emplace_back();
+        else cell += line[i];
+    }
+    return cells;
+}
+
+// Reads the rows of --values F.csv into c->value_rows. The file may be one that was made for prepare_data.py --values:
+// its first line may hold the columns' names, and its first column the images' names. This function skips both.
+// Returns "", or the reason why the file can't be used.
+static std::string read_value_table(Config* c) {
+    const size_t K = c->cond_dim;
+    std::error_code ignored;
+    if (std::filesystem::is_fifo(c->values, ignored))
+        return "is a pipe; it must be a file"; // the opening would wait until another program writes to the pipe
+    std::ifstream file(c->values);
+    if (!file) return text("can't be opened (%s)", strerror(errno));
+    std::string line;
+    for (int number = 1; std::getline(file, line); number++) {
+        if (number == 1 && line.starts_with("\xEF\xBB\xBF")) line.erase(0, 3); // the mark of UTF-8, as Excel writes it
+        if (line.ends_with('\r')) line.pop_back();
+        if (line.empty()) continue;
+        std::vector<std::string> cells = cells_of(line);
+        if (cells.size() == K + 1) cells.erase(cells.begin()); // the image's name
+        std::vector<float> row;
+        for (const std::string& cell : cells) {
+            std::vector<float> numbers; // of this cell
+            if (parse_list(cell, &numbers) && numbers.size() == 1) row.push_back(numbers[0]);
+        }
+        const bool fits = cells.size() == K && row.size() == K;
+        if (!fits && (number > 1 || std::ranges::any_of(cells, looks_like_number)))
+            return text("line %d must hold %zu numbers with commas", number, K);
+        if (fits) c->value_rows.insert(c->value_rows.end(), row.begin(), row.end());
+    }
+    return c->value_rows.empty() ? text("has no row of %zu numbers with commas", K) : "";
+}
+
+// Parses --values. Returns "", or a sentence that says what is wrong.
+static std::string parse_values(Config* c) {
+    c->value_rows.clear();
+    const int K = c->cond_dim;
+    if (K > 0 && c->sample && c->values.empty())
+        return wrong(c, "values",
+                     text("must be the %d numbers of the images, such as 0.3,1, or a .csv file of them", K));
+    if (c->values.empty()) return "";
+    if (K == 0) return wrong(c, "values", "this model is not conditioned on numbers (--cond_dim)");
+    if (c->values.ends_with(".csv")) {
+        const std::string error = read_value_table(c);
+        return error.empty() ? "" : wrong(c, "values", error);
+    }
+    const bool fits = parse_list(c->values, &c->value_rows) && (int)c->value_rows.size() == K;
+    return fits ? "" : wrong(c, "values", text("must be %d numbers with commas, or a .csv file of rows of them", K));
+}
+
+// Checks that the flags about pictures fit the model and each other. For instance, --cond_file is needed to sample from
+// a model that is conditioned on pictures, and is refused if the model is not. Returns "", or one sentence that says
+// what is wrong. (take_data_shape checks that a training run has the pictures that it needs, and that they fit its
+// data.)
+static std::string check_pictures(Config* c) {
+    const bool has_file = !c->cond_file.empty();
+    if (has_file && !c->cond_channels)
+        return wrong(c, "cond_file", "this model is not conditioned on pictures (--cond_channels)");
+    if (c->cond_dropout > 0 && !c->cond_channels)
+        return wrong(c, "cond_dropout", "has nothing to leave out without --cond_channels");
+    if (c->cond_channels && c->sample && !has_file)
+        return wrong(c, "cond_file",
+                     text("must name the pictures of %d channels that the model is conditioned on", c->cond_channels));
+    const bool makes_them = c->picture_kind != PictureKind::FILE;
+    if (makes_them && has_file && !c->sample)
+        return wrong(c, "cond_file", "is not read in training, where --cond makes the pictures of the images");
+    if (c->cond_noise > 0 && c->picture_kind != PictureKind::LOWRES)
+        return wrong(c, "cond_noise", "is for --cond lowres, whose coarse pictures it is added to");
+    if (!c->val_cond_file.empty() && c->val_data_file.empty())
+        return wrong(c, "val_cond_file", "needs --val_data_file, the images that these pictures belong to");
+    return "";
+}
+
+// Checks the flags of the model and those of its samples. Returns "", or a sentence that says which flag cannot work,
+// and what it must be.
+static std::string check_model(Config* c) {
+    std::string error = parse_model(c);
+    if (error.empty()) error = parse_values(c);
+    if (error.empty()) error = check_pictures(c);
+    if (!error.empty()) return error;
+    // note_unless stores a message in `error` if ok is false. If `error` already holds a message, that message stays.
+    auto note_unless = [&](bool ok, const char* name, const std::string& why) {
+        if (!ok && error.empty()) error = wrong(c, name, why);
+    };
+
+    // Where there is attention, the heads share a level's channels equally. --num_head_channels is the number of
+    // channels of a head. If that flag is -1, --num_heads is the number of heads instead. In the second half of the
+    // network --num_heads_upsample replaces --num_heads, unless it is -1.
+    const int per_head = c->num_head_channels;
+    const int up = c->num_heads_upsample;
+    const size_t lowest = c->mult.size() - 1; // middle_block has this level's channels, and always has attention
+    for (size_t level = 0; level <= lowest; level++) {
+        if (!c->has_attention(level) && level < lowest) continue;
+        const int ch = c->channels(level);
+        const std::string divide = text("divide the %d channels where there is attention", ch);
+        const bool counts_heads = per_head < 0;
+        const bool head_fits = per_head && ch % per_head == 0;
+        const bool up_fits = up == -1 || (up > 0 && ch % up == 0);
+        note_unless(counts_heads || head_fits, "num_head_channels", "must " + divide + "; 32 does");
+        note_unless(!counts_heads || ch % c->num_heads == 0, "num_heads", "must " + divide);
+        note_unless(!counts_heads || up_fits, "num_heads_upsample", "must be -1 or " + divide);
+    }
+
+    // Diffusion and classes. With T diffusion steps, the linear schedule's last beta is 20 / T. It must be below 1.
+    note_unless(c->noise_schedule != "linear" || c->diffusion_steps > 20, "diffusion_steps",
+                "must be above 20 with --noise_schedule linear, whose last beta would reach 1");
+    note_unless(!c->class_cond || c->num_classes > 0, "num_classes",
+                "must be given for --class_cond True: the data has none; or use --class_cond False");
+    note_unless(c->class_cond || c->cond_dim || !c->class_dropout, "class_dropout",
+                "has nothing to leave out without --class_cond True or --cond_dim");
+    // Only --objective ddpm uses these flags. With other objectives they must keep their defaults, because a user who
+    // sets one of them expects that it does something.
+    Config plain;
+    for (auto name : {"predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"}) {
+        const Flag& f = *find_flag(name);
+        const bool is_default = flag_value(*c, f) == flag_value(plain, f);
+        note_unless(
+            c->objective == "ddpm" || is_default, name,
+            "is for --objective ddpm; " + c->objective + " has a prediction, a weighting and noise levels of its own");
+    }
+    note_unless(!c->augment || !c->random_flip, "random_flip", "is a part of --augment, which tells the network of it");
+    note_unless(!c->use_kl || !c->min_snr_gamma, "min_snr_gamma", "weighs an error that --use_kl True leaves out");
+
+    // The flags of samples: classes, the noise levels of the sampler's steps, and images that are changed.
+    note_unless(parse_list(c->classes, &c->class_list), "classes", "must be numbers with commas, such as 3,5");
+    note_unless(c->class_list.empty() || c->class_cond, "classes", "this model is not conditioned on classes");
+    for (float k : c->class_list) {
+        const bool is_class = k == std::floor(k) && k >= 0 && k < c->num_classes;
+        note_unless(is_class, "classes", text("%g is not one of the classes 0 to %d", k, c->num_classes - 1));
+    }
+    note_unless(!c->guided() || c->can_be_guided(), "guidance_scale",
+                "needs a model of --class_cond True (or --cond_dim) and --class_dropout 0.1, or of --cond_dropout 0.1");
+    note_unless(c->guidance_min <= c->guidance_max, "guidance_min",
+                text("must not be above --guidance_max %g", c->guidance_max));
+    note_unless(c->sigma_min < c->sigma_max, "sigma_min", text("must be below --sigma_max %g", c->sigma_max));
+    note_unless(c->sampler != "consistency" || c->mid_t < c->sigma_max, "mid_t",
+                text("must be below --sigma_max %g", c->sigma_max));
+    // With --start_from or --inpaint, --sample changes given images. S_churn says how much noise euler and heun add
+    // between their steps. It is only for images that are made of noise alone.
+    const bool changes_images = c->changes_images();
+    const bool inpaints = !c->inpaint.empty();
+    note_unless(c->start_from.empty() || !inpaints, "start_from", "can't be done beside --inpaint");
+    const bool takes_mask = c->sample && c->picture_kind == PictureKind::MASK;
+    note_unless(!inpaints || !c->mask.empty(), "mask", "is needed by --inpaint: where to paint anew");
+    note_unless(inpaints || takes_mask || c->mask.empty(), "mask",
+                "needs --inpaint, or a model of --cond mask: where to paint anew");
+    note_unless(!changes_images || c->sample, inpaints ? "inpaint" : "start_from", "is for --sample");
+    note_unless(!changes_images || !c->S_churn, "S_churn", "is for images that are made of noise alone");
+    note_unless(!c->S_churn || c->can_churn(), "S_churn", "is for --sampler euler and heun");
+    return error;
+}
+
+// Parses --ema_rate, and adds the averages that --ema_snapshots needs. where: what an error message begins with if the
+// rates come from a file: "FILE: ".
+static void parse_ema_rate(Config* c, const std::string& where) {
+    // A rate is from 0 to 1. A number above 1 is one of the exponents POWER_EMAS. Such a number comes from a
+    // checkpoint, and is never the first in the list.
+    bool works = parse_list(c->ema_rate, &c->emas) && !c->emas.empty();
+    for (size_t k = 0; k < c->emas.size(); k++) {
+        const float rate = c->emas[k];
+        const bool is_power = k > 0 && std::ranges::count(POWER_EMAS, rate); // from a checkpoint with --ema_snapshots
+        works = works && rate >= 0 && (rate <= 1 || is_power);
+    }
+    for (float power : POWER_EMAS) {
+        const bool is_there = std::ranges::count(c->emas, power);
+        if (c->ema_snapshots && !is_there) c->emas.push_back(power);
+    }
+    if (works && c->emas.size() <= 1 + MORE_EMAS) return;
+    const int most = 1 + MORE_EMAS - (c->ema_snapshots ? 2 : 0);
+    const char* const beside = c->ema_snapshots ? ", beside the two of --ema_snapshots" : "";
+    refuse((c->given("ema_rate") ? "" : where) +
+           wrong(c, "ema_rate", text("must be a number from 0 to 1, or up to %d of them with commas%s", most, beside)));
+}
+
+// --objective ect: checks that q^a never exceeds LARGEST_GAP_DIVISOR during the run. a is the number of the stage,
+// from 1 on. So in the last stage, a is the number of all stages. ect_stage returns how many steps a stage has.
+static void check_ect_stages(Config* c, const std::string& where) {
+    if (c->objective != "ect") return;
+    // q^a exceeds LARGEST_GAP_DIVISOR if a is above log(LARGEST_GAP_DIVISOR) / log(q), which is 19.9 for q = 2. So
+    // `most`, the largest a that works, is this quotient rounded down.
+    const int64_t most = (int64_t)(std::log(LARGEST_GAP_DIVISOR) / std::log((double)c->ect_q));
+    const int64_t stages = (c->max_steps + c->ect_stage() - 1) / c->ect_stage(); // rounded up
+    if (stages <= most) return;
+    const int64_t enough = (c->max_steps + most - 1) / std::max<int64_t>(most, 1);
+    refuse(where + wrong(c, "ect_d",
+                         text("makes a grow to %ld, and --ect_q %g^a must stay below %g; %ld is enough", stages,
+                              c->ect_q, LARGEST_GAP_DIVISOR, enough)));
+}
+
+// Tells the user that the microbatch is not the one that a file or a preset has set, so gradients are rounded
+// differently.
+static void tell_new_microbatch(int now, int before) {
+    printf("--microbatch %d: was %d before; %d processes sum up in another order\n", now, before, world.size);
+}
+
+// The ranks share a batch, and each rank computes its share in microbatches. A microbatch must divide the share. If a
+// file or a preset has set a microbatch that does not divide the share, and there are several ranks, each rank computes
+// its whole share at once.
+static void check_microbatch(Config* c, const std::string& where) {
+    const int B = c->batch_size;
+    const int N = world.size;
+    if (B % N) {
+        const int nearest = std::max(1, (B + (N - 1) / 2) / N) * N; // the nearest multiple of N, and at least N
+        die("%s--batch_size %d: is shared by %d processes, so it must be a multiple of that; %d is one", where.c_str(),
+            B, N, nearest);
+    }
+    const int share = B / N; // how many images of a batch each rank computes
+    const int before = c->microbatch;
+    const bool works = before <= share && share % c->micro() == 0;
+    if (works) {
+        // With several ranks, a microbatch of 0 is replaced by the share. So a checkpoint holds this number, and a run
+        // that is resumed with another number of ranks can keep the same microbatch.
+        if (N > 1) c->microbatch = c->micro();
+        return;
+    }
+    // A microbatch that does not work is an error if the user has set it, or if there is only one process. Otherwise
+    // the program changes the microbatch, and prints a message.
+    if (c->given("microbatch") || N == 1) {
+        int nearest = std::min(before, share);
+        while (share % nearest) nearest--;
+        die("%s--microbatch %d: must divide the %d images of a process, of --batch_size %d; %d does", where.c_str(),
+            before, share, B, nearest);
+    }
+    tell_new_microbatch(share, before);
+    c->microbatch = share;
+}
+
+// Ends the program if settings of the run cannot work together. where: what an error message begins with: "FILE: " if
+// some settings come from a file, else "".
+static void check_run(Config* c, const std::string& where) {
+    parse_ema_rate(c, where);
+    check_ect_stages(c, where);
+    check_microbatch(c, where);
+    if (c->output_dir.empty()) die("--output_dir: must name a folder");
+    if (c->keep_best && c->val_data_file.empty())
+        refuse(wrong(c, "keep_best", "needs --val_data_file, the images whose loss says which checkpoint is the best"));
+    // A checkpoint keeps the paths of --data_file and --cond_file in 512 bytes. A byte 0 follows each path.
+    if (c->data_file.size() > 511)
+        refuse(wrong(c, "data_file", "is longer than the 511 bytes that a checkpoint keeps; use a shorter path"));
+    if (!c->cond_file.empty() && c->data_file.size() + c->cond_file.size() > 510)
+        refuse(wrong(c, "cond_file",
+                     "and --data_file are longer than the 510 bytes that a checkpoint keeps; use shorter paths"));
+}

@@ -1,0 +1,75 @@
+// cpu.h - the CPU as the device; its operations are in dev/reference.h.
+#pragma once
+#include "diffusion/conditions.h"
+#include "diffusion/samplers.h"
+
+#ifndef __CUDACC__
+// =====================================================================================================================
+// 15. The CPU: the device is the host; operations are in dev/reference.h
+
+#include "../dev/reference.h"
+
+// The functions below belong to the interface of all devices (section 2), but they are not operations. Many of them do
+// nothing, for three reasons. The device's memory is the host's memory. A function returns only when its work is done.
+// Operations themselves allocate the memory that they need, so they need no workspace.
+// conv_takes_skip returns false: on a CPU, each skip connection (ConvSkip) is computed as a convolution of its own.
+static bool conv_takes_skip(const ConvShape&, const ConvShape&) { return false; }
+static size_t conv_workspace(ConvShape) { return 0; }
+static size_t conv_detour_bytes(const ConvShape&) { return 0; }
+static size_t groupnorm_backward_workspace(const NormShape&) { return 0; }
+static size_t norm_sums_bytes(const NormShape&) { return 0; }
+static size_t attention_backward_workspace(int, int, int, int) { return 0; }
+static size_t linear_backward_workspace(int, int, int) { return 0; }
+static size_t loss_workspace(int) { return 0; }
+static void reserve(const Workspace&, bool) {}
+static int max_stat_parts(int, int) { return 1; }
+
+Stream* const MAIN_STREAM = nullptr; // a CPU has only this stream, and nothing is stored about it
+
+// Returns memory that is filled with zeros. It begins at a multiple of 256 bytes, so that it is aligned to whole cache
+// lines and vectors.
+static void* device_alloc_bytes(size_t bytes) {
+    void* p = nullptr;
+    if (posix_memalign(&p, 256, bytes))
+        die("%.2f GiB of memory could not be had; a smaller --batch_size or a --microbatch needs less", bytes / 0x1p30);
+    memset(p, 0, bytes);
+    device_bytes += bytes;
+    return p;
+}
+
+static size_t device_available() { return SIZE_MAX; } // so the CPU build does not check whether the memory is enough
+[[maybe_unused]] static void device_free(void* p) { free(p); }
+static void copy_to_device(void* device, const void* host, size_t bytes) { memcpy(device, host, bytes); }
+static void copy_to_host(void* host, const void* device, size_t bytes) { memcpy(host, device, bytes); }
+
+// Operations run one after the other, so no stream waits for another.
+template <class F> static void run_beside(int, F work) { work(MAIN_STREAM); }
+static void wait_for_side(int) {}
+
+static int count_gpus() {
+    die("--num_gpus: this is the CPU build; for several processes, make train_unet_mpi; mpirun -n 2 ./train_unet_mpi");
+}
+
+static void start_device(const std::string& precision, int number) {
+    if (number) die("--device %d: this is the CPU build; leave the flag out, or make train_unet_cuda", number);
+    act_element = element_named(precision, Element::FP32);
+    if (act_element != Element::FP32)
+        die("--precision %s (--use_fp16 True): the CPU build computes in fp32; use --precision auto",
+            name_of(act_element));
+}
+
+static std::string device_name() { return text("the CPU, %ld threads", sysconf(_SC_NPROCESSORS_ONLN)); }
+
+// A CPU records no work: each call of replay calls work.
+template <class F> static void replay(Graph*, F work) { work(); }
+static void free_graph(Graph*) {}
+
+// The two buffers of an Upload, the host's and the device's, are the same memory.
+static Upload make_upload(size_t bytes) {
+    uint8_t* p = (uint8_t*)device_alloc_bytes(bytes);
+    return Upload{p, p, bytes, nullptr, nullptr};
+}
+static void wait_for_host_side(Upload*) {}
+static void send(Upload*) {}
+static void release(Upload*) {}
+#endif

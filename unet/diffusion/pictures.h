@@ -1,0 +1,147 @@
+// pictures.h - pictures that a model is conditioned on.
+#pragma once
+#include "conditions.h"
+
+// Reads the first images of a data file, at most `most` of them. Returns them as (count, H, W, C) in [-1, 1]. If the
+// file's images have only one channel, as masks have, this channel is repeated C times. flag: the flag that names the
+// file.
+static std::vector<float> first_images(Dataset d, const char* flag, int C, int most) {
+    const int HW = d.H * d.W;
+    const int count = (int)std::min<int64_t>(d.count, most);
+    std::vector<uint8_t> image(d.image_bytes()); // (C, H, W), as the file has it
+    std::vector<float> images;
+    for (int i = 0; i < count; i++) {
+        // The image is reordered from (C, H, W) to (H, W, C). Bytes from 0 to 255 become values in [-1, 1].
+        if (!read_image(&d, i, image.data())) refuse(d.error);
+        for (int element = 0; element < HW * C; element++) { // an element of the image as (H, W, C)
+            const int pixel = element / C;
+            const int channel = element % C % d.C; // a mask's only channel is repeated
+            const int source = channel * HW + pixel;
+            const float value = image_value(image.data(), d.bytes, source);
+            images.push_back(value);
+            if (!std::isfinite(value))
+                die("--%s %s: image %d holds a value that is not finite; make the file again", flag, d.path.c_str(), i);
+        }
+    }
+    return images;
+}
+
+// Opens a file, checks the size of its images, and returns what first_images reads of it: c.sample images at most.
+// channels: how many channels the file must have. C: how many channels the result has.
+static std::vector<float> read_images(const Config& c, const char* flag, const std::string& path, int channels, int C) {
+    const Dataset d = open_dataset(path);
+    const bool fits = d.C == channels && d.H == c.H && d.W == c.W;
+    if (!fits)
+        die("--%s %s: its images are %dx%dx%d and must be %dx%dx%d; prepare_data.py makes them fit", flag, path.c_str(),
+            d.H, d.W, d.C, c.H, c.W, channels);
+    return first_images(d, flag, C, c.sample);
+}
+
+// --- pictures that samples are conditioned on
+
+// Enlarges a small picture (H / factor, W / factor, C) to (H, W, C).
+static std::vector<float> enlarged_picture(const Config& c, const float* small) {
+    const int C = c.in_channels;
+    const int factor = c.picture_factor;
+    std::vector<float> picture((size_t)c.H * c.W * C);
+    for (int e = 0; e < c.H * c.W * C; e++)
+        picture[e] = enlarged(small, e / C / c.W, e / C % c.W, e % C, factor, C, c.H / factor, c.W / factor);
+    return picture;
+}
+
+// Makes the picture (H, W, cond_channels) that --cond asks for, as in training. It is made of the image (C, H, W) of
+// sample `number`. mask (H, W): where the holes are; null: the holes are drawn.
+static std::vector<float> made_picture(const Config& c, const uint8_t* image, int bytes, int64_t number,
+                                       const float* mask) {
+    const int HW = c.H * c.W;
+    const int C = c.in_channels;
+    std::vector<float> picture;
+    // In training, the image may be changed first (--augment, --random_flip), the picture may be left out, and a small
+    // picture may have noise (take_microbatch, put_pictures of section 13, q_sample_forward). Here nothing of this is
+    // done.
+    if (c.picture_kind == PictureKind::LOWRES) {
+        const int factor = c.picture_factor;
+        const int w = c.W / factor;
+        std::vector<float> small;
+        for (int e = 0; e < HW / factor / factor * C; e++) {
+            const uint8_t* const channel = image + (size_t)(e % C) * HW * bytes;
+            small.push_back(square_mean(channel, bytes, e / C / w, e / C % w, factor, c.W, false));
+        }
+        return enlarged_picture(c, small.data());
+    }
+    if (c.picture_kind == PictureKind::GRAY) {
+        for (int p = 0; p < HW; p++) picture.push_back(grey_value(image, bytes, p, HW));
+        return picture;
+    }
+    // Each hole is drawn from two quartets of random words. They do not depend on the training step (the step is always
+    // 0 here), so a run that is resumed shows the same holes in its grids as before.
+    Words words[2 * HOLES];
+    for (int k = 0; k < 2 * HOLES; k++) words[k] = philox((uint64_t)c.seed, k, (uint32_t)number, 0, RANDOM_MASK);
+    const Holes holes = draw_holes(words, c.H, c.W);
+    for (int p = 0; p < HW; p++) {
+        const bool hidden = mask ? mask[p] > 0 : is_in_hole(holes, p / c.W, p % c.W);
+        for (int channel = 0; channel < C; channel++) {
+            const float value = image_value(image, bytes, (size_t)channel * HW + p);
+            picture.push_back(hidden ? 0 : value);
+        }
+        picture.push_back(mask_value(hidden));
+    }
+    return picture;
+}
+
+// Makes the pictures (count, H, W, cond_channels) that --cond asks for. They are made of the first images of a file, at
+// most `most` of them. masks: any number of masks (H, W), one after the other, for --cond mask. Image i gets mask i. If
+// there are more images than masks, the masks are used again from the first one on. Without masks, made_picture chooses
+// holes at random.
+static std::vector<float> made_pictures(const Config& c, Dataset d, int most, const std::vector<float>& masks) {
+    std::vector<float> pictures;
+    // This is a vector of floats, so that its memory is aligned even for an image of floats.
+    std::vector<float> image(d.image_bytes() / sizeof(float) + 1);
+    uint8_t* const bytes = (uint8_t*)image.data();
+    for (int i = 0; i < std::min<int64_t>(d.count, most); i++) {
+        if (!read_image(&d, i, bytes)) refuse(d.error);
+        const size_t position = (size_t)i * c.H * c.W;
+        const float* const mask = masks.empty() ? nullptr : &masks[position % masks.size()];
+        const std::vector<float> picture = made_picture(c, bytes, d.bytes, i, mask);
+        if (!all_finite(picture.data(), picture.size()))
+            refuse(d.path + text(": image %d holds a value that is not finite; make the file again", i));
+        pictures.insert(pictures.end(), picture.begin(), picture.end());
+    }
+    return pictures;
+}
+
+// Returns the end of an error message: which pictures --cond accepts, apart from images of the model's size.
+static std::string other_pictures(const Config& c) {
+    const int factor = c.picture_factor;
+    if (c.picture_kind == PictureKind::LOWRES)
+        return text(", or small ones of %dx%dx%d", c.H / factor, c.W / factor, c.in_channels);
+    return c.picture_kind == PictureKind::GRAY ? ", or grey ones" : "";
+}
+
+// Returns the pictures (count, H, W, cond_channels) for --sample, from --cond_file. With --cond they are made of the
+// file's images. But if the file already holds small or grey pictures, small ones are only enlarged, and grey ones are
+// not changed.
+static std::vector<float> sample_pictures(const Config& c) {
+    const int K = c.cond_channels;
+    if (c.picture_kind == PictureKind::FILE) return read_images(c, "cond_file", c.cond_file, K, K);
+    const Dataset d = open_dataset(c.cond_file);
+    const bool full_size = d.H == c.H && d.W == c.W;
+    if (full_size && d.C == c.in_channels) {
+        const bool has_mask = c.picture_kind == PictureKind::MASK && !c.mask.empty();
+        return made_pictures(c, d, c.sample, has_mask ? read_images(c, "mask", c.mask, 1, 1) : std::vector<float>());
+    }
+    if (c.picture_kind == PictureKind::GRAY && full_size && d.C == 1) return first_images(d, "cond_file", 1, c.sample);
+    const int factor = std::max(c.picture_factor, 1);
+    const bool is_small = d.H == c.H / factor && d.W == c.W / factor && d.C == c.in_channels;
+    if (c.picture_kind != PictureKind::LOWRES || !is_small)
+        die("--cond_file %s: its pictures are %dx%dx%d, and --cond %s takes images of %dx%dx%d%s", c.cond_file.c_str(),
+            d.H, d.W, d.C, c.cond.c_str(), c.H, c.W, c.in_channels, other_pictures(c).c_str());
+    const std::vector<float> small = first_images(d, "cond_file", d.C, c.sample);
+    const size_t size = (size_t)d.H * d.W * d.C;
+    std::vector<float> pictures;
+    for (size_t at = 0; at < small.size(); at += size) {
+        const std::vector<float> picture = enlarged_picture(c, &small[at]);
+        pictures.insert(pictures.end(), picture.begin(), picture.end());
+    }
+    return pictures;
+}

@@ -1,0 +1,379 @@
+// choose.h - which of Hopper's kernels runs: costs as measured.
+#pragma once
+#include "conv_small.h"
+#include "conv_weight_tma.h"
+
+#ifdef __CUDACC__ // the GPU
+
+// Tiles of conv_tiles for 3x3. The arguments of ConvTiles are: taps, rows of pixels, slices of 64 output channels,
+// RESIDENT, BACKWARD, STEPS (in bf16, how many products a tap of a slice of input channels needs), and the element
+// type. With up to 128 input channels (FP8: 256) all weights stay in shared memory (RESIDENT). Then the two warpgroups
+// take turns: one multiplies while the other one finishes its tile. With more input channels the weights pass through a
+// ring (streamed), and both warpgroups multiply by the same weights at the same time.
+template <bool BACKWARD> using HalfSlice = ConvTiles<9, 16, 1, true, BACKWARD, 2>; // Cin = 32: 2 products a tap, not 4
+template <bool BACKWARD, Element E = Element::BF16> using Resident16 = ConvTiles<9, 16, 1, true, BACKWARD, 4, E>;
+template <bool BACKWARD, Element E = Element::BF16> using Resident32 = ConvTiles<9, 32, 1, true, BACKWARD, 4, E>;
+template <bool BACKWARD, Element E = Element::BF16> using Streamed16 = ConvTiles<9, 16, 1, false, BACKWARD, 4, E>;
+template <bool BACKWARD, Element E = Element::BF16> using Streamed32 = ConvTiles<9, 32, 1, false, BACKWARD, 4, E>;
+
+// The time of a block of conv_small, in ns, as measured on an H200. tap_: one tap of one slice. block_: everything
+// except the taps. _alone: there is at most one block for each multiprocessor. _full: there are more blocks.
+struct SmallCosts {
+    int block_alone, tap_alone;
+    int block_full, tap_full;
+};
+
+// Picks the fastest kernel (conv_small or conv_tiles) and tile for 3x3 on images of up to 32 x 32. FP8: a product takes
+// as long as in bf16, and sums over twice as many channels. If the last slice has at most 64 channels, this slice needs
+// only half of the products.
+template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(const ConvCall& p) {
+    constexpr bool IS_FP8 = is_fp8(E);
+    const int slices = ceil_div(p.Cin1, slice_channels(E));
+    const int taps_of_64 = ceil_div(p.Cin1, 64) * 9;
+    const int taps = IS_FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // taps of all slices (FP8: 4.5 for a half slice)
+    const bool is_32 = p.Cin1 == 32 && !IS_FP8;                     // the input is only half a slice
+    Cheapest<void (*)(const ConvCall&)> way;
+
+    // Time = rounds of blocks * (block + taps of a block * tap). In a round, as many blocks run as fit on the GPU at
+    // once. `block` is the time of a block without its taps, and `tap` the time of one tap (SmallCosts).
+    auto consider = [&](auto tile, SmallCosts cost) {
+        using T = decltype(tile);
+        if (T::SPLIT > 1 && !gpu.clusters) return;
+        const int tiles = count_tiles(p, T::IMAGES, 8, T::TILE_W);
+        const int blocks = tiles * ceil_div(p.Cout, T::N) * T::SPLIT;
+        const int64_t rounds = ceil_div(blocks, gpu.sms * T::PER_SM);
+        const bool half_slice = is_32 && T::N <= 64; // half the products suffice, but tiles of N > 64 compute all
+        const bool alone = blocks <= gpu.sms;
+        int block = alone ? cost.block_alone : cost.block_full;
+        int tap = alone ? cost.tap_alone : cost.tap_full;
+        if (half_slice) tap /= 2;
+        if (IS_FP8 && !alone) { // as measured on an H200, a block and a tap take this much longer than in bf16
+            block += 1500;
+            tap += tap / 12;
+        }
+        way.consider(rounds * (block + tap * taps / T::SPLIT), conv_small<T>);
+    };
+    // SmallTile<BACKWARD, warpgroups, N (output channels), images, SPLIT, blocks per multiprocessor, element>
+    using Square = SmallTile<BACKWARD, 1, 64, 1, 1, 2, E>;          // a square of 8 x 8 pixels and 64 channels
+    using SquareShared = SmallTile<BACKWARD, 1, 64, 1, 2, 2, E>;    // each of two blocks computes half of the steps
+    using TwoImagesShared = SmallTile<BACKWARD, 2, 64, 2, 2, 1, E>; // as SquareShared, and two images share weights
+    using TwoImages = SmallTile<BACKWARD, 2, 64, 2, 1, 1, E>;       // two images share weights
+    using ManyChannels = SmallTile<BACKWARD, 1, 192, 1, 1, 1, E>;   // pixels are loaded once for 192 channels
+    using TwoImages128 = SmallTile<BACKWARD, 2, 128, 2, 1, 1, E>;   // as TwoImages, but for 128 channels
+    using Wide32 = SmallTile<BACKWARD, 2, 32, 1, 1, 1, E>;          // tiles of 8 x 16 pixels
+    using Wide192 = SmallTile<BACKWARD, 2, 192, 1, 1, 1, E>;
+    //                          block_alone, tap_alone, block_full, tap_full
+    consider(Square(), SmallCosts{1270, 104, 1270, 209});
+    consider(SquareShared(), SmallCosts{2350, 52, 2350, 235});
+    consider(TwoImagesShared(), SmallCosts{2780, 94, 2780, 196});
+    consider(TwoImages(), SmallCosts{1780, 140, 2500, 173});
+    consider(ManyChannels(), SmallCosts{1250, 267, 3200, 260});
+    consider(TwoImages128(), SmallCosts{2340, 286, 3750, 316});
+    if (p.W > 8) {
+        consider(Wide32(), SmallCosts{1040, 129, 1040, 124});
+        consider(Wide192(), SmallCosts{3160, 422, 4500, 470});
+    }
+    if (p.H <= 8) return way.best(p); // conv_tiles is for taller images: its tiles for 3x3 have at least 16 rows
+
+    // conv_tiles has persistent blocks. Its time, in ns, is once + (tiles of the busiest block / n, rounded up) * each.
+    // `once` is the part of the time that does not depend on the number of tiles, and `each` is the time of n tiles.
+    // (Here a tile is 8 pixels across and 16 down, even if the kernel's own tiles are larger.)
+    const int tiles = count_tiles(p, 1, 16, 8);
+    auto consider_tiles = [&](auto tile, int once, int n, int64_t each) {
+        const int runs_of_n = ceil_div(ceil_div(tiles, n), tile.runs(p.Cout));
+        way.consider(once + runs_of_n * each, conv_tiles<decltype(tile)>);
+    };
+    if (is_32) {
+        consider_tiles(HalfSlice<BACKWARD>(), 1550, 1, 325 + 74 * taps);
+    } else if (slices <= 2) {
+        consider_tiles(Resident16<BACKWARD, E>(), 1550, 1, 325 + 148 * taps);
+    } else if (p.H % 32) {
+        consider_tiles(Streamed16<BACKWARD, E>(), 425, 2, 2600 + 300 * taps);
+    } else {
+        consider_tiles(Streamed32<BACKWARD, E>(), 425, 4, 4000 + 588 * taps);
+    }
+    way.best(p);
+}
+
+// Returns how many cycles conv_tiles takes with T (a ConvTiles) for p, a 1x1 convolution, by measurements on an H200.
+// Returns INFINITY if a tile's results do not fit into shared memory, or if T streams weights and the input has fewer
+// than OUT_SLICES slices. slices: how many slices of 64 channels the input has.
+template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int slices) {
+    constexpr int64_t L2_BYTES = 36; // bytes that a multiprocessor can exchange with the L2 in a cycle
+    const bool add = p.out.part1.add1 || p.out.part2.add1;
+    const int weights = T::RESIDENT ? slices : T::STREAMED_WEIGHTS;
+    const int stages = T::stages(weights);
+    const bool results_fit = stages > T::OUT_SLICES && (T::RESIDENT || slices >= T::OUT_SLICES);
+    if (!results_fit) return INFINITY; // a tile's results take OUT_SLICES stages
+
+    // A unit is what a stage holds: a tile, or two tiles, one for each warpgroup.
+    const int tiles = count_tiles(p, 1, T::ROWS, 8);
+    const int units = ceil_div(tiles, T::UNIT);
+    const int64_t rounds = ceil_div(units, T::runs(p.Cout)); // how many units the busiest block has
+
+    // The cycles of a unit's products. For each tile of the unit, each slice of input channels and each 64 output
+    // channels there are 4 products of k = 16. A product takes PIXELS / 2 cycles, and 6 more to start.
+    const int64_t products = T::UNIT * T::OUT_SLICES * slices * 4 * (T::PIXELS / 2 + 6);
+
+    // The bytes of a unit: slices, streamed weights and addends are read, and results are written.
+    const int64_t tile_bytes = T::UNIT * T::TILE_BYTES;
+    const int64_t slice_bytes = tile_bytes + (T::RESIDENT ? 0 : T::WEIGHT_BYTES);
+    const int64_t bytes = slices * slice_bytes + T::OUT_SLICES * tile_bytes * (add ? 2 : 1);
+    // ahead: how many bytes can be on their way to shared memory at the same time. A tile's results occupy OUT_SLICES
+    // stages, and the slices that are being multiplied occupy two more. Only the remaining stages can be loaded
+    // meanwhile. A load takes 1800 cycles, so ahead / 1800 bytes arrive in a cycle. (For streamed weights the formula
+    // leaves this limit out.)
+    const int64_t ahead = std::max(1, stages - T::OUT_SLICES - 2) * tile_bytes;
+    const int64_t bytes_per_cycle = T::RESIDENT ? std::min(L2_BYTES, ahead / 1800) : L2_BYTES;
+    const int64_t longest = std::max(products, bytes / bytes_per_cycle);
+
+    // The cycles after a unit's products, for adding, rounding and storing. If weights are streamed and there are few
+    // stages, the next unit has to wait until this is done.
+    const bool tight = !T::RESIDENT && stages < T::OUT_SLICES + 2;
+    int64_t end = T::OUT_SLICES * T::PIXELS * (add || p.out.stats ? 10 : 6);
+    if (tight) end += 3000;
+
+    // RESIDENT weights: one warpgroup finishes its tile while the other warpgroup multiplies. Each warpgroup computes
+    // every second tile, so on average a tile takes at least (products + end) / 2. Streamed weights: both warpgroups
+    // multiply, and then both finish their tiles.
+    const int64_t unit = T::RESIDENT ? std::max(longest, (products + end) / 2) : longest + end;
+    const int64_t first_weights = T::RESIDENT ? slices * T::WEIGHT_BYTES / L2_BYTES : 0;
+    return first_weights + end + rounds * unit;
+}
+
+// Picks the fastest tile of conv_tiles for 1x1.
+template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
+    ConvCall p = c;
+    // A 1x1 convolution can treat all images as one image of width 8, if the number of pixels of an image is a multiple
+    // of 8. Then all tiles are full, except perhaps the last one. This is impossible with an embedding, which differs
+    // from image to image. With statistics the number must be a multiple of 64. Then no part of the statistics, which
+    // may be as small as 8 x 8 pixels, belongs to two images.
+    const int HW = p.H * p.W;
+    const bool as_one = !p.out.emb && HW % 8 == 0 && (!p.out.stats || HW % 64 == 0);
+    if (as_one) {
+        p.H = p.B * (HW / 8);
+        p.W = 8;
+        p.B = 1;
+    }
+    using HalfSlice1x1 = ConvTiles<1, 16, 1, true, BACKWARD, 2>; // 32 input channels need half the products of a slice
+    if (p.Cin1 + p.Cin2 == 32) return conv_tiles<HalfSlice1x1>(p);
+
+    const int slices = ceil_div(p.Cin1, 64) + ceil_div(p.Cin2, 64);
+    Cheapest<void (*)(const ConvCall&)> way;
+    auto consider = [&](auto tile) {
+        using T = decltype(tile);
+        way.consider(conv_tiles_1x1_cycles<T>(p, slices), conv_tiles<T>);
+    };
+    // ConvTiles<taps, rows, slices of 64 output channels, whether weights are resident, ...>
+    consider(ConvTiles<1, 16, 1, true, BACKWARD>());
+    consider(ConvTiles<1, 16, 2, true, BACKWARD>());
+    consider(ConvTiles<1, 16, 3, true, BACKWARD>());
+    consider(ConvTiles<1, 8, 3, false, BACKWARD>());
+    consider(ConvTiles<1, 16, 2, false, BACKWARD>());
+    consider(ConvTiles<1, 16, 3, false, BACKWARD>());
+    way.best(p);
+}
+
+// Picks the tile of conv_tiles for 3x3 on images larger than 32 x 32. For a convolution that also computes a skip
+// connection it picks the tile on smaller images, too. The number in a tile's name is how many rows it has. (All tiles
+// are defined above pick_conv_small.)
+template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_3x3(const ConvCall& c) {
+    const int slices = ceil_div(c.Cin1, slice_channels(E));
+    const bool skip = c.out.skip.weight;               // only tiles with RESIDENT weights can compute a skip connection
+    const bool half_slice = c.Cin1 <= 64 && is_fp8(E); // half a slice has too few products for tiles of 32 rows
+    const bool one_slice_and_32_rows = slices == 1 && !half_slice && c.Cout > 64 && c.H >= 64;
+    const bool fills_32_rows = c.H % 32 == 0 || c.H > 64;
+
+    const Way<ConvCall> ways[] = {
+        // 32 input channels are half a slice, so each tap needs two products instead of four
+        {c.Cin1 == 32 && E == Element::BF16, conv_tiles<HalfSlice<BACKWARD>>},
+        // one slice of weights leaves room for tiles of 32 rows (by measurement they pay only above 64 output channels)
+        {!skip && one_slice_and_32_rows, conv_tiles<Resident32<BACKWARD, E>>},
+        // the weights of up to two slices of input channels fit into shared memory, together with pixels; Resident16
+        // computes 64 output channels of 16 x 8 pixels, with four products for each tap of a slice (FP8: 4 or 2)
+        {slices <= 2, conv_tiles<Resident16<BACKWARD, E>>},
+        // more weights pass through a ring; a tile of 32 rows uses each of them for more pixels, which pays if few of
+        // its rows lie outside the image
+        {fills_32_rows, conv_tiles<Streamed32<BACKWARD, E>>},
+        {true, conv_tiles<Streamed16<BACKWARD, E>>},
+    };
+    decide(c, ways);
+}
+
+// Does pick_conv_small choose the kernel? It does so on small images, which often have too few tiles for conv_tiles'
+// persistent blocks. But only conv_tiles can compute a skip connection.
+static bool conv_is_small(const ConvCall& c) {
+    const bool small = c.H <= 32 && c.W <= 32;
+    return small && !c.out.skip.weight;
+}
+
+// What a launch for weight gradients costs, in cycles as measured on an H200 while all blocks were at work.
+struct WeightCosts {
+    int slots;          // how many blocks the GPU runs at once
+    int tile;           // cycles that a block takes for one pixel tile
+    int filter;         // among how many blocks the taps of a filter are divided
+    int beside;         // cycles of a block, in addition to its tiles, if the block writes partials
+    int beside_dweight; // cycles of a block, in addition to its tiles, if the block writes dweight itself
+    int sums;           // cycles of the second kernel, conv_weight_sum, in addition to PARTIAL_CYCLES for each partial
+    int most_partials = MAX_WEIGHT_PARTIALS; // how many partials a plan may have at most
+};
+constexpr int PARTIAL_CYCLES = 10;
+
+// Returns how many cycles a block of conv_weight_tma or conv_weight_fp8 takes for a pixel tile, with one warpgroup or
+// with three (wide). For conv_weight_tma this was measured while other blocks read the same pixels, for other filter
+// rows or other channels. For conv_weight_fp8 it is an estimate.
+static int weight_tile_cycles(const ConvWeight& p) {
+    const ConvShape& s = p.shape;
+    const bool wide = p.warpgroups == 3;
+    // Later, 1,200 and 1,750 cycles were measured with this kernel alone on an H100. But the plans that follow from
+    // these numbers made training no faster, so the estimate was kept.
+    if (is_fp8(s.in)) return s.out_W() <= 8 ? 850 : 1400;
+    if (s.kernel == 1) return wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
+    if (s.out_W() <= 8) return wide ? 1450 : 600;
+    if (wide) return 2400;
+    // A block with one warpgroup reads x and dout for only one filter row, so reading takes much of its time. The
+    // formula was fitted to measurements. In it the time grows with the number of channels divided by the number of
+    // tiles of weights, probably because blocks for different tiles of weights read the same pixels: the more tiles,
+    // the more blocks share what the L2 holds. The time grows faster if the tensors have more than 100 MB, since they
+    // do not stay in the L2.
+    const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8;
+    return 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
+}
+static WeightCosts weight_costs(const ConvWeight& p) {
+    const ConvShape& s = p.shape;
+    if (conv_is_wgmma(s)) {
+        const int filter = ceil_div(s.kernel, p.warpgroups);
+        const int tile = weight_tile_cycles(p);
+        if (is_fp8(s.in)) return {gpu.sms, tile, 1, 9000, 12000, 4000, 4 * MAX_WEIGHT_PARTIALS};
+        if (p.warpgroups == 3) return {gpu.sms, tile, filter, 9000, 12000, 4000};
+        return {gpu.sms, tile, filter, 5000, 5000, 4000};
+    }
+    // The costs of the portable kernels. Where bf16 needs one product, floats need three, but the measured time is only
+    // twice as long (slow = 2).
+    const int slow = act_parts();
+    const int most = 4 * MAX_WEIGHT_PARTIALS;
+    if (conv_is_halo(s)) return {gpu.sms, 2500 * slow, 1, 15000 * slow, 15000 * slow, 0, most};
+    if (p.block_co == 2) return {2 * gpu.sms, 2600, p.taps, 8000, 8000, 0, most};
+    return {3 * gpu.sms, 1900 * slow, p.taps, 3800 * slow, 3800 * slow, 0, most};
+}
+
+// Sets how the tiles of 64 channels are divided among the blocks of conv_weight_tma and conv_weight_fp8. `warpgroups`
+// is the number of warpgroups of a block of conv_weight_tma. 3x3: a block computes one tile of Cin and one tile of
+// Cout. 1x1: a block computes up to three tiles of Cin, and up to one tile of Cout for each warpgroup. (For portable
+// kernels, plan_weight calls this function only to set co_tiles. After that, plan_weight sets block_co and block_ci.)
+static void set_warpgroups(ConvWeight* p, int warpgroups) {
+    // Returns how many tiles a block computes if it may compute at most `most`, and all tiles are divided as equally as
+    // possible.
+    auto share = [](int tiles, int most) { return ceil_div(tiles, ceil_div(tiles, most)); };
+    p->warpgroups = is_fp8(p->shape.in) ? 3 : warpgroups; // conv_weight_fp8 always has three
+    p->co_tiles = p->tiles / p->channel_tiles;
+    p->block_co = p->shape.kernel == 1 ? share(p->co_tiles, warpgroups) : 1;
+    p->block_ci = p->shape.kernel == 1 ? share(p->channel_tiles, 3) : 1;
+    p->input_groups = ceil_div(p->channel_tiles, p->block_ci);
+}
+// Returns the number of blocks of one range of pixels: the number of groups of Cout tiles, times the number of groups
+// of Cin tiles, times the number of blocks that the taps are divided among (WeightCosts::filter).
+static int64_t range_blocks(const ConvWeight& p) {
+    return (int64_t)ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * weight_costs(p).filter;
+}
+
+// Finds the fastest plan for layers of one kind, which share a launch. It tries all sizes of a range (numbers of pixel
+// tiles), from the largest down, until there would be too many partials (most_partials). In FP8 the largest size is
+// limited (MAX_FP8_PRODUCTS), so that it may already need too many partials. Then this size is the plan. For
+// conv_weight_tma the function tries each size with one warpgroup and with three.
+static void plan_weights(std::span<ConvWeight> works) {
+    Cheapest<std::pair<int, int>> cut; // the best plan: warpgroups, pixel tiles of a range
+    for (int warpgroups : {1, 3}) {
+        int most_tiles = 1;  // pixel tiles of the largest layer
+        int tile_cycles = 0; // cycles of a block for a pixel tile of the slowest layer
+        for (ConvWeight& p : works) {
+            if (conv_is_wgmma(p.shape)) set_warpgroups(&p, warpgroups);
+            most_tiles = std::max(most_tiles, p.pixel_tiles);
+            tile_cycles = std::max(tile_cycles, weight_costs(p).tile);
+        }
+        const WeightCosts cost = weight_costs(works[0]);
+        const ConvShape& first = works[0].shape;
+        const int tile_products = first.out_W() > 8 ? 4 : 2; // FP8: a tile is 128 or 64 pixels, and a product sums 32
+        const int most_fp8 = MAX_FP8_PRODUCTS / tile_products;
+        const int most_range = is_fp8(first.in) ? std::min(most_tiles, most_fp8) : most_tiles;
+        for (int range = most_range; range >= 1; range--) {
+            int64_t blocks = 0;
+            int64_t partials = 0; // how many partials there are, each of a tile of 64 x 64 weights (16 KB)
+            for (const ConvWeight& p : works) {
+                const int splits = ceil_div(p.pixel_tiles, range);
+                blocks += range_blocks(p) * splits;
+                if (splits > 1) partials += (int64_t)splits * p.tiles * p.taps;
+            }
+            if (partials > cost.most_partials && cut.cost < INFINITY) break;
+            // Time = rounds of blocks * (a block's time for its tiles + for other work) + the second kernel's time.
+            const int64_t rounds = (blocks + cost.slots - 1) / cost.slots; // a round is `slots` blocks at once
+            const int64_t block_cycles = (int64_t)range * tile_cycles + (partials ? cost.beside : cost.beside_dweight);
+            const int64_t second_kernel = partials ? cost.sums + PARTIAL_CYCLES * partials : 0;
+            cut.consider(rounds * block_cycles + second_kernel, {warpgroups, range});
+        }
+    }
+    // All layers get the cheapest plan.
+    const auto [warpgroups, range] = cut.best;
+    for (ConvWeight& p : works) {
+        if (conv_is_wgmma(p.shape)) set_warpgroups(&p, warpgroups);
+        p.splits = ceil_div(p.pixel_tiles, range);
+    }
+}
+
+// Plans one layer alone. Returns a ConvWeight whose members are set, with these exceptions: conv_weight_batch sets
+// bias_images and the members of WeightWork (here only `shape` is set), and put_partials sets the places of the
+// partials.
+static ConvWeight plan_weight(const ConvShape& s) {
+    const int Ho = s.out_H();
+    const int Wo = s.out_W();
+    const bool tma = conv_is_wgmma(s);
+    const bool halo = !tma && conv_is_halo(s);
+    ConvWeight p = {};
+    p.shape = s;
+    p.taps = s.kernel * s.kernel;
+    p.tiles1 = ceil_div(s.C1, 64);
+    p.channel_tiles = p.tiles1 + ceil_div(s.C2, 64);
+    p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
+    set_warpgroups(&p, 1);
+
+    // A pixel tile has 8 x 16 or 8 x 8 pixels in conv_weight_tma and conv_weight_fp8, 8 x 8 pixels in conv_weight_halo,
+    // and 64 consecutive pixels in conv_weight_gather.
+    if (tma) {
+        p.tiles_h = ceil_div(Ho, 8);
+        p.tiles_w = ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8);
+    } else if (halo) {
+        p.tiles_h = ceil_div(Ho, 8);
+        p.tiles_w = ceil_div(Wo, 8);
+    } else {
+        p.tiles_h = 1;
+        p.tiles_w = ceil_div(Ho * Wo, 64);
+    }
+    p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
+
+    // In bf16 a block of conv_weight_gather computes 2 x 2 tiles of weights, if there are at least two tiles of Cout
+    // and two tiles of Cin, and enough products to keep the GPU busy. Here a product is a tile of weights, of one tap,
+    // summed over one pixel tile (64 x 64 x 64).
+    if (!tma) {
+        const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles;
+        const bool many_tiles = p.co_tiles > 1 && p.channel_tiles > 1;
+        const bool wide = act_parts() == 1 && many_tiles && products >= 64 * gpu.sms;
+        p.block_co = wide && !halo ? 2 : 1;
+        p.block_ci = p.block_co;
+    }
+    plan_weights({&p, 1});
+    return p;
+}
+
+// Sets where the partials of a layer lie, and returns how many bytes they take. If there is only one range, the weights
+// have no partials. But the bias has one partial for each image, and conv_weight_sum adds up the partials of all
+// images. (With only one range, conv_weight_tma and conv_weight_fp8 compute the bias gradient themselves, without
+// partials.)
+static size_t put_partials(ConvWeight* p, char* memory) {
+    const size_t partials = (size_t)p->splits * p->tiles * p->taps;
+    const size_t bytes = p->splits > 1 ? partials * 1024 * sizeof(float4) : 0;
+    const size_t bias_bytes = (size_t)(p->splits + p->shape.B) * p->shape.Cout * sizeof(float);
+    p->partial = (float4*)memory;
+    p->bias_partial = (float*)(memory + bytes);
+    return bytes + (bias_bytes + 255) / 256 * 256;
+}
+#endif

@@ -1,0 +1,634 @@
+// checkpoint.h - checkpoints, snapshots and grids; a run's first weights.
+#pragma once
+#include "log.h"
+#include "settings.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- checkpoints, snapshots and grids
+
+// This function is called after a good step that follows the newest checkpoint. If the weights of this checkpoint were
+// broken, the step would not be good. So the checkpoint is good, and the oldest checkpoints may be removed.
+// --keep_checkpoints is the number of checkpoints that stay; 0: all of them stay.
+static void prove_checkpoint(Run* run) {
+    const size_t keep = run->config.keep_checkpoints;
+    auto found = run->folder.list(); // sorted by step: the oldest checkpoint comes first
+    // If best.bin is a link to a removed checkpoint, the content stays on the disk under the name best.bin.
+    while (keep && found.size() > keep) {
+        const auto oldest = found.begin();
+        run->folder.remove(oldest->second);
+        found.erase(oldest);
+    }
+    run->proven_step = run->saved_step;
+}
+
+// Ends a run whose weights are broken, and prints which checkpoint the user can go on from.
+static void stop_run(Run* run, const std::string& why) {
+    const Folder folder = world.rank ? open_folder(run->config.output_dir) : run->folder;
+    const auto found = folder.list();
+    const auto newest = found.rbegin();
+    // The newest checkpoint is good if a good step followed it. Otherwise its weights may have been broken already.
+    std::string last = "no checkpoint was written yet";
+    if (!run->resumed_from.empty()) last += ", so go on from " + run->resumed_from;
+    if (!found.empty() && newest->first == run->proven_step) {
+        last = "the last good checkpoint is " + folder.name(newest->second);
+    } else if (!found.empty()) {
+        last = "no step was good from " + folder.name(newest->second) + ", so move it away and ";
+        if (found.size() > 1) last += "go on from " + folder.name(std::next(newest)->second);
+        else last += run->resumed_from.empty() ? "start again" : "go on from " + run->resumed_from;
+    }
+    refuse(text("stopped at step %ld: ", run->state.step) + why + "; " + last +
+           "; a lower --lr or a --warmup_steps may help");
+}
+
+// Returns a text that tells the user which saved step the run can go on from if it ends now.
+static std::string saved_so_far(const Run& run) {
+    if (!run.saved_step) return run.state.updates ? "no checkpoint was written yet" : "no good step was there to save";
+    const bool is_elsewhere = run.saved_step == run.first_step && !run.resumed_from.empty();
+    const std::string checkpoint = is_elsewhere ? run.resumed_from : "latest";
+    return text("saved is step %ld; --resume_checkpoint ", run.saved_step) + checkpoint + " goes on from there";
+}
+
+// All ranks call this after rank 0 has tried to write a model file. If the file could not be written, the ranks agree
+// on the step after which rank 0 tries again. retries: the Retries of this kind of file. Rank 0 passes the members
+// `failure` and `error` of its AtomicFile. The other ranks pass "" and 0. Returns whether the file was written.
+static bool is_written(Run* run, Retries* retries, const std::string& name, const std::string& failure, int error) {
+    if (!world.rank) check_folder(run);
+    // Print a message at the first failure, and at the first success after failures. End the run if the failures have
+    // lasted for PATIENCE seconds, or at once if it is hopeless to wait.
+    const bool hopeless = error == EFBIG; // the file is above a limit of size (ulimit -f), which does not go away
+    if (error && !hopeless && !retries->failing_since) {
+        retries->failing_since = now();
+        tell(run, "%s: %s; it is tried again for %.0f minutes\n", name.c_str(), failure.c_str(), PATIENCE / 60);
+    }
+    if (error && (hopeless || now() - retries->failing_since > PATIENCE))
+        die("%s: %s; stopped after step %ld; %s", name.c_str(), failure.c_str(), run->state.step,
+            saved_so_far(*run).c_str());
+    if (!error && retries->failing_since) {
+        tell(run, "%s: is written again\n", name.c_str());
+        retries->failing_since = 0;
+    }
+    // All ranks must try again after the same step. So the pause is turned into a number of steps, and rank 0 tells the
+    // other ranks this number. (A step is assumed to last at least a millisecond. At the beginning of a run, per_step
+    // is 0, because it is not known. Then the next attempt is made after one step.)
+    int steps_of_pause = 1;
+    if (run->per_step > 0) steps_of_pause = (int)(RETRY_AFTER / std::max(run->per_step, 1e-3));
+    const int pause = error ? std::max(1, steps_of_pause) : 0;
+    const int agreed = any_rank("the moment to try again", pause);
+    retries->next_step = run->issued + agreed;
+    return !agreed;
+}
+
+// Writes a model file: the header, the arrays, and `history`, which is a copy of Trainer::history or empty. slices:
+// this rank's slice of each array, in the order in which the arrays lie in the file. (For the weights it is
+// Trainer::params, the whole array, in which this rank's slice is up to date.) All ranks call this function, because
+// they gather the slices together. Only rank 0 writes. retries: the Retries of this kind of file. Returns whether the
+// file was written.
+static bool save_arrays(Run* run, Retries* retries, const std::string& name, Header header,
+                        const std::vector<float*>& slices, const std::vector<float>& history = {}) {
+    const UNet& net = run->trainer.net;
+    if (world.rank) { // this rank sends its slices, and learns whether rank 0 could write them
+        for (float* slice : slices) whole_array(run->trainer, slice);
+        return is_written(run, retries, name, "", 0);
+    }
+    AtomicFile file(run->folder, name); // the file appears under this name when it is complete (commit)
+    uint32_t crc = 0;                   // the checksum of all bytes that were written so far
+    auto write = [&](const void* data, size_t n) {
+        crc = crc32(crc, data, n);
+        file.write(data, n);
+    };
+    header.set(SLOT_PARAMS, net.num_params);
+    write(header.slot, 1024); // SLOT_CRC is still 0: the file's checksum is computed with 0 in this slot
+
+    std::vector<float> flat(net.flat_size); // an array in our layout
+    std::vector<float> tensor;              // one parameter of the array, in PyTorch's layout
+    for (float* slice : slices) {
+        // whole_array returns only when all ranks have called it. So rank 0 calls it even after a failure to write the
+        // file. Otherwise the other ranks would wait for ever.
+        const float* whole = whole_array(run->trainer, slice);
+        if (file.error) continue;
+        copy_to_host(flat.data(), whole, flat.size() * sizeof(float));
+        for (const Param& p : net.params) {
+            tensor.resize(p.size);
+            permute_param(net.config, p, tensor.data(), &flat[p.offset], true);
+            if (!all_finite(tensor.data(), p.size)) {
+                file.discard();
+                stop_run(run, "weights, their average or moments are not finite and were not saved");
+            }
+            write(tensor.data(), p.size * sizeof(float));
+        }
+    }
+    if (!history.empty()) write(history.data(), history.size() * sizeof(float));
+    file.write_at(SLOT_CRC * 4, &crc, 4); // a slot has 4 bytes
+    file.commit();
+    return is_written(run, retries, run->folder.name(name), file.failure, file.error);
+}
+
+// Returns a checksum of all validation data: of the images and, with --val_cond_file, of the pictures.
+static uint32_t validation_crc(const Dataset& val) {
+    if (!val.cond) return val.header_crc;
+    return crc32(val.header_crc, &val.cond->header_crc, sizeof val.cond->header_crc);
+}
+
+// With --keep_best: if the checkpoint that was just written has the lowest validation loss so far, makes best.bin a
+// link to this checkpoint. If the run ended because data could not be read, the last step has no validation loss (NaN).
+// Then best.bin stays as it is.
+static void keep_best(Run* run, const std::string& checkpoint) {
+    const bool is_better = run->val_loss < run->best_loss; // false if val_loss is NaN
+    if (world.rank || !run->config.keep_best || !is_better) return;
+    // A link costs no room on the disk. If it can't be made, the run goes on.
+    const std::string failure = try_link_file(run->folder, checkpoint, BEST);
+    if (failure.empty()) {
+        run->best_loss = run->val_loss;
+        return;
+    }
+    tell(run, "%s: %s; the run goes on, and %s is the best checkpoint until now\n", run->folder.name(BEST).c_str(),
+         failure.c_str(), checkpoint.c_str());
+}
+
+// A run may be killed after it wrote its best checkpoint, and before it made best.bin a link to this checkpoint. If the
+// run is then resumed from this checkpoint, this function makes the link. But if there is a best.bin whose loss is
+// unknown, best.bin stays as it is.
+static void keep_best_of_resumed(Run* run) {
+    if (world.rank || (run->folder.has(BEST) && std::isinf(run->best_loss))) return;
+    const std::string checkpoint = text("model_%07ld.bin", run->first_step);
+    if (run->folder.has(checkpoint)) keep_best(run, checkpoint);
+}
+
+// Writes a checkpoint (docs/FORMATS.md). A run that is resumed from it computes the same bits as if it had not paused.
+static void save_checkpoint(Run* run) {
+    const Config& c = run->config;
+    const StepState& s = run->state;
+    const Trainer& tr = run->trainer;
+    Header h = model_header(c, HAS_EMA | HAS_TRAINING, s.step);
+    h.slot[SLOT_UPDATES] = (int)s.updates;
+    h.slot[SLOT_BAD_TOTAL] = (int)s.bad_total;
+    h.slot[SLOT_BAD_IN_ROW] = (int)s.bad_in_row;
+    h.set(SLOT_GUARD, s.guard);
+    h.set(SLOT_PRESET, preset_checksum(c.preset, c.default_preset));
+    // These slots identify the run's data: the training images, the validation images, and the pictures.
+    h.set(SLOT_IMAGES, tr.data.count);
+    h.set(SLOT_DATA_CRC, tr.data.header_crc);
+    h.set(SLOT_VAL_CRC, validation_crc(run->val));
+    if (tr.data.cond) h.set(SLOT_COND_CRC, tr.data.cond->header_crc);
+    const std::string paths = c.data_file + '\0' + c.cond_file;
+    memcpy(&h.slot[SLOT_PATH], paths.data(), paths.size());
+    // Store the rates of the averages: the first rate in SLOT_EMA_RATE, the number of the other rates in SLOT_EMAS, and
+    // these other rates in the slots after SLOT_EMAS.
+    h.set(SLOT_EMA_RATE, c.emas[0]);
+    h.slot[SLOT_EMAS] = (int)c.emas.size() - 1;
+    for (size_t k = 1; k < c.emas.size(); k++) h.set(SLOT_EMAS + (int)k, c.emas[k]);
+
+    // Collect the arrays in the order of the format. In the file, the history of losses follows them.
+    std::vector<float> history(tr.history ? (size_t)c.diffusion_steps * (HISTORY + 1) : 0);
+    if (tr.history) copy_to_host(history.data(), tr.history, history.size() * sizeof(float));
+    std::vector<float*> arrays = {tr.params, tr.emas[0], tr.m, tr.v};
+    arrays.insert(arrays.end(), tr.emas.begin() + 1, tr.emas.end());
+    // The name holds the step with at least seven digits. So, up to step 9,999,999, sorting by name sorts by step.
+    const std::string name = text("model_%07ld.bin", s.step);
+    if (!save_arrays(run, &run->checkpoint_retries, name, h, arrays, history)) return;
+    // The checkpoint is written. The next step shows whether its weights are good (prove_checkpoint).
+    run->saved_step = s.step;
+    run->saved_updates = s.updates;
+    keep_best(run, name);
+}
+
+// Writes the two averages whose rates are in POWER_EMAS into a model file. The first of them lies where other model
+// files have the weights, and the second lies where they have the first average. A rate of POWER_EMAS is the exponent
+// of a power function. From the snapshots of a run, train_unet.py --ema_sigma_rel makes averages with other exponents.
+// The slot SLOT_STEP of this file holds the number of updates instead of the number of steps, because the averages
+// depend on the number of updates.
+static void save_snapshot(Run* run) {
+    const Config& c = run->config;
+    const Header h = model_header(c, HAS_EMA, run->state.updates);
+    std::vector<float*> slices;
+    // With --ema_snapshots, parse_ema_rate has added both numbers of POWER_EMAS to c.emas.
+    for (float power : POWER_EMAS) {
+        const size_t k = std::ranges::find(c.emas, power) - c.emas.begin();
+        slices.push_back(run->trainer.emas[k]);
+    }
+    const std::string name = text("ema_%07ld.bin", run->state.step);
+    if (!save_arrays(run, &run->snapshot_retries, name, h, slices)) return;
+    run->snapshot_step = run->state.step;
+    run->snapshot_updates = run->state.updates;
+}
+
+// Returns the texts below n images in a grid: the numbers that each image is conditioned on, if there are any.
+static std::vector<std::string> value_captions(const Config& c, const Sampler& s, int n) {
+    std::vector<std::string> captions(c.cond_dim ? n : 0);
+    for (int i = 0; i < std::ssize(captions); i++)
+        for (const float v : values_of_image(c, s, i)) captions[i] += text("%.2g ", v);
+    return captions;
+}
+
+// Returns what a grid shows of images (n, H, W, C) that are conditioned on pictures. Three things lie side by side, so
+// the result is (n, H, 3 W, C): the picture, the image, and the data's image that belongs to the picture. If a picture
+// has fewer channels than an image, only the picture's first channel is shown.
+static std::vector<float> beside_pictures(const Config& c, const Sampler& s, const std::vector<float>& images) {
+    const int K = c.cond_channels;
+    const int C = c.in_channels;
+    const size_t row = (size_t)c.W * C;
+    std::vector<float> shown;
+    for (size_t at = 0; at < images.size(); at += row) {          // at: where a row of pixels of an image begins
+        const size_t first_pixel = at / C % (s.truth.size() / C); // if there are too few pictures, they are used again
+        for (int w = 0; w < c.W; w++)
+            for (int channel = 0; channel < C; channel++)
+                shown.push_back(s.pictures[(first_pixel + w) * K + (K >= C ? channel : 0)]);
+        shown.insert(shown.end(), images.begin() + at, images.begin() + at + row);
+        const auto truth = s.truth.begin() + at % s.truth.size();
+        shown.insert(shown.end(), truth, truth + row);
+    }
+    return shown;
+}
+
+// Draws samples with the first average of the weights, and writes them as a grid. Every grid of a run starts from the
+// same noise, so that the user sees how the samples get better. If a signal comes meanwhile, the grid is given up, so
+// that the run can end at once; a resumed run draws it (lacks_file).
+static void save_grid(Run* run) {
+    const Config& c = run->config;
+    Trainer& tr = run->trainer;
+    end_line(run);
+    // Every rank needs the whole average, in the type that the network reads.
+    const float* ema = whole_array(tr, tr.emas[0]);
+    cast_params(tr.ema_copy, ema, tr.net.flat_size);
+    const auto images = sample_images(&tr.net, Weights{ema, tr.ema_copy}, &run->sampler, c.num_samples);
+    run->stop = any_rank("the end of a grid", stop_signal);
+    if (run->stop || world.rank) return;
+    const auto captions = value_captions(c, run->sampler, c.num_samples);
+    const int parts = c.cond_channels ? 3 : 1;
+    const std::vector<float> shown = c.cond_channels ? beside_pictures(c, run->sampler, images) : images;
+    write_or_wait(run, text("samples_%07ld.png", run->state.step),
+                  grid_png(shown, c.num_samples, c.H, parts * c.W, c.in_channels, captions, parts));
+}
+
+// Returns a line about a model: the size of its images, its numbers of parameters and layers, and the work of a forward
+// pass for one image.
+static std::string describe(const UNet& net) {
+    const Config& c = net.config;
+    const int p = c.patch();
+    const std::string squares = p > 1 ? text(", in squares of %dx%d pixels", p, p) : "";
+    return text("model: %dx%dx%d, %.2f M parameters, %zu layers, %.3f GFLOP forward an image%s", c.H, c.W,
+                c.in_channels, net.num_params / 1e6, net.layers.size(), net.flops / 1e9, squares.c_str());
+}
+
+// Returns true if the folder holds a run, and `name` is a name that the run gives to its own files. Nothing else, such
+// as --sample --output, may write a file of such a name into the folder of a run. The run would replace this file, or
+// read it as its own file.
+static bool is_name_of_run(const Folder& folder, const std::string& name) {
+    const bool holds_run = folder.has("log.csv") || !folder.list().empty();
+    if (!holds_run) return false;
+    for (const char* one_of_its : {"index.html", "log.csv", "loss.png", BEST, ".lock"}) // train_unet.py writes loss.png
+        if (name == one_of_its) return true;
+    const bool has_step = step_in_name(name, "model_", ".bin") >= 0 || step_in_name(name, "ema_", ".bin") >= 0 ||
+                          step_in_name(name, "samples_", ".png") >= 0;
+    return has_step;
+}
+
+constexpr char NAME_OF_RUN[] = "is a name for files of the run in that folder; choose another one";
+
+// defines: begin_page, write_page, end_page, page_turn, compare_runs
+#include "page.h"
+
+// Prints that a step was skipped. Ends the run after --max_bad_steps skipped steps in a row.
+static void report_bad_step(Run* run) {
+    const StepState& s = run->state;
+    tell(run,
+         "step %ld: loss %g (mean %g), gradient norm %g (mean %g): not finite or far outside its spread, "
+         "so this step is skipped (%ld in a row, %ld in all)\n",
+         s.step, s.loss, s.guard.mean_loss, s.grad_norm, s.guard.mean_norm, s.bad_in_row, s.bad_total);
+    if (s.bad_in_row < run->config.max_bad_steps) return;
+    write_log(run); // the last rows of log.csv show what happened
+    stop_run(run, text("%ld steps in a row had to be skipped", s.bad_in_row));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- a run's first weights: new, of a file, or of the run that is resumed
+
+// Sets the weights of a new run. With --init they are read from that file; otherwise they are random. If the file holds
+// an average of the weights, the run starts from the average, unless --use_ema is False. The run's own averages get the
+// same numbers. At the first update, the new weights replace the content of the averages (average_share is 1 then).
+static void start_weights(Trainer* tr, const ModelFile& m) {
+    const UNet& net = tr->net;
+    const bool takes_average = m.has(HAS_EMA) && net.config.use_ema;
+    const int array = takes_average ? m.ema_array(0) : 0;
+    const std::vector<float> flat = m.size ? read_array(m, net, array) : init_params(net);
+    copy_slice(tr->params, flat, slice_of(flat.size())); // every rank copies all weights
+    for (float* ema : tr->emas) copy_slice(ema, flat, tr->own);
+}
+
+// The k-th average of a resumed run goes on from an array of the checkpoint. Returns the number of this array. It is
+// the first of these arrays that the checkpoint holds:
+//   1. the average that has the rate of the run's k-th average. If this rate is above 1, and the checkpoint does not
+//      hold such an average, the program ends
+//   2. the checkpoint's k-th average
+//   3. the weights (array 0)
+// The run then continues as if the array were the average over all updates so far, because average_share gets the
+// number of all updates, not of those since the run was resumed.
+static int array_for_average(const Config& c, const ModelFile& m, int k) {
+    const float rate = c.emas[k];
+    // In the resumed run, --ema_rate may list the rates in another order than before.
+    for (int i = 0; i < m.emas(); i++)
+        if (m.ema_rate(i) == rate) return m.ema_array(i);
+    const bool averages_whole_run = rate > 1; // a power function, which --ema_snapshots has added (POWER_EMAS)
+    must(!averages_whole_run, text("--ema_snapshots %d", c.ema_snapshots),
+         "averages the whole run, and " + m.path + " has kept no such average; leave it out");
+    return k < m.emas() ? m.ema_array(k) : 0;
+}
+
+// Reads the losses that --schedule_sampler loss-second-moment remembers. They lie at the end of a checkpoint. For every
+// timestep t there are HISTORY + 1 numbers. The first HISTORY numbers are places for losses, and the last number is how
+// many of these places are filled.
+static void restore_history(const Trainer& tr, const ModelFile& m) {
+    std::vector<float> history(tr.history ? m.history() : 0); // empty if t is drawn uniformly, now or in the old run
+    const size_t bytes = history.size() * sizeof(float);
+    m.read(history.data(), bytes, m.size - bytes);
+    for (size_t i = 0; i < history.size(); i++) {
+        const float value = history[i];
+        const bool is_count = i % (HISTORY + 1) == HISTORY;
+        const bool in_range = !is_count || (value >= 0 && value <= HISTORY);
+        if (!std::isfinite(value) || !in_range)
+            die("%s: its history of losses is damaged: use an earlier checkpoint", m.path.c_str());
+    }
+    if (bytes) copy_to_device(tr.history, history.data(), bytes);
+}
+
+// Compares the flags for which matters(flag) is true with their values in a checkpoint's header h. Returns a text about
+// the first flag whose value has changed: its name, its new value and its old value. "": none has changed. Flags that
+// the checkpoint does not hold are not compared.
+static std::string changed_flag(const Config& c, const Header& h, auto matters) {
+    for (const Flag& f : FLAGS) {
+        if (!f.slot || !matters(f) || !slot_is_used(h, f)) continue;
+        Config then; // holds the checkpoint's value of this flag; all other flags but max_steps have their defaults
+        set_flag(&then, f, header_value(c, h, f));
+        then.max_steps = h.slot[SLOT_MAX_STEPS];
+        std::string before = flag_value(then, f);
+        std::string now = flag_value(c, f);
+        if (f.slot == SLOT_ECT_D) { // its value may be 0, which stands for a number that depends on max_steps
+            before = std::to_string(then.ect_stage());
+            now = std::to_string(c.ect_stage());
+        }
+        if (!same_value(f.name, now, before))
+            return text("--%s %s: was %s before", f.name, now.c_str(), before.c_str());
+    }
+    return "";
+}
+
+// Returns whether a flag belongs to the objective, so that it changes what a loss means.
+static bool is_of_objective(const Config& c, const Flag& f) {
+    // sigma_small is for samples, but with --use_kl True it may also be a part of the loss.
+    if (f.slot == SLOT_SIGMA_SMALL) return c.use_kl;
+    const bool is_of_ect = f.slot >= SLOT_ECT && f.slot < SLOT_ECT_END;
+    return is_of_ect || (f.slot >= SLOT_DIFFUSION && f.slot < SLOT_PATCH_SIZE);
+}
+
+// Returns why the losses or gradients of a resumed run can't be compared with those before its checkpoint m: a text
+// that names the first flag that matters for them and whose value has changed. If no such flag has changed, but the
+// content of --data_file or --cond_file has, the text names that file. "": they can be compared.
+static std::string changed_loss(const Config& c, const ModelFile& m, const Dataset& d) {
+    const std::string flag = changed_flag(c, m.header, [&](const Flag& f) {
+        const bool is_of_samples = f.slot == SLOT_SIGMA_SMALL && !c.use_kl;
+        const bool is_of_batch = f.slot == SLOT_SAMPLER || f.slot == SLOT_BATCH_SIZE || f.slot == SLOT_COND_NOISE;
+        return (f.free && !is_of_samples) || is_of_batch || is_of_objective(c, f);
+    });
+    if (!flag.empty()) return flag;
+    if (m.header.get<uint32_t>(SLOT_DATA_CRC) != d.header_crc)
+        return text("--data_file %s: was another one before", d.path.c_str());
+    if (d.cond && m.header.get<uint32_t>(SLOT_COND_CRC) != d.cond->header_crc)
+        return text("--cond_file %s: was another one before", d.cond->path.c_str());
+    return "";
+}
+
+// Returns whether the run's validation losses mean something else than those of a checkpoint whose header is h: whether
+// the objective or the validation data is another one.
+static bool val_loss_changed_since(const Run& run, const Header& h) {
+    const Config& c = run.config;
+    const std::string objective = changed_flag(c, h, [&](const Flag& f) { return is_of_objective(c, f); });
+    // With --objective ect, all validation losses of a run are computed as in the stage of its last step
+    // (validation_loss). This stage may depend on --max_steps. So the last stages of both runs are compared.
+    Config then;
+    then.max_steps = h.slot[SLOT_MAX_STEPS];
+    then.ect_d = h.slot[SLOT_ECT_D];
+    const bool other_stage = is_ect(h) && then.last_ect_stage() != c.last_ect_stage();
+    const uint32_t val_crc = h.get<uint32_t>(SLOT_VAL_CRC); // 0: unknown, or there was no validation data
+    return !objective.empty() || other_stage || (val_crc && val_crc != validation_crc(run.val));
+}
+
+// Sets run->val_loss_changed to true if the validation losses of a resumed run can't be compared with the one of its
+// checkpoint m. Sets run->best_loss_changed to true if they can't be compared with the one of best.bin. For best.bin
+// the header in best.bin itself is read, because the run may have been resumed with other flags after best.bin was
+// written.
+static void compare_val_losses(Run* run, const ModelFile& m) {
+    run->val_loss_changed = val_loss_changed_since(*run, m.header);
+    const std::optional<Header> best = best_header(*run);
+    run->best_loss_changed = best && val_loss_changed_since(*run, *best);
+}
+
+// Compares a resumed run with its checkpoint m. If losses or gradient norms now mean something else than before, starts
+// the guard anew, as in a new run. A guard that compared them with those of earlier steps could skip every step of the
+// resumed run.
+static void compare_with_checkpoint(Run* run, const ModelFile& m) {
+    const Config& c = run->config;
+    const std::string why = changed_loss(c, m, run->trainer.data);
+    if (why.empty()) return;
+    printf("%s, so the first 100 steps show anew which losses and gradient norms are usual\n", why.c_str());
+    run->state.guard = Guard{};
+    copy_to_device(run->trainer.state, &run->state, sizeof run->state);
+}
+
+// Gives a resumed run the state that is in its checkpoint: weights, the optimiser's moments, averages, the counters and
+// the guard of StepState, and the history of losses.
+static void restore(Run* run, const ModelFile& m) {
+    const Config& c = run->config;
+    Trainer& tr = run->trainer;
+    run->state = m.state();
+    const StepState& s = run->state;
+    // Every rank reads all weights, but keeps only its own slices of the moments and of the averages.
+    copy_slice(tr.params, read_array(m, tr.net, 0), slice_of(tr.net.flat_size));
+    copy_slice(tr.m, read_array(m, tr.net, 2), tr.own);
+    copy_slice(tr.v, read_array(m, tr.net, 3), tr.own);
+    for (int k = 0; k < (int)c.emas.size(); k++) {
+        const int array = array_for_average(c, m, k);
+        copy_slice(tr.emas[k], read_array(m, tr.net, array), tr.own);
+    }
+    restore_history(tr, m);
+    // This state is saved already, in the checkpoint. (begin_run writes a snapshot of this step if one is missing.)
+    run->first_step = s.step;
+    run->issued = s.step;
+    run->saved_step = s.step;
+    run->saved_updates = s.updates;
+    run->snapshot_step = s.step;
+    run->snapshot_updates = s.updates;
+    copy_to_device(tr.state, &s, sizeof s);
+    // The probability of each t depends on rms_losses, which are computed from the history. The last argument is the
+    // number of new losses: 0.
+    if (tr.history) update_rms_losses(tr.rms_losses, tr.history, nullptr, nullptr, tr.state, c.diffusion_steps, 0);
+    printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), s.step, c.max_steps, s.updates,
+           c.seed);
+    // The images of a step begin at position step * B of the stream of images. If the batch size B is changed, this
+    // position changes, and the run continues with other images.
+    const int B = c.batch_size;
+    const int before = m.header.slot[SLOT_BATCH_SIZE];
+    if (B != before)
+        printf("--batch_size %d: was %d before; the order of the data goes by batches, "
+               "so that image %ld of it comes next, not %ld\n",
+               B, before, s.step * B, s.step * before);
+}
+
+// Ends the program if this run must not write into the output folder. A folder may hold one run only. So a new run
+// needs a folder that holds no run. A resumed run needs its own folder, without checkpoints of steps after resume_step,
+// or a folder that holds no run. resume: the path of the checkpoint that the run goes on from; "": the run is new.
+// resume_step: the step of that checkpoint.
+static void check_output_dir(const Config& c, const Folder& output, const std::string& resume, int64_t resume_step) {
+    // If the folder has a best.bin but no other checkpoint, best.bin belongs to another run. With --keep_best this run
+    // would replace it. That is allowed only if this run goes on from this best.bin.
+    const auto found = output.list();
+    const bool has_checkpoint = !found.empty();
+    std::error_code error;
+    const bool from_best = std::filesystem::equivalent(output.name(BEST), resume, error);
+    must(!c.keep_best || has_checkpoint || from_best || !output.has(BEST), output.name(BEST),
+         "is another run's; move it away, or choose another --output_dir");
+    // A log without a checkpoint was left by a run that was killed early. With --resume_checkpoint auto, such a folder
+    // is used as if it held no run: a new run starts in it.
+    const bool holds_run = has_checkpoint || (output.has("log.csv") && c.resume_checkpoint != "auto");
+    if (!holds_run) return;
+
+    // The folder holds a run. So the program must resume this run; it must not start a new run here.
+    const int64_t newest_step = has_checkpoint ? found.rbegin()->first : 0;
+    const std::string newest = has_checkpoint ? output.name(found.rbegin()->second) : "";
+    std::string what = "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again";
+    if (has_checkpoint) what = text(" (up to step %ld); continue it with --resume_checkpoint latest", newest_step);
+    must(!resume.empty(), c.output_dir, "already holds a run" + what + ", or choose another --output_dir");
+
+    // The checkpoint that this run goes on from must lie in this folder.
+    const std::filesystem::path folder = std::filesystem::path(resume).parent_path() / ".";
+    must(std::filesystem::equivalent(folder, c.output_dir + "/.", error), c.output_dir,
+         "already holds a run, but " + resume + " is not part of it; choose another --output_dir");
+    // No checkpoint in the folder may be of a later step than `resume`: this run would come to that step, too, and
+    // replace that checkpoint.
+    const bool none_is_later = newest_step <= resume_step;
+    const bool has_wrong_name = !none_is_later && std::filesystem::equivalent(newest, resume, error);
+    must(!has_wrong_name, newest, text("holds step %ld; rename it to model_%07ld.bin", resume_step, resume_step));
+    must(none_is_later, newest,
+         text("is later (step %ld) than ", newest_step) + resume +
+             "; resume that one (latest), move it away, or choose another --output_dir");
+}
+
+// A run that goes on from an early checkpoint does later steps again, maybe with other flags. But the folder still has
+// snapshots ema_STEP.bin of these steps from before. train_unet.py --ema_sigma_rel adds up the snapshots in a folder,
+// and must not mix old snapshots with those that this run writes. So the old snapshots are renamed.
+static void leave_later_snapshots(const Folder& folder, int64_t first_step) {
+    int64_t count = 0;
+    for (const auto& [step, name] : folder.list("ema_")) {
+        if (step <= first_step) continue; // this snapshot is a part of this run
+        std::string new_name = name + ".left";
+        for (int k = 2; folder.has(new_name); k++) new_name = name + text(".left%d", k);
+        if (renameat(folder.descriptor, name.c_str(), folder.descriptor, new_name.c_str()))
+            die("%s: can't be renamed to %s (%s); move it away", folder.name(name).c_str(), new_name.c_str(),
+                strerror(errno));
+        count++;
+    }
+    if (count)
+        printf("%s: snapshots ema_STEP.bin beyond step %ld, where this run goes on: %ld; "
+               "they are called ema_STEP.bin.left now (or .left2 and so on), and no average takes them\n",
+               folder.path.c_str(), first_step, count);
+}
+
+// Prints how the memory of the device is used, in GiB.
+static void print_memory(const Config& c, const UNet& net, const MuonWork& muon) {
+    const double GIB = 0x1p30;
+    const double array = net.flat_size * sizeof(float) / GIB; // all parameters in fp32
+    const double slice = slice_of(net.flat_size, 0, world.size).owned() * sizeof(float) / GIB;
+    // If activations are bf16 (also with --precision fp8), there are copies of two arrays: of the weights, and of their
+    // first average. With --precision fp8 there are two more copies of the weights, with one byte for each weight.
+    double copies = weights_have_copy() ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
+    if (c.precision == "fp8") copies += 2.0 * net.flat_size * bytes_of(Element::FP8) / GIB;
+
+    // What the allocated memory is used for. `rest` is the memory that belongs to none of the other uses.
+    const double all = device_bytes / GIB;
+    const double weights = array + c.emas.size() * slice + copies;
+    // There is a second array of gradients if those of several microbatches or ranks are added up (Trainer::sum).
+    const bool adds_up = world.size > 1 || c.batch_size > c.micro();
+    const double grads = adds_up ? 2 * array : array;
+    double moments = 2 * slice;
+    if (muon.X) moments += net.flat_size * act_bytes() / GIB; // only a GPU has this copy of Muon's momentum
+    const double arena = net.arena_bytes / GIB;
+    const double rest = all - weights - grads - moments - arena;
+    printf("memory: %.2f GiB: weights and EMA %.2f, gradients %.2f, moments %.2f, "
+           "activations of %d images at a time %.2f, workspace and batches %.2f\n",
+           all, weights, grads, moments, net.B, arena, rest);
+}
+
+// Returns the flags of the run's preset, with their values. A flag is left out if the run has another value for it, for
+// example because a model file or the data has replaced it. (If the command line has replaced the value, the flag is
+// kept: print_start prints the command line's flags after those of the preset.)
+static std::string preset_in_force(const Config& c) {
+    std::string kept;
+    std::istringstream words(PRESETS.at(c.preset)); // --name value --name value
+    for (std::string flag, value; words >> flag >> value;) {
+        const std::string name = flag.substr(2);
+        const Flag& f = *find_flag(name);
+        Config preset;
+        set_flag(&preset, f, value);
+        const bool is_replaced = !same_value(name, flag_value(preset, f), flag_value(c, f));
+        if (c.given(name) || !is_replaced) kept += " " + flag + " " + value;
+    }
+    return kept;
+}
+
+// --precision fp8: prints how much of the work is done in FP8, and whether FP8 saves time. Rounding to FP8 takes time,
+// too. In small convolutions it takes almost as much time as FP8 saves.
+static void print_fp8(const Config& c, const UNet& net) {
+    if (c.precision != "fp8") return;
+    int convs = 0, gradients = 0;
+    double flops = 0; // operations in FP8, in a forward pass of one image
+    for (const Layer& l : net.layers) {
+        gradients += l.fp8_gradient;
+        if (!l.fp8) continue;
+        convs++;
+        const Tensor& out = net.tensors[l.out];
+        flops += 2.0 * out.H * out.W * (double)net.params[l.weight].size; // as in conv_flops
+    }
+    const double gflops = flops * c.micro() / convs * 1e-9; // GFLOP of an FP8 convolution for a microbatch (mean)
+    // If `gflops` is less than this, FP8 hardly saves time. In unet64 with 32 images, for example, `gflops` is 8, and
+    // FP8 made the steps 6 % shorter (docs/GUIDE.md).
+    constexpr double LITTLE = 10;
+    const char* const advice =
+        gflops < LITTLE
+            ? "; that is so little that FP8 hardly saves time: it pays with more channels, or more images at a time"
+            : "";
+    printf("fp8: %d convolutions, %.0f %% of a forward pass, %.3g GFLOP each, and the input gradients of %d%s\n", convs,
+           100 * flops / net.flops, gflops, gradients, advice);
+}
+
+// Prints what is about to be trained, on which data, and in which folder.
+static void print_start(const Config& c, const Trainer& tr, const Dataset& data) {
+    const UNet& net = tr.net;
+    printf("preset %s:%s\n", c.preset.c_str(), preset_in_force(c).c_str());
+    std::string given; // the flags of the command line, so that the output tells how to repeat the run
+    for (const Flag& f : FLAGS)
+        if (c.given(f.name)) given += std::string(" --") + f.name + " " + flag_value(c, f);
+    if (!given.empty()) printf("flags:%s\n", given.c_str());
+    // The model, the memory, the ranks, the data.
+    printf("%s\n", describe(net).c_str());
+    print_memory(c, net, tr.muon);
+    print_fp8(c, net);
+    if (world.size > 1)
+        printf("processes: %d, which share a step's batch of %d, %d images at a time; "
+               "each keeps its part of the moments and averages\n",
+               world.size, c.batch_size, c.micro());
+    // The images can't be verified if their checksums are not known. This is so if the file is longer than
+    // READ_AT_START and holds no checksum of each image.
+    const bool verified = !data.image_crc.empty();
+    const char* doubt = verified ? "" : " (not verified: more than 4 GiB, and no checksums of them)";
+    const int64_t steps_an_epoch = (data.count + c.batch_size - 1) / c.batch_size;
+    printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), data.count, doubt,
+           steps_an_epoch, c.batch_size, c.output_dir.c_str());
+    if (!c.class_cond && c.by_preset.contains("class_cond") && data.labels.empty())
+        printf("classes: none, because the data has no labels\n");
+    if (c.class_cond)
+        printf("classes: %d, --class_dropout %g; grids: --guidance_scale %g\n", c.num_classes, c.class_dropout,
+               c.guidance_scale);
+    if (data.cond) printf("condition: %s, pictures of %d channels\n", c.cond_file.c_str(), c.cond_channels);
+    const int C = c.in_channels;
+    if (C != 1 && C != 3) printf("grids show the first of %d channels, in grey\n", C);
+    fflush(stdout);
+}

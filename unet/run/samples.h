@@ -1,0 +1,181 @@
+// samples.h - samples, without a run.
+#pragma once
+#include "../diffusion/pictures.h"
+#include "../gpu/fp8.h"
+#include "checkpoint.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// --- samples, without a run
+
+// Returns the number of the model file's array that --sample draws with. This array is the average whose rate is
+// --ema_rate or, without this flag, the first average. If the file has no average, or with --use_ema False, the array
+// is the weights (array 0).
+static int array_to_sample(const Config& c, const ModelFile& m) {
+    if (!c.use_ema || !m.emas()) return 0;
+    std::string rates; // the averages' rates, for the message below
+    for (int k = 0; k < m.emas(); k++) {
+        // The rates are compared in fp32, as files hold them.
+        const float rate = m.ema_rate(k);
+        if (!c.given("ema_rate") || rate == (float)atof(c.ema_rate.c_str())) return m.ema_array(k);
+        rates += text(" %g", rate);
+    }
+    die("--ema_rate %s: %s holds averages of the rates%s", c.ema_rate.c_str(), m.path.c_str(), rates.c_str());
+}
+
+// Returns true if the file holds a model, or data that are no samples. The program must not replace such a file by
+// samples, because the model or the data would be lost. Data are taken for samples if they are like a file that
+// samples_as_data_file makes: floats without labels or numbers.
+static bool holds_more_than_samples(const Folder& folder, const std::string& name) {
+    // All model files and data files begin with a header of 1024 bytes. Its first slot tells the two kinds apart.
+    const int file = openat(folder.descriptor, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    if (file < 0) return true; // nobody knows what it holds
+    Header h;
+    const bool long_enough = read(file, h.slot, sizeof h.slot) == sizeof h.slot;
+    close(file);
+    if (!long_enough) return false;
+    const int magic = h.slot[SLOT_MAGIC];
+    const bool is_model = magic == MODEL_MAGIC || magic == UNET_CU_MODEL_MAGIC;
+    const bool is_data = magic == DATA_MAGIC || magic == UNET_CU_DATA_MAGIC;
+    const bool has_more = h.slot[DATA_SLOT_CLASSES] > 0 || h.slot[DATA_SLOT_VALUES] > 0;
+    const bool are_floats = h.slot[DATA_SLOT_BYTES] == 4;
+    const bool are_samples = magic == DATA_MAGIC && h.slot[SLOT_VERSION] == 1 && are_floats && !has_more;
+    return is_model || (is_data && !are_samples);
+}
+
+// Opens the folder of --output, and returns it. Drawing samples may take long. So this function checks, before they are
+// drawn, that the file can be written later, and that it replaces no file that must stay.
+static Folder open_output(const Config& c, const std::string& resume) {
+    // Every message begins with the flag.
+    auto refuse_unless = [&](bool ok, const std::string& why) {
+        if (!ok) refuse("--output " + c.output + ": " + why);
+    };
+    const bool has_ending = c.output.ends_with(".png") || c.output.ends_with(".bin");
+    refuse_unless(has_ending && c.output.size() > 4, "must end in .png (one grid) or .bin (float images)");
+    // The folder is opened now and used until the end, even if somebody renames it meanwhile.
+    const std::filesystem::path path = c.output;
+    const std::string name = path.filename().string();
+    const Folder folder = open_folder(path.parent_path().string());
+    refuse_unless(folder.descriptor >= 0,
+                  text("its folder can't be opened (%s); name one that is there", strerror(folder.error)));
+
+    refuse_unless(!is_name_of_run(folder, name), NAME_OF_RUN);
+
+    // If there is a file of this name, it may be replaced only if it is a regular file, this program does not read it,
+    // and it holds neither a model nor data that are no samples.
+    struct stat target;
+    const bool is_there = !fstatat(folder.descriptor, name.c_str(), &target, 0);
+    if (is_there) {
+        refuse_unless(!S_ISDIR(target.st_mode), "is a folder; name a file");
+        refuse_unless(S_ISREG(target.st_mode), "is there and is no usual file; choose another name");
+        for (const std::string& file :
+             {c.init, resume, c.data_file, c.start_from, c.inpaint, c.mask, c.values, c.cond_file}) {
+            struct stat input;
+            if (file.empty() || stat(file.c_str(), &input)) continue;
+            // Two names may belong to the same file. A file is identified by its device and by its inode number on this
+            // device.
+            const bool same = input.st_dev == target.st_dev && input.st_ino == target.st_ino;
+            refuse_unless(!same, "would replace " + file + ", which is read; choose another name");
+        }
+        refuse_unless(!holds_more_than_samples(folder, name),
+                      "holds a model or data; choose another name, or move it away");
+    }
+    // The last check is whether a file can be made in the folder. AtomicFile makes a file under another name, and
+    // discard removes this file.
+    AtomicFile probe(folder, name);
+    refuse_unless(!probe.error, probe.failure);
+    probe.discard();
+    return folder;
+}
+
+// Returns the content of a data file of float images. images: (count, H, W, C); in the file they are (count, C, H, W).
+static std::string samples_as_data_file(const std::vector<float>& images, int count, const Config& c) {
+    const int HW = c.H * c.W;
+    const int C = c.in_channels;
+    std::string data;
+    for (int i = 0; i < count; i++)
+        for (int channel = 0; channel < C; channel++)
+            for (int p = 0; p < HW; p++) {
+                const size_t pixel = (size_t)i * HW + p; // the pixel's number among all images' pixels
+                const float* const value = &images[pixel * C + channel];
+                data.append((const char*)value, sizeof(float));
+            }
+    // The header contains a checksum of the images, and a checksum of the header itself. The images have no labels, so
+    // the slot for the number of classes stays 0.
+    const int data_crc = (int)crc32(0, data.data(), data.size());
+    Header h;
+    h.slot[SLOT_MAGIC] = DATA_MAGIC;
+    h.slot[SLOT_VERSION] = 1;
+    h.slot[DATA_SLOT_COUNT] = count;
+    h.slot[DATA_SLOT_CHANNELS] = C;
+    h.slot[DATA_SLOT_HEIGHT] = c.H;
+    h.slot[DATA_SLOT_WIDTH] = c.W;
+    h.slot[DATA_SLOT_BYTES] = sizeof(float);
+    h.slot[DATA_SLOT_BODY_CRC] = data_crc;
+    h.slot[DATA_SLOT_HEADER_CRC] = (int)crc32(0, h.slot, 1024); // computed while this slot is 0
+    return std::string((const char*)h.slot, 1024) + data;
+}
+
+// --sample N: draws N images with the weights of a model file, and writes them into the file of --output. This file is
+// a PNG that shows the images in a grid, or a data file of float images. folder: the folder of this file.
+static void sample_and_stop(const Config& c, const Folder& folder, const ModelFile& model) {
+    UNet net = build_unet(c);
+    check_size(model, net);
+    // Each rank draws a share of the images. In guided steps the network computes each image twice: with all that it is
+    // conditioned on, and without what was sometimes left out in training. So a batch needs twice the memory.
+    const int share = (c.sample + world.size - 1) / world.size; // rounded up
+    const int batch_images = std::min(share, c.batch_size);
+    plan_memory(&net, batch_images * (c.guided() ? 2 : 1), false);
+    const int array = array_to_sample(c, model);
+    const std::vector<float> flat = read_array(model, net, array);
+    float* params = device_copy(flat);
+    const Fp8Weights fp8 = make_fp8_weights(net, flat);
+
+    // Make the sampler. If the samples are conditioned on pictures (--cond_channels), read the pictures. With
+    // --start_from, read the images that sampling starts from. With --inpaint, read the images whose known part stays,
+    // and the masks that say which part is known.
+    Sampler sampler = make_sampler(c, net.B);
+    const int C = c.in_channels;
+    if (c.cond_channels) sampler.pictures = sample_pictures(c);
+    if (!c.start_from.empty()) sampler.images = read_images(c, "start_from", c.start_from, C, C);
+    if (!c.inpaint.empty()) {
+        // The device holds the images and masks of one batch at a time.
+        sampler.images = read_images(c, "inpaint", c.inpaint, C, C);
+        sampler.masks = read_images(c, "mask", c.mask, 1, C);
+        const size_t batch_values = (size_t)net.B * c.H * c.W * C;
+        sampler.known = device_alloc<float>(batch_values);
+        sampler.mask = device_alloc<float>(batch_values);
+    }
+
+    // The time from here until all images are drawn is measured, and printed below. If activations are bf16, the
+    // kernels of convolutions read a bf16 copy of the weights, which is made here.
+    const double start = now();
+    act* copy = make_copy(params, net.flat_size);
+    cast_params(copy, params, net.flat_size);
+    const std::vector<float> images = sample_images(&net, Weights{params, copy, fp8}, &sampler, c.sample);
+    const double seconds = now() - start;
+
+    // Rank 0 has all images and writes them.
+    if (world.rank) return;
+    must(all_finite(images.data(), images.size()), c.output,
+         "not written, because the samples are not finite; the weights in " + model.path + " are broken");
+    const bool as_png = c.output.ends_with(".png");
+    std::string content;
+    if (as_png) content = grid_png(images, c.sample, c.H, c.W, c.in_channels, value_captions(c, sampler, c.sample));
+    else content = samples_as_data_file(images, c.sample, c);
+    const std::string name = std::filesystem::path(c.output).filename().string();
+    const std::string failure = try_write_file(folder, name, content);
+    must(failure.empty(), c.output, failure);
+    // An evaluation is one call of the network for an image. From plan.begin on, plan.steps contains one entry for each
+    // evaluation. A step of heun is two entries, except a step to sigma 0, which is one entry.
+    const int evaluations = (int)(sampler.plan.steps.size() - sampler.plan.begin);
+    // The message names churn and guidance, because the user may not know their values. A preset may have set them. If
+    // the command line sets --sampler, the preset does not set them (left_out_of_preset).
+    std::string how = c.sampler;
+    if (c.can_churn() && c.S_churn > 0) how += text(", churn %g", c.S_churn);
+    if (c.guided()) how += text(", guidance %g", c.guidance_scale);
+    const bool has_end = c.guidance_max < BIG;
+    if (c.guided() && has_end) how += text(" where sigma is %g to %g", c.guidance_min, c.guidance_max);
+    else if (c.guided() && c.guidance_min > 0) how += text(" where sigma is at least %g", c.guidance_min);
+    printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, how.c_str(),
+           evaluations, seconds, c.sample / seconds, c.output.c_str());
+}
