@@ -210,36 +210,71 @@
 // An empty // at the end of a line of code keeps clang-format from joining it with the next line.
 // Layouts: activations (B, H, W, C); convolution weights (Cout, kh, kw, Cin); files hold PyTorch's layouts.
 
-// types and prototypes of the operations: all that the program asks of a device.
-#include "unet/interface.h"
-// flags, to Config; presets, help, what can work and what cannot.
-#include "unet/config.h"
-// the learning rate, the verdict on a step, averages of the weights.
+// the data and the trainer; network.h, config.h and interface.h, which it includes
+#include "unet/trainer.h"
+// the learning rate, the verdict on a step, averages of the weights
 #include "unet/diffusion/verdict.h"
-// objectives beside DDPM (EDM, flow, consistency), losses by noise level, the bound.
+// objectives beside DDPM (EDM, flow, consistency), losses by noise level, the bound
 #include "unet/diffusion/objectives.h"
-// augmentation and what a model is conditioned on.
+// augmentation and what a model is conditioned on
 #include "unet/diffusion/conditions.h"
-// from noise to images: ddpm, ddim, euler, heun, dpmpp_2m, consistency.
+// from noise to images: ddpm, ddim, euler, heun, dpmpp_2m, consistency
 #include "unet/diffusion/samplers.h"
-// pictures that a model is conditioned on.
+// pictures that a model is conditioned on
 #include "unet/diffusion/pictures.h"
-// --prepare: what is known of a data file before a run.
+// the CPU as the device; its operations are in dev/reference.h
+#include "unet/cpu.h"
+// what kernels of any GPU share
+#include "unet/gpu/shared.h"
+// TMA, mbarriers, clusters and wgmma (sm_90a)
+#include "unet/gpu/hopper/hopper.h"
+// what all group norms share
+#include "unet/gpu/norm.h"
+// group norm's backward pass with an image's slab in shared memory
+#include "unet/gpu/groupnorm_whole.h"
+// what all attention kernels share
+#include "unet/gpu/attention.h"
+// attention for heads of any size, any GPU
+#include "unet/gpu/attention_general.h"
+// attention by wgmma (sm_90a)
+#include "unet/gpu/hopper/attention_wgmma.h"
+// what all convolutions share
+#include "unet/gpu/conv.h"
+// convolutions of any kernel size and stride, and the first and the last layer
+#include "unet/gpu/conv_any.h"
+// 3x3 on large images, and 1x1 (sm_90a)
+#include "unet/gpu/hopper/conv_tiles.h"
+// 3x3 on images of up to 32 x 32 (sm_90a)
+#include "unet/gpu/hopper/conv_small.h"
+// weight gradients (sm_90a)
+#include "unet/gpu/hopper/conv_weight_tma.h"
+// weight gradients in FP8 (sm_90a), and rounding
+#include "unet/gpu/conv_fp8.h"
+// which of Hopper's kernels runs: costs as measured
+#include "unet/gpu/hopper/choose.h"
+// between ranks, from device to device
+#include "unet/gpu/ranks.h"
+// --precision fp8: which convolutions, buffers, factors, weights
+#include "unet/fp8.h"
+// --optimizer muon: directions for matrices of weights
+#include "unet/muon.h"
+// --data_dir: a folder of pictures becomes a data file
 #include "unet/run/prepare.h"
-// model files: weights and checkpoints, initial weights.
+// model files: weights and checkpoints, initial weights
 #include "unet/run/model_file.h"
-// what the command line leaves open comes from presets, model files and the data.
+// what the command line leaves open comes from presets, model files and the data
 #include "unet/run/settings.h"
-// FP8 in the plan: which convolutions, buffers, factors, weights.
-#include "unet/gpu/fp8.h"
-// the log and the status line.
+// the log and the status line
 #include "unet/run/log.h"
-// checkpoints, snapshots and grids; a run's first weights.
+// a run's page, index.html
+#include "unet/run/page.h"
+// checkpoints, snapshots and grids; a run's first weights
 #include "unet/run/checkpoint.h"
-// how a run begins and ends.
+// how a run begins and ends
 #include "unet/run/begin_end.h"
-// samples, without a run.
+// samples, without a run
 #include "unet/run/samples.h"
+
 
 // =====================================================================================================================
 // Part I. The program
@@ -2456,12 +2491,6 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 // =====================================================================================================================
 // Part II. The device
 
-// the CPU as the device; its operations are in dev/reference.h.
-#include "unet/cpu.h"
-// what kernels of any GPU share.
-#include "unet/gpu/shared.h"
-// TMA, mbarriers, clusters and wgmma (sm_90a).
-#include "unet/gpu/hopper/hopper.h"
 #ifdef __CUDACC__ // the GPU
 
 // =====================================================================================================================
@@ -3260,8 +3289,6 @@ static void tuning_loss_forward_backward(double* loss, float* dout, const float*
 // =====================================================================================================================
 // 18. Group norm
 
-// what all group norms share.
-#include "unet/gpu/norm.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
@@ -3657,8 +3684,6 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     });
 }
 
-// group norm's backward pass with an image's slab in shared memory.
-#include "unet/gpu/groupnorm_whole.h"
 // the norms whose gradients finish_gradients has to sum up
 static struct NormSumsList { NormSums norms[MAX_NORM_SUMS]; } norm_sums_list;
 
@@ -3751,8 +3776,6 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 // division by sqrt(d). In the exponent the scores are multiplied by log2(e) / sqrt(d). dq and dk are multiplied by
 // 1 / sqrt(d) at the end, when they are stored.
 
-// what all attention kernels share.
-#include "unet/gpu/attention.h"
 
 // Copies the rows row0 ... row0 + ROWS - 1 of one head to shared memory (ROWS, PITCH). It writes zeros for elements
 // beyond T rows or d columns. Each thread copies a piece (16 bytes) of every ROWS_AT_ONCE-th row, by cp.async if
@@ -3792,7 +3815,7 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
 //   one stage is multiplied, the other is loaded. SUB (at most 32) of a stage's N rows are multiplied at a time.
 //
 //     S (M, SUB)  =  own rows (M, d) x streamed rows (SUB, d)^T       in registers: 16 MT rows of S for each warp
-//     out (M, d) +=  P (M, SUB) x streamed rows (SUB, d)              P: the registers of S (see load_fragments)
+//     out (M, d) +=  P (M, SUB) x streamed rows (SUB, d)              P: the registers of S (see load_score_fragments)
 //
 //   In mma.sync, two neighbouring tiles of a result lie in the registers just as a fragment of a first operand does. So
 //   P, which replaces S in its registers, need not go through shared memory before it is multiplied. In the forward
@@ -3939,7 +3962,7 @@ INLINE void multiply_transposed(Scores<Tile>& scores, OwnRows<Tile>& own, const 
 // numbers of its fragments, so lanes exchange nothing. For bf16 the numbers are rounded. Floats stay as they are, in
 // the order that take_apart_fragments expects.
 template <class Tile, int REGISTERS>
-INLINE void load_fragments(uint32_t (&a)[Tile::MT][REGISTERS], const Scores<Tile>& p, int k) {
+INLINE void load_score_fragments(uint32_t (&a)[Tile::MT][REGISTERS], const Scores<Tile>& p, int k) {
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
         UNROLL_FOR (int i = 0; i < 4; i++) { // i = 0, 1: rows g, g + 8 of the first 8 columns; i = 2, 3: of the next 8
             const float* const two = p[m][2 * k + i / 2] + i % 2 * 2;
@@ -3953,7 +3976,7 @@ INLINE void load_fragments(uint32_t (&a)[Tile::MT][REGISTERS], const Scores<Tile
 }
 
 // sums += p * (columns c0 ... c0 + 8 CT - 1 of the streamed rows n0 ... n0 + SUB - 1), as in out += P v. For bf16, p is
-// rounded before it is multiplied (load_fragments).
+// rounded before it is multiplied (load_score_fragments).
 template <class Tile, int CT, class T>
 INLINE void multiply_add(RowSums<Tile, CT>& sums, const Scores<Tile>& p, const T* streamed, int n0, int c0) {
     constexpr int PARTS = Tile::PARTS;
@@ -3965,7 +3988,7 @@ INLINE void multiply_add(RowSums<Tile, CT>& sums, const Scores<Tile>& p, const T
     const uint32_t lane_address = shared_address(lane_rows);
     UNROLL_FOR (int k = 0; k < Tile::NT / 2; k++) {
         uint32_t a[Tile::MT][4 * PARTS];
-        load_fragments<Tile>(a, p, k);
+        load_score_fragments<Tile>(a, p, k);
         const float a_scale = take_apart_fragments<T>(a);
         UNROLL_FOR (int n = 0; n < CT; n += AT_ONCE) {
             // Loads the streamed rows n0 + 16 k ... n0 + 16 k + 15 as B fragments. For bf16 one ldmatrix loads two
@@ -4306,10 +4329,6 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
     else attention_backward_rows<Tile, false>(a, D, chunk, short_D);
 }
 
-// attention for heads of any size, any GPU.
-#include "unet/gpu/attention_general.h"
-// attention by wgmma (sm_90a).
-#include "unet/gpu/hopper/attention_wgmma.h"
 
 // Launches the backward pass if a.dout is not null, and otherwise the forward pass, for heads of up to DIM channels. A
 // warp owns 32 rows (MT = 2) if a row has at most 128 bytes and a head has enough rows. Otherwise it owns 16 rows.
@@ -4386,8 +4405,6 @@ static void launch_attention(const AttentionCall& a) {
 // where its values are put into the order pixels x channels. The statistics for the next group norm (forward pass only)
 // are sums of the rounded values, because the norm will read the rounded values.
 
-// what all convolutions share.
-#include "unet/gpu/conv.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_halo: 3x3, stride 1, any GPU
@@ -4820,8 +4837,6 @@ template <class Tile, bool BACKWARD, class TO = typename Tile::T> static void co
     launch_behind(conv_halo_kernel<Tile, BACKWARD, TO>, blocks, Tile::THREADS, Tile::SHARED_BYTES, p);
 }
 
-// convolutions of any kernel size and stride, and the first and the last layer.
-#include "unet/gpu/conv_any.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_weight_halo, conv_weight_gather: weight gradients, any GPU
@@ -5030,14 +5045,6 @@ static __global__ void __launch_bounds__(384, 1)
     });
 }
 
-// 3x3 on large images, and 1x1 (sm_90a).
-#include "unet/gpu/hopper/conv_tiles.h"
-// 3x3 on images of up to 32 x 32 (sm_90a).
-#include "unet/gpu/hopper/conv_small.h"
-// weight gradients (sm_90a).
-#include "unet/gpu/hopper/conv_weight_tma.h"
-// weight gradients in FP8 (sm_90a), and rounding.
-#include "unet/gpu/conv_fp8.h"
 
 // =====================================================================================================================
 // 21. The optimiser
@@ -5267,8 +5274,6 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 }
 #endif
 
-// the optimiser Muon: directions for matrices of weights.
-#include "unet/gpu/muon.h"
 #ifdef __CUDACC__ // the GPU
 
 // =====================================================================================================================
@@ -5532,8 +5537,6 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
     else conv_gather<Pixels64, BACKWARD>(c);
 }
 
-// which of Hopper's kernels runs: costs as measured.
-#include "unet/gpu/hopper/choose.h"
 
 // Decides which kernel computes a convolution. A pick_ function, above, chooses the kernel's tile, by measured costs or
 // by a table of its own. Such a table in general chooses the largest tile with which every multiprocessor still has a
@@ -6175,5 +6178,3 @@ static void reserve(const Workspace& most, bool training) {
 }
 #endif
 
-// between ranks, from device to device.
-#include "unet/gpu/ranks.h"

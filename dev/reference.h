@@ -32,6 +32,11 @@
 #include <numeric>
 #include <vector>
 
+#include "../unet/diffusion/conditions.h"
+#include "../unet/diffusion/samplers.h"
+#include "../unet/diffusion/verdict.h"
+#include "../unet/interface.h"
+
 #ifdef __AVX512F__
 constexpr int TM = 8, TN = 32;
 #else

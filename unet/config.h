@@ -2,6 +2,145 @@
 #pragma once
 #include "interface.h"
 
+#ifdef __CUDACC__
+// The presets that are used if the command line has no --preset (see apply_default_preset).
+static const char* const DEFAULT_PRESET = "quick64"; // without a data file
+static const char* const PRESET_32 = "photos32";     // for images of 32x32
+static const char* const PRESET_FROM_32 = "quick64"; // for larger images, if their sides can be halved often enough
+static const char* const PRESET_ELSE = "unet64";     // for all others
+#else
+static const char* const DEFAULT_PRESET = "quick32";
+static const char* const PRESET_32 = "quick32";
+static const char* const PRESET_FROM_32 = "emoji64";
+static const char* const PRESET_ELSE = "fashion32";
+#endif
+
+// Flags have guided-diffusion's names. A preset is a list of flags. The command line has priority over a preset. The
+// flags and presets themselves are in unet/flags.h, which the Python programs read, too.
+//
+// The main functions run in this order: parse_command_line, take_aliases, apply_preset, and then, if there is a model
+// file, take_model_file (section 11). The values of a model file replace those of the preset, but not those of the
+// command line. In a run, check_run is next, and then take_data_shape (section 11). If there is no model file,
+// take_data_shape takes the images' size, channels and classes from the data, where the command line does not give
+// them. Then, with or without a model file, take_data_shape calls check_model. With --sample there is no training data,
+// and run_program calls check_model itself. The checks find flags that cannot work, alone or together.
+
+constexpr double BIG = 1e9;
+struct Config;
+
+// One flag: the member of Config that holds its value, its text in --help, and its allowed values (low..high for
+// numbers, "a|b" for words). A flag whose `slot` is not 0 is kept in model files. A few flags whose `slot` is 0 are
+// kept there, too, but in another form than as one value: see take_parsed_flags and take_run_of_file.
+struct Flag {
+    const char* name;
+    std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
+    int slot;               // the value's place in the header of a model file (section 10); 0: no such place
+    bool free;              // for flags of the model: the command line may change a model file's value (take_from_file)
+    const char* objectives; // the only objectives that use the flag, "a|b"; "": all objectives use it
+    const char* heading;    // the heading above the flag in --help
+    const char* help;
+    double low = 0, high = 0;
+    const char* choices = "";
+
+    // Returns a pointer to the flag's value in this configuration, or null if the flag's type is not T.
+    template <class T, class C> auto* at(C& config) const {
+        const auto* m = std::get_if<T Config::*>(&member);
+        return m ? &(config.**m) : nullptr;
+    }
+};
+
+// unet/flags.h fills these variables before main runs: each row of that file becomes the initialiser of a static
+// member of Config.
+inline std::vector<Flag> FLAGS;
+inline std::map<std::string, std::string> PRESETS; // the flags that each preset sets
+inline const char* heading = "";                   // the heading of the rows that follow
+inline const char* objectives = "";                // the objectives that use the rows that follow
+
+// These macros turn the rows of unet/flags.h into members of Config, which includes that file. The comment at the
+// head of unet/flags.h explains its rows. FLAG(int, sample, 0, "draw ...") makes
+//   int sample = 0;                                 a member of Config
+//   static inline const bool sample_row = (...);    another member, whose initialiser adds the row to FLAGS
+// Static members are initialised in the order of the file. So when a row is added, heading and objectives have been set
+// by the rows above it.
+#define FLAG_ROW(slot, free, type, name, value, ...) \
+    type name = value;                               \
+    static inline const bool name##_row =            \
+        (FLAGS.push_back({#name, &Config::name, slot, free, objectives, heading, __VA_ARGS__}), true)
+#define FLAG(...) FLAG_ROW(0, false, __VA_ARGS__)
+#define SAVED(slot, ...) FLAG_ROW(slot, false, __VA_ARGS__)
+#define FREE(slot, ...) FLAG_ROW(slot, true, __VA_ARGS__)
+#define WORDS(choices) 0, 0, choices
+#define HEADING(name, title) static inline const char* const name##_flags = heading = title
+#define OBJECTIVES(name, words) static inline const char* const name = objectives = words
+#define PRESET_TEXT(flags, ...) std::string(flags) __VA_OPT__(+" " + __VA_ARGS__)
+#define PRESETS_SHARE(name, ...) static inline const std::string name = PRESET_TEXT(__VA_ARGS__)
+#define PRESET(name, ...) \
+    static inline const bool name##_preset = PRESETS.emplace(#name, PRESET_TEXT(__VA_ARGS__)).second
+
+// The values of all flags, in members with the flags' names, and what is computed from these values.
+struct Config {
+    using string = std::string;
+    using pixels = string; // the size of an image: 64, or 48x64 (height x width)
+    using ints = string;   // numbers with commas between them
+    using floats = string;
+#include "flags.h"
+
+    // parse_model, check_model and check_run compute these from flags that are text. The comment after each one names
+    // its flag.
+    int H = 64, W = 64;                           // image_size
+    std::vector<float> mult;                      // channel_mult
+    std::vector<float> attention_heights;         // attention_resolutions
+    std::vector<float> emas;                      // ema_rate
+    std::vector<float> class_list;                // classes
+    std::vector<float> value_rows;                // values: rows of cond_dim numbers
+    PictureKind picture_kind = PictureKind::FILE; // cond
+    int picture_factor = 0;                       // cond: the K of lowres:K, which shrinks images to height / K
+
+    // The names of the flags that the command line or the preset has set.
+    std::set<string> on_command_line, by_preset;
+    bool default_preset = false; // true: the program has chosen the preset. false: the user has
+    bool given(const string& flag) const { return on_command_line.contains(flag); }
+    bool chosen(const string& flag) const { return given(flag) || by_preset.contains(flag); }
+
+    // Returns how many channels a level has. A factor such as 1.6666666 stands for 5/3, so 1.6666666 * 96 is slightly
+    // less than the 160 that it should be. So the product is rounded to the nearest whole number.
+    int channels(size_t level) const { return (int)std::lround((double)mult[level] * num_channels); }
+    int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
+    int patch() const { return std::max(patch_size, 1); }
+    int height(size_t level) const { return H / patch() >> level; } // each level after the first halves the height
+    bool has_attention(size_t level) const { return std::ranges::count(attention_heights, height(level)) > 0; }
+
+    // Returns how many images a process computes at a time in training: the size of a microbatch.
+    int micro() const { return microbatch > 0 ? microbatch : batch_size / world.size; }
+    bool null_class() const { return class_cond && class_dropout > 0; } // the class table's last row means "no class"
+    bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
+    bool guided() const { return guidance_scale != 1; } // some of the sampler's steps may be guided (device_step)
+    bool muon() const { return optimizer == "muon"; }
+    // Returns how many numbers the network is told of an image: its own numbers, and those of its augmentation.
+    int num_values() const { return cond_dim + (augment > 0 ? AUGMENT_NUMBERS : 0); }
+    bool can_be_guided() const { return (class_dropout > 0 && (class_cond || cond_dim > 0)) || cond_dropout > 0; }
+    // Returns whether the sampler's steps lie at timesteps of the model. (The other samplers choose sigmas themselves.)
+    bool goes_by_timesteps() const { return sampler == "ddpm" || sampler == "ddim"; }
+    bool can_churn() const { return sampler == "euler" || sampler == "heun"; } // whether the sampler knows --S_churn
+    int seen_channels() const { return in_channels + cond_channels; }          // channels of an image and its picture
+    // Returns the objective whose formulas the noise levels follow (see Frame).
+    const string& frame() const { return objective == "ect" ? ect_frame : objective; }
+    int64_t ect_stage() const { return ect_d > 0 ? ect_d : (max_steps + 7) / 8; } // how many steps a stage of ect has
+    int64_t last_ect_stage() const { return (max_steps - 1) / ect_stage(); } // the stage of the last step, from 0 on
+    bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
+};
+
+// Without --preset, if the data has at least this many images, and the chosen preset sets --min_snr_gamma, the flag
+// becomes 5 instead (take_number_of_images says why). In tests with 2,026 images, the value 0.5 of some presets gave
+// better samples than 5. With 10,000 images both values were about as good, and with 50,000 images 5 was better. Where
+// the best limit lies is not known.
+constexpr int64_t MANY_IMAGES = 5000;
+constexpr int MORE_EMAS = 7; // how many averages of the weights there may be at most, besides the first one
+// --objective ect: the largest q^a that is allowed (q and a: see Tuning). The gap between the sigmas of student and
+// teacher is divided by q^a. If q^a were much larger than this limit, the two sigmas would be equal when they are
+// rounded to fp32.
+constexpr double LARGEST_GAP_DIVISOR = 1e6;
+
 // The averages of --ema_snapshots are weighted means: the parameters after update k have a weight that is about
 // proportional to a power of k (Karras et al. 2024, appendix C). These are the two exponents. From snapshots of the two
 // averages, train_unet.py --ema_sigma_rel later computes averages with other exponents. With --ema_snapshots the list

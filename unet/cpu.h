@@ -1,7 +1,6 @@
 // cpu.h - the CPU as the device; its operations are in dev/reference.h.
 #pragma once
-#include "diffusion/conditions.h"
-#include "diffusion/samplers.h"
+#include "config.h"
 
 #ifndef __CUDACC__
 // =====================================================================================================================

@@ -1,6 +1,6 @@
 // objectives.h - objectives beside DDPM (EDM, flow, consistency), losses by noise level, the bound.
 #pragma once
-#include "../config.h"
+#include "../trainer.h"
 
 // =====================================================================================================================
 // 8. Diffusion: noise schedules, objectives, samplers

@@ -1,6 +1,5 @@
 // groupnorm_whole.h - group norm's backward pass with an image's slab in shared memory.
 #pragma once
-#include "hopper/hopper.h"
 #include "norm.h"
 
 #ifdef __CUDACC__ // the GPU

@@ -1,6 +1,6 @@
 // shared.h - what kernels of any GPU share.
 #pragma once
-#include "../diffusion/verdict.h"
+#include "../interface.h"
 
 #ifdef __CUDACC__ // the GPU
 // =====================================================================================================================
@@ -834,26 +834,5 @@ INLINE double block_sum(double v) {
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
     __syncthreads();
     return warp_sum(threadIdx.x < 32 ? sums[threadIdx.x] : 0);
-}
-
-// Factors that are the same for all parameters in an update. In their formulas, t is the number of updates, including
-// this one (StepState::updates).
-struct AdamWFactors {
-    float clip;      // what the gradient is multiplied by, to limit its norm, as in torch's clip_grad_norm_
-    float decay;     // 1 - lr weight_decay
-    float step_size; // lr / (1 - beta1^t)
-    float root;      // sqrt(1 - beta2^t)
-    float lr;        // the learning rate of this step
-    float share;     // the share of the newest weights in the first average (average_share)
-};
-INLINE AdamWFactors adamw_factors(const StepState* state, const AdamW& h) {
-    double clip = 1;
-    if (h.grad_clip > 0) clip = fmin(1.0, h.grad_clip / (state->grad_norm + 1e-6));
-    const double correction1 = 1 - pow((double)h.beta1, (double)state->updates);
-    const double correction2 = 1 - pow((double)h.beta2, (double)state->updates);
-    const float decay = 1 - state->lr * h.weight_decay;
-    const float step_size = (float)(state->lr / correction1);
-    const float share = average_share(h.ema_rate, state->updates);
-    return {(float)clip, decay, step_size, (float)sqrt(correction2), state->lr, share};
 }
 #endif

@@ -1,6 +1,8 @@
 // checkpoint.h - checkpoints, snapshots and grids; a run's first weights.
 #pragma once
+#include "../host/png.h"
 #include "log.h"
+#include "page.h"
 #include "settings.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -259,34 +261,6 @@ static void save_grid(Run* run) {
     write_or_wait(run, text("samples_%07ld.png", run->state.step),
                   grid_png(shown, c.num_samples, c.H, parts * c.W, c.in_channels, captions, parts));
 }
-
-// Returns a line about a model: the size of its images, its numbers of parameters and layers, and the work of a forward
-// pass for one image.
-static std::string describe(const UNet& net) {
-    const Config& c = net.config;
-    const int p = c.patch();
-    const std::string squares = p > 1 ? text(", in squares of %dx%d pixels", p, p) : "";
-    return text("model: %dx%dx%d, %.2f M parameters, %zu layers, %.3f GFLOP forward an image%s", c.H, c.W,
-                c.in_channels, net.num_params / 1e6, net.layers.size(), net.flops / 1e9, squares.c_str());
-}
-
-// Returns true if the folder holds a run, and `name` is a name that the run gives to its own files. Nothing else, such
-// as --sample --output, may write a file of such a name into the folder of a run. The run would replace this file, or
-// read it as its own file.
-static bool is_name_of_run(const Folder& folder, const std::string& name) {
-    const bool holds_run = folder.has("log.csv") || !folder.list().empty();
-    if (!holds_run) return false;
-    for (const char* one_of_its : {"index.html", "log.csv", "loss.png", BEST, ".lock"}) // train_unet.py writes loss.png
-        if (name == one_of_its) return true;
-    const bool has_step = step_in_name(name, "model_", ".bin") >= 0 || step_in_name(name, "ema_", ".bin") >= 0 ||
-                          step_in_name(name, "samples_", ".png") >= 0;
-    return has_step;
-}
-
-constexpr char NAME_OF_RUN[] = "is a name for files of the run in that folder; choose another one";
-
-// defines: begin_page, write_page, end_page, page_turn, compare_runs
-#include "page.h"
 
 // Prints that a step was skipped. Ends the run after --max_bad_steps skipped steps in a row.
 static void report_bad_step(Run* run) {

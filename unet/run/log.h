@@ -243,6 +243,22 @@ __attribute__((format(printf, 2, 3))) static void tell(Run* run, const char* for
 // model_STEP.bin is removed because there are newer checkpoints.
 constexpr char BEST[] = "best.bin";
 
+// Returns true if the folder holds a run, and `name` is a name that the run gives to its own files. Nothing else, such
+// as --sample --output, may write a file of such a name into the folder of a run. The run would replace this file, or
+// read it as its own file.
+static bool is_name_of_run(const Folder& folder, const std::string& name) {
+    const bool holds_run = folder.has("log.csv") || !folder.list().empty();
+    if (!holds_run) return false;
+    for (const char* one_of_its : {"index.html", "log.csv", "loss.png", BEST, ".lock"}) // train_unet.py writes loss.png
+        if (name == one_of_its) return true;
+    const bool has_step = step_in_name(name, "model_", ".bin") >= 0 || step_in_name(name, "ema_", ".bin") >= 0 ||
+                          step_in_name(name, "samples_", ".png") >= 0;
+    return has_step;
+}
+
+constexpr char NAME_OF_RUN[] = "is a name for files of the run in that folder; choose another one";
+
+
 // Rank 0: returns the header of the checkpoint in best.bin. Returns nothing without --keep_best, if there is no
 // best.bin, or if the run is new. The other ranks get nothing, because they have not opened the folder.
 static std::optional<Header> best_header(const Run& run) {

@@ -1,6 +1,6 @@
 // model_file.h - model files: weights and checkpoints, initial weights.
 #pragma once
-#include "../config.h"
+#include "../trainer.h"
 
 // =====================================================================================================================
 // 10. Model files: weights and checkpoints, initial weights

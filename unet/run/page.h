@@ -13,8 +13,7 @@
 #include <mutex>
 #include <sstream>
 
-#include "../host/files.h"
-#include "../host/ranks.h"
+#include "log.h"
 
 // A thread locks this while it changes what the page shows, or writes the page. The main thread does both all the time;
 // the watch (ranks.h) writes the last page when it finds another rank lost. It is recursive because the main thread

@@ -1,6 +1,6 @@
 // prepare.h - --prepare: what is known of a data file before a run.
 #pragma once
-#include "../config.h"
+#include "../trainer.h"
 
 // --- a folder of pictures: its data file lies beside it, PICTURES.bin beside PICTURES
 

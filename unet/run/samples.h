@@ -1,7 +1,8 @@
 // samples.h - samples, without a run.
 #pragma once
 #include "../diffusion/pictures.h"
-#include "../gpu/fp8.h"
+#include "../fp8.h"
+#include "../host/png.h"
 #include "checkpoint.h"
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 // muon.h - the optimiser Muon: directions for matrices of weights.
 #pragma once
-#include "../run/model_file.h"
-#include "attention.h"
-#include "conv.h"
-#include "hopper/hopper.h"
+#include "diffusion/verdict.h"
+#include "gpu/attention.h"
+#include "gpu/conv.h"
+#include "trainer.h"
 
 // Returns whether Muon updates a parameter if --optimizer is muon. It updates every weight with at least two dimensions
 // (a convolution's weight counts as a matrix), but not the first and the last convolution, and not the embeddings of

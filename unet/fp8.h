@@ -1,6 +1,6 @@
 // fp8.h - FP8 in the plan: which convolutions, buffers, factors, weights.
 #pragma once
-#include "../config.h"
+#include "trainer.h"
 
 // Fills the members of LayerArgs that are for FP8. Only convolutions and norms use them.
 static void add_fp8_args(LayerArgs* a, const Walk& walk, const Layer& layer) {
