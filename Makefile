@@ -2,6 +2,7 @@
 # make train_unet_cpu    the CPU build         make train_unet_asan   the same with AddressSanitizer and UBSan
 # make train_unet_mpi    the CPU build for several processes (libopenmpi-dev): mpirun -n 4 ./train_unet_mpi; make train_unet_cpu MPI=1 makes both
 # make train_unet_cuda   the GPU build, for the GPUs of this machine, or, without one, for all that people own; ARCH="80 90a 120" or all for others
+# make train_unet_plain  the GPU build without unet/gpu/hopper/: train_unet.cu as it is read      make one   the program as one file, train_unet_one.cu
 # make test              what fails often, in under six minutes on two cores once all is built; sets up .venv if no Python here has what the tests need
 # make test_all          everything that this machine can check, in half an hour: the GPU build without a GPU, too, and all tests marked `long`
 # make test_launches     the GPU build's launches on GPUs that are not there (a part of make test_all); ARCH=all for all architectures
@@ -74,6 +75,16 @@ ALL_LAUNCHES = $(call launches_of,$(filter-out 86 89,$(EVERY)))# which run the c
 train_unet_launches_%: $(SOURCES) dev/benchmarks/bench.cu dev/benchmarks/timing.h dev/test/fake_cudart.cpp dev/test/emulator.h
 	$(check_gpu_build)$(NVCC) $(ALL_NVCCFLAGS) $(call gencode,$(subst _, ,$*)) -Xptxas -v -cudart none $(NCCL_FLAGS) dev/benchmarks/bench.cu dev/test/fake_cudart.cpp -o $@ 2> $@.ptxas \
 		|| { cat $@.ptxas; exit 1; }
+
+# Without unet/gpu/hopper/: train_unet.cu as it is read, for any GPU. On an H100 it runs the kernels of an A100.
+PLAIN_ARCH = 80
+train_unet_plain: $(SOURCES)
+	$(check_gpu_build)$(NVCC) -x cu $(ALL_NVCCFLAGS) -DNO_HOPPER $(call gencode,$(PLAIN_ARCH)) $(NCCL_FLAGS) train_unet.cu -o $@
+
+# One file, for those who want one: train_unet.cu with all quoted includes expanded.
+one: train_unet_one.cu
+train_unet_one.cu: $(SOURCES) dev/one.py
+	python3 dev/one.py > $@
 
 train_unet_asan: $(SOURCES)
 	$(CXX) -x c++ $(CXXFLAGS) -O1 -g -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all train_unet.cu -o $@
@@ -172,7 +183,7 @@ profile: dev/bench_$(BUILD)
 
 clean:
 	rm -rf .fuzz
-	rm -f train_unet train_unet_cpu train_unet_mpi train_unet_cuda train_unet_asan train_unet_launches_*
+	rm -f train_unet train_unet_cpu train_unet_mpi train_unet_cuda train_unet_plain train_unet_asan train_unet_one.cu train_unet_launches_*
 	$(MAKE) -C dev clean
 
-.PHONY: train_unet data python test test_all test_emulated test_faults test_launches mutants fuzz lint bench bench_cpu bench_data bench_gpus speedrun profile clean workshop_emulated dev/pairs_cpu dev/pairs_cuda dev/bench_cpu dev/bench_cuda dev/bench_emulated
+.PHONY: train_unet one data python test test_all test_emulated test_faults test_launches mutants fuzz lint bench bench_cpu bench_data bench_gpus speedrun profile clean workshop_emulated dev/pairs_cpu dev/pairs_cuda dev/bench_cpu dev/bench_cuda dev/bench_emulated

@@ -3,284 +3,355 @@
 //   make train_unet && ./train_unet          trains on data/, writes pictures, a log and checkpoints into out/
 //   ./train_unet --help                      every flag, with units and defaults
 //
-// Map (make map renews the line numbers)
-//    269  Part I. The program
-//    272     1. Types at the interface: what operations are called with
-//    832     2. The interface: all that the program asks of a device
-//   1227     3. Random numbers: every draw is a pure function of (seed, purpose, step, sample)
-//   1332     4. Configuration: flags, presets, help, what can work and what cannot
-//   2184     5. The network: a list of layers, made of guided-diffusion's flags
-//   3238     6. The plan: what the backward pass adds where, and where in memory each buffer lies
-//   3248         FP8: its buffers, its factors, and weights in FP8
-//   3417         gradients, and buffers
-//   3698     7. Forward and backward: two walks over the list
-//   3845     8. Diffusion: noise schedules, objectives, samplers
-//   4163         the level of a training sample, drawn, and its share of the loss
-//   4649         samplers
-//   5249     9. Data: .bin files that may be larger than memory, the order of their images
-//   5848    10. Model files: weights and checkpoints, initial weights
-//   6240    11. Settings: what the command line leaves open comes from presets, model files and the data
-//   6590         presets, and all settings together
-//   6736         what ranks must have in common
-//   6810    12. What a run holds and writes: trainer, log, checkpoints, resume, samples
-//   6832         the learning rate, the verdict on a step, averages of the weights
-//   6927         what a trainer holds, and how ranks gather it
-//   7140         the log in memory, as index.html shows it
-//   7270         what a run holds
-//   7371         the log and the status line
-//   7573         checkpoints, snapshots and grids
-//   7870         a run's first weights: new, of a file, or of the run that is resumed
-//   8203         how a run begins: validation data, conditions of grids, its folder
-//   8352         how a run ends
-//   8425         samples, without a run
-//   8601    13. A training step, the loop over the steps, and main
-//   8625         a step
-//   9001         the loop over the steps
-//   9129         train and main: a whole run, from the command line to the exit code
-//   9240  Part II. The device
-//   9243    14. What all devices share: elements, nonlinearities, patches of pixels
-//   9329    15. The CPU: the device is the host; operations are in dev/reference.h
-//   9399    16. The GPU: what all kernels share
-//   9471         Launches, which may overlap
-//   9518         Decisions: what kernels are chosen with
-//   9573         Single instructions: shared memory, mbarriers, clusters
-//   9671         Activations: pieces of 16 bytes
-//  10015         each_kernel: a thread for an element
-//  10029         Tensor cores by mma.sync (sm_80 and later): ldmatrix, mma_bf16; floats as two fp16 numbers
-//  10201         Swizzle: how rows lie in shared memory
-//  10223         Hopper (sm_90a): TMA and what goes with it
-//  10354         building blocks of Hopper's kernels (sm_90a)
-//  10573         wgmma: how a warpgroup multiplies (sm_90a)
-//  10840    17. Small operations: resampling, embeddings, diffusion
-//  10843         resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-//  11058         linear, silu, timestep and label embedding: fp32 (B, C) throughout
-//  11432         Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-//  11995    18. Group norm
-//  11998         groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
-//  12568         groupnorm_backward_whole: an image's slab in shared memory
-//  12975    19. Attention
-//  13085         attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-//  13651         attention_forward_general and attention_backward_general: heads of any size, any GPU
-//  13801         attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-//  14515    20. Convolution
-//  14568         ConvOut: results, 4 channels of a pixel at a time
-//  14819         operands of the portable kernels: bf16, or floats as two fp16 parts
-//  14893         conv_halo: 3x3, stride 1, any GPU
-//  15324         conv_gather: any kernel size and stride, any GPU
-//  15598         conv_few: the first and the last layer
-//  15789         conv_weight_halo, conv_weight_gather: weight gradients, any GPU
-//  16407         Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
-//  16538         conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-//  17049         conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-//  17520         conv_weight_tma: weight gradients (sm_90a)
-//  17841         conv_weight_fp8: weight gradients in FP8 (sm_90a)
-//  18171         FP8 in training: weights and gradients are rounded
-//  18288    21. The optimiser
-//  18291         adamw: norm of the gradient, the step's verdict, AdamW, averages
-//  18536         muon: directions for matrices of weights
-//  18982    22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-//  18985         groupnorm_backward
-//  19158         attention: forward and, where a has dout, backward
-//  19223         convolution: forward and input gradient
-//  19758         convolution: weight gradients
-//  20152    23. The GPU: memory, copies, repeated work
-//  20385    24. Between ranks: from device to device
+// This file is the whole trainer, for any GPU, to be read from top to bottom:
 //
-// Roads (make map renews the line numbers)
-//   a step, from the images to the weights. What stands in brackets need not be opened: where it is called, a comment
-//   says what it does.
-//     command line: main 9236, run_program 9169, train 9136 and run_step 9083, one above the other; train_step 8970
-//     images are read: load_batch 5800, read_image 5340 (send 20355: to the GPU)
-//     the rest is recorded as a graph at the first two steps, and repeated later (replay 20286)
-//     the gradient: step_gradients 8836 (draw_levels 11452: noise levels of the batch, by draw_level 4236)
-//     a microbatch (take_microbatch 8671): forward_and_loss 8697; q_sample_forward 11670; loss_forward_backward 11788
-//     forward: unet_forward 3732, with forward_layer above it (layer_args 2460: addresses), calls a function of each
-//       layer's kind, such as forward_conv 2688
-//     backward: unet_backward 3809 calls such a function as backward_conv 2695 of each layer (a convolution's input
-//       gradient: conv_backward_input 19723) and, by launch_waiting 3769 on the side stream,
-//       conv_backward_weights 20145 (finish_gradients 12924: those of norms). A drawing above
-//       WeightCosts 19774 shows the way from there to the kernels
-//     several ranks: send_gradients (in step_gradients) and all_to_all 20625
-//     the sum, and the verdict: sum_gradients 18343, judge_step 18391 (by judge_batch 6900)
-//     the update: update_slice 8943 (above train_step), adamw_update 18510 with adamw_kernel above it
-//     the log: next_step 18397, record_step 18403; later collect_steps 9006
-//   --optimizer muon: muon_updates 7016 says which weights; update_slice 8943, update_by_muon 8933 (with the formulas),
-//     muon_momentum 18579, orthogonalise 18959 (with muon_kernel above it), adamw_kernel 18454 (its `move`)
-//   pictures, from noise (guidance on the way: device_step, predicted_x0 11862): sample_batch 5157, plan_route 4901,
-//     device_step 4949, euler_step 4681 and those beside it
-//   a convolution, to the tensor cores (a table above conv_product 19604 draws all of its roads):
-//     forward_conv 2688; conv_forward 19644, with conv_product above it (conv_is_wgmma 19233: for bf16, on Hopper);
-//     on Hopper, large images: pick_conv_tiles_3x3 19544 (its tiles, such as Resident16, stand above pick_conv_small);
-//       conv_tiles 17034, with conv_tiles_kernel above it; Accumulators 10753 (its function multiply), with Wgmma above
-//       it
-//     on Hopper, small images: pick_conv_small 19393; conv_small 17505, with conv_small_kernel and multiply_small above
-//       it; Wgmma 10729
-//     on any other GPU: pick_conv_halo_bf16 19306; conv_halo 15311, with conv_halo_kernel, multiply_step, multiply_tap
-//       above it; mma 10083
-//   why several GPUs compute the bits of one (with the same --microbatch): step_gradients 8836
-//   to add a nonlinearity beside SiLU, behind the norms (a list of all places stands above Silu): Nonlinearity 465,
-//     Silu 9290, with_nonlinearity 9301 (a case); BEHIND_NORMS, above add_norm 2920, chooses it. The embedding has SiLU
-//     as a layer: silu_forward 11350
-//   to add a quantity that the network predicts (--predict): its row in unet/flags.h, ddpm_level 4090
-//   to add an objective, as edm and flow are: a word in the row of `objective` in unet/flags.h, Frame 592, and beside
-//     each other edm_question 3924, ask 3959, frame_of 3972, sigma_draws 3979, has_steps_of_t 3986; the head of their
-//     section lists the changes. For a parameter that model files keep: model_header 5954, check_lists 6057,
-//     take_model_file 6403, is_of_objective 7942
-//   to add a kind of layer: a list of all places stands above LayerKind 2580; examples are forward_linear 2608 with
-//     what follows it, for a layer of the embedding, and forward_downsample 2781, for a layer between the images (a
-//     norm, forward_norm 2728, has weights, too); a function such as add_resblock 2973 puts the layer into the network;
-//     its operation needs a prototype in the interface (such as that of linear_forward 958), a kernel (linear_forward
-//     11310), and loops in dev/reference.h
-//   to add an element type beside bf16: Element 355, with a list of all places above it: the row of `precision` in
-//     unet/flags.h, ElementOf 9261, with_act 9537 (act_has_wgmma below it), unpack_bf16 9687 and all below it to
-//     load_two 9751, mma 10083, pick_conv_halo_bf16 19306, conv_product 19604; for fp16 also forward_and_loss 8697,
-//     sum_gradients 18343, orthogonalise 18959
-//   the settings, to their values: parse_command_line 1698, take_aliases 1727, complete_config 6716
-//     (apply_preset 1614, take_model_file 6403, take_ect_defaults 6433), check_run 2168,
-//     take_data_shape 6485 (take_labels 6462), which calls check_model 2014
-//   FP8 (--precision fp8): choose_fp8 3176 chooses the convolutions, and above it stands a table of what is rounded,
-//     by which factor, and where. plan_fp8 3253 and plan_fp8_gradients 3268 plan what is read. The factors and weights
-//     are made below them: make_fp8_weights 3313 for samples, make_fp8_training 3383 for training; add_fp8_args 2434
-//     hands them to the layers. forward_conv 2688, backward_conv 2695 and weight_work 2407 choose between bf16 and FP8;
-//     conv_backward_input_fp8 19708 makes an input gradient a forward convolution; conv_product_fp8 19637 picks the
-//     kernel, multiply_fp8 10790 and WgmmaFp8 10698 multiply; weight gradients: conv_weight_fp8_kernel 18115;
-//     print_fp8 8145 says whether it pays
-//   an error message, to its cause: leave out its beginning (train_unet:), and the names and values of flags, names of
-//     files, and numbers, which are put together at run time. Search for three or four of the words that are left. (A
-//     long text goes on in the next line. If nothing is found here, search unet/host/.) They stand where the error is found:
-//     in a call of die, refuse or must (unet/host/files.h), of wrong 1579 (a flag's value), or of a lambda in the same
-//     function whose name ends in _unless. If a function stores the message in a variable, such as `error` or `why`,
-//     look for what reads the variable next: it prints the message. A message that begins with "stopped at step" comes
-//     from stop_run 7591, either because save_arrays 7652 found weights that are not finite, or after bad steps, which
-//     judge_batch 6900 finds by healthy and suspicious above it. For a damaged header they stand in check_field 6047
-//     and check_unused (unet/host/files.h): look at their callers; for a data file also in take_data_fields 5388, for a
-//     checkpoint's counters in check_resume 6547. unknown_word 1483 prints the message for a word of a flag that some
-//     place does not know. Such a place calls it itself or through meaning 1489. Notices, after which the run goes on,
-//     stand in calls of tell or printf. Two of them may end the run later: report_bad_step 7858 says that a step was
-//     skipped (the run ends after --max_bad_steps such steps in a row), is_written 7620 that a file could not be
-//     written yet. stop_run 7591 ends a run whose weights are broken. It saves nothing, and names the checkpoint to go
-//     on from
+//   The program    data loader; the network, a list of layers; the memory plan; forward and backward, two walks over
+//                  the list; DDPM's noise levels; a training step; the loop over the steps; main
+//   The kernels    small operations, group norm, attention, the tiled 3x3 convolution, AdamW; which kernel runs when;
+//                  the GPU's memory, streams and graphs
 //
-// Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; d in front of a name: the gradient of it.
-//   interface           the operations' prototypes, which dev/reference.h (CPU) and the GPU's kernels both fulfil
-//   activation          a tensor between two layers, or its gradient. (SiLU is a nonlinearity here, not an activation.)
-//   element             a number of a tensor as it lies in memory: fp32 or bf16; kernels know it as a type T
-//   piece               16 bytes: 8 neighbouring channels in bf16, 4 in fp32 (section 16)
-//   chunk               a part of something long that is worked on at a time: of an image's pixels in section 18, of
-//                       keys, queries or columns in section 19; in section 20 always 8 neighbouring channels
-//   level               of noise: how noisy a sample is (NoiseLevel); of resolution: a network's layers between two
-//                       changes of the resolution (--channel_mult has a number for each level)
-//   picture             what a model is conditioned on (--cond_file, --cond). Also, what a run shows: a PNG file, in
-//                       general a grid of samples. What a model learns to make is called an image
-//   skip connection     the 1x1 convolution on a residual block's way past its 3x3 convolutions (ConvSkip). In the
-//                       drawing of section 5, `skip` is a U-Net's long way from its first half to its second half
+// What stands between the two is an interface of some eighty operations (unet/interface.h), such as conv_forward and
+// groupnorm_backward. nvcc compiles the kernels below; g++ takes the same operations from dev/reference.h, as plain
+// loops, which are also the oracle of the tests. Read those loops first if you want to know what an operation computes.
+//
+// Headers in unet/ are pages that one opens when one wants them. None of them is needed to follow this file:
+//
+//   unet/          interface.h (operations), network.h and trainer.h (structs), config.h and flags.h, elements.h,
+//                  random.h; fp8.h and muon.h, a feature each; cpu.h
+//   diffusion/     objectives beside DDPM, samplers, conditions: a formula and its code side by side
+//   run/           a run and its folder: settings, model files, log, checkpoints, the page
+//   gpu/           what kernels share, and kernels for special shapes; hopper/: sm_90a (TMA, wgmma, clusters, FP8)
+//   host/          files, PNG, processes: what any program needs
+//
+// make one writes the program as one file. docs/READING.md is a route for an evening, and says how to add things.
+//
+// Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; a d in front of a name: the gradient of it.
+//   activation          a tensor between two layers, or its gradient
+//   element             a number of a tensor as it lies in memory: fp32, bf16 or FP8; kernels know it as a type T
+//   piece               16 bytes: 8 neighbouring channels in bf16, 4 in fp32
+//   level               of noise: how noisy a sample is (NoiseLevel); of resolution: the layers between two changes of it
+//   picture             what a model is conditioned on (--cond_file, --cond). What it learns to make is an image
+//   skip connection     the 1x1 convolution on a residual block's way past its 3x3 convolutions (ConvSkip)
 //   skipped step        a training step that changes nothing, because its loss or gradient looked wrong
-//   rank                a process of a run, which has one GPU. A block's number in its cluster is cluster_rank. (In
-//                       Denoising, a number's rank is its place in the sorted order.)
-//   flat array          an array with all parameters, one after the other, or with their gradients, copies or averages:
-//                       a parameter lies at the same place in all of them
+//   rank                a process of a run, which has one GPU
+//   flat array          all parameters one after the other, or their gradients, moments or averages, at the same places
 //   arena, buffer       the memory of all activations; a part of it that lives as long as a tensor is in use
 //   workspace           an operation's own memory, which the next operation may overwrite
-//   stream              a queue of a GPU's operations. (In section 9, the endless sequence of images.)
-//   statistics          of each image and channel, the sums over pixels of x and of x^2: a group norm makes its mean
-//                       and variance of them
-//   addend              a gradient from another reader of the same tensor, which a kernel adds to the gradient that it
-//                       stores
-//   fuse                to compute one operation inside another one's kernel, such as a skip connection
-//   materialise         to write to memory what a kernel could also make as it reads, such as an upsampled input
-//   block, cluster      threads that have one shared memory; up to 8 blocks, each of which can also access the shared
-//                       memory of the others (sm_90)
-//   warp, lane          32 threads; one of them
-//   warpgroup           four warps that multiply together by wgmma
-//   tile                the part of a result that a block, a warpgroup or a warp computes at a time
-//   tap, halo, slice    words of the convolutions, which section 20 defines and draws. (In Part I, a rank's slice is
-//                       the part of the weights that the rank updates: see Slice.)
-//   stage, ring         a part of shared memory that is filled while other parts are read; several stages, which are
-//                       filled and read in turn
-//   producer, consumer  warps that fill stages, and warps that multiply what is there
-//   epilogue            what a kernel does with a tile's sums before it stores them: it adds bias, embedding and
-//                       addend, rounds, and computes statistics
+//   stream              a queue of a GPU's operations
+//   statistics          of each image and channel, the sums over pixels of x and x^2, of which a group norm makes its
+//                       mean and variance
+//   addend              a gradient from another reader of the same tensor, added to the gradient that a kernel stores
+//   tile                the part of a result that a block or a warp computes at a time
+//   tap, halo, slice    of a convolution: one of a filter's nine positions; a tile's pixels with a border around them;
+//                       64 channels. (A rank's slice is the part of the weights that it updates: Slice)
+//   stage, ring         a part of shared memory that is filled while others are read; several of them in turn
+//   epilogue            what a kernel does with a tile's sums before it stores them: bias, embedding, addend, statistics
 //   partial             a sum over a part of the pixels or keys; a second kernel adds partials up in a fixed order
-//   persistent          blocks that stay for a whole launch and take one tile after another
-//   fragment            the part of a tensor-core operand or result that lies in one thread's registers (mma.sync,
-//                       wgmma)
-//   swizzle             an order of the 16-byte pieces of each row in shared memory. It brings the same column of 8
-//                       rows into different banks, so that the 8 pieces are read at the same time
+//   fragment            the part of a tensor-core operand or result that lies in one thread's registers
+//   swizzle             an order of a row's pieces in shared memory that brings a column of 8 rows into different banks
 //
-// An empty // at the end of a line of code keeps clang-format from joining it with the next line.
 // Layouts: activations (B, H, W, C); convolution weights (Cout, kh, kw, Cin); files hold PyTorch's layouts.
+// An empty // at the end of a line of code keeps clang-format from joining it with the next line.
 
-// the data and the trainer; network.h, config.h and interface.h, which it includes
+// The program: what the story needs to know, and what a paper or a feature adds.
+// structs of the data and the trainer; includes network.h (the list of layers), config.h (flags), interface.h (operations)
 #include "unet/trainer.h"
 // the learning rate, the verdict on a step, averages of the weights
 #include "unet/diffusion/verdict.h"
-// objectives beside DDPM (EDM, flow, consistency), losses by noise level, the bound
+// objectives beside DDPM: EDM, flow, consistency; the bound; losses by noise level
 #include "unet/diffusion/objectives.h"
-// augmentation and what a model is conditioned on
+// pictures and numbers that a model is conditioned on; augmentation
 #include "unet/diffusion/conditions.h"
+#include "unet/diffusion/pictures.h"
 // from noise to images: ddpm, ddim, euler, heun, dpmpp_2m, consistency
 #include "unet/diffusion/samplers.h"
-// pictures that a model is conditioned on
-#include "unet/diffusion/pictures.h"
-// the CPU as the device; its operations are in dev/reference.h
-#include "unet/cpu.h"
-// what kernels of any GPU share
-#include "unet/gpu/shared.h"
-// TMA, mbarriers, clusters and wgmma (sm_90a)
-#include "unet/gpu/hopper/hopper.h"
-// what all group norms share
-#include "unet/gpu/norm.h"
-// group norm's backward pass with an image's slab in shared memory
-#include "unet/gpu/groupnorm_whole.h"
-// what all attention kernels share
-#include "unet/gpu/attention.h"
-// attention for heads of any size, any GPU
-#include "unet/gpu/attention_general.h"
-// attention by wgmma (sm_90a)
-#include "unet/gpu/hopper/attention_wgmma.h"
-// what all convolutions share
-#include "unet/gpu/conv.h"
-// convolutions of any kernel size and stride, and the first and the last layer
-#include "unet/gpu/conv_any.h"
-// 3x3 on large images, and 1x1 (sm_90a)
-#include "unet/gpu/hopper/conv_tiles.h"
-// 3x3 on images of up to 32 x 32 (sm_90a)
-#include "unet/gpu/hopper/conv_small.h"
-// weight gradients (sm_90a)
-#include "unet/gpu/hopper/conv_weight_tma.h"
-// weight gradients in FP8 (sm_90a), and rounding
-#include "unet/gpu/conv_fp8.h"
-// which of Hopper's kernels runs: costs as measured
-#include "unet/gpu/hopper/choose.h"
-// between ranks, from device to device
-#include "unet/gpu/ranks.h"
-// --precision fp8: which convolutions, buffers, factors, weights
+// --precision fp8
 #include "unet/fp8.h"
-// --optimizer muon: directions for matrices of weights
-#include "unet/muon.h"
-// --data_dir: a folder of pictures becomes a data file
-#include "unet/run/prepare.h"
-// model files: weights and checkpoints, initial weights
-#include "unet/run/model_file.h"
-// what the command line leaves open comes from presets, model files and the data
-#include "unet/run/settings.h"
-// the log and the status line
-#include "unet/run/log.h"
-// a run's page, index.html
-#include "unet/run/page.h"
-// checkpoints, snapshots and grids; a run's first weights
-#include "unet/run/checkpoint.h"
-// how a run begins and ends
+// A run and its folder: flags that are left open, model files, the log, checkpoints, grids, the page, begin and end.
 #include "unet/run/begin_end.h"
-// samples, without a run
+#include "unet/run/prepare.h"
 #include "unet/run/samples.h"
+#include "unet/run/settings.h"
 
+// The device. The CPU's operations are dev/reference.h; what follows is for GPUs.
+#include "unet/cpu.h"
+// what kernels share: single instructions, pieces of 16 bytes, sums, tensor cores
+#include "unet/gpu/shared.h"
+// Hopper's kernels (sm_90a: TMA, wgmma, clusters, FP8), which main's kernels ask first: if (hopper_conv<BACKWARD>(c)) return;
+#ifndef NO_HOPPER
+#include "unet/gpu/hopper/attention_wgmma.h"
+#include "unet/gpu/hopper/weights.h"
+#else
+#include "unet/gpu/no_hopper.h"
+#endif
+// what norms, attention and convolutions share, and kernels for special shapes
+#include "unet/gpu/attention_general.h"
+#include "unet/gpu/conv_any.h"
+#include "unet/gpu/conv_weight_plan.h"
+#include "unet/gpu/groupnorm_whole.h"
+// between GPUs or processes
+#include "unet/gpu/ranks.h"
+// --optimizer muon, and its kernels
+#include "unet/muon.h"
 
 // =====================================================================================================================
 // Part I. The program
 
 // =====================================================================================================================
-// 5. The network: a list of layers, made of guided-diffusion's flags
+// Data: .bin files that may be larger than memory, the order of their images
+// A data file begins with a header and images (N, C, H, W) of uint8 or float32. After them, a file may have labels (N),
+// K numbers for each image (N, K) that a model may be conditioned on (--cond_dim), the names of these numbers, and
+// checksums of the images (docs/FORMATS.md). The images stay on the disk: a step reads only its own images. The
+// operating system is asked to fetch them into memory a few batches before the step. Labels and numbers are kept in
+// memory. The program also reads data files of unet.cu, another program that trains UNets.
+//
+// The functions, in the order in which they run: if --data_dir names a folder of pictures, take_data_dir makes a data
+// file of them. open_dataset checks the file, once. For each step, load_batch sends the images to the device; it calls
+// image_at_position and read_image for each image.
+
+// Reads image i into memory at `to`. Returns true if it could be read and its checksum is right (or not known).
+// Otherwise d->error is the reason. With one rank, this function does not end the program, because a run first saves
+// what it has trained (finish_stopped).
+static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
+    const size_t n = d->image_bytes();
+    // A file that was intact when it was opened may be changed, cut or damaged later.
+    const char* why = d->try_read(to, n, d->image_at(i));
+    const bool has_crc = !d->image_crc.empty();
+    if (!why && has_crc && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
+    if (!why) return true;
+    d->error = d->path + text(": image %ld can't be used (%s): the file was changed or damaged; make it again", i, why);
+    if (world.size > 1) refuse(d->error); // the other ranks can't do this step without this rank
+    return false;
+}
+
+// Reads all images once. If their checksums are known, each image is compared with its checksum, and the result is 0.
+// If not, the checksum of each image is stored in image_crc, and the result is the checksum of all images together.
+static uint32_t check_images(Dataset* d) {
+    std::vector<uint8_t> image(d->image_bytes());
+    std::vector<uint32_t> found;
+    uint32_t all = 0;
+    for (int64_t i = 0; i < d->count; i++) {
+        if (!read_image(d, i, image.data())) refuse(d->error);
+        if (!d->image_crc.empty()) continue;
+        found.push_back(crc32(0, image.data(), image.size()));
+        all = crc32(all, image.data(), image.size());
+    }
+    if (d->image_crc.empty()) d->image_crc = found;
+    return all;
+}
+
+// Returns the header of a data file. Files of unet.cu, another program, have another header: there is no version, so
+// every field lies one slot before its place in our header, and some fields are missing. Such a header is turned into
+// a header of our format, with version 0.
+static Header data_header(const Dataset& d, const char* hint) {
+    const int* s = d.header.slot;
+    const int magic = s[SLOT_MAGIC];
+    const int version = s[SLOT_VERSION];
+    // s[1] to s[4] are the number of images, channels, height and width. There are no classes (0), and values are
+    // floats (4 bytes).
+    if (magic == UNET_CU_DATA_MAGIC) return Header{{DATA_MAGIC, 0, s[1], s[2], s[3], s[4], 0, 4}};
+    must(magic == DATA_MAGIC, d.path,
+         text("is not a data file (it starts with %d, not %d); %s", magic, DATA_MAGIC, hint));
+    must(version == 1 || version == 2, d.path,
+         text("is a data file of version %d and this program reads 1 and 2; make it again with prepare_data.py",
+              version));
+    return d.header;
+}
+
+// Copies the fields of a header that describe the images, and checks them. This comes before any memory is requested
+// for labels or images. Otherwise a damaged number could make the program ask for any amount of memory.
+static void take_data_fields(Dataset* d, const Header& h, const char* hint) {
+    auto field = [&](int slot, const char* name, int low, int high) {
+        const int value = h.slot[slot];
+        if (value < low || value > high)
+            die("%s: its header is damaged (%s: %d, where %d to %d is possible); %s", d->path.c_str(), name, value, low,
+                high, hint);
+        return value;
+    };
+    d->version = h.slot[SLOT_VERSION];
+    d->header_crc = h.slot[DATA_SLOT_HEADER_CRC];
+    d->count = field(DATA_SLOT_COUNT, "images", 1, INT_MAX);
+    d->C = field(DATA_SLOT_CHANNELS, "channels", 1, 64);
+    d->H = field(DATA_SLOT_HEIGHT, "height", 1, 4096);
+    d->W = field(DATA_SLOT_WIDTH, "width", 1, 4096);
+    d->classes = field(DATA_SLOT_CLASSES, "classes", 0, INT_MAX);
+    d->bytes = h.slot[DATA_SLOT_BYTES];
+    if (!knows_image_values(d->bytes))
+        die("%s: its header is damaged (bytes a value: %d, where 1 or 4 is possible); %s", d->path.c_str(), d->bytes,
+            hint);
+    d->K = field(DATA_SLOT_VALUES, "numbers an image", 0, MOST_VALUES);
+    d->name_bytes = field(DATA_SLOT_NAMES, "bytes of names", 0, d->K > 0 ? MOST_NAME_BYTES : 0);
+    if (d->name_bytes % 4)
+        die("%s: its header is damaged (bytes of names: %d, where a multiple of 4 is possible); %s", d->path.c_str(),
+            d->name_bytes, hint);
+}
+
+// Copies the images' numbers and the names of these numbers into d. behind: all words that follow the images in the
+// file.
+static void take_values(Dataset* d, const std::vector<int32_t>& behind) {
+    const float* const numbers = (const float*)(behind.data() + d->label_words());
+    const char* const names = (const char*)(numbers + d->value_words());
+    d->values.assign(numbers, numbers + d->value_words());
+    d->value_names.assign(names, d->name_bytes);
+    while (d->value_names.ends_with('\0')) d->value_names.pop_back(); // zeros that fill up the last word of 4 bytes
+    for (size_t i = 0; i < d->values.size(); i++)
+        if (!std::isfinite(d->values[i]))
+            refuse(d->path + text(": image %zu has a number that is not finite; make the file again", i / d->K));
+}
+
+// Reads what follows the images in the file: labels if there are classes, the images' numbers and their names if there
+// are numbers, and in version 2 each image's checksum.
+// body_crc: a checksum from the header. It covers all that follows the images; in version 1 it also covers the images.
+static void read_behind_images(Dataset* d, uint32_t body_crc) {
+    std::vector<int32_t> behind(d->words_behind());
+    const size_t bytes = behind.size() * sizeof(int32_t);
+    d->read(behind.data(), bytes, d->image_at(d->count));
+    if (d->version == 2) d->image_crc.assign(behind.end() - d->count, behind.end());
+    // In version 1, body_crc covers the images and then `behind`, so it can only be checked if all images are read. In
+    // version 2, check_images compares each image with its own checksum and returns 0, and body_crc covers only
+    // `behind`. So images_crc is 0, the value that the checksum of `behind` alone starts from.
+    const bool reads_all = d->size <= READ_AT_START;
+    const uint32_t images_crc = reads_all ? check_images(d) : 0;
+    const bool can_check = d->version == 2 || (d->version == 1 && reads_all);
+    const bool right = !can_check || crc32(images_crc, behind.data(), bytes) == body_crc;
+    must(right, d->path, "its checksum is wrong, so it was damaged; make it again");
+
+    if (d->classes) d->labels.assign(behind.begin(), behind.begin() + d->count);
+    for (int64_t i = 0; i < std::ssize(d->labels); i++) {
+        const int label = d->labels[i];
+        if (label >= 0 && label < d->classes) continue;
+        refuse(d->path + text(": image %ld has label %d of %d classes; make the file again", i, label, d->classes));
+    }
+    take_values(d, behind);
+}
+
+// Opens a data file and checks it. If the file is longer than READ_AT_START, its images are not read here. read_image
+// checks an image's checksum each time that a step reads the image. But a long file of version 1 or of unet.cu has no
+// checksums of single images, so its images are not checked.
+static Dataset open_dataset(const std::string& path) {
+    const char* hint = "prepare_data.py makes such files; make unpacks data/fashion32.bin and data/emoji64.bin";
+    Dataset d;
+    d.open(path, hint);
+    Header h = data_header(d, hint);
+    take_data_fields(&d, h, hint);
+
+    const size_t size = d.image_at(d.count) + d.words_behind() * sizeof(int32_t);
+    must(size == d.size, path,
+         text("is %zu bytes long, but its header speaks of %zu; it was cut or damaged: make it again", d.size, size));
+    check_unused(h, DATA_SLOT_UNUSED, 256, path, std::string("; ") + hint);
+    h.slot[DATA_SLOT_HEADER_CRC] = 0;
+    const bool right = d.version == 0 || crc32(0, h.slot, 1024) == d.header_crc;
+    must(right, path, "its header's checksum is wrong, so it was damaged; make it again");
+
+    read_behind_images(&d, (uint32_t)h.slot[DATA_SLOT_BODY_CRC]);
+    // From here on images are read in a random order. So the system should not read what follows an image in advance.
+    posix_fadvise(d.file, 0, 0, POSIX_FADV_RANDOM);
+    return d;
+}
+
+// Opens the file of the pictures that the images of d are conditioned on. flag: the flag that names the file. path: its
+// path; "" if there are no pictures.
+static void open_pictures(Dataset* d, const char* flag, const std::string& path) {
+    if (path.empty()) return;
+    d->cond = std::make_shared<Dataset>(open_dataset(path));
+    const Dataset& cond = *d->cond;
+    must(cond.count == d->count, text("--%s %s", flag, path.c_str()),
+         text("has %ld pictures, and %s has %ld images; each image needs its own, in the same order", cond.count,
+              d->path.c_str(), d->count));
+    must(cond.H == d->H && cond.W == d->W, text("--%s %s", flag, path.c_str()),
+         text("its pictures are %dx%d, and the images of %s %dx%d; prepare_data.py --image_size makes them fit", cond.H,
+              cond.W, d->path.c_str(), d->H, d->W));
+}
+
+// Returns the number of the first sample of this rank's k-th microbatch. micro: how many samples a microbatch has.
+// Counted over all ranks, this microbatch is number k * ranks + rank of the step; step_gradients explains why.
+static int64_t first_sample(int k, int micro) { return ((int64_t)k * world.size + world.rank) * micro; }
+
+// Images come from an endless stream. Returns which image of the file is at a position of the stream. In training the
+// stream consists of epochs: an epoch is all images of the file, in a new random order. Otherwise the stream is the
+// file's images in the order of the file, again and again.
+static int64_t image_at_position(const Dataset& d, const Config& c, bool training, int64_t position) {
+    const int64_t epoch = position / d.count;
+    const int64_t in_epoch = position % d.count;
+    return training ? permuted_index(c.seed, in_epoch, epoch, d.count) : in_epoch;
+}
+
+// Reads the picture that belongs to image i (its condition), and writes it to memory at `to`. Returns whether it could
+// be read and all its values are finite. If not, d->error says why.
+static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
+    Dataset* const cond = d->cond.get();
+    if (!read_image(cond, i, to)) {
+        d->error = cond->error;
+        return false;
+    }
+    bool finite = true;
+    const size_t values = cond->image_bytes() / cond->bytes;
+    for (size_t k = 0; k < values; k++) finite = finite && std::isfinite(image_value(to, cond->bytes, k));
+    if (finite) return true;
+    d->error = cond->path + text(": image %ld holds a value that is not finite; make the file again", i);
+    if (world.size > 1) refuse(d->error); // as in read_image: the other ranks can't do this step without this rank
+    return false;
+}
+
+// Sends n samples of a batch to the device: images (n, C, H, W), labels (n), numbers (n, num_values) and, with
+// --cond_file, the pictures (n, cond_channels, H, W) that the images are conditioned on. Images and pictures are sent
+// as their files hold them, as bytes or floats. The device turns bytes into floats where it reads them (image_value,
+// canvas_value). With --augment, a row of the numbers ends with the numbers that describe the image's augmentation.
+// They are zeros here. In training, the device then overwrites them (augment_if_asked). Validation keeps the zeros,
+// because it does not change its images.
+// The batch is the B samples from position `first` of the stream on. This rank sends n = own_images of them.
+// In training, these are the rank's microbatches, one after the other, and some images lose their class and their
+// numbers (--class_dropout). Outside of training the rank sends all B samples.
+// Returns whether all images could be used. If not, nothing was sent.
+static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training, int64_t first, int B) {
+    const int micro = c.micro();
+    const int own_images = training ? B / world.size : B;
+    // Returns which sample of the batch this rank's k-th sample is.
+    auto sample = [&](int k) { return training ? first_sample(k / micro, micro) + k % micro : k; };
+    auto image = [&](int64_t position) { return image_at_position(*d, c, training, position); };
+
+    // Ask the operating system to fetch the images of later batches, unless it was asked before. The first call asks
+    // for the images of this batch and of the next BATCHES_AHEAD batches. In training, later calls ask for one more
+    // batch each.
+    const int64_t ahead = first + (BATCHES_AHEAD + 1) * (int64_t)B;
+    for (d->asked = std::max(d->asked, first); d->asked < ahead; d->asked += B)
+        for (int k = 0; k < own_images; k++) {
+            const int64_t i = image(d->asked + sample(k));
+            for (const Dataset* file : {d, d->cond.get()})
+                if (file) posix_fadvise(file->file, file->image_at(i), file->image_bytes(), POSIX_FADV_WILLNEED);
+        }
+
+    // Wait until the batch that the host's buffer held before has been sent, because this call fills the buffer again.
+    wait_for_host_side(batch);
+    int* labels = (int*)(batch->host + d->labels_at(own_images));
+    float* values = (float*)(batch->host + d->values_at(own_images));
+    uint8_t* pictures = batch->host + d->pictures_at(own_images, c);
+    // An image loses its class and its numbers if the image's random word is smaller than this.
+    const uint32_t classless = dropout_threshold(training ? c.class_dropout : 0);
+    // In training, the argument `first` is the step's number times B (train_step). So this quotient is the step's
+    // number.
+    const uint32_t step = (uint32_t)(first / B);
+    for (int k = 0; k < own_images; k++) {
+        const int64_t b = sample(k);
+        const int64_t i = image(first + b);
+        // Reads the image from the file, and checks it, if its checksum is known (Dataset::image_crc).
+        if (!read_image(d, i, batch->host + k * d->image_bytes())) return false;
+        if (d->cond && !read_picture(d, i, pictures + k * d->cond->image_bytes())) return false;
+        labels[k] = d->labels.empty() ? 0 : d->labels[i];
+        const Words random = philox(c.seed, 0, (uint32_t)b, step, RANDOM_CLASS_DROPOUT);
+        const bool left_out = random.w[0] < classless;
+        if (left_out) labels[k] = c.num_classes; // this label stands for no class
+        for (int j = 0; j < c.num_values(); j++) {
+            const bool is_known = j < c.cond_dim && !left_out;
+            values[k * c.num_values() + j] = is_known ? d->values[i * c.cond_dim + j] : 0;
+        }
+    }
+    send(batch); // on a GPU, the copy stream copies the batch to it, while the GPU computes the step before
+    return true;
+}
+
+// =====================================================================================================================
+// The network: a list of layers, made of guided-diffusion's flags
 // build_unet goes through the architecture once, as guided-diffusion's UNetModel does. It appends to two lists:
 // parameters (in state_dict order) and layers (in the order of the forward pass). Different configurations
 // have different lists.
@@ -315,8 +386,8 @@
 // -1 if the layer has no such tensor, parameter or buffer.
 //
 // The functions run in this order: build_unet calls add_embedding, add_input_blocks, add_resblock and
-// add_attention_block (for `middle`), add_output_blocks, choose_fp8 (with --precision fp8) and place_params; section 6
-// plans the memory; then section 7 walks over the list, and calls a function of each layer's kind (its forward or its
+// add_attention_block (for `middle`), add_output_blocks, choose_fp8 (with --precision fp8) and place_params; "The plan"
+// plans the memory; then "Forward and backward" walks over the list, and calls a function of each layer's kind (its forward or its
 // backward function) with what layer_args returns for the layer.
 
 // Looks up all that a layer's functions need. If the network has no memory yet (plan_memory), the pointers to tensors
@@ -985,7 +1056,7 @@ static UNet build_unet(const Config& c) {
 }
 
 // =====================================================================================================================
-// 6. The plan: what the backward pass adds where, and where in memory each buffer lies
+// The plan: what the backward pass adds where, and where in memory each buffer lies
 // All of a network's activations, and the gradients of activations, lie in one allocation, the arena. Two buffers may
 // share a place if they are never in use at the same time. Time is counted in layers. L is the number of layers. Time 0
 // is when the batch is drawn, time 1 + i is the forward pass of layer i, L + 1 is the loss, and 2 L + 1 - i is the
@@ -1276,7 +1347,7 @@ static void plan_memory(UNet* net, int B, bool training) {
 }
 
 // =====================================================================================================================
-// 7. Forward and backward: two walks over the list
+// Forward and backward: two walks over the list
 // A training step calls unet_forward, which calls forward_layer for each layer. Then it calls unet_backward, which goes
 // from the last layer to the first. unet_backward does not compute the weight gradient of each convolution at once: it
 // collects several of them, and computes these together on the side stream (WeightGradients). Samplers and validation
@@ -1289,7 +1360,7 @@ static void forward_layer(const Walk& walk, const Layer& l) {
     // which is bf16 if activations are. Those that multiply in FP8 read another copy, in FP8. All other layers read
     // weights in fp32.)
     LayerArgs a = layer_args(walk, l);
-    l.kind->forward(a); // for example forward_conv (section 5)
+    l.kind->forward(a); // for example forward_conv ("The network")
     // If a norm reads the output, l.kind->forward has also summed the output and its square over the pixels, in one or
     // more parts (Stats). It has set a.out_stats.parts to the number of these parts. The number is kept in the tensor,
     // where layer_args finds it when the norm is computed.
@@ -1412,6 +1483,14 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
     weight_gradients.wait_for(weight_gradients.last);
 }
 
+// =====================================================================================================================
+// DDPM: noise levels and the loss
+// A training sample is an image x_0 with noise: x_t = signal x_0 + sigma noise (q_sample_forward). For DDPM (Ho et al.
+// 2020) signal = sqrt(alpha_bar[t]) and sigma = sqrt(1 - alpha_bar[t]), and t is drawn uniformly. The network's target
+// is the noise, x_0 or v (--predict), and the loss is the mean of weight * (answer - target)^2
+// (loss_forward_backward). All that depends on t is a NoiseLevel (unet/interface.h), so kernels know no objective.
+// unet/diffusion/objectives.h holds the objectives beside DDPM: EDM, flow, consistency.
+
 HD static inline NoiseLevel make_level(const Question& q) {
     return NoiseLevel{.t = (float)q.t,
                       .signal = (float)q.signal,
@@ -1526,260 +1605,7 @@ HD static inline NoiseLevel draw_level(const Objective& o, const Words& words) {
 }
 
 // =====================================================================================================================
-// 9. Data: .bin files that may be larger than memory, the order of their images
-// A data file begins with a header and images (N, C, H, W) of uint8 or float32. After them, a file may have labels (N),
-// K numbers for each image (N, K) that a model may be conditioned on (--cond_dim), the names of these numbers, and
-// checksums of the images (docs/FORMATS.md). The images stay on the disk: a step reads only its own images. The
-// operating system is asked to fetch them into memory a few batches before the step. Labels and numbers are kept in
-// memory. The program also reads data files of unet.cu, another program that trains UNets.
-//
-// The functions, in the order in which they run: if --data_dir names a folder of pictures, take_data_dir makes a data
-// file of them. open_dataset checks the file, once. For each step, load_batch sends the images to the device; it calls
-// image_at_position and read_image for each image.
-
-// Reads image i into memory at `to`. Returns true if it could be read and its checksum is right (or not known).
-// Otherwise d->error is the reason. With one rank, this function does not end the program, because a run first saves
-// what it has trained (finish_stopped).
-static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
-    const size_t n = d->image_bytes();
-    // A file that was intact when it was opened may be changed, cut or damaged later.
-    const char* why = d->try_read(to, n, d->image_at(i));
-    const bool has_crc = !d->image_crc.empty();
-    if (!why && has_crc && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
-    if (!why) return true;
-    d->error = d->path + text(": image %ld can't be used (%s): the file was changed or damaged; make it again", i, why);
-    if (world.size > 1) refuse(d->error); // the other ranks can't do this step without this rank
-    return false;
-}
-
-// Reads all images once. If their checksums are known, each image is compared with its checksum, and the result is 0.
-// If not, the checksum of each image is stored in image_crc, and the result is the checksum of all images together.
-static uint32_t check_images(Dataset* d) {
-    std::vector<uint8_t> image(d->image_bytes());
-    std::vector<uint32_t> found;
-    uint32_t all = 0;
-    for (int64_t i = 0; i < d->count; i++) {
-        if (!read_image(d, i, image.data())) refuse(d->error);
-        if (!d->image_crc.empty()) continue;
-        found.push_back(crc32(0, image.data(), image.size()));
-        all = crc32(all, image.data(), image.size());
-    }
-    if (d->image_crc.empty()) d->image_crc = found;
-    return all;
-}
-
-// Returns the header of a data file. Files of unet.cu, another program, have another header: there is no version, so
-// every field lies one slot before its place in our header, and some fields are missing. Such a header is turned into
-// a header of our format, with version 0.
-static Header data_header(const Dataset& d, const char* hint) {
-    const int* s = d.header.slot;
-    const int magic = s[SLOT_MAGIC];
-    const int version = s[SLOT_VERSION];
-    // s[1] to s[4] are the number of images, channels, height and width. There are no classes (0), and values are
-    // floats (4 bytes).
-    if (magic == UNET_CU_DATA_MAGIC) return Header{{DATA_MAGIC, 0, s[1], s[2], s[3], s[4], 0, 4}};
-    must(magic == DATA_MAGIC, d.path,
-         text("is not a data file (it starts with %d, not %d); %s", magic, DATA_MAGIC, hint));
-    must(version == 1 || version == 2, d.path,
-         text("is a data file of version %d and this program reads 1 and 2; make it again with prepare_data.py",
-              version));
-    return d.header;
-}
-
-// Copies the fields of a header that describe the images, and checks them. This comes before any memory is requested
-// for labels or images. Otherwise a damaged number could make the program ask for any amount of memory.
-static void take_data_fields(Dataset* d, const Header& h, const char* hint) {
-    auto field = [&](int slot, const char* name, int low, int high) {
-        const int value = h.slot[slot];
-        if (value < low || value > high)
-            die("%s: its header is damaged (%s: %d, where %d to %d is possible); %s", d->path.c_str(), name, value, low,
-                high, hint);
-        return value;
-    };
-    d->version = h.slot[SLOT_VERSION];
-    d->header_crc = h.slot[DATA_SLOT_HEADER_CRC];
-    d->count = field(DATA_SLOT_COUNT, "images", 1, INT_MAX);
-    d->C = field(DATA_SLOT_CHANNELS, "channels", 1, 64);
-    d->H = field(DATA_SLOT_HEIGHT, "height", 1, 4096);
-    d->W = field(DATA_SLOT_WIDTH, "width", 1, 4096);
-    d->classes = field(DATA_SLOT_CLASSES, "classes", 0, INT_MAX);
-    d->bytes = h.slot[DATA_SLOT_BYTES];
-    if (!knows_image_values(d->bytes))
-        die("%s: its header is damaged (bytes a value: %d, where 1 or 4 is possible); %s", d->path.c_str(), d->bytes,
-            hint);
-    d->K = field(DATA_SLOT_VALUES, "numbers an image", 0, MOST_VALUES);
-    d->name_bytes = field(DATA_SLOT_NAMES, "bytes of names", 0, d->K > 0 ? MOST_NAME_BYTES : 0);
-    if (d->name_bytes % 4)
-        die("%s: its header is damaged (bytes of names: %d, where a multiple of 4 is possible); %s", d->path.c_str(),
-            d->name_bytes, hint);
-}
-
-// Copies the images' numbers and the names of these numbers into d. behind: all words that follow the images in the
-// file.
-static void take_values(Dataset* d, const std::vector<int32_t>& behind) {
-    const float* const numbers = (const float*)(behind.data() + d->label_words());
-    const char* const names = (const char*)(numbers + d->value_words());
-    d->values.assign(numbers, numbers + d->value_words());
-    d->value_names.assign(names, d->name_bytes);
-    while (d->value_names.ends_with('\0')) d->value_names.pop_back(); // zeros that fill up the last word of 4 bytes
-    for (size_t i = 0; i < d->values.size(); i++)
-        if (!std::isfinite(d->values[i]))
-            refuse(d->path + text(": image %zu has a number that is not finite; make the file again", i / d->K));
-}
-
-// Reads what follows the images in the file: labels if there are classes, the images' numbers and their names if there
-// are numbers, and in version 2 each image's checksum.
-// body_crc: a checksum from the header. It covers all that follows the images; in version 1 it also covers the images.
-static void read_behind_images(Dataset* d, uint32_t body_crc) {
-    std::vector<int32_t> behind(d->words_behind());
-    const size_t bytes = behind.size() * sizeof(int32_t);
-    d->read(behind.data(), bytes, d->image_at(d->count));
-    if (d->version == 2) d->image_crc.assign(behind.end() - d->count, behind.end());
-    // In version 1, body_crc covers the images and then `behind`, so it can only be checked if all images are read. In
-    // version 2, check_images compares each image with its own checksum and returns 0, and body_crc covers only
-    // `behind`. So images_crc is 0, the value that the checksum of `behind` alone starts from.
-    const bool reads_all = d->size <= READ_AT_START;
-    const uint32_t images_crc = reads_all ? check_images(d) : 0;
-    const bool can_check = d->version == 2 || (d->version == 1 && reads_all);
-    const bool right = !can_check || crc32(images_crc, behind.data(), bytes) == body_crc;
-    must(right, d->path, "its checksum is wrong, so it was damaged; make it again");
-
-    if (d->classes) d->labels.assign(behind.begin(), behind.begin() + d->count);
-    for (int64_t i = 0; i < std::ssize(d->labels); i++) {
-        const int label = d->labels[i];
-        if (label >= 0 && label < d->classes) continue;
-        refuse(d->path + text(": image %ld has label %d of %d classes; make the file again", i, label, d->classes));
-    }
-    take_values(d, behind);
-}
-
-// Opens a data file and checks it. If the file is longer than READ_AT_START, its images are not read here. read_image
-// checks an image's checksum each time that a step reads the image. But a long file of version 1 or of unet.cu has no
-// checksums of single images, so its images are not checked.
-static Dataset open_dataset(const std::string& path) {
-    const char* hint = "prepare_data.py makes such files; make unpacks data/fashion32.bin and data/emoji64.bin";
-    Dataset d;
-    d.open(path, hint);
-    Header h = data_header(d, hint);
-    take_data_fields(&d, h, hint);
-
-    const size_t size = d.image_at(d.count) + d.words_behind() * sizeof(int32_t);
-    must(size == d.size, path,
-         text("is %zu bytes long, but its header speaks of %zu; it was cut or damaged: make it again", d.size, size));
-    check_unused(h, DATA_SLOT_UNUSED, 256, path, std::string("; ") + hint);
-    h.slot[DATA_SLOT_HEADER_CRC] = 0;
-    const bool right = d.version == 0 || crc32(0, h.slot, 1024) == d.header_crc;
-    must(right, path, "its header's checksum is wrong, so it was damaged; make it again");
-
-    read_behind_images(&d, (uint32_t)h.slot[DATA_SLOT_BODY_CRC]);
-    // From here on images are read in a random order. So the system should not read what follows an image in advance.
-    posix_fadvise(d.file, 0, 0, POSIX_FADV_RANDOM);
-    return d;
-}
-
-// Opens the file of the pictures that the images of d are conditioned on. flag: the flag that names the file. path: its
-// path; "" if there are no pictures.
-static void open_pictures(Dataset* d, const char* flag, const std::string& path) {
-    if (path.empty()) return;
-    d->cond = std::make_shared<Dataset>(open_dataset(path));
-    const Dataset& cond = *d->cond;
-    must(cond.count == d->count, text("--%s %s", flag, path.c_str()),
-         text("has %ld pictures, and %s has %ld images; each image needs its own, in the same order", cond.count,
-              d->path.c_str(), d->count));
-    must(cond.H == d->H && cond.W == d->W, text("--%s %s", flag, path.c_str()),
-         text("its pictures are %dx%d, and the images of %s %dx%d; prepare_data.py --image_size makes them fit", cond.H,
-              cond.W, d->path.c_str(), d->H, d->W));
-}
-
-// Returns the number of the first sample of this rank's k-th microbatch. micro: how many samples a microbatch has.
-// Counted over all ranks, this microbatch is number k * ranks + rank of the step; step_gradients explains why.
-static int64_t first_sample(int k, int micro) { return ((int64_t)k * world.size + world.rank) * micro; }
-
-// Images come from an endless stream. Returns which image of the file is at a position of the stream. In training the
-// stream consists of epochs: an epoch is all images of the file, in a new random order. Otherwise the stream is the
-// file's images in the order of the file, again and again.
-static int64_t image_at_position(const Dataset& d, const Config& c, bool training, int64_t position) {
-    const int64_t epoch = position / d.count;
-    const int64_t in_epoch = position % d.count;
-    return training ? permuted_index(c.seed, in_epoch, epoch, d.count) : in_epoch;
-}
-
-// Reads the picture that belongs to image i (its condition), and writes it to memory at `to`. Returns whether it could
-// be read and all its values are finite. If not, d->error says why.
-static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
-    Dataset* const cond = d->cond.get();
-    if (!read_image(cond, i, to)) {
-        d->error = cond->error;
-        return false;
-    }
-    bool finite = true;
-    const size_t values = cond->image_bytes() / cond->bytes;
-    for (size_t k = 0; k < values; k++) finite = finite && std::isfinite(image_value(to, cond->bytes, k));
-    if (finite) return true;
-    d->error = cond->path + text(": image %ld holds a value that is not finite; make the file again", i);
-    if (world.size > 1) refuse(d->error); // as in read_image: the other ranks can't do this step without this rank
-    return false;
-}
-
-// Sends n samples of a batch to the device: images (n, C, H, W), labels (n), numbers (n, num_values) and, with
-// --cond_file, the pictures (n, cond_channels, H, W) that the images are conditioned on. Images and pictures are sent
-// as their files hold them, as bytes or floats. The device turns bytes into floats where it reads them (image_value,
-// canvas_value). With --augment, a row of the numbers ends with the numbers that describe the image's augmentation.
-// They are zeros here. In training, the device then overwrites them (augment_if_asked). Validation keeps the zeros,
-// because it does not change its images.
-// The batch is the B samples from position `first` of the stream on. This rank sends n = own_images of them.
-// In training, these are the rank's microbatches, one after the other, and some images lose their class and their
-// numbers (--class_dropout). Outside of training the rank sends all B samples.
-// Returns whether all images could be used. If not, nothing was sent.
-static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training, int64_t first, int B) {
-    const int micro = c.micro();
-    const int own_images = training ? B / world.size : B;
-    // Returns which sample of the batch this rank's k-th sample is.
-    auto sample = [&](int k) { return training ? first_sample(k / micro, micro) + k % micro : k; };
-    auto image = [&](int64_t position) { return image_at_position(*d, c, training, position); };
-
-    // Ask the operating system to fetch the images of later batches, unless it was asked before. The first call asks
-    // for the images of this batch and of the next BATCHES_AHEAD batches. In training, later calls ask for one more
-    // batch each.
-    const int64_t ahead = first + (BATCHES_AHEAD + 1) * (int64_t)B;
-    for (d->asked = std::max(d->asked, first); d->asked < ahead; d->asked += B)
-        for (int k = 0; k < own_images; k++) {
-            const int64_t i = image(d->asked + sample(k));
-            for (const Dataset* file : {d, d->cond.get()})
-                if (file) posix_fadvise(file->file, file->image_at(i), file->image_bytes(), POSIX_FADV_WILLNEED);
-        }
-
-    // Wait until the batch that the host's buffer held before has been sent, because this call fills the buffer again.
-    wait_for_host_side(batch);
-    int* labels = (int*)(batch->host + d->labels_at(own_images));
-    float* values = (float*)(batch->host + d->values_at(own_images));
-    uint8_t* pictures = batch->host + d->pictures_at(own_images, c);
-    // An image loses its class and its numbers if the image's random word is smaller than this.
-    const uint32_t classless = dropout_threshold(training ? c.class_dropout : 0);
-    // In training, the argument `first` is the step's number times B (train_step). So this quotient is the step's
-    // number.
-    const uint32_t step = (uint32_t)(first / B);
-    for (int k = 0; k < own_images; k++) {
-        const int64_t b = sample(k);
-        const int64_t i = image(first + b);
-        // Reads the image from the file, and checks it, if its checksum is known (Dataset::image_crc).
-        if (!read_image(d, i, batch->host + k * d->image_bytes())) return false;
-        if (d->cond && !read_picture(d, i, pictures + k * d->cond->image_bytes())) return false;
-        labels[k] = d->labels.empty() ? 0 : d->labels[i];
-        const Words random = philox(c.seed, 0, (uint32_t)b, step, RANDOM_CLASS_DROPOUT);
-        const bool left_out = random.w[0] < classless;
-        if (left_out) labels[k] = c.num_classes; // this label stands for no class
-        for (int j = 0; j < c.num_values(); j++) {
-            const bool is_known = j < c.cond_dim && !left_out;
-            values[k * c.num_values() + j] = is_known ? d->values[i * c.cond_dim + j] : 0;
-        }
-    }
-    send(batch); // on a GPU, the copy stream copies the batch to it, while the GPU computes the step before
-    return true;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// --- what a trainer holds, and how ranks gather it
+// The trainer: the network, and all arrays of a run
 
 static AdamW optimiser_settings(const Config& c) {
     AdamW h{};
@@ -1883,7 +1709,7 @@ static float* whole_array(const Trainer& tr, float* array) {
 }
 
 // =====================================================================================================================
-// 13. A training step, the loop over the steps, and main
+// A training step, the loop over the steps, and main
 // Functions stand above those that call them. So read this section from its end upwards: main, run_program, train,
 // run_step, train_step, step_gradients, forward_and_loss. A training step runs like this:
 //
@@ -2494,7 +2320,7 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 #ifdef __CUDACC__ // the GPU
 
 // =====================================================================================================================
-// 17. Small operations: resampling, embeddings, diffusion
+// Small operations: resampling, embeddings, diffusion
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
@@ -2984,7 +2810,7 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
     });
 }
 
-// struct Silu (section 14) holds the formulas of the function (f) and of its derivative (df). The argument of df is
+// struct Silu (elements.h) holds the formulas of the function (f) and of its derivative (df). The argument of df is
 // Z_FACTOR<T> times x. Here this is x itself, because Z_FACTOR<float> is 1. Each thread computes one element.
 static void silu_forward(float* out, const float* x, size_t n, Stream* stream = MAIN_STREAM) {
     each_on(stream, n, [=] __device__(size_t i) { out[i] = Silu<float>::f(x[i]); });
@@ -3071,9 +2897,9 @@ static void values_embedding_backward(GradOf<float> dx, float* dweight, const fl
 // --- Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
 // Used when: most of these operations run once for each microbatch of a training step, or once in each step of a
 //   sampler. draw_levels runs once in each training step.
-// How: each(n, f) runs f(i) for every i < n, each in a thread of its own (section 16). In q_sample and in a sampler's
+// How: each(n, f) runs f(i) for every i < n, each in a thread of its own (gpu/shared.h). In q_sample and in a sampler's
 //   step, each thread works on four values, because one quartet of Philox gives four random numbers (each_quad). Losses
-//   are summed in double, in a fixed order. The formulas are in section 8 ("Diffusion") and in dev/reference.h. Only
+//   are summed in double, in a fixed order. The formulas are in diffusion/ ("Diffusion") and in dev/reference.h. Only
 //   the images and pictures of a data file may be bytes instead of fp32 (image_value).
 // Costs: memory traffic. It is small, because images are much smaller than activations.
 
@@ -3287,8 +3113,7 @@ static void tuning_loss_forward_backward(double* loss, float* dout, const float*
 }
 
 // =====================================================================================================================
-// 18. Group norm
-
+// Group norm
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
@@ -3749,7 +3574,7 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 }
 
 // =====================================================================================================================
-// 19. Attention
+// Attention
 // Attention over T = H * W pixels. It reads the buffer qkv (B, T, 3C) as the convolution wrote it. qkv holds q, k and
 // v, each of which has C = heads * d channels. The formulas are for one image and one head. In them, q, k, v, out
 // and their gradients are matrices (T, d), and S, P, dP and dS are matrices (T, T). D has one number for each row of S.
@@ -3775,7 +3600,6 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 // The hardware computes powers of 2, so e^x is computed as 2^(x log2(e)). In the kernels, scores are q k^T without the
 // division by sqrt(d). In the exponent the scores are multiplied by log2(e) / sqrt(d). dq and dk are multiplied by
 // 1 / sqrt(d) at the end, when they are stored.
-
 
 // Copies the rows row0 ... row0 + ROWS - 1 of one head to shared memory (ROWS, PITCH). It writes zeros for elements
 // beyond T rows or d columns. Each thread copies a piece (16 bytes) of every ROWS_AT_ONCE-th row, by cp.async if
@@ -4329,7 +4153,6 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
     else attention_backward_rows<Tile, false>(a, D, chunk, short_D);
 }
 
-
 // Launches the backward pass if a.dout is not null, and otherwise the forward pass, for heads of up to DIM channels. A
 // warp owns 32 rows (MT = 2) if a row has at most 128 bytes and a head has enough rows. Otherwise it owns 16 rows.
 template <class T, int DIM, int MT = DIM * sizeof(T) <= 128 ? 2 : 1>
@@ -4353,7 +4176,7 @@ static void launch_attention(const AttentionCall& a) {
 }
 
 // =====================================================================================================================
-// 20. Convolution
+// Convolution
 // 1x1 and 3x3 convolutions, computed as products of matrices (implicit GEMM):
 //
 //   out[pixel, co] = sum over taps and input channels ci of   weight[co, tap, ci] * x[source(pixel, tap), ci]
@@ -4404,7 +4227,6 @@ static void launch_attention(const AttentionCall& a) {
 // result is rounded, once, unless it is stored in fp32. On its way to global memory, a tile goes through shared memory,
 // where its values are put into the order pixels x channels. The statistics for the next group norm (forward pass only)
 // are sums of the rounded values, because the norm will read the rounded values.
-
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_halo: 3x3, stride 1, any GPU
@@ -4837,7 +4659,6 @@ template <class Tile, bool BACKWARD, class TO = typename Tile::T> static void co
     launch_behind(conv_halo_kernel<Tile, BACKWARD, TO>, blocks, Tile::THREADS, Tile::SHARED_BYTES, p);
 }
 
-
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_weight_halo, conv_weight_gather: weight gradients, any GPU
 // dweight[co, tap, ci] = sum over the output's pixels p of dout[p, co] * x[source(p, tap), ci]
@@ -5045,9 +4866,8 @@ static __global__ void __launch_bounds__(384, 1)
     });
 }
 
-
 // =====================================================================================================================
-// 21. The optimiser
+// The optimiser
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- adamw: norm of the gradient, the step's verdict, AdamW, averages
@@ -5277,7 +5097,7 @@ static void ema_update(float* ema, const float* params, const StepState* state, 
 #ifdef __CUDACC__ // the GPU
 
 // =====================================================================================================================
-// 22. Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
+// Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
 template <class T> static auto norm_first_pass(bool drop) {
     if (drop) return groupnorm_sums_kernel<T, true>;
     return groupnorm_sums_kernel<T, false>;
@@ -5342,50 +5162,15 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention: forward and, where a has dout, backward
-// Launches Hopper's kernels for bf16. Heads have DIM = 32 or 64 channels, and the number of tokens (T) is a multiple of
-// 64. The forward pass always uses one of Hopper's kernels. Backward pass: one block computes a head of 64 tokens. If a
-// head has 256 to 1,024 tokens, and this number is a multiple of 128, a cluster computes the head, and each of its
-// blocks owns 128 keys. For all other heads, and if the GPU can't run such a cluster (attention_clusters), the portable
-// kernel computes the backward pass.
-template <int DIM> static void launch_attention_wgmma(const AttentionCall& a) {
-    using Alone = AttentionBackward<DIM, 1>;
-    using Cluster = AttentionBackward<DIM, 2>;
-    const bool back = a.dout;
-    const bool fits_block = a.T == 64;
-    const bool fits_cluster = gpu.clusters && a.T % 128 == 0 && a.T >= 256 && a.T <= 1024;
-    const bool alone = back && fits_block && attention_clusters<Alone>(a.T);
-    const bool cluster = back && fits_cluster && attention_clusters<Cluster>(a.T);
-    // AttentionForward<channels of a head, warpgroups, keys of a chunk, chunks of a head>. If the last number is 0, a
-    // head may have any number of chunks, which pass through a ring.
-    using Forward64 = AttentionForward<DIM, 1, 64, 1>;
-    using Forward256 = AttentionForward<DIM, 2, DIM, 256 / DIM>;
-    using ForwardRing2 = AttentionForward<DIM, 2, 64, 0>;
-    using ForwardRing1 = AttentionForward<DIM, 1, 64, 0>;
-    const Way<AttentionCall> ways[] = {
-        {alone, launch_attention_backward_wgmma<Alone>},
-        {cluster, launch_attention_backward_wgmma<Cluster>},
-        {back, launch_attention<bf16, DIM>},
-        {a.T == 64, launch_attention_forward_wgmma<Forward64>},
-        {a.T == 256, launch_attention_forward_wgmma<Forward256>},
-        {a.T % 128 == 0, launch_attention_forward_wgmma<ForwardRing2>},
-        {true, launch_attention_forward_wgmma<ForwardRing1>},
-    };
-    decide(a, ways);
-}
-
 // Picks the kernel for heads of a.d channels. If Hopper's kernels can't be used, it picks the smallest kernel that has
 // room for a.d channels.
 template <class T> static void attention(const AttentionCall& a) {
-    const bool wgmma = act_has_wgmma() && a.T % 64 == 0;
+    if (hopper_attention(a)) return;
     constexpr int LARGEST = 32 * VEC<T>; // channels of the largest head that launch_attention can compute: 512 bytes
     const Way<AttentionCall> ways[] = {
-        {wgmma && a.d == 32, launch_attention_wgmma<32>}, // Hopper's kernels
-        {wgmma && a.d == 64, launch_attention_wgmma<64>},
-        {a.d <= 32, launch_attention<T, 32>}, // any GPU; d is padded to the kernel's number of channels
-        {a.d <= 64, launch_attention<T, 64>},
-        {a.d <= 128, launch_attention<T, 128>},
-        {a.d <= LARGEST, launch_attention<T, LARGEST>},
-        {true, launch_attention_general<T>}, // heads of any size
+        {a.d <= 32, launch_attention<T, 32>}, // d is padded to the kernel's number of channels
+        {a.d <= 64, launch_attention<T, 64>},           {a.d <= 128, launch_attention<T, 128>},
+        {a.d <= LARGEST, launch_attention<T, LARGEST>}, {true, launch_attention_general<T>}, // heads of any size
     };
     decide(a, ways);
 }
@@ -5537,7 +5322,6 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
     else conv_gather<Pixels64, BACKWARD>(c);
 }
 
-
 // Decides which kernel computes a convolution. A pick_ function, above, chooses the kernel's tile, by measured costs or
 // by a table of its own. Such a table in general chooses the largest tile with which every multiprocessor still has a
 // block. On small images pick_conv_small may choose conv_tiles in place of conv_small. The table below shows how a
@@ -5547,7 +5331,7 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
 //   in the last two columns it is for fp32
 // In FP8, conv_product_fp8 stands in place of conv_product.
 //
-//   forward_conv (section 5)     what a layer of kind CONV calls
+//   forward_conv ("The network")     what a layer of kind CONV calls
 //   conv_forward                 fills a ConvCall. For upsampling, stride 2 or few channels it may first replace the
 //                                convolution by another one
 //   conv_product                 chooses the kernel, by the first row of its table whose condition holds
@@ -5570,42 +5354,21 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
 // channels. Its input gradient is computed by conv_forward, as a 1x1 convolution of rows: see ConvFew.)
 template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const ConvShape& s = c.s;
-    const ConvOut& o = c.out;
+    if (hopper_conv<BACKWARD>(c)) return;
     const bool halo = conv_is_halo(s);
     if (s.upsample && !halo) die("internal error: upsampled, a convolution must be 3x3 with stride 1");
     // Of the kernels for any GPU, only conv_halo can upsample, and store the last layer's fp32.
     const bool needs_halo = s.upsample || s.out != act_element;
 
-    // conv_is_wgmma is true on a Hopper GPU, for convolutions in bf16 with stride 1, without upsampling, whose numbers
-    // of channels are multiples of 32 (conv_is_few). Hopper's kernels always store all parts of the result, and add at
-    // most one addend to each part. So they are not used if a part of the result is not wanted, or if a part has two
-    // addends. If there are two parts, the first one must consist of whole slices of 64 channels.
-    const bool all_parts = o.part1.dx && (!o.Cout2 || (o.part2.dx && o.Cout1 % 64 == 0));
-    const bool second_addends = o.part1.add2 || o.part2.add2;
-    const bool wgmma = conv_is_wgmma(s) && all_parts && !second_addends;
-
     const bool bf16_is_it = act_element == Element::BF16;
     const bool fp32_is_it = act_element == Element::FP32;
     const Way<ConvCall> ways[] = {
-        {wgmma && s.kernel == 1, pick_conv_tiles_1x1<BACKWARD>},
-        {wgmma && conv_is_small(c), pick_conv_small<BACKWARD>},
-        {wgmma, pick_conv_tiles_3x3<BACKWARD>},
         {halo && bf16_is_it, pick_conv_halo_bf16<BACKWARD>},
         {halo && fp32_is_it, pick_conv_halo_fp32<BACKWARD>},
         {bf16_is_it && !needs_halo, pick_conv_gather<bf16, BACKWARD>},
         {fp32_is_it && !needs_halo, pick_conv_gather<float, BACKWARD>},
     };
     decide(c, ways);
-}
-
-// Does for FP8 what conv_product does for other elements. The convolution is a forward pass (E = FP8), or an input
-// gradient, which conv_backward_input_fp8 has made a forward convolution of dout (E = FP8_GRADIENT). It is 3x3, has one
-// input and stride 1, and runs on Hopper.
-template <Element E> static void conv_product_fp8(const ConvCall& c) {
-    const bool known = conv_is_wgmma(c.s) && conv_is_halo(c.s);
-    if (!known) die("internal error: no kernel of FP8 for this convolution");
-    if (conv_is_small(c)) pick_conv_small<false, E>(c);
-    else pick_conv_tiles_3x3<false, E>(c);
 }
 
 static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, const act* weight, // x2: only if 1x1
@@ -5652,39 +5415,7 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
     call.weight = weight;
     call.out = o;
     call.factors = factors;
-    if (s.in == Element::FP8) conv_product_fp8<Element::FP8>(call);
-    else conv_product<false>(call);
-}
-
-// Can the kernel of a 3x3 convolution, of shape s, also compute the skip connection (1x1) that is added to the result?
-// It can do so on Hopper, if the input has at least 16 rows (a tile has 16 rows), and if shared memory has room for all
-// weights of the convolution and of the skip connection, and for one more stage of pixels than a tile needs.
-static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
-    if (!conv_is_wgmma(s) || !conv_is_wgmma(skip)) return false;
-    if (s.kernel != 3 || skip.kernel != 1 || s.H < 16) return false;
-    const int slices = ceil_div(s.C1, slice_channels(s.in));
-    const int skip_slices = ceil_div(skip.C1, 64) + ceil_div(skip.C2, 64);
-    const int weights = 9 * slices + skip_slices;
-    return weights <= 18 && Resident16<false>::stages(weights) > slices + skip_slices;
-}
-
-// Computes the input gradient in FP8. wgmma accepts FP8 operands only if k is the inner dimension of both operands
-// (K_MAJOR). So the weights can't be transposed on their way to the tensor cores. Instead, round_weights has written a
-// turned copy of them, `turned` (C1, taps in reverse order, Cout). With this copy as its weights, a forward convolution
-// of dout computes the input gradient.
-static void conv_backward_input_fp8(Grad dx, const act* dout, const act* turned, ConvShape s, const float* factors) {
-    if (s.C2 || dx.add1 || dx.add2) die("internal error: in FP8 an input gradient has one input and no addends");
-    std::swap(s.C1, s.Cout);
-    s.in = Element::FP8_GRADIENT;
-    s.out = act_element;
-    ConvCall call{.s = s, .B = s.B, .H = s.H, .W = s.W};
-    call.Cin1 = s.C1;
-    call.Cout = s.Cout;
-    call.x1 = dout;
-    call.weight = turned;
-    call.out = ConvOut{.part1 = dx, .Cout1 = s.Cout, .B = s.B};
-    call.factors = factors;
-    conv_product_fp8<Element::FP8_GRADIENT>(call);
+    conv_product<false>(call);
 }
 
 static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* weight, ConvShape s,
@@ -5744,54 +5475,6 @@ static size_t conv_workspace(ConvShape s) {
     return put_partials(&p, nullptr);
 }
 
-typedef std::vector<ConvWeight> WeightPlans;
-// Launches a kernel once for all works. A work is the weight gradient of one layer. work_of(p) returns the arguments
-// that the kernel receives for work p, and blocks_of(p) returns the number of blocks that compute work p.
-template <class Work, int WORKS>
-static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const WeightPlans& works, Stream* stream,
-                           dim3 threads, int bytes, auto work_of, auto blocks_of) {
-    WeightBatch<Work, WORKS> batch = {};
-    int blocks = 0;
-    for (const ConvWeight& p : works) {
-        batch.work[batch.n] = work_of(p);
-        batch.first_block[batch.n] = blocks;
-        batch.n++;
-        blocks += (int)blocks_of(p);
-    }
-    if (blocks) launch_on(stream, 1, kernel, blocks, threads, bytes, batch);
-}
-// Returns the number of blocks of a work, over all its ranges.
-static int64_t all_blocks(const ConvWeight& p) { return range_blocks(p) * p.splits; }
-
-// Makes tensor maps for works of one kind, and launches conv_weight_tma_kernel for them.
-template <class Tile> static void conv_weight_tma(const WeightPlans& works, Stream* stream) {
-    auto with_maps = [](const ConvWeight& p) {
-        const ConvShape& s = p.shape;
-        const TmaParts x = tma_parts(p.x1, p.x2, s.C1, s.C2, s, SLICE_CHANNELS, Tile::PITCH, Tile::HALO_H, 1);
-        const CUtensorMap dout =
-            tensor_map(p.dout, {s.Cout, s.W, s.H, s.B}, {SLICE_CHANNELS, Tile::TILE_W, Tile::TILE_H});
-        const int k = Tile::KERNEL;
-        const CUtensorMap dweight = tensor_map(p.dweight, {s.C1 + s.C2, k, k, s.Cout},
-                                               {SLICE_CHANNELS / 2, k, 1, SLICE_CHANNELS}, Element::FP32);
-        return ConvWeightTma{x, dout, dweight, p};
-    };
-    launch_weights(conv_weight_tma_kernel<Tile>, works, stream, Tile::THREADS, Tile::SHARED_BYTES, with_maps,
-                   all_blocks);
-}
-// Does the same for conv_weight_fp8_kernel.
-template <class Tile> static void conv_weight_fp8(const WeightPlans& works, Stream* stream) {
-    auto with_maps = [](const ConvWeight& p) {
-        const ConvShape& s = p.shape;
-        const TmaParts x = tma_parts(p.x1, nullptr, s.C1, 0, s, SLICE_CHANNELS, Tile::TILE_W, Tile::X_ROWS, 1, s.in);
-        const CUtensorMap dout =
-            tensor_map(p.dout, {s.Cout, s.W, s.H, s.B}, {SLICE_CHANNELS, Tile::PITCH, Tile::TILE_H}, s.out);
-        const CUtensorMap dweight =
-            tensor_map(p.dweight, {s.C1, 3, 3, s.Cout}, {SLICE_CHANNELS / 2, 1, 3, SLICE_CHANNELS}, Element::FP32);
-        return ConvWeightTma{x, dout, dweight, p};
-    };
-    launch_weights(conv_weight_fp8_kernel<Tile>, works, stream, Tile::THREADS, Tile::SHARED_BYTES, with_maps,
-                   all_blocks);
-}
 // Launches a portable kernel, which has two versions: `alone` for a single layer, `together` for several. In `alone`
 // the compiler knows that the layer is entry 0 of the batch. So a block need not search for its layer, and reads the
 // layer's arguments at fixed places among the kernel's parameters.
@@ -5810,9 +5493,6 @@ template <class T, int N> static void conv_weight_gather(const WeightPlans& work
                     128, WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>);
 }
 
-// The kinds of weight gradients; works of one kind share a launch. NARROW: images of at most 8 pixels across. WIDE: a
-// block computes 2 x 2 tiles of weights.
-enum WeightKind { TMA_1X1, TMA_3X3, TMA_3X3_NARROW, FP8_3X3, FP8_3X3_NARROW, HALO_3X3, GATHER, GATHER_WIDE };
 static WeightKind weight_kind(const ConvWeight& p) {
     const ConvShape& s = p.shape;
     if (is_fp8(s.in)) return s.out_W() > 8 ? FP8_3X3 : FP8_3X3_NARROW;
@@ -5824,24 +5504,14 @@ static WeightKind weight_kind(const ConvWeight& p) {
     return p.block_co == 2 ? GATHER_WIDE : GATHER;
 }
 
-// Launches the kernel of a kind. conv_weight_tma's blocks have one warpgroup or three. WeightTile's parameters are:
-// size of the filter, warpgroups, pixels across a tile, stages.
+// Launches the kernel of a kind.
 static void launch_weight_kind(WeightKind kind, const WeightPlans& works, Stream* stream) {
-    const bool three = works[0].warpgroups == 3;
     switch (kind) {
     case TMA_1X1:
-        if (three) return conv_weight_tma<WeightTile<1, 3, 8, 4>>(works, stream);
-        return conv_weight_tma<WeightTile<1, 1, 8, 6>>(works, stream);
     case TMA_3X3:
-        if (three) return conv_weight_tma<WeightTile<3, 3, 16, 5>>(works, stream);
-        return conv_weight_tma<WeightTile<3, 1, 16, 6>>(works, stream);
     case TMA_3X3_NARROW:
-        if (three) return conv_weight_tma<WeightTile<3, 3, 8, 9>>(works, stream);
-        return conv_weight_tma<WeightTile<3, 1, 8, 10>>(works, stream);
-    // WeightTileFp8's parameters are: pixels across a tile, stages of x, of dout, of strips (x transposed).
-    case FP8_3X3: return conv_weight_fp8<WeightTileFp8<16, 6, 7, 6>>(works, stream);
-    case FP8_3X3_NARROW: return conv_weight_fp8<WeightTileFp8<8, 8, 10, 9>>(works, stream);
-    // any GPU
+    case FP8_3X3:
+    case FP8_3X3_NARROW: return hopper_weights(kind, works, stream);
     case HALO_3X3: return with_act([&]<class T>(T) { conv_weight_halo<T>(works, stream); });
     case GATHER: return with_act([&]<class T>(T) { conv_weight_gather<T, 1>(works, stream); });
     case GATHER_WIDE:
@@ -5946,7 +5616,7 @@ static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* 
 }
 
 // =====================================================================================================================
-// 23. The GPU: memory, copies, repeated work
+// The GPU: memory, copies, repeated work
 //
 // There are three streams. The main stream has a high priority and runs nearly everything. The side stream has a low
 // priority: its kernels fill multiprocessors that the main stream leaves free. The copy stream copies the next batch to
@@ -6026,8 +5696,8 @@ static void start_device(const std::string& precision, int number) {
            .overlap = version >= 90,
            .clusters = version >= 90 && allowed.clusters,
            // Code for compute capability 9.0 is always compiled for sm_90a, which has wgmma. The #error at the head of
-           // section 16 makes sure of that.
-           .wgmma = version == 90 && allowed.hopper};
+           // gpu/shared.h makes sure of that.
+           .wgmma = version == 90 && allowed.hopper && BUILT_WITH_HOPPER};
     act_element = element_named(precision, Element::BF16);
     if (precision == "fp8" && !gpu.wgmma)
         die("--precision fp8: needs an H100 or H200 (compute capability 9.0), and GPU %d has %d.%d; use bf16", number,
@@ -6101,24 +5771,6 @@ static void free_graph(Graph* g) {
     g->exec = nullptr;
 }
 
-// Records the event *moment in a stream: the event happens when all work that is in the stream now has been done. The
-// first call makes the event.
-static void record(cudaEvent_t* moment, cudaStream_t queue) {
-    if (!*moment) CUDA_CHECK(cudaEventCreateWithFlags(moment, cudaEventDisableTiming));
-    CUDA_CHECK(cudaEventRecord(*moment, queue));
-}
-// Makes all later work of the stream wait for the event `moment`. The second form of the function makes all later work
-// of the stream wait for all work that is in the stream `other` now.
-static void follow(Stream* stream, cudaEvent_t moment) {
-    CUDA_CHECK(cudaStreamWaitEvent(stream->queue, moment));
-    stream->joined = true;
-}
-static void follow(Stream* stream, const Stream& other) {
-    static cudaEvent_t moment = nullptr;
-    record(&moment, other.queue);
-    follow(stream, moment);
-}
-
 // Calls work(side stream), which launches kernels on the side stream. These kernels begin after the main stream has
 // done all its work so far. Later, wait_for_side(ticket) makes the main stream wait until these kernels have ended. The
 // ticket is a number that the caller chooses. It tells wait_for_side which call of run_beside is meant.
@@ -6177,4 +5829,3 @@ static void reserve(const Workspace& most, bool training) {
     grow(&device.workspace, &device.workspace_bytes, most.main);
 }
 #endif
-

@@ -19,8 +19,8 @@ static const char* const PRESET_ELSE = "fashion32";
 // flags and presets themselves are in unet/flags.h, which the Python programs read, too.
 //
 // The main functions run in this order: parse_command_line, take_aliases, apply_preset, and then, if there is a model
-// file, take_model_file (section 11). The values of a model file replace those of the preset, but not those of the
-// command line. In a run, check_run is next, and then take_data_shape (section 11). If there is no model file,
+// file, take_model_file (run/settings.h). The values of a model file replace those of the preset, but not those of the
+// command line. In a run, check_run is next, and then take_data_shape (run/settings.h). If there is no model file,
 // take_data_shape takes the images' size, channels and classes from the data, where the command line does not give
 // them. Then, with or without a model file, take_data_shape calls check_model. With --sample there is no training data,
 // and run_program calls check_model itself. The checks find flags that cannot work, alone or together.
@@ -34,7 +34,7 @@ struct Config;
 struct Flag {
     const char* name;
     std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
-    int slot;               // the value's place in the header of a model file (section 10); 0: no such place
+    int slot;               // the value's place in the header of a model file (run/model_file.h); 0: no such place
     bool free;              // for flags of the model: the command line may change a model file's value (take_from_file)
     const char* objectives; // the only objectives that use the flag, "a|b"; "": all objectives use it
     const char* heading;    // the heading above the flag in --help

@@ -4,11 +4,11 @@
 
 #ifndef __CUDACC__
 // =====================================================================================================================
-// 15. The CPU: the device is the host; operations are in dev/reference.h
+// The CPU: the device is the host; operations are in dev/reference.h
 
 #include "../dev/reference.h"
 
-// The functions below belong to the interface of all devices (section 2), but they are not operations. Many of them do
+// The functions below belong to the interface of all devices (interface.h), but they are not operations. Many of them do
 // nothing, for three reasons. The device's memory is the host's memory. A function returns only when its work is done.
 // Operations themselves allocate the memory that they need, so they need no workspace.
 // conv_takes_skip returns false: on a CPU, each skip connection (ConvSkip) is computed as a convolution of its own.

@@ -23,7 +23,7 @@
 #ifdef __CUDACC__
 #define HD __host__ __device__ // marks functions that both the host and the device call
 #define INLINE __device__ __forceinline__
-typedef void act;                  // an element of an activation; void, because act_element holds its type at run time
+typedef void act; // an element of an activation; void, because act_element holds its type at run time
 #else
 #define HD
 #define INLINE inline
@@ -44,15 +44,15 @@ typedef float act;
 //
 // The program does not compile until these are done. The compiler names them, once the type is in this enumeration:
 //   facts_of                   its name and its bytes (below)
-//   with_act                   a case for the type (section 16). with_act turns act_element into a C++ type T.
+//   with_act                   a case for the type (gpu/shared.h). with_act turns act_element into a C++ type T.
 //                              (conv_product does so, too, see below.) Once the case is there, the compiler names all
 //                              that kernels need for T:
-//   ElementOf                  its constants (section 14)
+//   ElementOf                  its constants (elements.h)
 //   unpack, pack, FourOf,      how a piece of 16 bytes becomes floats, and the reverse. Then the same for four of its
-//   to_floats, from_floats,    numbers, and for two (section 16, side by side)
+//   to_floats, from_floats,    numbers, and for two (gpu/shared.h, side by side)
 //   store_two, load_two
 //   mma, pack_pair             its instruction on the tensor cores, and how two numbers are packed into one register
-//                              (section 16). A type that is split into several fp16 numbers (ElementOf::PARTS is above
+//                              (gpu/shared.h). A type that is split into several fp16 numbers (ElementOf::PARTS is above
 //                              1) does not need them. Fragments are made for numbers of 2 bytes, where an instruction
 //                              adds up 16 products for each sum. With numbers of 1 byte it adds up 32, so
 //                              load_fragment, load_fragments and their callers change, too
@@ -61,8 +61,8 @@ typedef float act;
 //   ACTIVATION_ELEMENTS        the types that activations may have (below)
 //   `precision`                its name as a word, in the flag's row of unet/flags.h. There it comes after all other
 //                              words, because model files hold a word's place in the row. (--use_fp16 chooses bf16. If
-//                              the new type is fp16, change precision_of_use_fp16, in section 4)
-//   conv_product               its rows in the table (section 22): one for pick_conv_gather, and one for a function
+//                              the new type is fp16, change precision_of_use_fp16, in config.h)
+//   conv_product               its rows in the table ("Which kernel runs"): one for pick_conv_gather, and one for a function
 //                              like pick_conv_halo_bf16. Both are needed: conv_gather computes stride 2 and 1x1, and
 //                              of the kernels for any GPU, only conv_halo can upsample and can store the last
 //                              convolution's result, which is fp32
@@ -74,15 +74,15 @@ typedef float act;
 //                              the element as a template parameter, but it only says whether the operands are bf16 or
 //                              FP8. Their results are always bf16.) If only some of these kernels support the new type,
 //                              first split act_has_wgmma into two functions. Two calls of launch_resample and one of
-//                              launch_attention (section 22) are reached only where act_has_wgmma is true. They name
+//                              launch_attention ("Which kernel runs") are reached only where act_has_wgmma is true. They name
 //                              bf16 as their type, so change them, too
 // Only for a type whose smallest numbers are larger than bf16's, such as fp16, which loses small gradients:
-//   forward_and_loss           `factor` has to be larger: it becomes a loss scale (section 13)
+//   forward_and_loss           `factor` has to be larger: it becomes a loss scale ("A training step")
 //   sum_gradients              divides each rank's gradient by the loss scale, but not the old sum, which is divided
-//                              already. It must always write the sum: so far, its `write` may be false (section 21)
+//                              already. It must always write the sum: so far, its `write` may be false ("The optimiser")
 //   orthogonalise              rounds the momentum and products of it to the type (--optimizer muon). Small numbers
 //                              would become 0, and then the weights would not move. So orthogonalise has to multiply
-//                              the momentum by a factor first (section 21)
+//                              the momentum by a factor first ("The optimiser")
 //   take_aliases               says that there is no loss scale, and so does the help of fp16_scale_growth
 enum class Element : uint8_t { FP32, BF16, FP8, FP8_GRADIENT };
 struct ElementFacts {
@@ -162,7 +162,7 @@ static inline uint8_t fp8_bits(float v, const Fp8Format& f = E4M3) {
 enum class Nonlinearity : uint8_t { NONE, SILU }; // the function that a group norm applies to its result
 
 // Kernels are compiled for a type T of elements: float or, on a GPU, bf16. ElementOf<T> holds the constants that depend
-// on the type, except those that follow from the type's size. (Enum Element, in section 1, lists what else a new type
+// on the type, except those that follow from the type's size. (Enum Element, in interface.h, lists what else a new type
 // needs.)
 template <class T> struct ElementOf;
 // False for every T. static_assert(IS_MISSING<T>) stops the compilation if a type has no specialisation of a function.
@@ -173,7 +173,8 @@ template <> struct ElementOf<float> {
     static constexpr bool FAST_EXP = false; // whether the hardware's approximate e^x is exact enough for this type
     static constexpr int PARTS = 2;         // for the tensor cores, a float is split into this many fp16 numbers
     static constexpr uint32_t TWO_ONES = 0x3C003C00; // two ones in fp16. (A product with ones computes sums.)
-    static constexpr int FEW_PARTS = 1; // conv_few (section 20) stores a float as the sum of this many values of type T
+    static constexpr int FEW_PARTS =
+        1; // conv_few ("Convolution") stores a float as the sum of this many values of type T
 };
 #ifdef __CUDACC__
 typedef __nv_bfloat16 bf16;
@@ -189,7 +190,7 @@ template <> struct ElementOf<bf16> {
 // To add a nonlinearity, write a struct like Silu below, with two functions. f(z) returns the value at z. df(u) returns
 // the derivative at z, but its argument is u = Z_FACTOR<T> z, for a reason that is given below. (If df needs z itself,
 // it begins with z = u / Z_FACTOR<T>.) Then add a value to enum Nonlinearity, and its case to with_nonlinearity. To use
-// it, set BEHIND_NORMS (section 5) to this value. The PyTorch twin has its nonlinearities in common/model.py.
+// it, set BEHIND_NORMS ("The network") to this value. The PyTorch twin has its nonlinearities in common/model.py.
 //
 // The group norms of the CPU build and of the GPU build call f and df. They contain no formula of a nonlinearity. In
 // the embedding, SiLU is a layer (its kind is SILU), so BEHIND_NORMS does not change it. A model file does not record
@@ -202,7 +203,7 @@ constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 template <class T> constexpr float Z_FACTOR = ElementOf<T>::FAST_EXP ? -LOG2E : 1;
 
 // Returns sigmoid(z) = 1 / (1 + e^-z), as exactly as tensors of type T need it. The argument u is Z_FACTOR<T> z. (It is
-// defined in dev/reference.h for a CPU, and in section 16 for a GPU.)
+// defined in dev/reference.h for a CPU, and in gpu/shared.h for a GPU.)
 template <class T> INLINE float sigmoid(float u);
 
 // SiLU, with s = sigmoid(z):   f(z) = z s,   f'(z) = s + z s (1 - s)
@@ -242,4 +243,3 @@ HD static inline size_t place_in_patches(size_t i, int H, int W, int C, int p) {
     const size_t patch = (b * (H / p) + h / p) * (W / p) + w / p;
     return ((patch * C + c) * p + h % p) * p + w % p;
 }
-

@@ -50,7 +50,7 @@ constexpr int MOST_PIXELS = INT_MAX;
 #endif
 
 // =====================================================================================================================
-// 1. Types at the interface: what operations are called with
+// Types at the interface: what operations are called with
 // Where an operation writes its result, or a copy of it, in FP8. Each value is multiplied by *factor and then rounded.
 // If bytes is null, the operation writes nothing in FP8.
 struct Fp8Copy {
@@ -136,7 +136,7 @@ struct SoftmaxRow {
 };
 
 // A random draw depends on these values, on the sample's place in the batch, and on the draw's own number within the
-// sample (the quartet: see section 3).
+// sample (the quartet: see random.h).
 struct RandomKey {
     uint64_t seed;
     uint32_t purpose;    // what is drawn: RANDOM_NOISE or another RandomPurpose
@@ -267,7 +267,7 @@ struct Objective {
 };
 
 // A sampler's step from x to x'. Here x is the network's input, and x' is its input in the next step. (device_step, in
-// section 8, calls them u and u'.) The array m is what the sampler remembers from one step to the next, z is new noise,
+// diffusion/, calls them u and u'.) The array m is what the sampler remembers from one step to the next, z is new noise,
 // and out is the network's answer. limit leaves its argument as it is, or limits it (see Denoising):
 //   x0 = limit(x0_x x + x0_out out)
 //   x' = next_x x + next_x0 x0 + next_m m + sigma z
@@ -468,7 +468,7 @@ struct ConvSkip {
 };
 
 // =====================================================================================================================
-// 2. The interface: all that the program asks of a device
+// The interface: all that the program asks of a device
 // dev/reference.h implements it with loops (the CPU build), and Part II with kernels. Another kind of device would need
 // these functions. A function's first arguments are its outputs. Its inputs follow, and then sizes. A function
 // overwrites its outputs, if its comment does not say otherwise. This is also true of gradients in backward functions:

@@ -71,8 +71,8 @@ static void update_by_muon(Trainer* tr, const Update& update) {
 // How: The formulas, with X, A and B, stand above update_by_muon. A launch computes one product for all matrices of the
 //   network, because a single matrix has too little work for a GPU. A block computes one tile of a result, of 128 x 128
 //   or 64 x 64 elements. Each sum is computed by one block, in a fixed order, so it has the same bits in every run. The
-//   operands pass through a ring of stages in shared memory, as in conv_gather (section 20). Parts of that section and
-//   of section 16 are used here, too, such as copy_channels, channels_on, chunk_place, places, take_apart_copies,
+//   operands pass through a ring of stages in shared memory, as in conv_gather ("Convolution"). Parts of that section and
+//   of gpu/shared.h are used here, too, such as copy_channels, channels_on, chunk_place, places, take_apart_copies,
 //   FragmentA, load_fragment and multiply. Where their comments speak of neighbouring channels, there are neighbouring
 //   numbers of a line here (MuonOperand explains lines). In the five iterations X, A and B are stored in the type of
 //   the activations, T. The momentum before the iterations and the directions after them are always floats. A and B are
@@ -192,7 +192,7 @@ template <class T, int N> struct MuonRing {
 
 // One side of a product, left or right: which parts of the operand's slices this thread copies, and which addresses it
 // gives to ldmatrix. The block copies LINES_AT_ONCE lines at a time, and each of its threads copies one chunk (8
-// numbers) of one of these lines. In mma's drawing (section 16), fragments of the left operand are called A, and those
+// numbers) of one of these lines. In mma's drawing (gpu/shared.h), fragments of the left operand are called A, and those
 // of the right one B.
 template <class Operand, int N, bool IS_LEFT> struct MuonSide {
     typedef typename Operand::T T;

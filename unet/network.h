@@ -67,7 +67,7 @@ struct Layer {
 // A part of the arena: the memory of a tensor, a gradient, or something else that a layer keeps.
 struct Buffer {
     size_t bytes; // how many bytes the buffer has for one sample
-    // The first and the last time at which the buffer is in use (plan_lifetimes). The head of section 6 says how time
+    // The first and the last time at which the buffer is in use (plan_lifetimes). The head of "The plan" says how time
     // is counted.
     int first_use = INT_MAX, last_use = -1;
     size_t offset = 0; // the buffer's first byte in the arena
@@ -214,7 +214,7 @@ static act* memory_of(const Walk& walk, int buffer) {
 
 // The kinds of layers. All that is special about a kind stands together here: first its functions, which call the
 // kind's operation with members of LayerArgs, and then the kind itself (a LayerKind). The list, its plan and the walks
-// (sections 5 to 7) only use the members of a LayerKind, so they need no change for a new kind. A few functions are
+// (build_unet, plan_memory, unet_forward) only use the members of a LayerKind, so they need no change for a new kind. A few functions are
 // exceptions, because what they do is for a convolution or a norm alone. They test the kind itself, as in
 // `kind == &CONV`: check_conv_params, choose_fp8, plan_fp8_gradients, plan_waits, plan_fusions, plan_lifetimes,
 // unet_backward and a member of WeightGradients.
@@ -248,16 +248,16 @@ static act* memory_of(const Walk& walk, int buffer) {
 //      If the layer has weights, add_params before it (add_embedding shows both); its argument `init` says how they
 //      begin. With INIT_UNIFORM, a weight of one dimension gets the bound of the matrix before it (init_params), so a
 //      weight without such a matrix needs another ParamInit. Without a bias, add_param. If a weight does not lie in
-//      memory as PyTorch's does, also permute_param (section 10)
-//   3. its operation: a prototype in section 2, a kernel in Part II, loops in dev/reference.h. If its kernel needs a
-//      workspace, a function returns the workspace's size. This function also needs a prototype in section 2, and it
-//      returns 0 in section 15 (the CPU)
+//      memory as PyTorch's does, also permute_param (run/model_file.h)
+//   3. its operation: a prototype in interface.h, a kernel in Part II, loops in dev/reference.h. If its kernel needs a
+//      workspace, a function returns the workspace's size. This function also needs a prototype in interface.h, and it
+//      returns 0 in cpu.h (the CPU)
 //   4. muon_updates, if AdamW should update its weights also with --optimizer muon. Without this change, Muon updates
 //      all its weights of two or more dimensions. make_muon makes a matrix of such a weight. If the number of its rows
 //      or of its columns is not a multiple of 32, make_muon ends the program, because Muon's kernels can't update it
 //   5. the same layer in common/model.py, the network of the PyTorch twin
 //   6. if a flag chooses the kind: a row SAVED(slot, ...) for it in unet/flags.h. From this row Config gets its
-//      member. Take a slot as 1b of the list in section 8 says. Files of weights alone must keep the flag, too, so make
+//      member. Take a slot as 1b of the list in diffusion/ says. Files of weights alone must keep the flag, too, so make
 //      its slot an exception at the three places that 1b names. A model file does not name its layers. If a file was
 //      made with other layers, check_size notices this only if the total number of parameters differs
 static double no_flops(const LayerArgs&) { return 0; }

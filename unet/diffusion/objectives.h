@@ -3,7 +3,7 @@
 #include "../trainer.h"
 
 // =====================================================================================================================
-// 8. Diffusion: noise schedules, objectives, samplers
+// Diffusion: noise schedules, objectives, samplers
 // docs/DIFFUSION.md explains the formulas of this section. The table of noise levels (ddpm_levels) is computed in
 // double, as in guided-diffusion, and stored in fp32.
 //
@@ -23,7 +23,7 @@
 //      b. A row for each parameter of the objective, if there are any. If model files have to keep the parameter, the
 //         row is SAVED(slot, ...) or FREE(slot, ...). Take an unused slot:
 //         SLOT_UNUSED_TOO, or the first one after SLOT_VAL_CRC. In check_lists, let the range of unused slots begin
-//         after it. Add the slot to is_of_objective (section 12), too. Then a run that is resumed with another value of
+//         after it. Add the slot to is_of_objective (run/), too. Then a run that is resumed with another value of
 //         the parameter does not compare its losses with those before. All slots that are still unused are in the part
 //         of the header that only checkpoints fill, not files of weights alone. So samples of such a file would use the
 //         flag's default. If samples need the parameter, make its slot an exception at three places: where model_header
@@ -37,7 +37,7 @@
 //      d. If --objective ect may tune models of the new objective: add the objective's word to the row of `ect_frame`
 //         and to the message in take_model_file. If a parameter only says which levels are drawn, take_model_file must
 //         not take it from the file of the model that is tuned: add its slot where SLOT_P_MEAN is tested.
-//   2. Frame (section 1): its enumerator
+//   2. Frame (interface.h): its enumerator
 //   3. this section. (When the enumerator is in Frame, the compiler warns that a case is missing in ask and in
 //      has_steps_of_t. If the objective's word is missing in frame_of or sigma_draws, the program ends with an error
 //      message when it runs.) Change or add:
@@ -49,7 +49,7 @@
 //      which sigmas its samplers use (has_steps_of_t);
 //      a weight of the loss, if it is not 1: a member of Question, which make_level and student_level use. If the
 //      weight makes the gradients larger or smaller than those of a mean of squares, also change usual_gradient
-//      (section 6). With --precision fp8, gradients are multiplied by a factor that is computed from its result
+//      ("The plan"). With --precision fp8, gradients are multiplied by a factor that is computed from its result
 //   4. the PyTorch twin: what train_unet.py computes of it, and the objective's frame in common/flags.py
 //
 // To let the network predict another quantity, with the levels of ddpm, change the row of `predict` in unet/flags.h,
@@ -57,9 +57,9 @@
 //
 // For a loss that is not the weighted square of the answer's error, follow the example of ect, whose loss also needs
 // the network's answer at a second noise level. Change unet/flags.h, Objective and make_objective (a parameter), and
-// forward_and_loss (section 13; a branch that calls a new operation). Write the formula once for both builds, beside
-// tuning_loss. Add the operation's prototype to section 2, its loops to dev/reference.h, and its kernel beside
-// loss_forward_backward (section 17).
+// forward_and_loss ("A training step"; a branch that calls a new operation). Write the formula once for both builds, beside
+// tuning_loss. Add the operation's prototype to interface.h, its loops to dev/reference.h, and its kernel beside
+// loss_forward_backward ("Small operations").
 //
 // The functions, in the order in which they run: make_objective runs once. Then draw_level runs for each sample. It
 // returns one of the levels that ddpm_levels has made, or calls ask or student_level. Samplers call level_at, which

@@ -57,7 +57,7 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
     const int C = c.in_channels;
     std::vector<float> picture;
     // In training, the image may be changed first (--augment, --random_flip), the picture may be left out, and a small
-    // picture may have noise (take_microbatch, put_pictures of section 13, q_sample_forward). Here nothing of this is
+    // picture may have noise (take_microbatch, put_pictures of "A training step", q_sample_forward). Here nothing of this is
     // done.
     if (c.picture_kind == PictureKind::LOWRES) {
         const int factor = c.picture_factor;

@@ -3,7 +3,7 @@
 #include "../interface.h"
 
 // =====================================================================================================================
-// 12. What a run holds and writes: trainer, log, checkpoints, resume, samples
+// What a run holds and writes: trainer, log, checkpoints, resume, samples
 // A run writes these files into its output folder (--output_dir):
 //   index.html        a page that shows the run in a browser (unet/run/page.h)
 //   log.csv           a row for each step
@@ -19,7 +19,7 @@
 // Instead of a checkpoint or an ema_STEP.bin that could not be written, one of a later step is written.
 //
 // These functions do a run, in this order: train makes the Run, and begin_run fills its arrays by start_weights or
-// restore. Then run_step (section 13) is called again and again. It calls train_step. When something is due, run_step
+// restore. Then run_step ("A training step") is called again and again. It calls train_step. When something is due, run_step
 // then calls collect_steps, which logs the steps that the device has done, and after that those of save_snapshot,
 // save_checkpoint and save_grid that are due. At the end save_at_the_end is called, and then finish_complete or
 // finish_stopped. Without a run, sample_and_stop draws images.

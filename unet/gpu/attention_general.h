@@ -71,7 +71,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
 
 // grid (B * heads * tiles of T, chunks of 256 columns, 2): blocks with z = 0 own keys, blocks with z = 1 own queries. A
 // warp owns one row, and reads the streamed rows one after the other. A1 and A2 belong to the own row, B1 and B2 to the
-// streamed row (the table at the head of section 19 says the same):
+// streamed row (the table at the head of "Attention" says the same):
 //
 //   own query:   A1 = q, A2 = dout,   B1 = k, B2 = v      sum1 becomes dq
 //   own key:     A1 = k, A2 = v,      B1 = q, B2 = dout   sum1 becomes dk, sum2 becomes dv

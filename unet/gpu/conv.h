@@ -615,4 +615,36 @@ static int count_tiles(const ConvCall& c, int images, int rows, int columns) {
     const int tiles_of_image = ceil_div(c.H, rows) * ceil_div(c.W, columns);
     return ceil_div(c.B, images) * tiles_of_image;
 }
+
+// What a launch for weight gradients costs, in cycles as measured on an H200 while all blocks were at work.
+struct WeightCosts {
+    int slots;          // how many blocks the GPU runs at once
+    int tile;           // cycles that a block takes for one pixel tile
+    int filter;         // among how many blocks the taps of a filter are divided
+    int beside;         // cycles of a block, in addition to its tiles, if the block writes partials
+    int beside_dweight; // cycles of a block, in addition to its tiles, if the block writes dweight itself
+    int sums;           // cycles of the second kernel, conv_weight_sum, in addition to PARTIAL_CYCLES for each partial
+    int most_partials = MAX_WEIGHT_PARTIALS; // how many partials a plan may have at most
+};
+
+// The kinds of weight gradients; works of one kind share a launch. NARROW: images of at most 8 pixels across. WIDE: a
+// block computes 2 x 2 tiles of weights.
+enum WeightKind { TMA_1X1, TMA_3X3, TMA_3X3_NARROW, FP8_3X3, FP8_3X3_NARROW, HALO_3X3, GATHER, GATHER_WIDE };
+
+typedef std::vector<ConvWeight> WeightPlans;
+// Launches a kernel once for all works. A work is the weight gradient of one layer. work_of(p) returns the arguments
+// that the kernel receives for work p, and blocks_of(p) returns the number of blocks that compute work p.
+template <class Work, int WORKS>
+static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const WeightPlans& works, Stream* stream,
+                           dim3 threads, int bytes, auto work_of, auto blocks_of) {
+    WeightBatch<Work, WORKS> batch = {};
+    int blocks = 0;
+    for (const ConvWeight& p : works) {
+        batch.work[batch.n] = work_of(p);
+        batch.first_block[batch.n] = blocks;
+        batch.n++;
+        blocks += (int)blocks_of(p);
+    }
+    if (blocks) launch_on(stream, 1, kernel, blocks, threads, bytes, batch);
+}
 #endif

@@ -3,7 +3,7 @@
 #include "shared.h"
 
 // =====================================================================================================================
-// 24. Between ranks: from device to device
+// Between ranks: from device to device
 // A rank is a process with a device of its own (unet/host/ranks.h). This section has three ways to exchange data between
 // devices, and a build contains one of these ways:
 //   USE_NCCL   GPUs: NCCL or, if GPUs of one machine can access each other's memory, direct copies (world.direct)

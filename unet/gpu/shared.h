@@ -4,7 +4,7 @@
 
 #ifdef __CUDACC__ // the GPU
 // =====================================================================================================================
-// 16. The GPU: what all kernels share
+// The GPU: what all kernels share
 //
 // This section first contains the GPU and its streams, launches and decisions. Then it contains what kernels are built
 // of: single PTX instructions, activations in registers, sums over threads, and tensor cores (mma.sync on any GPU; TMA
@@ -43,6 +43,11 @@ struct Gpu {
 constexpr Gpu RTX_30{82, 100 * 1024, 99 * 1024, false, false, false};
 constexpr Gpu H200{132, 228 * 1024, 227 * 1024, true, true, true};
 static Gpu gpu; // the GPU of this process; start_device fills it in
+#ifdef NO_HOPPER
+constexpr bool BUILT_WITH_HOPPER = false;
+#else
+constexpr bool BUILT_WITH_HOPPER = true;
+#endif
 
 // A Stream is a CUDA stream (queue) and its workspace. Kernels of a stream run one after the other. (If they overlap,
 // the later kernel waits for the earlier one before it writes: see launch_on.) So each operation may overwrite the
@@ -73,6 +78,24 @@ Stream* const MAIN_STREAM = &device;
         const cudaError_t error_ = (call);                                                                             \
         if (error_ != cudaSuccess) die("CUDA: %s (%s:%d: %s)", cudaGetErrorString(error_), __FILE__, __LINE__, #call); \
     } while (0)
+
+// Records the event *moment in a stream: the event happens when all work that is in the stream now has been done. The
+// first call makes the event.
+static void record(cudaEvent_t* moment, cudaStream_t queue) {
+    if (!*moment) CUDA_CHECK(cudaEventCreateWithFlags(moment, cudaEventDisableTiming));
+    CUDA_CHECK(cudaEventRecord(*moment, queue));
+}
+// Makes all later work of the stream wait for the event `moment`. The second form of the function makes all later work
+// of the stream wait for all work that is in the stream `other` now.
+static void follow(Stream* stream, cudaEvent_t moment) {
+    CUDA_CHECK(cudaStreamWaitEvent(stream->queue, moment));
+    stream->joined = true;
+}
+static void follow(Stream* stream, const Stream& other) {
+    static cudaEvent_t moment = nullptr;
+    record(&moment, other.queue);
+    follow(stream, moment);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Launches, which may overlap
@@ -221,6 +244,58 @@ INLINE void store_shared(uint32_t to, uint4 v) {
     PTX("st.shared.v4.b32 [%0], {%1,%2,%3,%4};", "r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
 
+// --- mbarriers (PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier")
+// An mbarrier is a counter of 8 bytes in shared memory. It goes through phases 0, 1, 2, ... A phase ends when two
+// things have happened: `arrivals` threads (see mbarrier_init) have arrived, and all bytes that were announced for the
+// phase (mbarrier_expect) have been written by TMA (tma_load, bulk_load) or st.async (store_to_block). A thread that
+// waits for a phase gives only the phase's parity (0 for phases 0, 2, 4, ...). A phase and the second phase after it
+// have the same parity. So a thread must wait for a phase before the next phase ends. If it came later, it would wait
+// for the end of the second phase after its own.
+INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
+    PTX("mbarrier.init.shared::cta.b64 [%0], %1;", "r"(barrier), "r"(arrivals));
+}
+INLINE void mbarrier_expect(uint32_t barrier, int bytes) { // arrives, and announces that `bytes` bytes will come
+    PTX("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;", "r"(barrier), "r"(bytes));
+}
+INLINE void mbarrier_arrive(uint32_t barrier) { PTX("mbarrier.arrive.shared::cta.b64 _, [%0];", "r"(barrier)); }
+INLINE void mbarrier_wait(uint32_t barrier, uint32_t parity) { // waits until the phase of this parity has ended
+    PTX("{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }",
+        "r"(barrier), "r"(parity));
+}
+// Must be called after mbarrier_init. It makes the barriers visible to TMA and to the other blocks of the cluster.
+INLINE void mbarriers_ready() { PTX("fence.mbarrier_init.release.cluster;"); }
+
+// --- clusters of blocks (PTX ISA, "barrier.cluster", "mapa", "st.async"): a barrier for all threads of a cluster, and
+// accesses to the shared memory of its other blocks
+// The barrier has two halves, cluster_arrive and cluster_wait. A block can do something else between the two.
+// cluster_arrive makes only the initial state of mbarriers visible to the other blocks, and no other writes.
+INLINE void cluster_arrive() { PTX("fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;"); }
+INLINE void cluster_wait() { PTX("barrier.cluster.wait.acquire.aligned;"); }
+// cluster_sync is the whole barrier. Everything that was written before it is visible to all threads of the cluster.
+INLINE void cluster_sync() { PTX("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"); }
+// Returns the address, in the cluster's block `rank`, that corresponds to address p of this block.
+INLINE uint32_t at_block(uint32_t p, int rank) {
+    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(p) : "r"(rank));
+    return p;
+}
+// Writes 8 or 16 bytes, in the background, to an address that at_block returned. When the bytes are written, this is
+// reported to `barrier`, an mbarrier in the shared memory of the block to which the address belongs.
+INLINE void store_to_block(uint32_t p, uint32_t barrier, float2 v) {
+    PTX("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];", //
+        "r"(p), "f"(v.x), "f"(v.y), "r"(barrier));
+}
+INLINE void store_to_block(uint32_t p, uint32_t barrier, float4 v) {
+    PTX("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];", //
+        "r"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier));
+}
+// Tells another block that a stage of its ring (see Pipeline) is free again: arrives at an mbarrier of that block. The
+// arrival is .relaxed: it does not make this thread's earlier writes visible to the other block. The other block does
+// not read them, so .relaxed is enough. With .release, the compiler would insert a slow fence for all of the GPU's
+// memory.
+INLINE void arrive_at_block(uint32_t barrier) {
+    PTX("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];", "r"(barrier));
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Activations: pieces of 16 bytes
 // A piece is 16 bytes: VEC<T> neighbouring channels of a pixel, 8 bf16 or 4 floats. Threads load and store whole
@@ -333,7 +408,7 @@ INLINE float4 operator*(float4 a, float4 b) {
     return a;
 }
 
-// Converts 4 or 8 floats to FP8, and rounds them as fp8_bits (section 1, for the host) does. TO: FP8 (e4m3) or
+// Converts 4 or 8 floats to FP8, and rounds them as fp8_bits (interface.h, for the host) does. TO: FP8 (e4m3) or
 // FP8_GRADIENT (e5m2). Only GPUs of sm_90 or later call this.
 template <Element TO = Element::FP8> INLINE uint32_t pack_fp8(float a, float b, float c, float d) {
     static_assert(is_fp8(TO));
@@ -397,7 +472,7 @@ template <class T> INLINE void store_gradient(const GradOf<T>& g, size_t i, floa
 // An Fp8GradOf says where a kernel writes a gradient: in type T and, unless fp8.bytes is null, also in FP8 (e5m2). A
 // kernel first stores a piece v of the gradient in type T. Then it calls store_gradient_fp8, which multiplies v by
 // `factor` (the number at fp8.factor) and writes it in FP8. store_gradient_fp8 rounds v to T before it rounds v to FP8.
-// So the FP8 numbers are the same as those that round_gradient (section 20) would make from the stored gradient.
+// So the FP8 numbers are the same as those that round_gradient ("Convolution") would make from the stored gradient.
 template <class T> struct Fp8GradOf : GradOf<T> { Fp8Copy fp8; };
 template <class T> INLINE void store_gradient_fp8(const Fp8GradOf<T>& g, size_t i, float (&v)[VEC<T>], float factor) {
     if (!g.fp8.bytes) return;
@@ -416,7 +491,7 @@ INLINE float reciprocal_fast(float x) {
     return x;
 }
 
-// Returns 1 / (1 + e^-z). The argument u is z * Z_FACTOR<T> (section 14). For bf16, u = -z log2(e), so e^-z is 2^u,
+// Returns 1 / (1 + e^-z). The argument u is z * Z_FACTOR<T> (elements.h). For bf16, u = -z log2(e), so e^-z is 2^u,
 // which is one instruction. The rounding of u causes a relative error of about 1e-6 at |z| = 10. bf16's own rounding
 // error, 4e-3, is far larger. For fp32, u is z, and e^-z is computed by the library's expf, which is more exact.
 template <class T> INLINE float sigmoid(float u) {

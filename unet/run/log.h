@@ -258,7 +258,6 @@ static bool is_name_of_run(const Folder& folder, const std::string& name) {
 
 constexpr char NAME_OF_RUN[] = "is a name for files of the run in that folder; choose another one";
 
-
 // Rank 0: returns the header of the checkpoint in best.bin. Returns nothing without --keep_best, if there is no
 // best.bin, or if the run is new. The other ranks get nothing, because they have not opened the folder.
 static std::optional<Header> best_header(const Run& run) {

@@ -3,7 +3,7 @@
 #include "../trainer.h"
 
 // =====================================================================================================================
-// 10. Model files: weights and checkpoints, initial weights
+// Model files: weights and checkpoints, initial weights
 // A model file consists of a header and then arrays in fp32. Each array holds one number for every parameter. The first
 // array is the weights (in a snapshot, ema_STEP.bin, an average of them: see save_snapshot). Two bits in the header say
 // what else the file holds. With the bit HAS_EMA, an average of the weights follows. With HAS_TRAINING, AdamW's two
@@ -13,7 +13,7 @@
 //
 // The functions here: open_model checks a file, check_size compares it with a network, and read_array reads one of its
 // arrays; model_header makes the header of a new file; init_params draws the weights of a new run. Section 12 writes
-// model files (save_arrays), and section 11 reads flags from them (take_model_file).
+// model files (save_arrays), and run/settings.h reads flags from them (take_model_file).
 
 constexpr int MODEL_MAGIC = 20261121;
 constexpr int UNET_CU_MODEL_MAGIC = 12345678;

@@ -3,7 +3,7 @@
 #include "model_file.h"
 
 // =====================================================================================================================
-// 11. Settings: what the command line leaves open comes from presets, model files and the data
+// Settings: what the command line leaves open comes from presets, model files and the data
 // Settings that the command line leaves open are taken from elsewhere. In general, each setting comes from the first of
 // these that has a value for it:
 //   1. the command line

@@ -718,4 +718,44 @@ template <class Tile> static void launch_attention_backward_wgmma(const Attentio
     const AttentionTma tma = attention_tma(a, 64);
     launch_on(MAIN_STREAM, cluster, kernel, cluster * clusters, Tile::THREADS, Tile::SHARED_BYTES, tma);
 }
+
+// Launches Hopper's kernels for bf16. Heads have DIM = 32 or 64 channels, and the number of tokens (T) is a multiple of
+// 64. The forward pass always uses one of Hopper's kernels. Backward pass: one block computes a head of 64 tokens. If a
+// head has 256 to 1,024 tokens, and this number is a multiple of 128, a cluster computes the head, and each of its
+// blocks owns 128 keys. For all other heads, and if the GPU can't run such a cluster (attention_clusters), this returns
+// false: the portable kernel computes the backward pass.
+template <int DIM> static bool launch_attention_wgmma(const AttentionCall& a) {
+    using Alone = AttentionBackward<DIM, 1>;
+    using Cluster = AttentionBackward<DIM, 2>;
+    const bool back = a.dout;
+    const bool fits_block = a.T == 64;
+    const bool fits_cluster = gpu.clusters && a.T % 128 == 0 && a.T >= 256 && a.T <= 1024;
+    const bool alone = back && fits_block && attention_clusters<Alone>(a.T);
+    const bool cluster = back && fits_cluster && attention_clusters<Cluster>(a.T);
+    // AttentionForward<channels of a head, warpgroups, keys of a chunk, chunks of a head>. If the last number is 0, a
+    // head may have any number of chunks, which pass through a ring.
+    using Forward64 = AttentionForward<DIM, 1, 64, 1>;
+    using Forward256 = AttentionForward<DIM, 2, DIM, 256 / DIM>;
+    using ForwardRing2 = AttentionForward<DIM, 2, 64, 0>;
+    using ForwardRing1 = AttentionForward<DIM, 1, 64, 0>;
+    if (back && !alone && !cluster) return false;
+    const Way<AttentionCall> ways[] = {
+        {alone, launch_attention_backward_wgmma<Alone>},
+        {cluster, launch_attention_backward_wgmma<Cluster>},
+        {a.T == 64, launch_attention_forward_wgmma<Forward64>},
+        {a.T == 256, launch_attention_forward_wgmma<Forward256>},
+        {a.T % 128 == 0, launch_attention_forward_wgmma<ForwardRing2>},
+        {true, launch_attention_forward_wgmma<ForwardRing1>},
+    };
+    decide(a, ways);
+    return true;
+}
+
+// Computes attention by Hopper's kernels, if they know such heads. Returns whether they do.
+static bool hopper_attention(const AttentionCall& a) {
+    if (!act_has_wgmma() || a.T % 64) return false;
+    if (a.d == 32) return launch_attention_wgmma<32>(a);
+    if (a.d == 64) return launch_attention_wgmma<64>(a);
+    return false;
+}
 #endif

@@ -207,17 +207,69 @@ static bool conv_is_small(const ConvCall& c) {
     return small && !c.out.skip.weight;
 }
 
-// What a launch for weight gradients costs, in cycles as measured on an H200 while all blocks were at work.
-struct WeightCosts {
-    int slots;          // how many blocks the GPU runs at once
-    int tile;           // cycles that a block takes for one pixel tile
-    int filter;         // among how many blocks the taps of a filter are divided
-    int beside;         // cycles of a block, in addition to its tiles, if the block writes partials
-    int beside_dweight; // cycles of a block, in addition to its tiles, if the block writes dweight itself
-    int sums;           // cycles of the second kernel, conv_weight_sum, in addition to PARTIAL_CYCLES for each partial
-    int most_partials = MAX_WEIGHT_PARTIALS; // how many partials a plan may have at most
-};
-constexpr int PARTIAL_CYCLES = 10;
+// Computes a convolution by Hopper's kernels, if they can. Returns whether they do. In FP8 (E) the convolution is 3x3,
+// has one input and stride 1; it is a forward pass, or an input gradient, which conv_backward_input_fp8 has made a
+// forward convolution of dout.
+template <Element E> static void hopper_conv_fp8(const ConvCall& c) {
+    const bool known = conv_is_wgmma(c.s) && conv_is_halo(c.s);
+    if (!known) die("internal error: no kernel of FP8 for this convolution");
+    if (conv_is_small(c)) pick_conv_small<false, E>(c);
+    else pick_conv_tiles_3x3<false, E>(c);
+}
+template <bool BACKWARD> static bool hopper_conv(const ConvCall& c) {
+    const ConvShape& s = c.s;
+    const ConvOut& o = c.out;
+    if constexpr (!BACKWARD) {
+        if (s.in == Element::FP8) hopper_conv_fp8<Element::FP8>(c);
+        if (s.in == Element::FP8_GRADIENT) hopper_conv_fp8<Element::FP8_GRADIENT>(c);
+        if (is_fp8(s.in)) return true;
+    }
+    // conv_is_wgmma is true on a Hopper GPU, for convolutions in bf16 with stride 1, without upsampling, whose numbers
+    // of channels are multiples of 32 (conv_is_few). Hopper's kernels always store all parts of the result, and add at
+    // most one addend to each part. So they are not used if a part of the result is not wanted, or if a part has two
+    // addends. If there are two parts, the first one must consist of whole slices of 64 channels.
+    const bool all_parts = o.part1.dx && (!o.Cout2 || (o.part2.dx && o.Cout1 % 64 == 0));
+    const bool second_addends = o.part1.add2 || o.part2.add2;
+    if (!conv_is_wgmma(s) || !all_parts || second_addends) return false;
+    const Way<ConvCall> ways[] = {
+        {s.kernel == 1, pick_conv_tiles_1x1<BACKWARD>},
+        {conv_is_small(c), pick_conv_small<BACKWARD>},
+        {true, pick_conv_tiles_3x3<BACKWARD>},
+    };
+    decide(c, ways);
+    return true;
+}
+
+// Can the kernel of a 3x3 convolution, of shape s, also compute the skip connection (1x1) that is added to the result?
+// It can do so on Hopper, if the input has at least 16 rows (a tile has 16 rows), and if shared memory has room for all
+// weights of the convolution and of the skip connection, and for one more stage of pixels than a tile needs.
+static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
+    if (!conv_is_wgmma(s) || !conv_is_wgmma(skip)) return false;
+    if (s.kernel != 3 || skip.kernel != 1 || s.H < 16) return false;
+    const int slices = ceil_div(s.C1, slice_channels(s.in));
+    const int skip_slices = ceil_div(skip.C1, 64) + ceil_div(skip.C2, 64);
+    const int weights = 9 * slices + skip_slices;
+    return weights <= 18 && Resident16<false>::stages(weights) > slices + skip_slices;
+}
+
+// Computes the input gradient in FP8. wgmma accepts FP8 operands only if k is the inner dimension of both operands
+// (K_MAJOR). So the weights can't be transposed on their way to the tensor cores. Instead, round_weights has written a
+// turned copy of them, `turned` (C1, taps in reverse order, Cout). With this copy as its weights, a forward convolution
+// of dout computes the input gradient.
+static void conv_backward_input_fp8(Grad dx, const act* dout, const act* turned, ConvShape s, const float* factors) {
+    if (s.C2 || dx.add1 || dx.add2) die("internal error: in FP8 an input gradient has one input and no addends");
+    std::swap(s.C1, s.Cout);
+    s.in = Element::FP8_GRADIENT;
+    s.out = act_element;
+    ConvCall call{.s = s, .B = s.B, .H = s.H, .W = s.W};
+    call.Cin1 = s.C1;
+    call.Cout = s.Cout;
+    call.x1 = dout;
+    call.weight = turned;
+    call.out = ConvOut{.part1 = dx, .Cout1 = s.Cout, .B = s.B};
+    call.factors = factors;
+    hopper_conv<false>(call);
+}
 
 // Returns how many cycles a block of conv_weight_tma or conv_weight_fp8 takes for a pixel tile, with one warpgroup or
 // with three (wide). For conv_weight_tma this was measured while other blocks read the same pixels, for other filter
@@ -239,141 +291,12 @@ static int weight_tile_cycles(const ConvWeight& p) {
     const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8;
     return 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
 }
-static WeightCosts weight_costs(const ConvWeight& p) {
+static WeightCosts hopper_weight_costs(const ConvWeight& p) {
     const ConvShape& s = p.shape;
-    if (conv_is_wgmma(s)) {
-        const int filter = ceil_div(s.kernel, p.warpgroups);
-        const int tile = weight_tile_cycles(p);
-        if (is_fp8(s.in)) return {gpu.sms, tile, 1, 9000, 12000, 4000, 4 * MAX_WEIGHT_PARTIALS};
-        if (p.warpgroups == 3) return {gpu.sms, tile, filter, 9000, 12000, 4000};
-        return {gpu.sms, tile, filter, 5000, 5000, 4000};
-    }
-    // The costs of the portable kernels. Where bf16 needs one product, floats need three, but the measured time is only
-    // twice as long (slow = 2).
-    const int slow = act_parts();
-    const int most = 4 * MAX_WEIGHT_PARTIALS;
-    if (conv_is_halo(s)) return {gpu.sms, 2500 * slow, 1, 15000 * slow, 15000 * slow, 0, most};
-    if (p.block_co == 2) return {2 * gpu.sms, 2600, p.taps, 8000, 8000, 0, most};
-    return {3 * gpu.sms, 1900 * slow, p.taps, 3800 * slow, 3800 * slow, 0, most};
-}
-
-// Sets how the tiles of 64 channels are divided among the blocks of conv_weight_tma and conv_weight_fp8. `warpgroups`
-// is the number of warpgroups of a block of conv_weight_tma. 3x3: a block computes one tile of Cin and one tile of
-// Cout. 1x1: a block computes up to three tiles of Cin, and up to one tile of Cout for each warpgroup. (For portable
-// kernels, plan_weight calls this function only to set co_tiles. After that, plan_weight sets block_co and block_ci.)
-static void set_warpgroups(ConvWeight* p, int warpgroups) {
-    // Returns how many tiles a block computes if it may compute at most `most`, and all tiles are divided as equally as
-    // possible.
-    auto share = [](int tiles, int most) { return ceil_div(tiles, ceil_div(tiles, most)); };
-    p->warpgroups = is_fp8(p->shape.in) ? 3 : warpgroups; // conv_weight_fp8 always has three
-    p->co_tiles = p->tiles / p->channel_tiles;
-    p->block_co = p->shape.kernel == 1 ? share(p->co_tiles, warpgroups) : 1;
-    p->block_ci = p->shape.kernel == 1 ? share(p->channel_tiles, 3) : 1;
-    p->input_groups = ceil_div(p->channel_tiles, p->block_ci);
-}
-// Returns the number of blocks of one range of pixels: the number of groups of Cout tiles, times the number of groups
-// of Cin tiles, times the number of blocks that the taps are divided among (WeightCosts::filter).
-static int64_t range_blocks(const ConvWeight& p) {
-    return (int64_t)ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * weight_costs(p).filter;
-}
-
-// Finds the fastest plan for layers of one kind, which share a launch. It tries all sizes of a range (numbers of pixel
-// tiles), from the largest down, until there would be too many partials (most_partials). In FP8 the largest size is
-// limited (MAX_FP8_PRODUCTS), so that it may already need too many partials. Then this size is the plan. For
-// conv_weight_tma the function tries each size with one warpgroup and with three.
-static void plan_weights(std::span<ConvWeight> works) {
-    Cheapest<std::pair<int, int>> cut; // the best plan: warpgroups, pixel tiles of a range
-    for (int warpgroups : {1, 3}) {
-        int most_tiles = 1;  // pixel tiles of the largest layer
-        int tile_cycles = 0; // cycles of a block for a pixel tile of the slowest layer
-        for (ConvWeight& p : works) {
-            if (conv_is_wgmma(p.shape)) set_warpgroups(&p, warpgroups);
-            most_tiles = std::max(most_tiles, p.pixel_tiles);
-            tile_cycles = std::max(tile_cycles, weight_costs(p).tile);
-        }
-        const WeightCosts cost = weight_costs(works[0]);
-        const ConvShape& first = works[0].shape;
-        const int tile_products = first.out_W() > 8 ? 4 : 2; // FP8: a tile is 128 or 64 pixels, and a product sums 32
-        const int most_fp8 = MAX_FP8_PRODUCTS / tile_products;
-        const int most_range = is_fp8(first.in) ? std::min(most_tiles, most_fp8) : most_tiles;
-        for (int range = most_range; range >= 1; range--) {
-            int64_t blocks = 0;
-            int64_t partials = 0; // how many partials there are, each of a tile of 64 x 64 weights (16 KB)
-            for (const ConvWeight& p : works) {
-                const int splits = ceil_div(p.pixel_tiles, range);
-                blocks += range_blocks(p) * splits;
-                if (splits > 1) partials += (int64_t)splits * p.tiles * p.taps;
-            }
-            if (partials > cost.most_partials && cut.cost < INFINITY) break;
-            // Time = rounds of blocks * (a block's time for its tiles + for other work) + the second kernel's time.
-            const int64_t rounds = (blocks + cost.slots - 1) / cost.slots; // a round is `slots` blocks at once
-            const int64_t block_cycles = (int64_t)range * tile_cycles + (partials ? cost.beside : cost.beside_dweight);
-            const int64_t second_kernel = partials ? cost.sums + PARTIAL_CYCLES * partials : 0;
-            cut.consider(rounds * block_cycles + second_kernel, {warpgroups, range});
-        }
-    }
-    // All layers get the cheapest plan.
-    const auto [warpgroups, range] = cut.best;
-    for (ConvWeight& p : works) {
-        if (conv_is_wgmma(p.shape)) set_warpgroups(&p, warpgroups);
-        p.splits = ceil_div(p.pixel_tiles, range);
-    }
-}
-
-// Plans one layer alone. Returns a ConvWeight whose members are set, with these exceptions: conv_weight_batch sets
-// bias_images and the members of WeightWork (here only `shape` is set), and put_partials sets the places of the
-// partials.
-static ConvWeight plan_weight(const ConvShape& s) {
-    const int Ho = s.out_H();
-    const int Wo = s.out_W();
-    const bool tma = conv_is_wgmma(s);
-    const bool halo = !tma && conv_is_halo(s);
-    ConvWeight p = {};
-    p.shape = s;
-    p.taps = s.kernel * s.kernel;
-    p.tiles1 = ceil_div(s.C1, 64);
-    p.channel_tiles = p.tiles1 + ceil_div(s.C2, 64);
-    p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
-    set_warpgroups(&p, 1);
-
-    // A pixel tile has 8 x 16 or 8 x 8 pixels in conv_weight_tma and conv_weight_fp8, 8 x 8 pixels in conv_weight_halo,
-    // and 64 consecutive pixels in conv_weight_gather.
-    if (tma) {
-        p.tiles_h = ceil_div(Ho, 8);
-        p.tiles_w = ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8);
-    } else if (halo) {
-        p.tiles_h = ceil_div(Ho, 8);
-        p.tiles_w = ceil_div(Wo, 8);
-    } else {
-        p.tiles_h = 1;
-        p.tiles_w = ceil_div(Ho * Wo, 64);
-    }
-    p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
-
-    // In bf16 a block of conv_weight_gather computes 2 x 2 tiles of weights, if there are at least two tiles of Cout
-    // and two tiles of Cin, and enough products to keep the GPU busy. Here a product is a tile of weights, of one tap,
-    // summed over one pixel tile (64 x 64 x 64).
-    if (!tma) {
-        const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles;
-        const bool many_tiles = p.co_tiles > 1 && p.channel_tiles > 1;
-        const bool wide = act_parts() == 1 && many_tiles && products >= 64 * gpu.sms;
-        p.block_co = wide && !halo ? 2 : 1;
-        p.block_ci = p.block_co;
-    }
-    plan_weights({&p, 1});
-    return p;
-}
-
-// Sets where the partials of a layer lie, and returns how many bytes they take. If there is only one range, the weights
-// have no partials. But the bias has one partial for each image, and conv_weight_sum adds up the partials of all
-// images. (With only one range, conv_weight_tma and conv_weight_fp8 compute the bias gradient themselves, without
-// partials.)
-static size_t put_partials(ConvWeight* p, char* memory) {
-    const size_t partials = (size_t)p->splits * p->tiles * p->taps;
-    const size_t bytes = p->splits > 1 ? partials * 1024 * sizeof(float4) : 0;
-    const size_t bias_bytes = (size_t)(p->splits + p->shape.B) * p->shape.Cout * sizeof(float);
-    p->partial = (float4*)memory;
-    p->bias_partial = (float*)(memory + bytes);
-    return bytes + (bias_bytes + 255) / 256 * 256;
+    const int filter = ceil_div(s.kernel, p.warpgroups);
+    const int tile = weight_tile_cycles(p);
+    if (is_fp8(s.in)) return {gpu.sms, tile, 1, 9000, 12000, 4000, 4 * MAX_WEIGHT_PARTIALS};
+    if (p.warpgroups == 3) return {gpu.sms, tile, filter, 9000, 12000, 4000};
+    return {gpu.sms, tile, filter, 5000, 5000, 4000};
 }
 #endif

@@ -30,7 +30,7 @@
 //     block 0: steps of the first half    sums of channels 0 .. N - 1     keeps 0 .. N / 2 - 1,  adds block 1's sums
 //     block 1: steps of the second half   sums of channels 0 .. N - 1     keeps N / 2 .. N - 1,  adds block 0's sums
 //
-//   From the top down: pick_conv_small (section 22) picks a tile. conv_small launches conv_small_kernel. The kernel's
+//   From the top down: pick_conv_small ("Which kernel runs") picks a tile. conv_small launches conv_small_kernel. The kernel's
 //   warpgroups call multiply_small. For each step, multiply_small calls Wgmma<N>::add STEP_TAPS x K times, where K is
 //   the number of products of a tap (4 or 2). In FP8 it calls WgmmaFp8::add. There is_half_slice decides whether a tap
 //   has 4 or 2 products.

@@ -4,58 +4,6 @@
 
 #ifdef __CUDACC__ // the GPU
 
-// --- mbarriers (PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier")
-// An mbarrier is a counter of 8 bytes in shared memory. It goes through phases 0, 1, 2, ... A phase ends when two
-// things have happened: `arrivals` threads (see mbarrier_init) have arrived, and all bytes that were announced for the
-// phase (mbarrier_expect) have been written by TMA (tma_load, bulk_load) or st.async (store_to_block). A thread that
-// waits for a phase gives only the phase's parity (0 for phases 0, 2, 4, ...). A phase and the second phase after it
-// have the same parity. So a thread must wait for a phase before the next phase ends. If it came later, it would wait
-// for the end of the second phase after its own.
-INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
-    PTX("mbarrier.init.shared::cta.b64 [%0], %1;", "r"(barrier), "r"(arrivals));
-}
-INLINE void mbarrier_expect(uint32_t barrier, int bytes) { // arrives, and announces that `bytes` bytes will come
-    PTX("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;", "r"(barrier), "r"(bytes));
-}
-INLINE void mbarrier_arrive(uint32_t barrier) { PTX("mbarrier.arrive.shared::cta.b64 _, [%0];", "r"(barrier)); }
-INLINE void mbarrier_wait(uint32_t barrier, uint32_t parity) { // waits until the phase of this parity has ended
-    PTX("{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done: }",
-        "r"(barrier), "r"(parity));
-}
-// Must be called after mbarrier_init. It makes the barriers visible to TMA and to the other blocks of the cluster.
-INLINE void mbarriers_ready() { PTX("fence.mbarrier_init.release.cluster;"); }
-
-// --- clusters of blocks (PTX ISA, "barrier.cluster", "mapa", "st.async"): a barrier for all threads of a cluster, and
-// accesses to the shared memory of its other blocks
-// The barrier has two halves, cluster_arrive and cluster_wait. A block can do something else between the two.
-// cluster_arrive makes only the initial state of mbarriers visible to the other blocks, and no other writes.
-INLINE void cluster_arrive() { PTX("fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;"); }
-INLINE void cluster_wait() { PTX("barrier.cluster.wait.acquire.aligned;"); }
-// cluster_sync is the whole barrier. Everything that was written before it is visible to all threads of the cluster.
-INLINE void cluster_sync() { PTX("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"); }
-// Returns the address, in the cluster's block `rank`, that corresponds to address p of this block.
-INLINE uint32_t at_block(uint32_t p, int rank) {
-    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(p) : "r"(rank));
-    return p;
-}
-// Writes 8 or 16 bytes, in the background, to an address that at_block returned. When the bytes are written, this is
-// reported to `barrier`, an mbarrier in the shared memory of the block to which the address belongs.
-INLINE void store_to_block(uint32_t p, uint32_t barrier, float2 v) {
-    PTX("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];", //
-        "r"(p), "f"(v.x), "f"(v.y), "r"(barrier));
-}
-INLINE void store_to_block(uint32_t p, uint32_t barrier, float4 v) {
-    PTX("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];", //
-        "r"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier));
-}
-// Tells another block that a stage of its ring (see Pipeline) is free again: arrives at an mbarrier of that block. The
-// arrival is .relaxed: it does not make this thread's earlier writes visible to the other block. The other block does
-// not read them, so .relaxed is enough. With .release, the compiler would insert a slow fence for all of the GPU's
-// memory.
-INLINE void arrive_at_block(uint32_t barrier) {
-    PTX("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];", "r"(barrier));
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Hopper (sm_90a): TMA and what goes with it
 
@@ -475,10 +423,10 @@ struct Operand {
 };
 
 // The pixels of a tile in shared memory: one slice (128 bytes) of each pixel, in rows of PITCH pixels. The pixels
-// include the border that a 3x3 filter reads (section 20 draws a halo and its taps). A warpgroup multiplies 8 pixels of
+// include the border that a 3x3 filter reads ("Convolution" draws a halo and its taps). A warpgroup multiplies 8 pixels of
 // each of several rows. These 8 pixels are a group of 8 rows of the operand, and the next group lies PITCH pixels
 // further on. The nine taps read the same memory. Only the addresses at which their operands begin are different. (They
-// need not be multiples of 1 KB. "Hopper's convolutions", in section 20, says why.) PITCH = 8 is for 1x1 convolutions,
+// need not be multiples of 1 KB. "Hopper's convolutions", in "Convolution", says why.) PITCH = 8 is for 1x1 convolutions,
 // which have no border and only one tap.
 template <int PITCH> struct Halo {
     Operand tap0;
