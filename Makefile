@@ -161,7 +161,7 @@ dev/pairs_cpu dev/pairs_cuda dev/bench_cpu dev/bench_cuda dev/bench_emulated:
 	@$(MAKE) --no-print-directory -C dev $(notdir $@)
 
 workshop_emulated:
-	@$(MAKE) --no-print-directory -C dev bench_emulated pairs_emulated
+	@$(MAKE) --no-print-directory -C dev bench_emulated pairs_emulated bench_plain_emulated
 
 bench_data: $(if $(GPU),train_unet_cuda dev/bench_cuda)
 	$(PYTHON) dev/benchmarks/bench_data.py $(FLAGS)

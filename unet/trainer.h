@@ -176,8 +176,4 @@ HD static inline NoiseLevel draw_level(const Objective& o, const Words& words);
 static bool read_image(Dataset* d, int64_t i, uint8_t* to);
 static Dataset open_dataset(const std::string& path);
 static void open_pictures(Dataset* d, const char* flag, const std::string& path);
-static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training, int64_t first, int B);
-static Trainer make_trainer(const Config& c, const Dataset& data);
 static float* whole_array(const Trainer& tr, float* array);
-static double validation_loss(Trainer* tr, Dataset* val);
-static bool train_step(Trainer* tr, int64_t step);

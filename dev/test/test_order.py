@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, TINY_RUN, binary_path, data_bytes, environment, flags, make_images, model_name
 
-BINARY = ROOT / "dev/bench_emulated"
+BINARY, PLAIN = ROOT / "dev/bench_emulated", ROOT / "dev/bench_plain_emulated"
 pytestmark = [pytest.mark.long, pytest.mark.skipif(not BINARY.is_file(), reason="needs make -C dev BUILD=emulated, and nvcc for that")]
 
 GPUS = {"A100": (80, 108, 164), "H200": (90, 132, 228)}
@@ -70,8 +70,8 @@ def losses(folder: Path) -> np.ndarray:
     return np.array([float(row.split(",")[1]) for row in rows[1:]])
 
 
-def train(folder: Path, gpu: str, precision: str, more: tuple[str, ...] = (), **variables: str) -> Path:
-    done = start(folder, gpu, precision, more=more, FAKE_LAUNCHES="launches.txt", **variables)
+def train(folder: Path, gpu: str, precision: str, more: tuple[str, ...] = (), binary: Path | None = None, **variables: str) -> Path:
+    done = start(folder, gpu, precision, binary, more, FAKE_LAUNCHES="launches.txt", **variables)
     assert done.returncode == 0 and re.fullmatch(r"fake GPU 0: .*\n", done.stderr), done.stdout[-1000:] + done.stderr[-2000:]
     return folder
 
@@ -96,6 +96,17 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path
 def test_same_bits(way: str, usual: Callable, tmp_path: Path) -> None:
     gpu, precision, variables = WAYS[way]
     assert results(train(tmp_path / "run", gpu, precision, **variables)) == results(usual(gpu, precision))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_without_hoppers_pages(precision: str, usual: Callable, tmp_path: Path) -> None:
+    """make train_unet_plain: the bits of the usual build on a GPU that is no Hopper."""
+    assert results(train(tmp_path / "run", "A100", precision, binary=PLAIN)) == results(usual("A100", precision))
+
+
+def test_fp8_needs_hoppers_pages(tmp_path: Path) -> None:
+    done = start(tmp_path / "run", "A100", "fp8", PLAIN)
+    assert done.returncode == 1 and "--precision fp8: needs" in done.stderr
 
 
 @pytest.mark.parametrize("gpu, precision", [("H200", "bf16"), ("A100", "fp32")])
