@@ -997,11 +997,11 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             draw_samples(trainer, screen, shown)
         log.plot()
         told = f"done: {step} steps, {1000 * seconds:.1f} ms a step; see {config.output_dir}/"
-        if stop:
+        if stopped := "".join(stop[:1]):  # the first signal
             how = f"--resume_checkpoint {kept[-1]} goes on from there in another --output_dir"
-            told = f"stopped by {stop[0]} after step {step}, which is saved; {how}"
+            told = f"stopped by {stopped} after step {step}, which is saved; {how}"
         screen.tell(told)
-    return 128 + signal.Signals[stop[0]] if stop else 0
+    return 128 + signal.Signals[stopped] if stopped else 0
 
 
 def run(argv: list[str]) -> int:

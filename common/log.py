@@ -91,12 +91,8 @@ class Log:
 # from flags to a run
 
 
-def check_new_run(flags: dict[str, Any]) -> None:
-    """UserError for what ./train_unet alone does: this program begins in a folder without a run, and keeps no best checkpoint."""
-    if flags.get("keep_best"):
-        told = "./train_unet does that; here --keep_checkpoints 0 keeps all checkpoints, and log.csv has the validation losses"
-        raise UserError(f"--keep_best True: {told}")
-    folder = flags.get("output_dir", Config.output_dir)
+def check_new_folder(folder: str) -> None:
+    """UserError if an output folder holds a run: ./train_unet alone goes on in one."""
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
         if name == "log.csv" or re.fullmatch(r"(model|ema)_\d+\.bin", name):
             told = "name a new folder (in that one ./train_unet --resume_checkpoint latest goes on)"
@@ -138,7 +134,7 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
         files.check_output("--output", config.output, read, files.is_samples)
         return config, None, start
     if not flags.get("init_model_only"):
-        check_new_run(flags)
+        check_new_folder(flags.get("output_dir", Config.output_dir))
     if resume and not named:
         path = find_data(start.config.data_file, start.path)
         flags["data_dir" if os.path.isdir(path) else "data_file"] = path
