@@ -135,12 +135,11 @@ from tqdm import tqdm
 import train_unet
 from common import files, formats, model_files
 from common.config import ect_defaults, make_config, pick_device, pick_precision, validate, value_rows
-from common.data_files import open_data, write_data
+from common.data_files import find_data, open_data, write_data
 from common.diffusers_files import Autoencoder
 from common.model import UNetModel, build_model
 from common.model_files import ModelFile
 from common.pictures import image_to_array
-from common.run_folder import find_data
 from common.samples import check_finite, grid_pixels, save_png, save_samples, to_pixels, value_captions, visible
 
 ROOT = Path(__file__).resolve().parent

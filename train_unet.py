@@ -2,17 +2,17 @@
 
 The same model (guided-diffusion's module names and state_dict keys), the same random numbers (counter-based: every
 draw is a function of seed, purpose, step and sample), the same step and the same files, so that a run of either
-program can be compared with the other's line by line, and continued by it.
+program can be compared with the other's line by line, and any of its steps be repeated by it from a checkpoint.
 
   python train_unet.py                                   train the default preset into out/
   python train_unet.py --data_dir PICTURES               on your own pictures
-  python train_unet.py --resume_checkpoint latest        continue the run in out/
+  python train_unet.py --resume_checkpoint F.bin         go on from a checkpoint, of either program, in a new --output_dir
   python train_unet.py --init_model_only True            write initial weights to unet_init.bin
   python train_unet.py --convert model.bin model.pt      between .bin, .pt, .safetensors and a folder for diffusers (DIR/)
   python train_unet.py --help                            every flag
 
 Contents, in the order in which data meets them: draws, data, diffusion, samplers, training, a run. The network is in common/model.py, random numbers
-in common/random_numbers.py, flags in common/flags.py, files in common/model_files.py and common/run_folder.py.
+in common/random_numbers.py, flags in common/flags.py, files in common/model_files.py and common/log.py.
 """
 
 from __future__ import annotations
@@ -20,22 +20,20 @@ from __future__ import annotations
 import sys
 
 from common import program
-from common.flags import FLAGS, FREE_FLAGS, OBJECTIVES_OWN, POWER_EMAS, SLOTS, Config, format_value, parse_flags, preset_flags
+from common.flags import FLAGS, POWER_EMAS, Config, format_value, parse_flags, preset_flags
 
 INTRO = __doc__.partition("\n\nContents")[0]
 if __name__ == "__main__":  # before PyTorch
     program.begin("train_unet", lambda argv: parse_flags(argv, FLAGS, INTRO), program.TRAINING)
 
-import contextlib  # noqa: I001 (names side by side)
-import dataclasses
-import functools
+import dataclasses  # noqa: I001 (names side by side)
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -45,8 +43,9 @@ from common.augment import augment
 from common.conditions import enlarge, made_pictures
 from common.config import pick_device, pick_precision, preset_checksum, preset_of_run, space_timesteps, value_rows
 from common.data_files import Data, open_data, with_pictures
-from common.files import DataError, check_output, is_model
+from common.files import check_output, is_model
 from common.formats import check_conversion, check_replaced_model, convert, post_hoc_average, read_model
+from common.log import Log, StepResult, prepare_run, progress_line
 from common.model import build_model, initial_weights, parameter_count, parameter_shapes, to_state_dict, train_in_fp8
 from common.model_files import HISTORY_LENGTH, ModelFile, TrainingState, write_model
 from common.program import Screen, UserError, check_alone, run_program, stop_on_signal
@@ -54,8 +53,7 @@ from common.random_numbers import (
     BACK_NOISE, CLASS_DROPOUT, COND_DROPOUT, FLIP, KNOWN_NOISE, MASK, NOISE, ORDER, SAMPLE_NOISE, SAMPLE_START, TIMESTEP, VAL_NOISE, VAL_TIMESTEP, normals, philox,
     random_words, to_normals,
 )  # fmt: skip
-from common.run_folder import RunFolder, StepResult, lacks_file, plot_loss, prepare_run, progress_line, run_folder
-from common.samples import beside_pictures, grid_pixels, png_bytes, save_samples, value_captions
+from common.samples import beside_pictures, grid_pixels, save_png, save_samples, value_captions
 
 # ======================================================================================================================
 # draws: which noise levels and which images a step has. They are functions of the seed and of the step (common/random_numbers.py).
@@ -849,52 +847,6 @@ def read_validation_data(config: Config) -> Data | None:
     return Data(data.path, data.read(first), data.labels, crc=data.crc, values=None if data.values is None else data.values[first], pictures=pictures)
 
 
-def changed_flag(config: Config, before: Config, matters: Callable[[str], bool]) -> str:
-    """Names the first flag, of those that matter, whose value is another one than before; "": none is. See train_unet.cu, changed_flag."""
-    for name in FLAGS:
-        own = OBJECTIVES_OWN.get(name, (config.objective,))
-        if name not in SLOTS or not matters(name) or config.objective not in own or (name == "vlb_weight" and not config.learn_sigma):
-            continue
-        # ect_d may be 0, which stands for a number that depends on max_steps
-        was, now = (c.ect_stage if name == "ect_d" else getattr(c, name) for c in (before, config))
-        if was != now:
-            return f"--{name} {format_value(name, now)}: was {format_value(name, was)} before"
-    return ""
-
-
-def is_of_objective(config: Config, name: str) -> bool:
-    """Whether a flag changes what a loss means."""
-    if name == "sigma_small":  # is for samples, but with --use_kl it may also be a part of the loss
-        return config.use_kl
-    return name.startswith("ect_") or SLOTS["diffusion_steps"] <= SLOTS[name] < SLOTS["patch_size"]
-
-
-def changed_loss(config: Config, data: Data, start: ModelFile) -> str:
-    """Why the losses or gradients of a resumed run can't be compared with those before its checkpoint; "": they can. See train_unet.cu, changed_loss."""
-
-    def matters(name: str) -> bool:
-        of_samples = name == "sigma_small" and not config.use_kl
-        of_batch = name in ("schedule_sampler", "batch_size", "cond_noise")
-        return (name in FREE_FLAGS and not of_samples) or of_batch or is_of_objective(config, name)
-
-    flag = changed_flag(config, start.config, matters)
-    if flag:
-        return flag
-    if start.state.data_crc != data.crc:
-        return f"--{'data_dir' if os.path.isdir(data.path) else 'data_file'} {data.path}: was another one before"
-    if data.pictures and start.state.cond_crc != data.pictures.crc:
-        return f"--cond_file {data.pictures.path}: was another one before"
-    return ""
-
-
-def val_loss_changed(config: Config, val_crc: int, before: Config, state: TrainingState) -> bool:
-    """Whether validation losses mean something else than those of a checkpoint (before, state). val_crc: of the validation data; 0: there is none."""
-    of_objective = changed_flag(config, before, lambda name: is_of_objective(config, name))
-    # In ect, all validation losses are those of the last step's stage.
-    other_stage = before.objective == "ect" and before.last_ect_stage != config.last_ect_stage
-    return bool(of_objective) or other_stage or state.val_crc not in (0, val_crc)
-
-
 def announce(trainer: Trainer, data: Data, start: ModelFile | None) -> None:
     """Prints what is trained, on what, and where it goes on."""
     config, first_step = trainer.config, trainer.state.step
@@ -917,10 +869,6 @@ def announce(trainer: Trainer, data: Data, start: ModelFile | None) -> None:
         if was != now and first_step < config.max_steps:
             order = f"the order of the data goes by batches, so that image {now * first_step} of it comes next, not {was * first_step}"
             print(f"--batch_size {now}: was {was} before; {order}")
-        why = changed_loss(config, data, start) if first_step < config.max_steps else ""
-        if why:  # what the guard compares with can't be compared any more: it would skip every step
-            print(f"{why}, so the first 100 steps show anew which losses and gradient norms are usual")
-            trainer.state.guard = (0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def next_batch(trainer: Trainer, data: Data) -> Batch:
@@ -954,8 +902,8 @@ class GridConditions:
             self.truth = torch.from_numpy(data.read_floats(np.arange(len(self.pictures))))
 
 
-def draw_samples(trainer: Trainer, folder: RunFolder, screen: Screen, shown: GridConditions) -> None:
-    """A grid of pictures by the averaged weights. A signal gives it up; a resumed run draws it."""
+def draw_samples(trainer: Trainer, screen: Screen, shown: GridConditions) -> None:
+    """Writes a grid of pictures by the averaged weights. A signal gives it up."""
     config, step, rows, pictures = trainer.config, trainer.state.step, shown.rows, shown.pictures
     images = sample(trainer.averaged, config, config.num_samples, rows=rows, pictures=pictures, stop=screen.stop)
     if images is None:
@@ -965,12 +913,35 @@ def draw_samples(trainer: Trainer, folder: RunFolder, screen: Screen, shown: Gri
     captions, parts = value_captions(rows, len(images)), 1
     if pictures is not None:
         images, parts = beside_pictures(images, pictures, shown.truth), 3
-    screen.tell(folder.write_or_wait(f"samples_{step:07d}.png", png_bytes(grid_pixels(images, captions=captions, parts=parts))))
+    save_png(grid_pixels(images, captions=captions, parts=parts), f"{config.output_dir}/samples_{step:07d}.png")
+
+
+def stop_run(trainer: Trainer, kept: list[str], why: str) -> NoReturn:
+    """UserError, with the checkpoint to go on from after a run that broke. kept: the run's checkpoints, oldest first."""
+    told = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint was written yet"
+    raise UserError(f"stopped at step {trainer.state.step}: {why}; {told}; a lower --lr or a --warmup_steps may help")
+
+
+def save_checkpoint(trainer: Trainer, kept: list[str]) -> None:
+    """Writes a checkpoint and adds its path to the run's. Beyond --keep_checkpoints the oldest go."""
+    config, file = trainer.config, trainer.checkpoint()
+    if not file.is_finite():
+        stop_run(trainer, kept, "weights, their average or moments are not finite and were not saved")
+    path = f"{config.output_dir}/model_{file.state.step:07d}.bin"
+    write_model(path, file)
+    kept.append(path)
+    while 0 < config.keep_checkpoints < len(kept):
+        Path(kept.pop(0)).unlink(missing_ok=True)
+
+
+def save_snapshot(trainer: Trainer) -> None:
+    """Writes the averages that --convert --ema_sigma_rel adds up."""
+    write_model(f"{trainer.config.output_dir}/ema_{trainer.state.step:07d}.bin", trainer.snapshot())
 
 
 def train(config: Config, data: Data, start: ModelFile | None, device: torch.device, preset: int) -> int:
-    """A training run. preset: preset_checksum of its preset. Returns the program's exit code, which after a signal is a shell's for it: what comes next
-    must not go on with a model that is half trained (python train_unet.py && next)."""
+    """A training run, in a folder without one. preset: preset_checksum of its preset. Returns the program's exit code, which after a signal is a shell's
+    for it: what comes next must not go on with a model that is half trained (python train_unet.py && next)."""
     program.need_packages(("torch", "PIL", "tqdm", "matplotlib"))  # for grids and loss.png, before hours of training and not after them
     val_data = read_validation_data(config)
     if start and not config.resume_checkpoint:  # --init takes the weights alone
@@ -980,95 +951,55 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
     state.preset, state.val_crc = preset, val_data.whole_crc() if val_data else 0
     state.data_images, state.data_crc, state.cond_crc = len(data.images), data.crc, data.pictures.crc if data.pictures else 0
     announce(trainer, data, start)
-    lacks_snapshot = lacks_file(config, first_step, f"ema_{first_step:07d}.bin", config.ema_snapshots)
-    lacks_grid = lacks_file(config, first_step, f"samples_{first_step:07d}.png", config.sample_interval)
-    last = first_step >= config.max_steps
-    changed = functools.partial(val_loss_changed, config, state.val_crc)
-    if last and not lacks_snapshot and not lacks_grid:
-        if config.keep_best and os.path.exists(f"{config.output_dir}/model_{first_step:07d}.bin"):
-            with run_folder(config, start, changed):  # which makes the link to the best checkpoint, if a kill has cost it
-                pass
+    if first_step >= config.max_steps:
         print(f"nothing to do: step {first_step} of {config.max_steps} is reached; a larger --max_steps goes on")
         return 0
-
-    def save_rest() -> bool:
-        """Saves what no checkpoint and no snapshot holds yet. Returns whether that worked."""
-        if config.ema_snapshots and keeper.snapshot != state.step:
-            keeper.save_snapshot(trainer.snapshot(), state.step)
-        if keeper.saved != state.step:
-            keeper.save(trainer.checkpoint())
-        return keeper.saved == state.step and (not config.ema_snapshots or keeper.snapshot == state.step)
-
     shown = GridConditions(config, val_data or data) if config.sample_interval else None
-    seconds, mean, good, stopped = 0.0, 0.0, 0, ""  # seconds: a recent step's, smoothed; good: steps that were not skipped
-    with run_folder(config, start, changed) as (folder, log, keeper), stop_on_signal() as stop:
+    log = Log(config.output_dir)
+    kept: list[str] = []  # the run's checkpoints, oldest first
+    saved, last = first_step, False  # saved: the step of the newest checkpoint
+    seconds, mean, good = 0.0, 0.0, 0  # seconds: a recent step's, smoothed; good: steps that were not skipped
+    with stop_on_signal() as stop:
         screen = Screen(stop)
-        keeper.tell = screen.tell
-        if lacks_snapshot:
-            keeper.snapshot = first_step - 1  # so that it stays due if it can't be written now
-            keeper.save_snapshot(trainer.snapshot(), first_step)
-        if lacks_grid:
-            draw_samples(trainer, folder, screen, shown)
-            stopped = stop[0] if stop else ""
-        while not (last or stopped):
+        while state.step == first_step or not (last or stop):  # one step at least, so that there is something to save
             began = time.perf_counter()
-            try:
-                batch = next_batch(trainer, data)
-            except DataError as e:
-                told = "nothing was trained"
-                if state.step > first_step:
-                    keeper.finish(state.step, save_rest, stop)
-                    screen.tell(folder.write_or_wait("loss.png", plot_loss(log)))
-                    told = "that is saved, and --resume_checkpoint latest goes on from there"
-                screen.print("\n" * screen.terminal, end="")
-                raise DataError(f"{e}; stopped after step {state.step}: {told}") from None
-            result = trainer.train_step(*batch)
+            result = trainer.train_step(*next_batch(trainer, data))
             elapsed, step = time.perf_counter() - began, state.step
             seconds = elapsed if step <= first_step + 2 else 0.95 * seconds + 0.05 * elapsed  # the first may compile
             if not result.objection:  # of good steps alone, as train_unet.cu prints it
                 good += 1
                 mean += (result.loss - mean) * max(10 / (good + 9), 0.02)
-            stopped = stop[0] if stop else ""  # the signal that ends the run
-            last = step >= config.max_steps or stopped != ""
-            save = last or (keeper.saves(step, config.save_interval) and not result.objection)
-            draws = config.sample_interval > 0 and step % config.sample_interval == 0
-            # A signal may end the run while a grid is drawn. With --keep_best, its checkpoint then needs a validation loss.
-            validate = val_data and (step % config.val_interval == 0 or last or (config.keep_best and (save or draws)))
-            keeper.val_loss = val_loss = trainer.validation_loss(val_data) if validate else None
-            screen.tell(folder.check(step))
-            screen.tell(log.write(result, 1000 * elapsed, val_loss))
-            if folder.files_wait and time.monotonic() - folder.tried > 1:
-                screen.tell(folder.write_waiting())
+            last = step == config.max_steps
+            validate = val_data and (last or step % config.val_interval == 0)
+            val_loss = trainer.validation_loss(val_data) if validate else None
+            log.write(result, 1000 * elapsed, val_loss)
             if result.objection:
                 screen.tell(f"step {step} is skipped: {result.objection} ({state.bad_in_row} in a row)")
                 if state.bad_in_row >= config.max_bad_steps:
-                    keeper.stop_run(step, f"{config.max_bad_steps} steps in a row had to be skipped")
-            else:
-                keeper.prove()
+                    stop_run(trainer, kept, f"{config.max_bad_steps} steps in a row had to be skipped")
             if step % config.log_interval == 0 or last or val_loss is not None or time.perf_counter() - screen.shown + seconds > 10:
                 screen.status(progress_line(config, result, state.bad_total, seconds, mean, val_loss))
-            if stopped:
-                screen.heeded = len(stop)  # from here on only another signal counts
-            # The snapshot comes first. If the process is killed between the two, the resumed run comes to this step again, and writes it again.
-            if config.ema_snapshots and (last or keeper.takes_snapshot(step, config.ema_snapshots)):
-                keeper.save_snapshot(trainer.snapshot(), step)
-            if save:
-                keeper.save(trainer.checkpoint())
-            draw = config.sample_interval and not stopped and (last or draws)
-            if draw:
-                draw_samples(trainer, folder, screen, shown)
-                stopped = stop[0] if stop else ""
-            if not log.rows and (last or draw):
-                screen.tell(folder.write_or_wait("loss.png", plot_loss(log)))
-        keeper.finish(state.step, save_rest, stop)
-        if stopped:
-            told = f"stopped by {stopped} after step {state.step}, which is saved; --resume_checkpoint latest goes on from there"
-        else:
-            told = f"done: {state.step} steps, {1000 * seconds:.1f} ms a step; see {config.output_dir}/"
-            with contextlib.suppress(DataError):  # one step more, only to see whether the last checkpoint is good
-                if keeper.waits() and not trainer.train_step(*next_batch(trainer, data)).objection:
-                    keeper.prove()
-        screen.tell(folder.write_waiting())
+            if config.ema_snapshots and step % config.ema_snapshots == 0:
+                save_snapshot(trainer)
+            # After a step that was skipped a checkpoint waits for the next good one.
+            if not result.objection and step // config.save_interval > saved // config.save_interval:
+                save_checkpoint(trainer, kept)
+                saved = step
+            if config.sample_interval and step % config.sample_interval == 0 and not last:
+                draw_samples(trainer, screen, shown)
+                log.plot()
+        # What was not due after the step with which the run ends.
+        if config.ema_snapshots and step % config.ema_snapshots > 0:
+            save_snapshot(trainer)
+        if saved < step:
+            save_checkpoint(trainer, kept)
+        if config.sample_interval and not stop:
+            draw_samples(trainer, screen, shown)
+        log.plot()
+        told = f"done: {step} steps, {1000 * seconds:.1f} ms a step; see {config.output_dir}/"
+        if stopped := "".join(stop[:1]):  # the first signal
+            how = f"--resume_checkpoint {kept[-1]} goes on from there in another --output_dir"
+            told = f"stopped by {stopped} after step {step}, which is saved; {how}"
         screen.tell(told)
     return 128 + signal.Signals[stopped] if stopped else 0
 

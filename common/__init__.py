@@ -14,7 +14,7 @@
     diffusers_files  the same in folders of Hugging Face's diffusers; autoencoders
     formats          any of these: read, convert, average after the run
     samples          grids and pictures of what was drawn
-    run_folder       the output folder of a run, and what a run starts from
+    log              what a run of train_unet.py starts from, and its log
 
 Then come the programs: prepare_data.py; train_unet.py, which is what generate.py samples with.
 """

@@ -238,8 +238,6 @@ def check_run(config: Config) -> None:
     ok = config.microbatch == 0 or (config.batch_size % config.microbatch == 0)
     check(config, ok, "microbatch", f"must divide --batch_size {config.batch_size}")
     check(config, config.output_dir != "", "output_dir", "must name a folder")
-    ok = not config.keep_best or config.val_data_file != "" or config.sample > 0
-    check(config, ok, "keep_best", "needs --val_data_file, the images whose loss says which checkpoint is the best")
     check(config, config.output.endswith((".png", ".bin")), "output", "must end in .png (one grid) or .bin (float images)")
     ok = len(config.data_file.encode(errors="replace")) <= 511 and "\0" not in config.data_file
     check(config, ok, "data_file", "must be at most 511 bytes long, to fit in a checkpoint")

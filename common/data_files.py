@@ -9,6 +9,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
@@ -320,6 +321,15 @@ def open_data(path: str) -> Data:
         return open_data_file(path)
     except DataError as e:
         raise DataError(f"{e}; prepare_data.py makes such files; make unpacks data/fashion32.bin and data/emoji64.bin") from None
+
+
+def find_data(path: str, checkpoint: str) -> str:
+    """A checkpoint's data: where it says, or from a folder above its own, where the run may have been started."""
+    if not os.path.exists(path):
+        for folder in Path(checkpoint).absolute().parents:
+            if (folder / path).exists():
+                return str(folder / path)
+    return path
 
 
 def with_pictures(data: Data, flag: str, path: str) -> Data:

@@ -104,6 +104,7 @@ def read_table(path: Path) -> tuple[list[tuple[str, str, Any]], dict[str, str], 
 CLASSIFIERS = "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale"
 ELSEWHERE = {"base_samples": "here it is --sample N --cond_file, a data file of the small images"}
 ELSEWHERE |= dict.fromkeys(["iterations", "anneal_lr"], CLASSIFIERS)
+ELSEWHERE["keep_best"] = "./train_unet does that; here --keep_checkpoints 0 keeps all checkpoints, and log.csv has their validation losses"
 ELSEWHERE |= dict.fromkeys(["model_path", "use_ddim"], "python generate.py takes it; here it is --sample N --init FILE --sampler")
 ELSEWHERE |= dict.fromkeys(["bench", "profile"], "python dev/benchmarks/bench_torch.py times PyTorch, make profile the program")
 
@@ -241,20 +242,22 @@ def resolve(flags: dict[str, Any], meant: list[tuple[str, str, Any]]) -> dict[st
 # ======================================================================================================================
 # the configuration
 
-NOT_HERE = ("num_gpus", "exchange", "rank_timeout", "compare_runs", "device")  # of ./train_unet: of several processes, and of its page
+# What ./train_unet has for several processes, for its page, and for a run that goes on in its own folder, and what is otherwise here (Own).
+NOT_HERE = ("num_gpus", "exchange", "rank_timeout", "compare_runs", "keep_best", "resume_checkpoint", "device")
 TABLE, PRESETS, SHARED = read_table(Path(__file__).parent.parent / "unet/flags.h")
 MANY_IMAGES = 5000  # from how many images on a run without --preset has --min_snr_gamma 5
 
 
 @dataclass
 class Own:
-    """Flags that ./train_unet lacks; its --device is another."""
+    """Flags that ./train_unet lacks, or has with other values."""
 
     init_model_only: bool = flag(False, "write initial weights to --init_model_filename, and stop")
     init_model_filename: str = flag("unet_init.bin", "where to")
     convert: list[str] = flag((), "IN OUT: convert a model file (.bin, .pt, .safetensors, or DIR/ of diffusers), and stop")
     device: str = flag("auto", "auto (a GPU if there is one), the number of a GPU, cpu, cuda, cuda:1, ...")
     compile: str = flag("auto", "torch.compile the model; auto: on a GPU", choices="auto|0|1")
+    resume_checkpoint: str = flag("", "go on from this checkpoint, of either program, in a new output_dir")
     ema_sigma_rel: float = flag(0.0, "with --convert IN OUT: of the average that OUT holds, over a run up to the snapshot IN, ema_STEP.bin", 0, 0.28)
 
 

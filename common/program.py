@@ -173,17 +173,16 @@ def run_program(program: str, body: Callable[[list[str]], int | None]) -> int:
 
 
 class Screen:
-    """What a run tells; on a terminal its status is one line, drawn anew. stop: the list that ends the run, also when nobody reads (| head).
-    heeded: how many signals of that list have had their effect."""
+    """What a run tells; on a terminal its status is one line, drawn anew. stop: the list that ends the run, also when nobody reads (| head)."""
 
     def __init__(self, stop: list[str]):
-        self.stop, self.terminal, self.shown, self.heeded = stop, sys.stdout.isatty(), -math.inf, 0
+        self.stop, self.terminal, self.shown = stop, sys.stdout.isatty(), -math.inf
 
     def takes_a_line(self) -> bool:
-        """Waits until stdout takes a line, which a terminal held by Ctrl-S does not, nor a full pipe whose reader is busy. False: another signal came
-        instead, which print() would not heed while it waits."""
+        """Waits until stdout takes a line, which a terminal held by Ctrl-S does not, nor a full pipe whose reader is busy. False: a signal has come,
+        which print() would not heed while it waits."""
         while not select.select([], [1], [], 0.2)[1]:
-            if len(self.stop) > self.heeded:
+            if self.stop:
                 return False
         return True
 
@@ -197,9 +196,8 @@ class Screen:
             self.stop.append("SIGPIPE")
 
     def tell(self, text: str) -> None:
-        """text: a sentence, or "": there is nothing to tell."""
-        if text:
-            self.print("\n" * self.terminal + text)
+        """text: a sentence."""
+        self.print("\n" * self.terminal + text)
 
     def status(self, line: str) -> None:
         """line: its parts stand between | and |; those that matter least go where there is no room."""

@@ -972,16 +972,6 @@ def test_a_damaged_log_does_no_harm(run: Callable, data: Path, tmp_path: Path) -
     assert all(len(row) == 15 and row[14] < 1e10 for row in shown_run(tmp_path / "out")["rows"])
 
 
-def test_a_damaged_log_does_no_harm_to_the_twin(run: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps as many columns of a row as there are, and reads what is no UTF-8."""
-    run([*TINY, "--data_file", data, "--max_steps", "2"])
-    log = tmp_path / "out/log.csv"
-    log.write_bytes(log.read_bytes() + b"2,0.9\n2,1,1,1,1,1,1,1,1,1,1,1,1\n1,\xff\n")
-    monkeypatch.chdir(tmp_path)
-    assert train_unet.run([*TINY, "--max_steps", "4", "--resume_checkpoint", "latest", "--device", "cpu"]) == 0
-    assert (tmp_path / "out/loss.png").exists() and checkpoints(tmp_path / "out")[-1] == 4
-
-
 def test_a_data_file_whose_name_is_no_utf8(run: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A system takes any bytes for a name. Both programs write it into their checkpoints, and find it again."""
     name = os.fsdecode(b"d\xff.bin")
@@ -989,10 +979,11 @@ def test_a_data_file_whose_name_is_no_utf8(run: Callable, data: Path, tmp_path: 
     run([*TINY, "--data_file", name, "--max_steps", "1"])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), errors="surrogateescape"))
-    assert train_unet.run(["--max_steps", "2", "--resume_checkpoint", "latest", "--sample_interval", "0", "--device", "cpu"]) == 0
-    assert train_unet.run(["--convert", "out/model_0000002.bin", "m.pt"]) == 0
-    run(["--max_steps", "3", "--resume_checkpoint", "latest", "--sample_interval", "0"])
-    assert checkpoints(tmp_path / "out")[-1] == 3
+    resume = flags("--max_steps 2 --sample_interval 0 --output_dir on --resume_checkpoint", "out/model_0000001.bin")
+    assert train_unet.run([*resume, "--device", "cpu"]) == 0
+    assert train_unet.run(["--convert", "on/model_0000002.bin", "m.pt"]) == 0
+    run(flags("--max_steps 3 --sample_interval 0 --output_dir on --resume_checkpoint latest"))
+    assert checkpoints(tmp_path / "on")[-1] == 3
 
 
 def test_a_reader_that_goes_away_loses_nothing(data: Path, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -21,7 +20,6 @@ import torch
 from conftest import (
     BUILD,
     LOG_COLUMNS,
-    ROOT,
     TINY,
     Model,
     binary_path,
@@ -37,6 +35,7 @@ from conftest import (
     read_log,
     read_samples,
     seal_model,
+    snapshot,
     with_slot,
 )  # fmt: skip
 from PIL import Image
@@ -59,10 +58,9 @@ TINY_TWIN = dict(
 QUIET = ["--sample_interval", 0]  # which no checkpoint holds
 
 
-def start(args: list, cwd: Path, program: str = "cpp") -> subprocess.Popen:
-    """The program, or its twin, in the background, with its output in a pipe."""
-    words = [str(binary_path("cpu"))] if program == "cpp" else [sys.executable, str(ROOT / "train_unet.py"), "--device", "cpu"]
-    command = [*words, *map(str, args)]
+def start(args: list, cwd: Path) -> subprocess.Popen:
+    """The program in the background, with its output in a pipe."""
+    command = [str(binary_path("cpu")), *map(str, args)]
     return subprocess.Popen(command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -168,14 +166,13 @@ def test_a_kill_leaves_what_can_be_resumed(run: Callable, data: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("at", [2, 4], ids=["between", "end"])
-@pytest.mark.parametrize("program", ["cpp", pytest.param("twin", marks=pytest.mark.long)])
-def test_a_signal_gives_up_a_grid(data: Path, tmp_path: Path, at: int, program: str) -> None:
+def test_a_signal_gives_up_a_grid(data: Path, tmp_path: Path, at: int) -> None:
     """A grid may take minutes, which somebody who stops a run need not wait for. The resumed run draws it, and goes on as if nothing had been."""
-    slow = flags("--sample_interval 2 --num_samples 8 --sampler ddim --log_interval 1 --timestep_respacing", 1000 if program == "cpp" else 200)
+    slow = flags("--sample_interval 2 --num_samples 8 --sampler ddim --log_interval 1 --timestep_respacing 1000")
     given = flags(TINY, slow, "--max_steps 4 --data_file", data)
 
     def process(*words: object) -> subprocess.Popen:
-        return start([*flags(*words)], tmp_path, program)
+        return start([*flags(*words)], tmp_path)
 
     assert process(given, "--output_dir unbroken").wait(120) == 0
     told = stop(process(given), f"step {at}/", signal.SIGTERM, delay=0.1)
@@ -190,13 +187,12 @@ def test_a_signal_gives_up_a_grid(data: Path, tmp_path: Path, at: int, program: 
 
 
 @pytest.mark.parametrize("more", [0, 2], ids=["done", "goes on"])
-@pytest.mark.parametrize("program", ["cpp", pytest.param("twin", marks=pytest.mark.long)])
-def test_files_that_a_kill_has_cost_are_written_by_the_resumed_run(data: Path, tmp_path: Path, more: int, program: str) -> None:
+def test_files_that_a_kill_has_cost_are_written_by_the_resumed_run(data: Path, tmp_path: Path, more: int) -> None:
     """The process may end between the checkpoint and the other files of the same step: its grid, a snapshot for which the disk had no room."""
     files = flags("--sample_interval 2 --ema_snapshots 2")
 
     def train(*words: object) -> None:
-        process = start([*flags(*words)], tmp_path, program)
+        process = start([*flags(*words)], tmp_path)
         told, err = process.communicate(timeout=120)
         assert process.returncode == 0, told + err
 
@@ -220,44 +216,41 @@ def test_the_order_of_a_steps_files(run: Callable, data: Path, tmp_path: Path) -
         assert snapshot.stat().st_mtime_ns < checkpoint.stat().st_mtime_ns
 
 
-@pytest.mark.parametrize("program", ["cpp", "twin"])
-def test_a_kill_before_the_best_checkpoint_is_linked(data: Path, tmp_path: Path, program: str) -> None:
+def test_a_kill_before_the_best_checkpoint_is_linked(data: Path, tmp_path: Path) -> None:
     """The log already says that the last checkpoint is the best; best.bin does not."""
     validated = flags("--val_interval 1 --save_interval 2 --keep_best True --keep_checkpoints 1 --val_data_file", data)
-    assert start(flags(TINY, validated, "--max_steps 4 --data_file", data), tmp_path, program).wait(120) == 0
+    assert start(flags(TINY, validated, "--max_steps 4 --data_file", data), tmp_path).wait(120) == 0
     folder = tmp_path / "out"
     rows = [row.split(",") for row in (folder / "log.csv").read_text().splitlines()]
     rows[4][9] = "1e-9"
     (folder / "log.csv").write_text("".join(",".join(row) + "\n" for row in rows))
     checkpoint = (folder / model_name(4)).read_bytes()
     (folder / "best.bin").unlink()
-    assert start(flags("--resume_checkpoint latest --max_steps 8", validated, QUIET), tmp_path, program).wait(120) == 0
+    assert start(flags("--resume_checkpoint latest --max_steps 8", validated, QUIET), tmp_path).wait(120) == 0
     assert checkpoints(folder) == [8] and (folder / "best.bin").read_bytes() == checkpoint
 
 
-@pytest.mark.parametrize("program", ["cpp", pytest.param("twin", marks=pytest.mark.long)])
-def test_a_finished_run_gets_the_link_to_its_best_checkpoint(data: Path, tmp_path: Path, program: str) -> None:
+def test_a_finished_run_gets_the_link_to_its_best_checkpoint(data: Path, tmp_path: Path) -> None:
     """Killed between its last checkpoint and the link, it has nothing else to do."""
     validated = flags("--val_interval 1 --keep_best True --val_data_file", data, QUIET)
-    assert start(flags(TINY, validated, "--max_steps 2 --data_file", data), tmp_path, program).wait(120) == 0
+    assert start(flags(TINY, validated, "--max_steps 2 --data_file", data), tmp_path).wait(120) == 0
     folder = tmp_path / "out"
     log = (folder / "log.csv").read_bytes()
     (folder / "best.bin").unlink()
-    process = start(flags("--resume_checkpoint latest", validated), tmp_path, program)
+    process = start(flags("--resume_checkpoint latest", validated), tmp_path)
     told, err = process.communicate(timeout=120)
     assert "nothing to do" in told and err == "" and process.returncode == 0
     assert (folder / "best.bin").read_bytes() == (folder / model_name(2)).read_bytes() and (folder / "log.csv").read_bytes() == log
 
 
 @pytest.mark.parametrize("what", ["--vlb_weight", "--val_data_file"])
-@pytest.mark.parametrize("program", ["cpp", pytest.param("twin", marks=pytest.mark.long)])
-def test_the_best_checkpoint_of_another_loss(data: Path, tmp_path: Path, make_data: Callable, program: str, what: str) -> None:
+def test_the_best_checkpoint_of_another_loss(data: Path, tmp_path: Path, make_data: Callable, what: str) -> None:
     """Validation losses that mean something else can't be compared: the next checkpoint becomes the best, however large its loss."""
     validated = flags("--val_interval 1 --save_interval 2 --keep_best True --val_data_file", data, QUIET)
-    assert start(flags(TINY, validated, "--learn_sigma True --max_steps 2 --data_file", data), tmp_path, program).wait(120) == 0
+    assert start(flags(TINY, validated, "--learn_sigma True --max_steps 2 --data_file", data), tmp_path).wait(120) == 0
     other = flags(what, 1000 if what == "--vlb_weight" else make_data("other.bin", make_images(24, seed=5), np.arange(24) % 3, 3))
     for steps, more in ((4, []), (6, other)):
-        process = start(flags("--resume_checkpoint latest --lr 0 --max_steps", steps, validated, more), tmp_path, program)
+        process = start(flags("--resume_checkpoint latest --lr 0 --max_steps", steps, validated, more), tmp_path)
         told, err = process.communicate(timeout=120)
         assert process.returncode == 0 and err == ""
         assert ("best.bin: its validation loss can't be compared with those of this run" in told) == (more != [])
@@ -272,43 +265,31 @@ def test_another_length_of_a_tuning(run: Callable, data: Path, tmp_path: Path) -
     assert "before" not in run(flags("--resume_checkpoint latest --max_steps 16", QUIET)).out
 
 
-@pytest.mark.parametrize("program", ["cpp", pytest.param("twin", marks=pytest.mark.long)])
-def test_the_best_checkpoint_of_a_longer_tuning(run: Callable, data: Path, tmp_path: Path, program: str) -> None:
+def test_the_best_checkpoint_of_a_longer_tuning(run: Callable, data: Path, tmp_path: Path) -> None:
     """The validation loss of a tuning is that of its last stage, which depends on --max_steps although --ect_d is given."""
     run(flags(TINY, "--objective edm --max_steps 1 --output_dir edm --data_file", data))
     validated = flags("--val_interval 2 --save_interval 2 --keep_best True --val_data_file", data, QUIET)
     tuning = flags(TINY, "--objective ect --ect_d 2 --max_steps 4 --init", f"edm/{model_name(1)}", "--data_file", data, validated)
-    assert start(tuning, tmp_path, program).wait(120) == 0
+    assert start(tuning, tmp_path).wait(120) == 0
     for steps, can_be_compared in ((8, False), (8, True)):
-        process = start(flags("--resume_checkpoint latest --lr 0 --max_steps", steps, validated), tmp_path, program)
+        process = start(flags("--resume_checkpoint latest --lr 0 --max_steps", steps, validated), tmp_path)
         told, err = process.communicate(timeout=120)
         assert process.returncode == 0 and err == ""
         assert ("its validation loss can't be compared" not in told) == can_be_compared
 
 
-@pytest.mark.parametrize("program", ["cpp", "twin"])
-def test_another_loss_starts_the_guard_anew(
-    run: Callable, data: Path, tmp_path: Path, program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_another_loss_starts_the_guard_anew(run: Callable, data: Path, tmp_path: Path) -> None:
     """The bound, weighted a million times as much, makes losses that the guard of the run so far would all skip."""
-    monkeypatch.chdir(tmp_path)
-
-    def train(*words: object) -> str:
-        if program == "cpp":
-            return run(flags(*words)).out
-        assert twin.run([*flags(*words), "--device", "cpu"]) == 0
-        return capsys.readouterr().out
-
     run(flags(TINY, "--learn_sigma True --max_steps 120 --lr 1e-4 --data_file", data))
     resume = flags("--resume_checkpoint", f"out/{model_name(120)}", "--max_steps 125", QUIET)
-    told = train(resume, "--vlb_weight 1000 --output_dir weight")
+    told = run(flags(resume, "--vlb_weight 1000 --output_dir weight")).out
     assert "--vlb_weight 1000: was 0.001 before, so the first 100 steps show anew" in told and "skipped" not in told
     resumed = read_checkpoint(tmp_path / "weight" / model_name(125))
     assert resumed.updates == 125 and resumed.header[88:98].view("<f8")[0] == 5
-    told = train(resume, "--lr 1e-5 --sigma_small True --min_snr_gamma 0 --output_dir same")
+    told = run(flags(resume, "--lr 1e-5 --sigma_small True --min_snr_gamma 0 --output_dir same")).out
     assert "anew" not in told and read_checkpoint(tmp_path / "same" / model_name(125)).header[88:98].view("<f8")[0] == 125
     again = flags("--resume_checkpoint", f"weight/{model_name(125)}", "--max_steps 126 --output_dir again", QUIET)
-    assert "anew" not in train(again)  # and a guard that has seen fewer steps than the weights is no damage
+    assert "anew" not in run(again).out  # and a guard that has seen fewer steps than the weights is no damage
 
 
 def test_a_finished_run_goes_on_with_more_steps(run: Callable, data: Path, tmp_path: Path) -> None:
@@ -367,13 +348,19 @@ def test_a_resume_keeps_the_preset(
     given[at : at + 2] = ["--preset", preset] if preset else []
     second = "twin" if first == "cpp" else "cpp"
     chosen = preset or ("unet64" if BUILD == "cuda" and first == "cpp" else "fashion32")
-    assert f"preset {chosen}: " in train(first, given, "--max_steps 1")
-    assert f"preset {chosen}: " in train(second, "--resume_checkpoint latest --max_steps 2", QUIET)
-    assert f"preset {chosen}: " in train(first, "--resume_checkpoint latest --max_steps 3", QUIET)
-    slots = {int(read_checkpoint(Path(f"out/{model_name(step)}")).header.view("<u4")[117]) for step in (1, 2, 3)}
+    assert f"preset {chosen}: " in train(first, given, "--max_steps 1 --output_dir run1")
+
+    def resume(program: str, step: int, *words: object) -> str:
+        """A run that goes on from the checkpoint of the one before, in a folder of its own."""
+        given = flags("--resume_checkpoint", f"run{step - 1}/{model_name(step - 1)}", "--max_steps", step, QUIET, *words)
+        return train(program, given, "--output_dir", f"run{step}")
+
+    assert f"preset {chosen}: " in resume(second, 2)
+    assert f"preset {chosen}: " in resume(first, 3)
+    slots = {int(read_checkpoint(Path(f"run{step}/{model_name(step)}")).header.view("<u4")[117]) for step in (1, 2, 3)}
     assert slots == {zlib.crc32((chosen if preset else f"{chosen}, by default").encode())}
-    assert "preset quick64: " in train(second, "--resume_checkpoint latest --max_steps 4 --preset quick64", QUIET)
-    assert "preset quick64: " in train(first, "--resume_checkpoint latest --max_steps 5", QUIET)
+    assert "preset quick64: " in resume(second, 4, "--preset quick64")
+    assert "preset quick64: " in resume(first, 5)
 
 
 def test_a_resume_keeps_the_optimizer(run: Callable, refused: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1069,7 +1056,7 @@ def test_keep_checkpoints(run: Callable, data: Path, tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "some") == [2, 4, 5]
 
 
-def test_output_folder(run: Callable, refused: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_folder(run: Callable, refused: Callable, data: Path, tmp_path: Path) -> None:
     given = [*TINY, "--data_file", data, "--max_steps", 4]
     (tmp_path / "a").mkdir()
     (tmp_path / "a/notes.txt").write_text("mine")
@@ -1092,19 +1079,47 @@ def test_output_folder(run: Callable, refused: Callable, data: Path, tmp_path: P
     # only a log: still a run
     (tmp_path / "e").mkdir()
     shutil.copy(tmp_path / "a/log.csv", tmp_path / "e")
-    monkeypatch.chdir(tmp_path)
     for args in ([*given, "--output_dir", "e"], ["--resume_checkpoint", "latest", "--output_dir", "e"]):
         refused(args, "e", "checkpoint", "log.csv", "away")
-        with pytest.raises(twin.UserError, match=r"log.csv.* away"):
-            twin.run(list(map(str, args)))
     # a checkpoint with the name of a later step
     shutil.copy(tmp_path / "a" / model_name(4), tmp_path / "e" / model_name(9))
     for args in (["--resume_checkpoint", path, "--max_steps", 12, "--output_dir", "e"] for path in ("latest", f"e/{model_name(9)}")):
         assert "later" not in refused(args, f"e/{model_name(9)}: holds step 4; rename it to {model_name(4)}")
-        with pytest.raises(twin.UserError, match=f"e/{model_name(9)}: holds step 4; rename it to {model_name(4)}"):
-            twin.run(list(map(str, args)))
     # a file in the place of the folder
     refused([*given, "--output_dir", data], data)
+
+
+@pytest.mark.parametrize("left", ["log.csv", model_name(2), "ema_0000002.bin"])
+def test_the_twin_begins_in_a_folder_without_a_run(run: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str) -> None:
+    """Whatever is left of a run stays as it is, whether a new run is asked for or one that goes on."""
+    monkeypatch.chdir(tmp_path)
+    run(flags(TINY, "--data_file", data, "--max_steps 2 --ema_snapshots 2"))
+    shutil.copy(tmp_path / "out" / model_name(2), tmp_path / "m.bin")
+    for path in (tmp_path / "out").iterdir():
+        if path.name != left:
+            path.unlink()
+    before = snapshot(tmp_path)
+    for given in (flags(TINY, "--data_file", data), flags("--resume_checkpoint m.bin --max_steps 3", QUIET)):
+        with pytest.raises(twin.UserError, match=f"--output_dir out: already holds a run's {left}; name a new folder"):
+            twin.run([*given, "--device", "cpu"])
+        assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("given", ["--resume_checkpoint latest", "--resume_checkpoint auto", "--keep_best True"])
+def test_what_the_program_alone_does_is_said_by_the_twin(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(twin.UserError, match=f"{given.removesuffix(' True')}: ./train_unet does that"):
+        twin.run([*flags(TINY, "--data_file", data, "--val_data_file", data), *given.split(), "--device", "cpu"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_checkpoints_of_the_twin(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At their interval and at the end, the newest ones."""
+    monkeypatch.chdir(tmp_path)
+    for keep, kept in ((0, [2, 4, 5]), (1, [5]), (2, [4, 5])):
+        given = flags(TINY, "--data_file", data, "--max_steps 5 --save_interval 2 --keep_checkpoints", keep, "--output_dir", keep)
+        assert twin.run([*given, "--device", "cpu"]) == 0
+        assert checkpoints(tmp_path / str(keep)) == kept and (tmp_path / str(keep) / "loss.png").exists()
 
 
 def test_a_resume_that_fails_leaves_the_folder_alone(run: Callable, refused: Callable, data: Path, tmp_path: Path) -> None:

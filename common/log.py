@@ -1,0 +1,170 @@
+"""A run of train_unet.py: what it starts from, and log.csv, its lines on the screen and loss.png."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from common import files
+from common.config import check_ema_rate, default_preset, make_config
+from common.data_files import Data, find_data, open_data, with_pictures
+from common.flags import Config, preset_flags
+from common.formats import read_model
+from common.model_files import ModelFile
+from common.program import UserError
+
+LOG_COLUMNS = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds"
+
+
+@dataclass
+class StepResult:
+    step: int  # finished steps, so the first is 1
+    loss: float
+    lr: float
+    grad_norm: float  # before clipping
+    loss_quarters: list[float | None]  # mean loss of the samples in each quarter of the noise levels
+    objection: str  # why the step was skipped, or ""
+
+
+def progress_line(config: Config, r: StepResult, skipped: int, seconds: float, mean: float, val_loss: float | None) -> str:
+    """What the screen shows of a step. seconds: a step's; mean: of recent losses."""
+    left = int((config.max_steps - r.step) * seconds)
+    line = (
+        f"step {r.step}/{config.max_steps} | loss {r.loss:.4f} (mean {mean:.4f}) | lr {r.lr:.2e} | "
+        f"norm {r.grad_norm:.3f} | {1000 * seconds:.1f} ms | {config.batch_size / seconds:.1f} images/s | "
+        f"ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
+    )
+    return line + (f" | val {val_loss:.4f}" if val_loss is not None else "") + f" | skipped {skipped}" * bool(skipped)
+
+
+class Log:
+    """log.csv in a folder without one, which is made if need be: a row per step, as ./train_unet writes it."""
+
+    def __init__(self, folder: str):
+        self.path, self.began = f"{folder}/log.csv", time.perf_counter()
+        try:
+            os.makedirs(folder, exist_ok=True)
+            self.file = open(self.path, "xb", buffering=0)  # x: if two runs begin in one folder, one of them ends here
+        except OSError as e:
+            raise UserError(f"--output_dir {folder}: can't be written to ({e.strerror}); choose another") from None
+        self.write_line(LOG_COLUMNS)
+
+    def write_line(self, line: str) -> None:
+        rest = f"{line}\n".encode()
+        try:
+            while rest:
+                rest = rest[self.file.write(rest) :]
+        except OSError as e:
+            raise UserError(f"{self.path}: can't be written ({e.strerror}), so the run is stopped") from None
+
+    def write(self, r: StepResult, ms: float, val_loss: float | None) -> None:
+        """Adds a row. ms: the step's time; the last column is the run's until now, in seconds."""
+        fields = [r.loss, r.lr, r.grad_norm, ms, *r.loss_quarters, val_loss, time.perf_counter() - self.began]
+        self.write_line(",".join([str(r.step), *("" if v is None else f"{v:.9g}" for v in fields)]))
+
+    def plot(self) -> None:
+        """loss.png beside it. Light: every step's loss; dark: its mean; orange: validation."""
+        from matplotlib.figure import Figure  # takes a second, and only this needs it
+
+        table = np.genfromtxt(self.path, delimiter=",", names=True, ndmin=1, comments=None)
+        axes = (figure := Figure(figsize=(9, 5), layout="constrained")).add_subplot()
+        window = max(1, len(table) // 50)
+        mean = np.convolve(table["loss"], np.ones(window) / window, "valid")
+        axes.plot(table["step"], table["loss"], "lightblue", label="loss")
+        axes.plot(table["step"][window - 1 :], mean, "darkblue", label=f"mean of {window} steps")
+        validated = np.isfinite(table["val_loss"])
+        if validated.any():
+            axes.plot(table["step"][validated], table["val_loss"][validated], "orange", label="validation")
+        axes.set(xlabel="step", ylabel="loss", yscale="log")
+        axes.legend()
+        figure.savefig(picture := io.BytesIO(), format="png", dpi=100)
+        files.atomic_write(f"{os.path.dirname(self.path)}/loss.png", [picture.getvalue()])
+
+
+# ======================================================================================================================
+# from flags to a run
+
+
+def check_new_folder(folder: str) -> None:
+    """UserError if an output folder holds a run: ./train_unet alone goes on in one."""
+    for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
+        if name == "log.csv" or re.fullmatch(r"(model|ema)_\d+\.bin", name):
+            told = "name a new folder (in that one ./train_unet --resume_checkpoint latest goes on)"
+            raise UserError(f"--output_dir {folder}: already holds a run's {name}; {told}")
+
+
+def open_start(flags: dict[str, Any]) -> ModelFile | None:
+    """The model file that a run with these flags starts from, or resumes."""
+    path = flags.get("resume_checkpoint", "")
+    if path and flags.get("init"):
+        raise UserError("--init and --resume_checkpoint: a run starts from one of them; leave the other out")
+    if path in ("latest", "auto"):
+        told = "./train_unet does that, in the run's own folder; here name a checkpoint, model_STEP.bin, and a new --output_dir"
+        raise UserError(f"--resume_checkpoint {path}: {told}")
+    if not (path or flags.get("init")):
+        return None
+    start = read_model(path or flags["init"], flags)
+    if path and (start.m is None or start.ema is None):
+        raise UserError(f"{path}: holds weights only, no moments to resume from; --init starts a new run from it")
+    if not start.is_finite():
+        raise UserError(f"{start.path}: its weights, their average or moments are not finite; move it away and use an earlier checkpoint")
+    return start
+
+
+def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile | None]:
+    """From flags to what a run needs: its configuration, its data and what it starts from. Creates nothing."""
+    flags, data = dict(flags), None
+    resume = bool(flags.get("resume_checkpoint"))
+    named = flags.keys() & {"data_file", "data_dir"}
+    if len(named) == 2:
+        raise UserError("--data_file and --data_dir: a run trains on one of them; leave the other out")
+    for name in "data_dir", "data_file", "init":
+        if flags.get(name) == "":
+            raise UserError(f"--{name}: is empty; give a path, or leave the flag out")
+    start = open_start(flags)
+    if flags.get("sample"):
+        config = make_config(flags, None, start, resume)
+        read = [start.path if start else "", config.data_file, config.start_from, config.inpaint, config.mask, config.values, config.cond_file]
+        files.check_output("--output", config.output, read, files.is_samples)
+        return config, None, start
+    if not flags.get("init_model_only"):
+        check_new_folder(flags.get("output_dir", Config.output_dir))
+    if resume and not named:
+        path = find_data(start.config.data_file, start.path)
+        flags["data_dir" if os.path.isdir(path) else "data_file"] = path
+    names_pictures = "cond_file" in flags
+    if resume and not names_pictures and start.config.cond_file:
+        flags["cond_file"] = find_data(start.config.cond_file, start.path)
+    if flags.get("data_dir"):
+        # Whether there are classes, and what the pictures of a condition are, is not known yet.
+        later = {"class_cond", "class_dropout", "guidance_scale", "classes", "cond_file", "val_cond_file", "cond_channels", "cond_dropout"}
+        unlabelled = {name: value for name, value in flags.items() if name not in later} | {"class_cond": False}
+        from common.pictures import open_pictures  # needs Pillow and tqdm, which who trains on a data file does without
+
+        data = open_pictures(flags["data_dir"], start.config if start else make_config(unlabelled))
+    else:
+        path = flags.get("data_file") or preset_flags(flags.get("preset") or default_preset(flags)[0])["data_file"]
+        if os.path.exists(path) or not flags.get("init_model_only") or "data_file" in flags:
+            data = open_data(path)
+    if data:
+        flags["data_file"] = data.path
+        data = with_pictures(data, "cond_file", flags.get("cond_file", ""))
+    config = make_config(flags, data, start, resume)
+    check_ema_rate(config)
+    if data:
+        data.check(config)
+    # A folder of pictures had no checksum in older checkpoints.
+    is_known = resume and not (os.path.isdir(data.path) and start.state.data_crc == 0)
+    if is_known and not named and (len(data.images), data.crc) != (start.state.data_images, start.state.data_crc):
+        flag = "--data_dir" if os.path.isdir(data.path) else "--data_file"
+        raise UserError(f"{data.path}: is not the data that {start.path} was trained on; name it, or this one, with {flag}")
+    if resume and not names_pictures and data.pictures and data.pictures.crc != start.state.cond_crc:
+        told = f"does not hold the pictures that {start.path} was trained with"
+        raise UserError(f"{data.pictures.path}: {told}; name them, or this file, with --cond_file")
+    return config, data, start
