@@ -1,5 +1,5 @@
 """train_unet's GPU build (dev/bench_cuda) beside PyTorch (compiled, the whole step one CUDA graph) and, where it is installed, JAX: make bench, or
-python dev/benchmarks/bench.py [--only unet64] [--gpus 4] [--skip_torch] [--skip_jax] [--chart bench.png] [--output bench.json]
+python dev/benchmarks/bench.py [--only unet64] [--gpus 4] [--plain] [--skip_torch] [--skip_jax] [--chart bench.png] [--output bench.json]
 
 Prints, for each model, batch and precision, the median milliseconds of a training step or of a forward pass of each program, the spread (10th
 to 90th percentile), the others' time over ours, and each step's peak memory. The programs take turns at going first, each run a process of its
@@ -22,9 +22,9 @@ import time
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-OURS, TORCH, JAX = "train_unet", "PyTorch", "JAX"
-COMMANDS = {OURS: ["dev/bench_cuda"], TORCH: [sys.executable, "dev/benchmarks/bench_torch.py"], JAX: [sys.executable, "dev/benchmarks/bench_jax.py"]}
-COLORS = {OURS: "darkblue", TORCH: "lightsteelblue", JAX: "lightgrey"}
+OURS, PLAIN, TORCH, JAX = "train_unet", "plain", "PyTorch", "JAX"
+COMMANDS = {OURS: ["dev/bench_cuda"], PLAIN: ["dev/bench_plain_cuda"], TORCH: [sys.executable, "dev/benchmarks/bench_torch.py"], JAX: [sys.executable, "dev/benchmarks/bench_jax.py"]}
+COLORS = {OURS: "darkblue", PLAIN: "royalblue", TORCH: "lightsteelblue", JAX: "lightgrey"}
 CORES = os.cpu_count() or 1
 
 MODELS = {
@@ -78,7 +78,7 @@ RUNS = [
 
 def command_of(run: Run, program: str, steps: int, torch_mode: str) -> list[str]:
     flags = ["--bench", str(steps), *MODELS[run.model].split(), "--batch_size", str(run.batch), "--precision", run.precision]
-    if program != OURS:
+    if program not in (OURS, PLAIN):
         flags += ["--bench_parts", run.parts]
     return [*COMMANDS[program], *flags, *(["--bench_mode", torch_mode] if program == TORCH else [])]
 
@@ -197,6 +197,7 @@ def main() -> None:
     parser.add_argument("--skip_torch", action="store_true")
     parser.add_argument("--skip_jax", action="store_true")
     parser.add_argument("--skip_ours", action="store_true")
+    parser.add_argument("--plain", action="store_true", help="ours once more without the kernels for Hopper (make -C dev bench_plain_cuda)")
     parser.add_argument("--timeout", type=float, default=300, help="seconds, of each run")
     parser.add_argument("--chart", help="write a bar chart to this PNG")
     parser.add_argument("--output", help="write every line of JSON that the programs printed to this file")
@@ -209,7 +210,7 @@ def main() -> None:
     why_no_jax = "" if args.skip_jax else missing_jax()
     if why_no_jax:
         print(f"JAX is left out: {why_no_jax}; pip install 'jax[cuda13]' adds its column")
-    programs = [OURS] * (not args.skip_ours) + [TORCH] * (not args.skip_torch) + [JAX] * (not args.skip_jax and not why_no_jax)
+    programs = [OURS] * (not args.skip_ours) + [PLAIN] * args.plain + [TORCH] * (not args.skip_torch) + [JAX] * (not args.skip_jax and not why_no_jax)
     for run in RUNS:
         kept = [row for row in run.rows() if args.only in f"{run.model} {run.batch} {run.precision} {row}"]
         run.parts = "both" if len(kept) == 2 else "".join(kept)
