@@ -5,9 +5,8 @@
 #include "gpu/conv.h"
 #include "trainer.h"
 
-// Returns whether Muon updates a parameter if --optimizer is muon. It updates every weight with at least two dimensions
-// (a convolution's weight counts as a matrix), but not the first and the last convolution, and not the embeddings of
-// classes and numbers. AdamW updates these exceptions, all biases, and the weights of norms.
+// Returns whether Muon updates a parameter if --optimizer is muon: every weight with at least two dimensions, except
+// the first and the last convolution, and the embeddings of classes and numbers. AdamW updates all others.
 static bool muon_updates(const Param& p) {
     const bool at_an_end = p.name == "input_blocks.0.0.weight" || p.name == "out.2.weight";
     const bool of_a_condition = p.name == "label_emb.weight" || p.name == "cond_emb.weight";
@@ -41,23 +40,18 @@ static void make_muon(Trainer* tr) {
 //
 // orthogonal(X) has the same singular vectors as X, but all its singular values are about 1. So a step changes W by
 // about the same amount along each singular vector, also where the gradient is small. The singular values are not
-// computed. Five times, X is replaced by an odd polynomial of itself. Together, the five steps map values from 0.0015
-// to 1 to values between 0.68 and 1.21. Values below 0.0015 stay below 0.68, but grow by a factor of up to 485.
+// computed. Five times, X is replaced by an odd polynomial of itself. Together, these steps map values from 0.0015 to 1
+// to values between 0.68 and 1.21.
 //
 //   X = X / |X|           |X|: the root of the sum of squares, so no singular value is above 1 (up to rounding).
 //                         X = 0 if |X| < 1e-14
 //   A = X X^T             (X^T X, if X has more rows than columns)
 //   X = a X + (b A + c A A) X      (a X + X (b A + c A A), if X has more rows than columns)
 //                         a, b, c: MUON_A, MUON_B, MUON_C
-//
-// This function computes scale orthogonal(X), which is called the direction of the update, for the matrices of the
-// whole network. A matrix may be cut by the borders of the ranks' slices. So each rank computes X for its slice, all
-// ranks exchange X, and each rank computes all directions. X takes the memory of tr->sum, and so do the directions
-// afterwards. At the places of this rank's slice, the gradients of matrices are not needed any more, and at the other
-// ranks' places the received gradients have been added up already. The gradients of other parameters stay in tr->sum
-// at the places of this rank's slice, for AdamW. (The exchange sends them, too, but no rank uses what it receives of
-// them.)
 static void update_by_muon(Trainer* tr, const Update& update) {
+    // A matrix may be cut by the borders of the ranks' slices. So each rank computes X for its slice, all ranks
+    // exchange X, and each rank computes all directions. X, and later the directions, take the memory of tr->sum. The
+    // gradients of other parameters stay there at the places of this rank's slice, for AdamW.
     muon_momentum(tr->sum, update, tr->state, tr->adamw, tr->own);
     if (world.size > 1) gather(tr->sum, nullptr, STRETCH * sizeof(float), tr->own, tr->own.n);
     orthogonalise(tr->sum, tr->muon, tr->state);
@@ -70,22 +64,15 @@ static void update_by_muon(Trainer* tr, const Update& update) {
 // Used when: --optimizer muon, after judge_step and before adamw_kernel.
 // How: The formulas, with X, A and B, stand above update_by_muon. A launch computes one product for all matrices of the
 //   network, because a single matrix has too little work for a GPU. A block computes one tile of a result, of 128 x 128
-//   or 64 x 64 elements. Each sum is computed by one block, in a fixed order, so it has the same bits in every run. The
-//   operands pass through a ring of stages in shared memory, as in conv_gather ("Convolution"). Parts of that section and
-//   of gpu/shared.h are used here, too, such as copy_channels, channels_on, chunk_place, places, take_apart_copies,
-//   FragmentA, load_fragment and multiply. Where their comments speak of neighbouring channels, there are neighbouring
-//   numbers of a line here (MuonOperand explains lines). In the five iterations X, A and B are stored in the type of
-//   the activations, T. The momentum before the iterations and the directions after them are always floats. A and B are
-//   symmetric. So only those of their tiles are computed that lie on the diagonal or above it, and each element above
-//   the diagonal is stored at two places.
-// Costs: with S and L for a matrix's short and long side, about 16 S S L + 5 S S S operations on the tensor cores, and
-//   more if S is only a few tiles, since a tile on the diagonal is computed whole. (A multiplication and an addition
-//   count as two operations. S S L of the operations are for the norm |X|. With floats, each product of two numbers
-//   takes three products of fp16 numbers, so there are three times as many operations.)
+//   or 64 x 64 elements. The operands pass through a ring of stages in shared memory, as in conv_gather, and by the
+//   same functions. Where these speak of neighbouring channels, there are neighbouring numbers of a line here
+//   (MuonOperand). In the iterations X, A and B are stored in the type of the activations, T. A and B are symmetric, so
+//   only those of their tiles are computed that lie on the diagonal or above it.
+// Costs: with S and L for a matrix's short and long side, about 16 S S L + 5 S S S operations on the tensor cores. With
+//   floats there are three times as many.
 
-// Updates the momentum of this rank's part of Muon's matrices, and computes Nesterov's momentum, X. For the elements of
-// these matrices u.is_matrix is 1. X may be the same array as u.sum.
-// As in adamw_kernel, a thread takes four neighbouring floats at a time (a quad). i: a quad of the slice. k: the same
+// Updates the momentum of this rank's part of Muon's matrices, and computes Nesterov's momentum, X, which may be the
+// same array as u.sum. A thread takes four neighbouring floats at a time (a quad). i: a quad of the slice. k: the same
 // quad in the flat arrays.
 static __global__ void __launch_bounds__(256)
     muon_momentum_kernel(float* X, const __grid_constant__ Update u, const StepState* state, AdamW h, Slice own) {
@@ -122,8 +109,7 @@ enum class MuonProduct {
 };
 
 // Copies Muon's matrices from X, a flat array of floats, to Y, a flat array of T. grid: the tiles of the matrices. If A
-// is null, the matrices are copied as they are. Otherwise each matrix is divided by |X|. For this, A contains the Gram
-// matrices X X^T (or X^T X): the trace of a Gram matrix is |X|^2.
+// is not null, each matrix is divided by |X|: A contains the Gram matrices, and the trace of a Gram matrix is |X|^2.
 template <class T>
 static __global__ void __launch_bounds__(256)
     muon_copy_kernel(T* Y, const float* X, const T* A, const MuonMatrix* matrices, MuonTiles tiles,
@@ -155,8 +141,8 @@ static __global__ void __launch_bounds__(256)
     }
 }
 
-// An operand of a product has `rows` rows of K numbers. The product sums over k, the index within a row. In memory the
-// operand consists of lines, which begin `pitch` numbers apart.
+// An operand has `rows` rows of K numbers. The product sums over k, the index within a row. In memory the operand
+// consists of lines, which begin `pitch` numbers apart.
 //   not TRANSPOSED   a line holds one row: its values for k = 0, 1, 2, ...
 //   TRANSPOSED       a line holds the values of all rows for one k: of rows 0, 1, 2, ...
 template <class T_, bool TRANSPOSED_> struct MuonOperand {
@@ -168,13 +154,11 @@ template <class T_, bool TRANSPOSED_> struct MuonOperand {
 
 // A block has this many threads, 2 x 2 warps.
 constexpr int MUON_THREADS = 128;
-// In shared memory, a line has this many numbers: those of one row for 64 values of k or, if TRANSPOSED, those of 64
-// rows for one k.
+// In shared memory, a line has this many numbers: one row for 64 values of k or, if TRANSPOSED, 64 rows for one k.
 constexpr int MUON_LINE = 64;
 
-// A tile of a result has 64 N rows and 64 N columns. For it, slices of the operands pass through a ring of stages. A
-// slice is 64 N rows x 64 k. In shared memory it consists of 64 N lines. If TRANSPOSED and N = 2, the first 64 lines
-// hold the first 64 rows of each k, and the other 64 lines hold the other 64 rows.
+// A tile of a result has 64 N rows and 64 N columns. For it, slices of the operands, 64 N rows x 64 k, pass through a
+// ring of stages. A slice consists of 64 N lines. If TRANSPOSED and N = 2, the first 64 lines hold the first 64 rows.
 //
 //     a stage:   | left operand: 64 N lines | right operand: 64 N lines |
 template <class T, int N> struct MuonRing {
@@ -184,16 +168,14 @@ template <class T, int N> struct MuonRing {
     static constexpr bool IS_SMALL = STAGE_BYTES <= 16 * 1024; // bf16 with N = 1
     static constexpr int STAGES = IS_SMALL ? 4 : 3;
     static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES;
-    // How many blocks shall fit on a multiprocessor of Hopper. The compiler gives a thread no more registers than this
-    // allows.
+    // How many blocks shall fit on a multiprocessor of Hopper. This limits the registers of a thread.
     static constexpr int PER_SM = IS_SMALL ? 3 : 2;
     static_assert(SHARED_BYTES <= RTX_30.shared_per_block, "the least that a GPU of sm_80 or later has");
 };
 
 // One side of a product, left or right: which parts of the operand's slices this thread copies, and which addresses it
-// gives to ldmatrix. The block copies LINES_AT_ONCE lines at a time, and each of its threads copies one chunk (8
-// numbers) of one of these lines. In mma's drawing (gpu/shared.h), fragments of the left operand are called A, and those
-// of the right one B.
+// gives to ldmatrix. Each thread copies one chunk (8 numbers) of one of LINES_AT_ONCE lines at a time. Fragments of the
+// left operand are mma's A, and those of the right one are its B.
 template <class Operand, int N, bool IS_LEFT> struct MuonSide {
     typedef typename Operand::T T;
     static constexpr bool TRANSPOSED = Operand::TRANSPOSED;
@@ -207,8 +189,7 @@ template <class Operand, int N, bool IS_LEFT> struct MuonSide {
     // This thread copies chunk copied_chunk of every LINES_AT_ONCE-th line, from line copied_line on.
     const int copied_chunk = (int)threadIdx.x % 8;
     const int copied_line = (int)threadIdx.x / 8;
-    // The address that this thread's first chunk is copied to in stage 0. All lines that the thread copies have the
-    // same swizzle key.
+    // Where this thread's first chunk is copied to in stage 0. All its lines have the same swizzle key.
     const uint32_t copied_to = base + copied_line * LINE_BYTES + chunk_place<T>(copied_chunk, copied_line & 7);
 
     // warp_row: where the rows that this warp multiplies begin, counted from first_row
@@ -217,8 +198,7 @@ template <class Operand, int N, bool IS_LEFT> struct MuonSide {
 
     // Returns lane_address - base. ldmatrix loads four matrices of 8 x 8 numbers: two neighbouring chunks of lines 0-7,
     // and the same two of lines 8-15. mma needs them in one order for the left operand, and in another order for the
-    // right one. In a TRANSPOSED operand a line holds the numbers of one k, not those of one row. Then the two orders
-    // are exchanged:
+    // right one. If TRANSPOSED, the two orders are exchanged:
     //
     //                                           matrix 0     matrix 1     matrix 2     matrix 3
     //   left not TRANSPOSED, right TRANSPOSED   lines 0-7    lines 8-15   lines 0-7    lines 8-15
@@ -231,22 +211,17 @@ template <class Operand, int N, bool IS_LEFT> struct MuonSide {
         constexpr bool NEXT_MATRIX_IS_BELOW = IS_LEFT != TRANSPOSED;
         const int line = lane % 8 + 8 * (NEXT_MATRIX_IS_BELOW ? matrix % 2 : matrix / 2);
         const int next_chunk = NEXT_MATRIX_IS_BELOW ? matrix / 2 : matrix % 2;
-        // The warp's rows begin at line first_line and chunk first_chunk of the slice. If the operand is not
-        // TRANSPOSED, a line is a row. If it is TRANSPOSED, a line holds the numbers of 64 rows for one k. A slice has
-        // 64 values of k, so a group of 64 rows takes 64 lines. first_line is the first line of the warp's group, and
-        // each chunk of a line holds the numbers of 8 rows.
+        // The warp's rows begin at line first_line and chunk first_chunk of the slice. If TRANSPOSED, a line holds 64
+        // rows for one k. So a group of 64 rows takes 64 lines, and each chunk holds the numbers of 8 rows.
         const int first_line = TRANSPOSED ? warp_row / MUON_LINE * MUON_LINE : warp_row;
         const int first_chunk = TRANSPOSED ? warp_row % MUON_LINE / 8 : 0;
         return (first_line + line) * LINE_BYTES + chunk_place<T>(first_chunk + next_chunk, line & 7);
     }
-    // Starts the copies of the slice that begins at k, to the stage that begins stage_offset bytes behind stage 0. What
-    // lies outside of the operand becomes zeros.
+    // Starts the copies of the slice that begins at k. What lies outside of the operand becomes zeros.
     INLINE void copy(uint32_t stage_offset, int k) const {
         UNROLL_FOR (int i = 0; i < 4 * N; i++) {
-            // row and of_k: the row and the k of the first number of the chunk that is copied in round i. A round
-            // copies LINES_AT_ONCE lines. If TRANSPOSED, a line holds the numbers of 64 rows for one k. A slice
-            // has 64 values of k, so the numbers of 64 rows lie in 64 lines. The first TIMES rounds copy the lines of
-            // the first 64 rows. If N = 2, the next TIMES rounds copy the lines of the next 64 rows.
+            // row and of_k belong to the first number of the chunk that is copied in round i. If TRANSPOSED, the first
+            // TIMES rounds copy the lines of the first 64 rows, and the next TIMES rounds those of the next 64 rows.
             constexpr int TIMES = MUON_LINE / LINES_AT_ONCE;
             const int row =
                 first_row + (TRANSPOSED ? i / TIMES * MUON_LINE + 8 * copied_chunk : copied_line + LINES_AT_ONCE * i);
@@ -258,8 +233,7 @@ template <class Operand, int N, bool IS_LEFT> struct MuonSide {
             copy_channels(copied_to + stage_offset, i * LINES_AT_ONCE * LINE_BYTES, from, is_inside);
         }
     }
-    // Returns a function for take_apart_copies. The returned function has an argument f, and calls f(address) for each
-    // chunk that this thread copies.
+    // Returns a function for take_apart_copies. It calls f(address) for each chunk that this thread copies.
     INLINE auto own_chunks(uint32_t stage_offset) const {
         return places<4 * N, LINES_AT_ONCE * LINE_BYTES>(copied_to + stage_offset);
     }
@@ -277,14 +251,13 @@ template <class Operand, int N, bool IS_LEFT> struct MuonSide {
     }
 };
 
-// Adds to `sums` this warp's part of a tile of left right^T. The block has 2 x 2 warps, and each computes 32 N x 32 N
-// elements: 2 N x 4 N fragments. Element (i, j) of the tile is the sum over k of left(i, k) right(j, k). row and
-// column: where the tile begins in the result. A kernel calls this function only once. At the end of a call some warps
-// may still read the stages, so a second call could overwrite what they read.
+// Adds to `sums` this warp's part of a tile of left right^T: 32 N x 32 N elements. Element (i, j) of the tile is the
+// sum over k of left(i, k) right(j, k). row and column: where the tile begins in the result. A kernel must call this
+// only once, because at the end some warps may still read the stages.
 template <class T, int N, class Left, class Right>
 INLINE void muon_multiply(float (&sums)[2 * N][4 * N][4], const Left& left, const Right& right, int row, int column) {
     using Ring = MuonRing<T, N>;
-    // 256 is a multiple of LINE_BYTES. So each line begins at a multiple of its length, as channels_on needs it.
+    // 256 is a multiple of LINE_BYTES, so each line begins at a multiple of its length. channels_on needs this.
     extern __shared__ __align__(256) unsigned char stages[];
     const uint32_t base = shared_address(stages);
     const int warp = threadIdx.x / 32;
@@ -301,7 +274,7 @@ INLINE void muon_multiply(float (&sums)[2 * N][4 * N][4], const Left& left, cons
         copies_committed(); // also if nothing was copied: copies_arrived counts these calls
     };
     for (int slice = 0; slice < Ring::STAGES - 1; slice++) copy_slice(slice);
-    // With floats, take_apart_copies sets these factors, which undo the scaling of the operands. In bf16 they stay 1.
+    // With floats, take_apart_copies sets these factors, which undo the scaling of the operands.
     float left_scale = 1;
     float right_scale = 1;
     for (int slice = 0; slice < slices; slice++) {
@@ -316,31 +289,28 @@ INLINE void muon_multiply(float (&sums)[2 * N][4 * N][4], const Left& left, cons
             FragmentB<T> right_fragments[4 * N];
             left_side.load(left_fragments, stage, k);
             right_side.load(right_fragments, stage, k);
-            // sums[i][j] is fragment (i, j) of the sums. Counted from sums[0], it is fragment number 4 N i + j. So
-            // multiply's a_step is 4 N, and its b_step is 1.
+            // Counted from sums[0], sums[i][j] is fragment number 4 N i + j. So a_step is 4 N, and b_step is 1.
             multiply<T, 2 * N, 4 * N>(sums[0], 4 * N, 1, left_fragments, right_fragments, left_scale * right_scale);
         }
     }
 }
 
-// Where X lies, in one of two arrays. In muon.X, a flat array of T, a matrix begins at number m.offset (`spread` is 1).
-// In Trainer::sum, a flat array of floats, a matrix of T begins at the address of float number m.offset. Counted in
-// numbers of T, this is number spread * m.offset, where spread is sizeof(float) / sizeof(T): 2 for bf16, whose matrix
-// fills the first half of its floats' memory.
+// Where X lies. In muon.X, a flat array of T, a matrix begins at number m.offset (`spread` is 1). In Trainer::sum, a
+// flat array of floats, it begins at the address of float number m.offset. Counted in numbers of T, this is number
+// spread * m.offset, where spread is sizeof(float) / sizeof(T).
 template <class T> struct MuonX {
     T* p;
     int spread;
     INLINE T* matrix(const MuonMatrix& m) const { return p + spread * m.offset; }
 };
-// What an iteration reads (X) and writes (A, B, and `next`, which the next iteration reads as X). The last iteration
-// multiplies its result by muon_scale, and writes it to `next` as floats.
+// What an iteration reads (X) and writes (A, B, and `next`). The last one writes its result to `next` as floats.
 template <class T> struct MuonIteration {
     MuonX<T> X, next;
     T *A, *B;
     bool is_last;
 };
 
-// Stores an element of a symmetric matrix (S, S) at both of its places. (On the diagonal both are the same place.)
+// Stores an element of a symmetric matrix (S, S) at both of its places.
 template <class T> INLINE void store_symmetric(T* matrix, int S, int row, int column, float v) {
     matrix[(size_t)row * S + column] = (T)v;
     matrix[(size_t)column * S + row] = (T)v;
@@ -361,9 +331,8 @@ static __global__ void __launch_bounds__(MUON_THREADS, (MuonRing<T, N>::PER_SM))
     T* const A = work.A + m.square_offset;
     T* const B = work.B + m.square_offset;
 
-    // muon_multiply computes left right^T. X_columns is X^T. So if X_columns is the right operand, the product is
-    // left X. A and B are symmetric, so each of them is its own transpose. An operand is {p, rows, K, pitch}. The
-    // products are:
+    // muon_multiply computes left right^T, and X_columns is X^T. So if X_columns is the right operand, the product is
+    // left X. A and B are symmetric, so each of them is its own transpose. The products are:
     //
     //                  X is wide           X is tall
     //   GRAM           X X^T               X^T X
@@ -389,8 +358,7 @@ static __global__ void __launch_bounds__(MUON_THREADS, (MuonRing<T, N>::PER_SM))
 
     const int rows = PRODUCT == MuonProduct::NEXT ? m.rows : S;
     const int columns = PRODUCT == MuonProduct::NEXT ? m.columns : S;
-    // Computes two neighbouring elements of a row of the result, and stores them. x and y: what `sums` holds for these
-    // two elements.
+    // Computes two neighbouring elements of a row of the result from their sums x and y, and stores them.
     auto put_two = [&](int row, int column, float x, float y) {
         if (row >= rows || column >= columns) return;
         const size_t at = (size_t)row * columns + column;
@@ -399,7 +367,7 @@ static __global__ void __launch_bounds__(MUON_THREADS, (MuonRing<T, N>::PER_SM))
             x += MUON_A * old.x;
             y += MUON_A * old.y;
             const float scale = muon_scale(m);
-            // The last iteration's `next` is Trainer::sum, which takes floats (orthogonalise).
+            // The last iteration's `next` is Trainer::sum, which takes floats.
             if (work.is_last) store_two((float*)next + at, scale * x, scale * y);
             else store_two(next + at, x, y);
             return;
@@ -414,7 +382,7 @@ static __global__ void __launch_bounds__(MUON_THREADS, (MuonRing<T, N>::PER_SM))
         if (row <= column) store_symmetric(square, S, row, column, x);
         if (row <= column + 1) store_symmetric(square, S, row, column + 1, y);
     };
-    // Section 16 draws which elements of a fragment a lane holds.
+    // gpu/shared.h draws which elements of a fragment a lane holds.
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     const int first_row = tile.row + warp / 2 * 32 * N + lane / 4;
@@ -429,10 +397,9 @@ static __global__ void __launch_bounds__(MUON_THREADS, (MuonRing<T, N>::PER_SM))
         }
 }
 
-// Makes the list of the tiles of all results of a launch. of_squares: the results are (short_side, short_side), as GRAM
-// and POLYNOMIAL have them; otherwise (rows, columns), as NEXT has them. Squares are symmetric, so the list has only
-// their tiles on the diagonal and above it. Large tiles read the operands less often. But a multiprocessor of Hopper
-// runs two blocks of large tiles at a time, so there must be at least two tiles for each multiprocessor.
+// Makes the list of the tiles of all results of a launch. of_squares: the results are (short_side, short_side),
+// otherwise (rows, columns). Squares are symmetric, so only their tiles on the diagonal and above it are listed. Large
+// tiles read the operands less often, but there must be at least two for each multiprocessor of Hopper.
 static MuonTiles muon_tiles(const MuonWork& muon, bool of_squares) {
     auto cut = [&](int size) {
         std::vector<MuonTile> list;
@@ -448,15 +415,13 @@ static MuonTiles muon_tiles(const MuonWork& muon, bool of_squares) {
     };
     int size = 128;
     std::vector<MuonTile> list = cut(size);
-    // Smaller tiles are used if there are too few large ones, and always with floats: for tiles of 128 x 128, the
-    // stages of floats would take 192 KB of shared memory. Many GPUs have less (see the static_assert in MuonRing).
+    // Smaller tiles are used if there are too few large ones, and always with floats, whose stages would take 192 KB.
     if (act_parts() > 1 || (int)list.size() < 2 * gpu.sms) {
         size = 64;
         list = cut(size);
     }
     // Tiles with the longest sums come first, so that at the end of the launch no block is left alone with a long sum.
-    // The tiles of squares serve two products. They are sorted for the Gram matrix (X X^T or X^T X), whose sums are
-    // longer than those of A A.
+    // Squares are sorted for the Gram matrix, whose sums are longer than those of A A.
     auto sum_length = [&](const MuonTile& t) {
         const MuonMatrix& m = muon.matrices[t.matrix];
         return of_squares ? m.long_side() : m.short_side();
@@ -485,10 +450,9 @@ static void launch_muon(const MuonIteration<T>& work, const MuonWork& muon, cons
     run(muon_kernel<T, 1, PRODUCT>, MuonRing<T, 1>::SHARED_BYTES);
 }
 
-// Replaces Nesterov's momentum in X, a flat array of floats, by the directions of all of Muon's matrices. |X| is found
-// without a kernel of its own: |X|^2 is the trace of X X^T. For this product, muon_kernel needs X in type T. So the
-// array X is first copied to muon.X undivided. Then it is copied once more, divided by |X|. Iterations 0, 2 and 4 read
-// muon.X and write to the array X, and iterations 1 and 3 do the reverse.
+// Replaces Nesterov's momentum in X, a flat array of floats, by the directions of all of Muon's matrices. |X|^2 is the
+// trace of X X^T, for which muon_kernel needs X in type T. So the array X is first copied to muon.X undivided, and then
+// once more, divided by |X|. Iterations 0, 2 and 4 write to the array X, and iterations 1 and 3 to muon.X.
 static void orthogonalise(float* X, const MuonWork& muon, const StepState* state) {
     static_assert(MUON_ITERATIONS % 2, "odd, so that the last iteration writes to the array X");
     with_act([&]<class T>(T) {

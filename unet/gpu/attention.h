@@ -22,8 +22,8 @@ template <class T> struct HeadRows {
 
 enum { Q_PART, K_PART, V_PART }; // the parts of a pixel's 3C channels in qkv and dqkv
 
-// A block's tile of `rows` rows of one head. Blocks with neighbouring numbers have tiles of the same head. They run at
-// about the same time, so most of them find the rows that they read in the L2 cache.
+// A block's tile of `rows` rows of one head. Blocks with neighbouring numbers have tiles of the same head, so most of
+// them find the rows that they read in the L2 cache.
 struct HeadTile {
     const AttentionCall& a;
     int rows;
@@ -33,9 +33,8 @@ struct HeadTile {
     int b = index / a.heads;
     int h = index % a.heads;
 
-    // Returns the index of the head's row t in the arrays of SoftmaxRows and of D, which are (B, heads, T).
+    // Returns the index of the head's row t in arrays of (B, heads, T).
     INLINE size_t row_index(int t) const { return (size_t)index * a.T + t; }
-    // of_qkv returns the head's rows in one part of qkv or dqkv. of_out returns the head's rows in out or dout.
     template <class T> INLINE HeadRows<T> of_qkv(const act* qkv, int part) const {
         return {(T*)qkv + (size_t)b * a.T * 3 * a.C + part * a.C + h * a.d, 3 * a.C};
     }
@@ -44,8 +43,7 @@ struct HeadTile {
     }
 };
 
-// The operands of the portable backward kernels, as in the table at the head of section 19. owns_keys: whether the
-// block owns keys
+// The operands of the portable backward kernels. owns_keys: whether the block owns keys
 template <class T> struct BackwardOperands {
     HeadRows<const T> A1, A2, B1, B2;
     INLINE BackwardOperands(const HeadTile& tile, const AttentionCall& a, bool owns_keys) {
@@ -62,7 +60,6 @@ template <class T> struct BackwardOperands {
 template <class Tile> INLINE int warp_row() { return threadIdx.x / 32 * Tile::WARP_ROWS; }
 
 // Returns D of a row: rowsum(dout * out). Four lanes compute D together, and each of them returns it.
-// d: how many elements each of the two rows has
 template <class T> INLINE float row_dot(const T* dout, const T* out, int d) {
     float sum = 0;
     const int lane = threadIdx.x % 4;

@@ -9,14 +9,12 @@
 // Used when: no other kernel can be used: d > 256 in bf16, d > 128 in fp32.
 // How: a warp owns a row, and each of its lanes computes 8 columns of the row's result. Rows of more than 256 columns
 //   are computed by several warps, each of which computes P again.
-// Costs: The fp32 units compute everything, without tensor cores. Each warp reads all rows that its own row is combined
-//   with, mostly from the caches.
+// Costs: The fp32 units compute everything. Each warp reads all rows that its own row is combined with.
 
 constexpr int GENERAL_WARPS = 8;   // warps of a block
 constexpr int GENERAL_COLUMNS = 8; // a lane computes this many columns, which lie 32 apart; a warp computes 256 columns
 
-// Returns the dot product of a and b, which have d elements each. All lanes of a warp work on it together, and each
-// lane returns the whole product.
+// Returns the dot product of a and b, which have d elements. All lanes of a warp compute it together.
 template <class T> INLINE float warp_dot(const T* a, const T* b, int d) {
     float sum = 0;
     for (int c = threadIdx.x % 32; c < d; c += 32) {
@@ -25,8 +23,7 @@ template <class T> INLINE float warp_dot(const T* a, const T* b, int d) {
     return warp_sum(sum);
 }
 
-// A row is divided into chunks of 256 columns, and this block computes chunk blockIdx.y. Calls f(i, c) for each of this
-// lane's columns in the chunk: c is the number of the lane's i-th column. Columns c >= d are left out.
+// This block computes chunk blockIdx.y of 256 columns. Calls f(i, c) for this lane's columns c < d of the chunk.
 template <class F> INLINE void each_column(int d, F f) {
     UNROLL_FOR (int i = 0; i < GENERAL_COLUMNS; i++) {
         const int c = (blockIdx.y * GENERAL_COLUMNS + i) * 32 + threadIdx.x % 32;
@@ -34,8 +31,7 @@ template <class F> INLINE void each_column(int d, F f) {
     }
 }
 
-// grid (B * heads * tiles of T, chunks of 256 columns). A warp works on one query. It reads one key after the other,
-// and computes the softmax as RunningSoftmax does.
+// grid (B * heads * tiles of T, chunks of 256 columns). A warp works on one query, and reads one key after the other.
 template <class T>
 static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_general_kernel(AttentionCall a) {
     await_previous_kernel();
@@ -52,7 +48,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
     for (int j = 0; j < a.T; j++) {
         const float S = warp_dot(q.row(row), k.row(j), a.d);
         const float highest = fmaxf(top, S);
-        // If this score is higher than all earlier scores, the earlier sums are multiplied by shrink < 1.
+        // If this score is higher than all earlier ones, the earlier sums shrink.
         const float shrink = exp2f((top - highest) * scale);
         const float P = exp2f((S - highest) * scale);
         top = highest;
@@ -62,7 +58,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
             out[i] = out[i] * shrink + P * value;
         });
     }
-    // The values P were not divided by the sum of their row. Instead, the array `out` is divided by it here.
+    // The values P were not divided by the sum of their row. So the array `out` is divided by it here.
     T* to = tile.of_out<T>(a.to).row(row);
     each_column(a.d, [&](int i, int c) { to[c] = (T)(out[i] / sum); });
     // All lanes write the same numbers. So do the warps that compute the row's other chunks of columns.
@@ -70,14 +66,12 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS) attention_forward_g
 }
 
 // grid (B * heads * tiles of T, chunks of 256 columns, 2): blocks with z = 0 own keys, blocks with z = 1 own queries. A
-// warp owns one row, and reads the streamed rows one after the other. A1 and A2 belong to the own row, B1 and B2 to the
-// streamed row (the table at the head of "Attention" says the same):
+// warp owns one row, and reads the streamed rows one after the other:
 //
 //   own query:   A1 = q, A2 = dout,   B1 = k, B2 = v      sum1 becomes dq
 //   own key:     A1 = k, A2 = v,      B1 = q, B2 = dout   sum1 becomes dk, sum2 becomes dv
 //
-// The argument D holds, for each query, the sum of dout * out over the head's channels. top and log_sum are the query's
-// SoftmaxRow. For each streamed row:
+// D holds, for each query, the sum of dout * out over the head's channels. For each streamed row:
 //   S = A1 B1^T,   P = 2^((S - top) log2(e) / sqrt(d) - log_sum),   dP = A2 B2^T,   dS = P (dP - D),
 //   sum1 += dS B1,   and if the warp owns a key: sum2 += P B2
 template <class T>
@@ -109,7 +103,7 @@ static __global__ void __launch_bounds__(32 * GENERAL_WARPS)
             if (owns_keys) sum2[i] += P * (float)b2[c];
         });
     }
-    // dq or dk is multiplied by its factor 1 / sqrt(d) only here, at the end.
+    // dq or dk is multiplied by 1 / sqrt(d) only here, at the end.
     T* d_own = tile.of_qkv<T>(a.to, owns_keys ? K_PART : Q_PART).row(row);
     T* dv = tile.of_qkv<T>(a.to, V_PART).row(row);
     each_column(a.d, [&](int i, int c) {

@@ -6,10 +6,9 @@
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- ConvOut: results, 4 channels of a pixel at a time
-// A ConvOut holds the addresses that results are written to, and everything that is added to the results. Channels
-// [0, Cout1) are written to part1, and the next Cout2 channels to part2. (There are two parts if the results are the
-// gradients of two concatenated inputs.) In the forward pass the addend is conv_forward's `residual`. In the
-// backward pass bias, emb and stats are null.
+// Where results are written, and what is added to them. Channels [0, Cout1) are written to part1, and the next Cout2
+// channels to part2: two parts are the gradients of two concatenated inputs. In the forward pass the addend is
+// conv_forward's `residual`. In the backward pass bias, emb and stats are null.
 struct ConvOut {
     Grad part1, part2 = {};
     int Cout1, Cout2 = 0;
@@ -22,9 +21,8 @@ struct ConvOut {
     ConvSkip skip = {};   // weight not null: the kernel also computes this skip connection, and adds it to the results
 };
 
-// The arguments of conv_halo, conv_gather, conv_tiles and conv_small, the functions that launch the kernels. If
-// BACKWARD, the input x1 is dout: then Cin1 is the layer's Cout, Cout is the layer's number of input channels, and the
-// output has the size of the layer's input.
+// The arguments of conv_halo, conv_gather, conv_tiles and conv_small. If BACKWARD, the input x1 is dout: then Cin1 is
+// the layer's Cout, Cout is its number of input channels, and the output has the size of the layer's input.
 struct ConvCall {
     ConvShape s;
     int B = 0, H = 0, W = 0;     // images, rows and columns of the output
@@ -40,9 +38,8 @@ struct ConvCall {
     int slices = 0;               // conv_halo: slices of the Cin1 channels
     int taps = 0;                 // conv_gather: taps of the filter
     int source_pixels = 0;        // conv_gather: pixels of an image of the input
-    // (Cout): the sums of channel c are multiplied by factors[c]. This undoes the scaling: inputs and weights were
-    // multiplied by other factors before they were rounded to FP8. `factors` is used only if s.in is FP8 or
-    // FP8_GRADIENT. Then the weights are FP8, too.
+    // (Cout), only in FP8: the sums of channel c are multiplied by factors[c]. This undoes the factors by which inputs
+    // and weights were multiplied before they were rounded.
     const float* factors = nullptr;
 };
 
@@ -50,8 +47,7 @@ struct ConvCall {
 template <class T> struct OutputLane {
     int pitch; // channels of a pixel in the tensor that is written (part1 or part2)
     int count; // how many channels are stored: 4, or fewer at the end of the tensor; 0: nothing is stored
-    // Where channel c of the tensor's first pixel (in image 0) is written. (If the tensor is part2, its channels are
-    // counted from its own first one.) Pixel p, counted over all images, lies p * pitch elements further on.
+    // Where channel c of the tensor's first pixel (in image 0) is written. Pixel p lies p * pitch elements further on.
     T* out;
     const T *add1, *add2; // the same places in the addends; null: no addend
     float shift[4];       // bias + embedding of image n, which is added to all of its pixels
@@ -73,10 +69,9 @@ template <class T> struct OutputLane {
 };
 
 // How the work of a block is divided among its warps, in conv_halo and conv_gather. A block computes one tile: CHANNELS
-// output channels for pixels of IMAGES images. A warp computes 64 pixels x WARP_CHANNELS channels. So a set of
-// PIXEL_WARPS x (CHANNELS / WARP_CHANNELS) warps covers the tile. If images are small or few, there are too few such
-// warps to keep the GPU busy. Then a block has several such sets, K_GROUPS of them. Each set (a K group) sums over its
-// own part of the input channels, and the sums of all sets are added at the end.
+// output channels for pixels of IMAGES images. A warp computes 64 pixels x WARP_CHANNELS channels. If images are small
+// or few, such warps are too few to keep the GPU busy. Then a block has K_GROUPS sets of them. Each set (a K group)
+// sums over its own part of the input channels, and the sums of all sets are added at the end.
 //
 //   warp of a block = pixel_warp + PIXEL_WARPS * (channel_warp + CHANNELS / WARP_CHANNELS * k_group)
 template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int K_GROUPS_> struct ProductTile {
@@ -84,15 +79,14 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
     static constexpr int CHANNELS = CHANNELS_, WARP_CHANNELS = WARP_CHANNELS_;
     static constexpr int POSITIONS = PIXEL_WARPS * (CHANNELS / WARP_CHANNELS); // warps of a K group
     static constexpr int THREADS = POSITIONS * K_GROUPS * 32;
-    // How results are stored. LANES lanes of a warp store one pixel, 4 channels each. So a warp stores STEP pixels at
-    // once. A pixel has PITCH floats in shared memory. 4 of them are unused, which avoids bank conflicts.
+    // LANES lanes of a warp store one pixel, 4 channels each. So a warp stores STEP pixels at once. A pixel has PITCH
+    // floats in shared memory. 4 of them are unused, which avoids bank conflicts.
     static constexpr int LANES = WARP_CHANNELS / 4;
     static constexpr int STEP = 32 / LANES;
     static constexpr int PITCH = WARP_CHANNELS + 4;
     static constexpr int STAGED_BYTES = POSITIONS * K_GROUPS * 64 * PITCH * 4;
     static constexpr int STAT_ROWS = PIXEL_WARPS / IMAGES * K_GROUPS * STEP; // threads that sum one channel of an image
-    // These functions return what a warp computes: which 64 pixels and which WARP_CHANNELS output channels of the tile,
-    // and over which part of the input channels it sums (k_group).
+    // What a warp computes: which pixels and output channels of the tile, over which part of the input channels.
     static constexpr int pixel_warp(int warp) { return warp % PIXEL_WARPS; }
     static constexpr int channel_warp(int warp) { return warp / PIXEL_WARPS % (CHANNELS / WARP_CHANNELS); }
     static constexpr int k_group(int warp) { return warp / POSITIONS; }
@@ -100,14 +94,11 @@ template <int IMAGES_, int PIXEL_WARPS_, int CHANNELS_, int WARP_CHANNELS_, int 
 
 // Stores what a lane has to store in one round of store_product: 4 channels of N pixels. The lane's pixel i becomes
 // pixel index_of(i) of the output. If index_of(i) is -1, pixel i is not stored.
-//   staged        where the sums of the lane's first pixel lie in shared memory, in fp32. These are the sums that the
-//                 first K group has computed. Those of K group g lie g * k_group_floats floats further on.
-//   addends       the values of l.add1 at these pixels. They were loaded earlier, so that nothing waits for them here.
-//   sum, square   the lane's sums for the statistics. The stored (rounded) values are added to `sum`, and their squares
-//                 to `square`.
-// An addend may be the output itself, so the compiler cannot move a load to a place before a store. Therefore the
-// pixels are stored in batches of BATCH pixels, and all loads of a batch stand before the batch's first store. So the
-// loads are under way at the same time.
+//   staged        the sums of the lane's first pixel, in fp32; those of K group g lie g * k_group_floats further on
+//   addends       the values of l.add1 at these pixels, which were loaded earlier
+//   sum, square   the stored (rounded) values are added to `sum`, and their squares to `square`
+// An addend may be the output itself, so the compiler cannot move a load before a store. Therefore all loads of a batch
+// of pixels stand before the batch's first store. So the loads are under way at the same time.
 template <class Tile, bool BACKWARD, class T, int N>
 INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k_group_floats, const OutputLane<T>& l,
                          bool stats, const Four<T> (&addends)[N], auto index_of) {
@@ -117,8 +108,8 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
     static_assert(N % BATCH == 0, "all batches have the same number of pixels");
     if (l.count == 0) return;
 
-    // If the number of channels is not a multiple of 4, channels are stored one at a time. Only the network's output,
-    // which is fp32, can have such a number of channels. It has neither addends nor statistics.
+    // Only the network's output, which is fp32, can have a number of channels that is not a multiple of 4. It has
+    // neither addends nor statistics.
     if (std::is_same_v<T, float> && l.pitch % 4) {
         for (int i = 0; i < N; i++)
             UNROLL_FOR (int k = 0; k < 4; k++) {
@@ -138,8 +129,7 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
             }
             if (!BACKWARD) v[k] = v[k] + (const float4&)l.shift;
         }
-        // The test of l.add1 stands outside the loop over the pixels. Inside the loop it would keep the compiler from
-        // starting the store4 of all pixels, further below, one right after the other.
+        // Inside the loop, this test would keep the compiler from starting all pixels' store4 one after the other.
         if (l.add1)
             UNROLL_FOR (int k = 0; k < BATCH; k++)
                 if (index_of(first + k) >= 0) v[k] = v[k] + to_floats<T>(addends[first + k]);
@@ -156,9 +146,8 @@ INLINE void store_pixels(float4& sum, float4& square, const float* staged, int k
     }
 }
 
-// Computes the block's sums for the statistics. For each image and channel, STAT_ROWS threads have each summed some of
-// the pixels. The threads have written their sums to shared memory, as (IMAGES, STAT_ROWS, CHANNELS, 2). This function
-// adds up these sums in double, and writes the totals to o.stats.
+// For each image and channel, STAT_ROWS threads have written their sums to shared memory, as (IMAGES, STAT_ROWS,
+// CHANNELS, 2). This function adds them up in double, and writes the totals to o.stats.
 template <class Tile>
 INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int c0, int tile, int tiles) {
     constexpr int CHANNELS = Tile::CHANNELS;
@@ -175,19 +164,16 @@ INLINE void store_tile_stats(const float* shared, const ConvOut& o, int n0, int 
 }
 
 // The end of conv_halo and conv_gather: stores the sums of each warp. acc[r][m] is a fragment of 8 pixels x 16
-// channels. A thread holds 4 sums of a fragment: those of two neighbouring pixels, for channels c and c + 8. But
-// neighbouring channels are to be stored together. So the sums are written to shared memory and read again, in ROUNDS
-// rounds: in one, or in two if shared memory has no room for all sums. In each round the sums of the K groups are
-// added. (In the drawing, q is lane % 4.)
+// channels. A thread holds channels c and c + 8 of two neighbouring pixels, but neighbouring channels are to be stored
+// together. So the sums are written to shared memory and read again. This takes two rounds if shared memory has no room
+// for all sums. (q is lane % 4.)
 //
 //   acc of a thread: 2 pixels x channels c, c + 8    ->    staged: 64 / ROUNDS pixels    ->    a lane stores 4 channels
 //   (g = lane / 4: c = g, pixels 2q, 2q + 1)               of PITCH floats each                of every STEP-th pixel
 //
 //   n0, c0        the tile's first image and first channel
-//   tile, tiles   the number of the tile within its image, and how many tiles an image has. Each tile writes one part
-//                 of its image's statistics.
-//   pixel         a function: pixel(k) returns the index in the output of the k-th of the warp's 64 pixels, or -1 if
-//                 this pixel lies outside of the image
+//   tile, tiles   the number of the tile within its image, and how many tiles an image has
+//   pixel         pixel(k) returns the index in the output of the k-th of the warp's 64 pixels; -1: outside the image
 template <class Tile, class TO, int ROUNDS, bool BACKWARD, int M>
 INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, const ConvOut& o, int n0, int c0,
                           int tile, int tiles, auto pixel) {
@@ -202,9 +188,8 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
     const int k_group = Tile::k_group(warp);
     const int image = pixel_warp / IMAGE_WARPS;
 
-    // In each round this lane stores four channels of N pixels. The channels are those from `channel` on, within the
-    // tile. The pixels have the numbers `first`, `first` + STEP, `first` + 2 STEP and so on, within the round. The
-    // pixels of a round are divided among the K groups.
+    // In each round this lane stores the four channels from `channel` on, of N pixels: `first`, `first` + STEP, `first`
+    // + 2 STEP and so on. The pixels of a round are divided among the K groups.
     const int row = lane / Tile::LANES;
     const int first = k_group * (N * Tile::STEP) + row;
     const int lane_channel = lane % Tile::LANES * 4;
@@ -224,8 +209,7 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
             UNROLL_FOR (int i = 0; i < N; i++)
                 if (index_of(i) >= 0) addends[i] = *(const Four<TO>*)(l.add1 + (size_t)index_of(i) * l.pitch);
 
-        // In a fragment, d[0] and d[1] are channel g of pixels 2q and 2q + 1, and d[2] and d[3] are channel g + 8 of
-        // the same pixels (g = lane / 4, q = lane % 4).
+        // d[0] and d[1] are channel g of pixels 2q and 2q + 1, and d[2] and d[3] are channel g + 8 of the same pixels.
         if (round) __syncthreads();
         float* const fragments = staged + k_group * K_GROUP_FLOATS + lane % 4 * 2 * Tile::PITCH + lane / 4;
         UNROLL_FOR (int r = 0; r < 8 / ROUNDS; r++)
@@ -257,9 +241,8 @@ INLINE void store_product(const float (&acc)[8][M][4], unsigned char* shared, co
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- operands of the portable kernels: bf16, or floats as two fp16 parts
-// conv_halo, conv_gather, conv_weight_halo, conv_weight_gather and muon_kernel multiply with mma.sync. The same code
-// serves bf16 and floats. Most differences between the types lie in the code below, in `multiply`, multiply_tap and
-// copy_channels. (In the last line of the table, high and low are parts of A, and high' and low' are parts of B.)
+// The portable kernels and muon_kernel multiply with mma.sync. The same code serves bf16 and floats. (In the last line
+// of the table, high and low are parts of A, and high' and low' are parts of B.)
 //
 //                               bf16         float
 //   a chunk of 8 channels       16 bytes     32 bytes: two pieces of 4 floats, as they were copied. After
@@ -272,25 +255,21 @@ template <class T> using FragmentA = uint32_t[4 * PARTS<T>]; // 16 rows x 16 k
 template <class T> using FragmentB = uint32_t[2 * PARTS<T>]; // 16 k x 8 columns
 
 // Returns where a chunk lies in a swizzled row of shared memory, in bytes from the row's beginning. key: the
-// swizzle_key of the row. With floats a chunk is two pieces of 16 bytes. The function returns the place of the first
-// piece (later the high parts). The second piece (the low parts) lies at this place ^ 16.
+// swizzle_key of the row. With floats the second piece of the chunk lies at this place ^ 16.
 template <class T> INLINE uint32_t chunk_place(int chunk, int key) { return (chunk * PARTS<T> ^ key) << 4; }
 
-// Returns the place that lies `channels` channels after `place` in the same row. XOR finds it, whatever the key is: the
-// place of a chunk is chunk ^ key, and (chunk ^ key) ^ step = (chunk ^ step) ^ key. Two conditions must hold:
+// Returns the place that lies `channels` channels after `place` in the same row. XOR finds it, whatever the key is:
+// (chunk ^ key) ^ step = (chunk ^ step) ^ key. Two conditions must hold:
 //   1. The row begins at a multiple of its length, and the step is shorter than this length. (If the row is longer than
-//      128 bytes, 128 bytes are enough in both cases.) So the address where the row begins has zeros in all bits that
-//      the XOR changes.
+//      128 bytes, 128 bytes are enough in both cases.)
 //   2. In binary, the step (channels / 8 chunks) has ones only where the number of the chunk at `place` has zeros. Then
 //      chunk ^ step = chunk + step.
 template <class T> INLINE uint32_t channels_on(uint32_t place, int channels) {
     return place ^ channels * (int)sizeof(T);
 }
 
-// Loads a fragment A by ldmatrix, which loads four matrices of 8 x 8. (With floats ldmatrix is called twice: for the
-// high parts, and for the low parts.) place + offset: the address of the row that this lane gives to ldmatrix. In
-// general, a row in shared memory holds numbers of one row of A, in the order of k. If TRANSPOSED, a row in shared
-// memory holds numbers of one k, in the order of the rows of A. Then ldmatrix transposes each matrix.
+// Loads a fragment A by ldmatrix. place + offset: the address of the row that this lane gives to ldmatrix. A row in
+// shared memory holds numbers of one row of A or, if TRANSPOSED, numbers of one k.
 template <class T, bool TRANSPOSED> INLINE void load_fragment(FragmentA<T>& a, uint32_t place, int offset = 0) {
     UNROLL_FOR (int part = 0; part < PARTS<T>; part++) {
         const uint32_t from = (place ^ part * 16) + offset;
@@ -299,10 +278,7 @@ template <class T, bool TRANSPOSED> INLINE void load_fragment(FragmentA<T>& a, u
         else ldmatrix(registers, registers + 2, from);
     }
 }
-// Loads two fragments B at once. ldmatrix loads four matrices of 8 x 8, and two of them are one fragment B. place +
-// offset: as in load_fragment. In general, a row in shared memory holds numbers of one column of B, in the order of k.
-// If TRANSPOSED, a row in shared memory holds numbers of one k, in the order of the columns of B, and ldmatrix
-// transposes each matrix.
+// Loads two fragments B at once. A row in shared memory holds numbers of one column of B or, if TRANSPOSED, of one k.
 template <class T, bool TRANSPOSED>
 INLINE void load_fragments(FragmentB<T>& b0, FragmentB<T>& b1, uint32_t place, int offset = 0) {
     UNROLL_FOR (int part = 0; part < PARTS<T>; part++) {
@@ -313,10 +289,9 @@ INLINE void load_fragments(FragmentB<T>& b0, FragmentB<T>& b1, uint32_t place, i
 }
 
 // Splits the floats of operands A and B that this thread has copied to shared memory. (For bf16 it does nothing.)
-// each_a and each_b are functions: each_a(f) calls f(address) for each chunk of A that this thread has copied, and
-// each_b(f) does the same for B. All threads of the block's WARPS warps must call take_apart_copies, because it
-// contains a barrier. It scales A and B before it splits them, and sets a_scale and b_scale to the factors that undo
-// this. If a_is_new is false, A was split earlier, and a_scale stays as it is.
+// each_a(f) calls f(address) for each chunk of A that this thread has copied, and each_b(f) does the same for B. All
+// threads of the block must call it, because it contains a barrier. a_scale and b_scale become the factors that undo
+// the scaling. If a_is_new is false, A was split earlier, and a_scale stays as it is.
 template <class T, int WARPS, class A, class B>
 INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b, bool a_is_new = true) {
     if constexpr (PARTS<T> == 2) {
@@ -329,8 +304,7 @@ INLINE void take_apart_copies(float& a_scale, A each_a, float& b_scale, B each_b
     }
 }
 
-// Returns a function for take_apart_copies. That function calls f(address) for N addresses: `first`, first + PITCH,
-// first + 2 PITCH and so on (in bytes).
+// Returns a function for take_apart_copies. It calls f(address) for N addresses, which lie PITCH bytes apart.
 template <int N, int PITCH> INLINE auto places(uint32_t first) {
     return [=](auto f) {
         UNROLL_FOR (int i = 0; i < N; i++) f(first + i * PITCH);
@@ -348,9 +322,8 @@ struct ConvFew {
     int R;              // the number of values of a row
     int parts;          // the number of parts that a value is split into (FEW_PARTS of its type); 1: it is not split
     bool is_last_layer; // true: the network's last layer; false: its first
-    // The gradients of the 1x1 convolution, from which conv_few_gradient makes those of the layer. product: the weight
-    // gradient. It is (C, R) for the first layer, and (R, C) for the last layer. bias: the bias gradient, (R), which is
-    // the sum of the rows of all pixels. Only the last layer uses it.
+    // The gradients of the 1x1 convolution, from which conv_few_gradient makes those of the layer. product is (C, R)
+    // for the first layer, (R, C) for the last layer. bias (R) is the sum of all pixels' rows, for the last layer.
     float *product, *bias;
     float *dweight, *dbias; // the layer's gradients, which conv_few_gradient writes (dbias: only the last layer's)
 };
@@ -359,13 +332,11 @@ static bool conv_is_first(const ConvShape& s) { return (s.in != act_element && !
 static bool conv_is_last(const ConvShape& s) { return (s.out != act_element && !is_fp8(s.out)) || s.Cout % 32; }
 static bool conv_is_few(const ConvShape& s) { return conv_is_first(s) || conv_is_last(s); }
 
-// The arguments of the kernels for a layer's weight gradient. In the code `split` is the number of a range, and
-// `splits` is how many ranges there are.
+// The arguments of the kernels for a layer's weight gradient. In the code `split` is the number of a range of pixels.
 struct ConvWeight : WeightWork {
     float4* partial; // (splits, tiles, taps, 1024): 64 x 64 weights are 1024 float4, in the order of weight_place
     // (splits + B, Cout). Row s + n holds the sum of dout over the pixels that are both in range s and in image n. Each
-    // pair (s, n) that contains pixels has a row of its own: in the order of the pixels, s and n never decrease, and
-    // from each pair to the next pair at least one of them grows. So s + n grows, too.
+    // pair (s, n) has a row of its own: in the order of the pixels, s + n grows from each pair to the next.
     float* bias_partial;
     int bias_images;        // B; or 1 if all images are treated as one (on Hopper, if demb is not needed)
     int taps;               // taps of the filter
@@ -381,18 +352,14 @@ struct ConvWeight : WeightWork {
     int input_groups;       // on Hopper: the channel_tiles form this many groups, of at most block_ci tiles each
 };
 
-// Layers are collected until their weight gradients together take this many cycles (25 us). Then conv_weight_batch
-// computes these gradients together. (For the portable kernels, six times as many cycles are collected, see
-// conv_weight_load.)
+// Layers are collected until their weight gradients together take this many cycles (25 us), for portable kernels six
+// times as many. Then conv_weight_batch computes them together.
 constexpr double WEIGHT_LAUNCH_CYCLES = 44000;
-// A launch for weight gradients on Hopper may write at most this many partials of 16 KB (64 x 64 weights). This is
-// enough for one block on each of an H200's 132 multiprocessors, if each block writes nine partials. (The limit is four
-// times as high in two cases: in FP8, because MAX_FP8_PRODUCTS may need so many partials, and for the portable
-// kernels.)
+// A launch for weight gradients on Hopper may write at most this many partials of 16 KB (64 x 64 weights): nine by one
+// block on each of an H200's multiprocessors. The limit is four times as high in FP8 and for the portable kernels.
 constexpr int MAX_WEIGHT_PARTIALS = 1200;
-// In FP8 the tensor cores keep only 14 bits of a sum and cut off the rest. What they cut off grows with the sum. So at
-// most this many products (of 32 pixels each) are added to one sum. Then the sum is written as a partial, and
-// conv_weight_sum adds up the partials in fp32.
+// In FP8 the tensor cores keep only 14 bits of a sum, and what they cut off grows with the sum. So at most this many
+// products (of 32 pixels each) are added to one sum. conv_weight_sum adds up these partials in fp32.
 constexpr int MAX_FP8_PRODUCTS = 512;
 
 constexpr int WEIGHT_BATCH = 8;          // how many layers' weight gradients one launch computes at most
@@ -400,9 +367,8 @@ template <class Work> struct WorkBlock { // a thread block's work, and the block
     const Work& work;
     int block;
 };
-// What one launch computes: the weight gradients of n layers. work[i] describes the i-th of these layers. The blocks
-// from first_block[i] to first_block[i + 1] - 1 compute work[i]. All blocks from first_block[n - 1] on compute the last
-// layer.
+// What one launch computes: the weight gradients of n layers. The blocks from first_block[i] on compute work[i], up to
+// the next work's first block.
 template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
     Work work[WORKS];
     int first_block[WORKS], n;
@@ -413,13 +379,12 @@ template <class Work, int WORKS = WEIGHT_BATCH> struct WeightBatch {
     }
 };
 
-// Returns the first pixel tile of range `split`. The range ends before the first pixel tile of range split + 1.
+// Returns the first pixel tile of range `split`.
 INLINE int first_pixel_tile(const ConvWeight& p, int split) { return (int)((int64_t)p.pixel_tiles * split / p.splits); }
 
-// The addresses in dweight that a thread's four values of a fragment are written to. The values are a float4 v: v.x and
-// v.y are the gradients of weights (co, ci) and (co, ci + 1), and v.z and v.w are those of weights (co2, ci) and
-// (co2, ci + 1), where co2 is co + 8 (in FP8 co + 1). `row` is the address for v.x, and `row2` is that for v.z. A
-// pointer is null if its weights lie beyond the last channel.
+// Where a thread's four values of a fragment go in dweight. v.x and v.y are the gradients of weights (co, ci) and (co,
+// ci + 1). v.z and v.w are those of (co2, ci) and (co2, ci + 1), where co2 is co + 8 (in FP8 co + 1). `row` is the
+// address for v.x, and `row2` that for v.z. A pointer is null if its weights lie beyond the last channel.
 struct WeightPlace {
     float2 *row, *row2;
     INLINE void set(float4 v) const {
@@ -427,8 +392,8 @@ struct WeightPlace {
         if (row2) *row2 = make_float2(v.z, v.w);
     }
 };
-// Returns the WeightPlace of the i-th float4 of a tile of 64 x 64 weights. 4 warps have 2 x 4 fragments each, and each
-// lane of a warp holds one float4 of a fragment: i = (warp * 8 + fragment) * 32 + lane < 1024.
+// Returns the WeightPlace of the i-th float4 of a tile of 64 x 64 weights. 4 warps have 2 x 4 fragments each: i = (warp
+// * 8 + fragment) * 32 + lane < 1024.
 INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
     const int lane = i % 32;
     const int fragment = i / 32 % 8;
@@ -450,10 +415,9 @@ INLINE WeightPlace weight_place(const ConvWeight& p, int tile, int tap, int i) {
                        inside && co2 < p.shape.Cout ? (float2*)row2 : nullptr};
 }
 
-// A portable kernel for weight gradients ends with this function. It stores a thread's fragments in dweight or, if
-// there are several ranges of pixels, in the partials. each(put) calls put(tile, tap, i, v) for each of the thread's
-// fragments. v holds the thread's four values, and weight_place explains i. There are two versions of put. So the
-// choice between dweight and the partials is made only once, outside the loop over the fragments.
+// The end of a portable kernel for weight gradients. It stores a thread's fragments in dweight or, if there are several
+// ranges of pixels, in the partials. each(put) calls put(tile, tap, i, v) for each of the fragments; weight_place
+// explains i. There are two versions of put, so that the choice is made only once, outside the loop over the fragments.
 template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Each each) {
     if (p.splits == 1) each([&](int tile, int tap, int i, float4 v) { weight_place(p, tile, tap, i).set(v); });
     else
@@ -463,13 +427,10 @@ template <class Each> INLINE void put_weights(const ConvWeight& p, int split, Ea
         });
 }
 
-// conv_weight_sum runs after the kernels that write partials, and adds up the partials of several layers. For each
-// layer, the first blocks add up the partials of the bias. If the layer has several ranges, further blocks add up the
-// partials of the weights. (With one range a layer's weights have no partials: the layer's kernel writes dweight
-// itself.) For weights a block has 8 rows of 32 threads. A thread sums one float4 over ranges. If there are more than 8
-// ranges, several rows of threads divide the ranges among themselves: `groups` rows sum the same 32 float4, and each of
-// these rows adds up every `groups`-th range. Then the sums of these rows are added up. weight_sum_groups returns
-// `groups`. If there are at most 64 ranges, a thread adds up at most 8 of them.
+// conv_weight_sum adds up the partials of several layers. For each layer, the first blocks add up the partials of the
+// bias. If there are several ranges, further blocks add up those of the weights. Such a block has 8 rows of 32 threads,
+// and a thread sums one float4 over ranges. If there are more than 8 ranges, `groups` rows sum the same 32 float4: each
+// of them adds up every `groups`-th range. Then the sums of these rows are added up.
 HD static inline int weight_sum_groups(int splits) {
     if (splits > 32) return 8;
     if (splits > 16) return 4;
@@ -477,8 +438,7 @@ HD static inline int weight_sum_groups(int splits) {
 }
 HD static inline int bias_sum_blocks(int Cout) { return ceil_div(Cout, 8); }
 
-// Writes dweight, the sum of the partials of all ranges. block: this block's number among the blocks that sum a layer's
-// weights.
+// Writes dweight. block: this block's number among the blocks that sum a layer's weights.
 INLINE void sum_weights(const ConvWeight& p, int block) {
     __shared__ float4 rows[8][32];
     const int x = threadIdx.x;
@@ -501,10 +461,8 @@ INLINE void sum_weights(const ConvWeight& p, int block) {
     }
     to.set(sum);
 }
-// Writes dbias, the sum of the partials of all pairs (range, image), and demb, the sum of each image's partials. (A
-// gradient that is not wanted has a null pointer, and is not written.) A block computes 8 channels, with 32 threads for
-// each channel. Each of these 32 threads adds up some of the images or, if all images are treated as one, some of the
-// ranges.
+// Writes dbias and demb, unless their pointers are null. A block computes 8 channels, with 32 threads for each channel.
+// Each of these adds up some of the images or, if all images are treated as one, some of the ranges.
 INLINE void sum_biases(const ConvWeight& p, int block) {
     __shared__ double totals[32][8];
     const int x = threadIdx.x;
@@ -541,10 +499,9 @@ static __global__ void __launch_bounds__(256) conv_weight_sum(const __grid_const
     else sum_biases(p, block);
 }
 
-// Computes the bias gradient's partials: the sums of dout over the pixels of the block's range, for each image by
-// itself. A warp's BiasSum sums the 16 M channels from co on. conv_weight_halo_kernel and conv_weight_gather_kernel
-// call its functions in their main loops, where the warp has loaded dout as fragments anyway. So the sums are computed
-// as a product of fragments, too: dout^T times a matrix of ones.
+// The bias gradient's partials: the sums of dout over the pixels of the block's range, for each image by itself. A warp
+// sums the 16 M channels from co on. It has loaded dout as fragments anyway. So the sums are a product of fragments,
+// too: dout^T times a matrix of ones.
 template <class T, int M> struct BiasSum {
     const ConvWeight& p;
     bool sums_bias; // false: another warp, of this or another block, sums these channels, and this warp does nothing
@@ -555,8 +512,7 @@ template <class T, int M> struct BiasSum {
     int left = per_image - first % per_image; // how many pixel tiles of this image still follow
     float acc[M][4] = {};
 
-    // The kernel calls this function before each pixel tile. If the tile is the first of a new image, the sums of the
-    // previous image are stored.
+    // Called before each pixel tile. At the first tile of a new image, it stores the sums of the previous image.
     INLINE void next_tile() {
         if (left == 0) {
             put();
@@ -584,9 +540,8 @@ template <class T, int M> struct BiasSum {
     }
 };
 
-// load_dout loads 16 pixels x 16 M channels of dout, and load_x loads 16 pixels x 8 N channels of x. Both operands lie
-// in shared memory as (pixels, channels). The product sums over pixels, so pixels are its k, and ldmatrix.trans has to
-// transpose the operands. place: the address of the row that this lane gives to ldmatrix, for the first fragment.
+// Both operands lie in shared memory as (pixels, channels). The product sums over pixels, so pixels are its k, and
+// ldmatrix has to transpose the operands. place: the row that this lane gives to ldmatrix for the first fragment.
 template <class T, int M> INLINE void load_dout(FragmentA<T> (&a)[M], uint32_t place) {
     UNROLL_FOR (int i = 0; i < M; i++) {
         load_fragment<T, true>(a[i], channels_on<T>(place, 16 * i));
@@ -597,15 +552,11 @@ template <class T, int N> INLINE void load_x(FragmentB<T> (&b)[N], uint32_t plac
         load_fragments<T, true>(b[j], b[j + 1], channels_on<T>(place, 8 * j));
     }
 }
-// conv_forward and conv_backward_input, at the end of this part, call conv_product (in FP8 conv_product_fp8), which
-// chooses a kernel. A table above conv_product shows which functions are called, from conv_product to the instructions
-// of the tensor cores.
-// Functions whose names begin with pick_ choose a kernel's tile, by measured costs or by a table.
+
 static bool conv_is_halo(const ConvShape& s) { return s.kernel == 3 && s.stride == 1; }
 
-// Can Hopper's kernels compute this convolution? If so, conv_weight_tma or, in FP8, conv_weight_fp8 always computes its
-// weight gradient. act_has_wgmma is false if activations are fp32, and on other GPUs, because start_device has set
-// gpu.wgmma to false there.
+// Returns whether Hopper's kernels can compute this convolution. If so, conv_weight_tma or, in FP8, conv_weight_fp8
+// always computes its weight gradient.
 static bool conv_is_wgmma(const ConvShape& s) {
     return act_has_wgmma() && s.stride == 1 && !s.upsample && !conv_is_few(s);
 }
@@ -627,13 +578,12 @@ struct WeightCosts {
     int most_partials = MAX_WEIGHT_PARTIALS; // how many partials a plan may have at most
 };
 
-// The kinds of weight gradients; works of one kind share a launch. NARROW: images of at most 8 pixels across. WIDE: a
-// block computes 2 x 2 tiles of weights.
+// Works of one kind share a launch. NARROW: images of at most 8 pixels across. WIDE: a block computes 2 x 2 tiles.
 enum WeightKind { TMA_1X1, TMA_3X3, TMA_3X3_NARROW, FP8_3X3, FP8_3X3_NARROW, HALO_3X3, GATHER, GATHER_WIDE };
 
 typedef std::vector<ConvWeight> WeightPlans;
-// Launches a kernel once for all works. A work is the weight gradient of one layer. work_of(p) returns the arguments
-// that the kernel receives for work p, and blocks_of(p) returns the number of blocks that compute work p.
+// Launches a kernel once for all works. work_of(p) returns the arguments that the kernel receives for work p, and
+// blocks_of(p) the number of blocks that compute it.
 template <class Work, int WORKS>
 static void launch_weights(void (*kernel)(WeightBatch<Work, WORKS>), const WeightPlans& works, Stream* stream,
                            dim3 threads, int bytes, auto work_of, auto blocks_of) {

@@ -7,10 +7,9 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_gather: any kernel size and stride, any GPU
 // Used when: the filter is 1x1 or the stride is 2, and Hopper's kernels can't be used.
-// How: A block computes PIXELS neighbouring pixels of one image (counted row by row) for CHANNELS channels. It goes
-//   through all taps, and for each tap through the input channels slice by slice. A step is one slice under one tap.
-//   For a step the block copies (cp.async) the input pixels that its output pixels read under this tap, wherever these
-//   lie in the image. It also copies the tap's weights for this slice:
+// How: A block computes PIXELS neighbouring pixels of one image (counted row by row) for CHANNELS channels. A step is
+//   one slice of the input channels under one tap. For a step the block copies (cp.async) the input pixels that its
+//   output pixels read under this tap. It also copies the tap's weights for this slice:
 //
 //     a stage of shared memory; STAGES of them are a ring
 //     +------------------------+----------------------+
@@ -18,11 +17,8 @@
 //     | of 128 bytes           | x CHANNELS x slice   |    of floats. A second input's slices come after the first's.
 //     +------------------------+----------------------+
 //
-//   A warp computes 64 of the pixels x WARP_CHANNELS of the channels. For every 16 input channels it loads
-//   WARP_CHANNELS / 16 fragments of weights (A) and 8 fragments of pixels (B). For each pair of a fragment A and a
-//   fragment B, `multiply` has one mma_bf16 (with floats three mma_fp16).
-// Costs: For every CHANNELS output channels, the input is read once for every tap. After the first time it usually
-//   comes from the L2 cache.
+//   A warp computes 64 of the pixels x WARP_CHANNELS of the channels.
+// Costs: For every CHANNELS output channels, the input is read once for every tap, mostly from the L2 cache.
 
 // The offset of a tap. Forward: output pixel (h, w) reads the input's pixel (h * stride + dy, w * stride + dx).
 // BACKWARD: input pixel (h, w) is read by the output pixel (y, x) for which y * stride = h + dy and x * stride =
@@ -37,13 +33,10 @@ template <bool BACKWARD> INLINE TapOffset tap_offset(const ConvShape& s, int tap
     return {dy, dx};
 }
 // Finds the pixel that a kernel reads under one tap for one pixel of its result. Forward, the kernel reads the layer's
-// input, and its result is the layer's output. BACKWARD, it reads dout, and its result is the input's gradient.
-// (conv_weight_gather calls the function, too, to find the pixel of x that belongs to a pixel of dout. There dout takes
-// the place of the result.) The result's pixel comes i pixels after (h, w), counted row by row. The function returns
-// the index, within its image, of the pixel that is read. It returns -1 if there is no such pixel (for example, because
-// it lies in the padding). W_inverse is 1 / the width of the result. Multiplying by W_inverse takes the place of a
-// division. Rounded down, the product is the exact quotient: the numbers are small, and 0.5 is added before the
-// multiplication, so rounding errors can't lead to another whole number.
+// input, and its result is the layer's output. BACKWARD, it reads dout, and its result is the input's gradient. The
+// result's pixel comes i pixels after (h, w), counted row by row. Returns the index of the pixel within its image, or
+// -1 if there is no such pixel. W_inverse is 1 / the width of the result. The product with it, rounded down, is the
+// exact quotient: the numbers are small, and 0.5 is added before.
 template <bool BACKWARD>
 INLINE int source_pixel(const ConvShape& s, float W_inverse, int h, int w, int i, TapOffset offset) {
     const int rows_down = (int)((w + i + 0.5f) * W_inverse);
@@ -70,15 +63,13 @@ struct GatherTile : ProductTile<1, PIXEL_WARPS_, CHANNELS_, WARP_CHANNELS_, 1> {
     static constexpr int SLICE = PIXEL_BYTES / sizeof(T); // channels of a slice
     static constexpr int WEIGHTS_AT = PIXELS * PIXEL_BYTES;
     static constexpr int STAGE_BYTES = WEIGHTS_AT + CHANNELS_ * PIXEL_BYTES;
-    // PER_SM is how many blocks shall fit on a multiprocessor. The compiler gives a thread no more registers than this
-    // allows.
+    // How many blocks shall fit on a multiprocessor. This limits the registers of a thread.
     static constexpr int PER_SM_OF_64_CHANNELS = (PARTS<T> == 1 ? 6 : 4) / PIXEL_WARPS_;
     static constexpr int PER_SM = CHANNELS_ == 128 ? 2 : PER_SM_OF_64_CHANNELS;
 };
 
-// The weights of a stage: one tap, arranged as a tap in HaloWeights. Forward: a row is an output channel, and its
-// chunks are the channels of the slice. BACKWARD: a row is a channel of dout, in the slice, and its chunks are the
-// channels of the input's gradient that the block computes.
+// The weights of a stage: one tap. Forward: a row is an output channel, and its chunks are the channels of the slice.
+// BACKWARD: a row is a channel of dout, and its chunks are the channels of the input's gradient.
 template <class Tile, bool BACKWARD> struct GatherWeights {
     typedef typename Tile::T T;
     static constexpr int ROWS = BACKWARD ? Tile::SLICE : Tile::CHANNELS;
@@ -88,9 +79,8 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
     static constexpr int COPIES = ROWS / ROWS_AT_ONCE;          // how many chunks each thread copies for a stage
     static_assert(ROWS_AT_ONCE % 8 == 0, "all rows of a thread have the same swizzle key");
 
-    // Copies this thread's chunks of a stage's weights. place: the address of the first of these chunks in stage 0.
-    // stage: the distance from stage 0 to the stage, in bytes. k0: the slice's first channel, counted within its input,
-    // which has C channels. weight_k0: the same channel, counted over both inputs, as in the weights.
+    // place: the address of this thread's first chunk in stage 0. stage: the distance from stage 0 to the stage, in
+    // bytes. k0: the slice's first channel in its input, which has C channels. weight_k0: the same in the weights.
     static INLINE void copy(const ConvCall& p, uint32_t place, uint32_t stage, int c0, int tap, int k0, int weight_k0,
                             int C) {
         const int chunk = (int)threadIdx.x % CHUNKS;
@@ -107,9 +97,9 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
             copy_channels(place, offset, weight + (valid ? index : 0), valid);
         }
     }
-    // Returns the place in a stage's weights, in bytes, of the row that this lane gives to ldmatrix, for the fragment
-    // of the first 16 k and of the warp's first 16 channels. (These begin with channel first_channel of the tile.) The
-    // fragment's matrices are (channels 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
+    // Returns the place, in a stage's weights, of the row that this lane gives to ldmatrix, for the first 16 k and the
+    // 16 channels from first_channel on. Its matrices are (channels 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15,
+    // 8-15).
     static INLINE uint32_t lane_place(int first_channel) {
         const int lane = threadIdx.x & 31;
         const int row_of_matrix = lane & 7;
@@ -122,16 +112,14 @@ template <class Tile, bool BACKWARD> struct GatherWeights {
         const int c = first_channel + upper_c * 8 + row_of_matrix;
         return c * ROW_BYTES + chunk_place<T>(upper_k, row_of_matrix);
     }
-    // Loads one fragment: the weights of the m-th group of 16 output channels (BACKWARD: of dx) of the warp, and of the
-    // k-th group of 16 input channels (BACKWARD: of dout) of the slice. lane: the address of the row that this lane
-    // would give to ldmatrix if m and k were 0.
+    // Loads one fragment: the warp's m-th group of 16 output channels (BACKWARD: of dx), and the slice's k-th group of
+    // 16 input channels (BACKWARD: of dout). lane: the address of this lane's row if m and k were 0.
     static INLINE void load(FragmentA<T>& a, uint32_t lane, int m, int k) {
         if (BACKWARD) load_fragment<T, true>(a, channels_on<T>(lane, 16 * m), k * 16 * ROW_BYTES);
         else load_fragment<T, false>(a, channels_on<T>(lane, 16 * k), m * 16 * ROW_BYTES);
     }
 };
 
-// A block computes PIXELS pixels x CHANNELS channels. A warp computes 64 of these pixels x WARP_CHANNELS channels.
 // Phases:
 //   1. The copies for the first STAGES - 1 steps are started.
 //   2. For each step: wait for its operands, start the copies for a later step, multiply.
@@ -210,8 +198,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
         copies_committed();
     }
 
-    // The addresses, in stage 0, of the rows that this lane gives to ldmatrix. For pixels, ldmatrix loads two fragments
-    // at once. Its four matrices are (pixels 0-7, k 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
+    // The addresses, in stage 0, of the rows that this lane gives to ldmatrix. For two fragments of pixels, the
+    // matrices are (pixels 0-7, k 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
     const int lane = tid & 31;
     const int warp = tid >> 5;
     const int pixel_warp = Tile::pixel_warp(warp);
@@ -257,8 +245,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_gathe
     store_product<Tile, T, ROUNDS, BACKWARD>(acc, shared, p.out, n, c0, tile, p.tiles_w, output_pixel);
 }
 
-// Launches conv_gather_kernel. An image has tiles_w tiles. A tile lies within one image, so that all its pixels have
-// the same embedding and belong to the same statistics.
+// A tile lies within one image, so that all its pixels have the same embedding and belong to the same statistics.
 template <class Tile, bool BACKWARD> static void conv_gather(const ConvCall& c) {
     ConvCall p = c;
     p.tiles_w = ceil_div(p.H * p.W, Tile::PIXELS);
@@ -273,30 +260,25 @@ template <class Tile, bool BACKWARD> static void conv_gather(const ConvCall& c) 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_few: the first and the last layer
 // Used when: the convolution is 3x3 with stride 1, and its input or its output has only a few channels (F), which are
-//   fp32 (conv_is_few): images, predictions, and their gradients.
+//   fp32: images, predictions, and their gradients.
 // How: The F channels of a pixel are too few for a slice. So for each pixel a row is written that holds the 9 F values
-//   under the filter's taps. A row has R values, where R is a multiple of 32. So the rows of all pixels are a tensor
-//   (B, H, W, R). Then a 1x1 convolution computes one of the products below. C is the number of channels at the layer's
-//   other end, which are many: the channels of the first layer's output, or of the last layer's input.
+//   under the filter's taps. It is padded to R values, a multiple of 32. Then a 1x1 convolution of these rows (B, H, W,
+//   R) computes one of the products below. C is the number of channels at the layer's other end.
 //     first layer, forward             weights (C, 9 F) x rows of the input
 //     last layer's input gradient      transposed weights (C, 9 F) x rows of the output's gradient
 //     first layer's weight gradient    dout^T x rows of the input: (C, R)
 //     last layer's weight gradient     (rows of the output's gradient)^T x the layer's input: (R, C)
-//   (The last layer's forward pass needs no rows, because its input has many channels.)
-//   If activations are bf16, the rows are bf16, too. A bf16 has 8 significant bits, and an fp32 value has 24. So a
-//   value v becomes two bf16 numbers: upper = bf16(v) and lower = bf16(v - upper). The sum upper + lower has a relative
-//   error of 2^-17 at most. This is less than the error of rounding the result to bf16. A row of weights then holds the
-//   same weights twice, once for the upper and once for the lower parts of a pixel's row.
+//   If activations are bf16, the rows are bf16, too. A bf16 has too few bits for an fp32 value v, so v becomes two
+//   numbers: upper = bf16(v) and lower = bf16(v - upper). Their sum has a relative error of 2^-17 at most. A row of
+//   weights then holds the same weights twice.
 //
 //     a row of a pixel, R values     bf16:  | 9 F upper parts, 0 ... | 9 F lower parts, 0 ... |
 //                                    fp32:  | 9 F values, 0 ... |
 //     value tap * F + f is channel f of the pixel under the tap; 0 outside the image
-// Costs: the rows are written and read. In the first layer of the preset unet64, in bf16, they have as many bytes as a
-//   tensor of 64 channels.
+// Costs: the rows are written and read. In bf16, those of an RGB image have as many bytes as 64 channels.
 
-// Returns the index, in the layer's own weights, of weight k = tap * F + f of channel c. In the last layer the taps
-// have the reverse order, because its rows hold values of dout: under tap t of a pixel lies the output pixel that reads
-// this pixel under tap 8 - t.
+// Returns the index, in the layer's own weights, of weight k = tap * F + f of channel c. The last layer's rows hold
+// values of dout. Under tap t of a pixel lies the output pixel that reads this pixel under tap 8 - t.
 INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
     if (!p.is_last_layer) return (size_t)c * 9 * p.F + k;
     const size_t f = k % p.F;
@@ -305,11 +287,8 @@ INLINE size_t few_weight_at(const ConvFew& p, int c, int k) {
 }
 
 // Writes the rows of all pixels and, if there are weights, the rows of the weights. A thread writes V values of a row,
-// for many pixels. If values have two parts, it writes their upper parts to the row's first half, and their lower parts
-// to the same place in the second half.
-//   threadIdx.x   the thread's values are V threadIdx.x to V threadIdx.x + V - 1, counted from the beginning of a half
-//                 (of the row, if values have one part)
-//   threadIdx.y   number of the thread's pixel among those that the block writes at once
+// from value V threadIdx.x on, for many pixels. threadIdx.y is its pixel among those that the block writes at once. If
+// values have two parts, the lower parts go to the same place in the row's second half.
 template <class T> static __global__ void conv_few_rows(const ConvFew p) {
     constexpr int V = VEC<T>;
     const int first = threadIdx.x * V;
@@ -334,8 +313,7 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
         const uint32_t line = pixel / W;
         const uint32_t h = line % H;
         const uint32_t w = pixel - line * W;
-        // `inside` holds one bit for each tap: 1 if the tap's pixel lies inside the image. columns: the bits of the
-        // three taps of a filter row, if this row of taps lies inside the image.
+        // `inside` holds one bit for each tap: 1 if the tap's pixel lies inside the image.
         const uint32_t columns = (w > 0) + 2 + 4 * (w + 1 < W);
         const uint32_t upper_row = h > 0 ? columns : 0;
         const uint32_t upper_and_middle = upper_row + (columns << 3);
@@ -361,9 +339,8 @@ template <class T> static __global__ void conv_few_rows(const ConvFew p) {
 }
 
 // Computes the layer's weight gradient from `product` and, for the last layer, its bias gradient from `bias`. If values
-// have two parts, each gradient is the sum of two elements of `product` (or of `bias`): one was computed with upper
-// parts, the other one with lower parts. A thread computes the gradient of weight k of channel c. Neighbouring threads
-// read neighbouring elements of the product.
+// have two parts, each gradient is the sum of two elements: one of upper parts, the other one of lower parts. A thread
+// computes weight k of channel c. Neighbouring threads read neighbouring elements of the product.
 static __global__ void conv_few_gradient(const ConvFew p) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     const int K = 9 * p.F;
@@ -372,9 +349,7 @@ static __global__ void conv_few_gradient(const ConvFew p) {
     const int part_width = p.R / 2; // with two parts: the distance in a row from an upper part to its lower part
     await_previous_kernel();
     if (p.is_last_layer && i < p.F) {
-        // The rows hold values of dout, and under tap 4 lies the pixel itself. So element 4 F + i of `bias` is the sum
-        // of dout's channel i over all pixels. With two parts this is the sum of the upper parts, and the sum of the
-        // lower parts is added.
+        // Under tap 4 lies the pixel itself. So element 4 F + i is the sum of dout's channel i over all pixels.
         const float* const sum = p.bias + 4 * p.F + i;
         p.dbias[i] = p.parts == 2 ? sum[0] + sum[part_width] : sum[0];
     }
@@ -385,8 +360,7 @@ static __global__ void conv_few_gradient(const ConvFew p) {
     p.dweight[few_weight_at(p, c, k)] = gradient;
 }
 
-// Sets all members of a ConvFew except x, weight, dweight and dbias. The rows lie at the beginning of `memory`. After
-// them lie either the rows of the weights, or the product and the bias.
+// Sets all members of a ConvFew except x, weight, dweight and dbias. The rows lie at the beginning of `memory`.
 static ConvFew plan_few(const ConvShape& s, char* memory) {
     if (s.kernel != 3 || s.stride != 1 || s.upsample || s.C2)
         die("a convolution of %d to %d channels must be 3x3, stride 1, of one input", s.C1, s.Cout);
@@ -406,7 +380,7 @@ static ConvFew plan_few(const ConvShape& s, char* memory) {
     return p;
 }
 // Returns the 1x1 convolution that replaces the layer. For the weight gradient of the last layer, the rows are the
-// gradient of this 1x1 convolution's output. In all other cases they are its input.
+// gradient of its output. Otherwise they are its input.
 static ConvShape few_shape(const ConvShape& s, bool weight_gradient = false) {
     const ConvFew p = plan_few(s, nullptr);
     const bool to_rows = p.is_last_layer && weight_gradient;
@@ -414,8 +388,7 @@ static ConvShape few_shape(const ConvShape& s, bool weight_gradient = false) {
     const int Cout = to_rows ? p.R : p.C;
     return ConvShape{p.B, p.H, p.W, Cin, 0, Cout, 1, 1, 0};
 }
-// Returns how many bytes plan_few's `memory` needs: those of the rows, the product and the bias. (The rows of the
-// weights, which may lie in place of the product, never take more bytes than the product.)
+// Returns how many bytes plan_few's `memory` needs. The rows of the weights never take more bytes than the product.
 static size_t few_bytes(const ConvShape& s) {
     const ConvFew p = plan_few(s, nullptr);
     const size_t floats = (size_t)(p.bias - (float*)nullptr) + p.R;
@@ -432,23 +405,20 @@ static ConvFew make_few_rows(const ConvShape& s, const act* x, const act* weight
     const int blocks = std::min(ceil_div(p.B * p.H * p.W, pixels), 5 * gpu.sms); // at most 5 for each multiprocessor
     auto* const kernel = with_act([]<class T>(T) { return conv_few_rows<T>; });
     launch_on(stream, 1, kernel, blocks, dim3(pieces, pixels), 0, p);
-    // If weight is not null, the next kernel is a convolution whose weights are the rows that this kernel writes.
-    // Hopper's convolutions load weights before they wait for the end of the previous kernel. So the next kernel must
-    // not overlap this one, and `joined` makes launch_on start it only after this one has ended.
+    // The next kernel is a convolution whose weights are the rows that this kernel writes. Hopper's convolutions load
+    // weights before they wait for the end of the previous kernel. So the next kernel must not overlap this one.
     stream->joined |= weight != nullptr;
     return p;
 }
 
 // conv_weight_gather: any kernel size and stride, without upsampling. A block computes N x N tiles of 64 x 64 weights,
-// of one tap. It has 2 x 2 warps. Each warp computes a quarter of these weights: 2 N x 4 N fragments. Tiles of 64
-// pixels pass through a ring of stages:
+// of one tap. Each of its 2 x 2 warps computes 2 N x 4 N fragments. Tiles of 64 pixels pass through a ring of stages:
 //
 //     a stage:   | x: 64 pixels of 64 N channels, as the tap reads them | dout: 64 pixels of 64 N channels |
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGE = 2 * 64 * N * 64 * sizeof(T); // bytes of a stage
 template <class T, int N> constexpr int WEIGHT_GATHER_STAGES = N == 2 ? 2 : 4 / PARTS<T>;
 
-// The part of each pixel tile that one thread copies: the same chunk of every PIXELS_AT_ONCE-th pixel, of x and of
-// dout. A chunk of x belongs to a tile of 64 channels, and this tile belongs to one of the two inputs.
+// What one thread copies of each pixel tile: the same chunk of every PIXELS_AT_ONCE-th pixel, of x and of dout.
 template <class T, int N> struct WeightGatherCopies {
     static constexpr int CHUNKS = 8 * N;                   // chunks of a pixel, which has 64 N channels here
     static constexpr int PIXEL_BYTES = 64 * N * sizeof(T); // bytes of a pixel
@@ -478,7 +448,7 @@ template <class T, int N> struct WeightGatherCopies {
     const float Wo_inverse = 1.0f / Wo;
     const TapOffset offset = tap_offset<false>(p.shape, tap);
     // The address that this thread's first chunk is written to, in stage 0. PIXELS_AT_ONCE is a multiple of 8, so all
-    // rows that this thread copies have the same swizzle key. The other addresses differ only by constants.
+    // rows that this thread copies have the same swizzle key.
     const uint32_t place = base + row * PIXEL_BYTES + chunk_place<T>(chunk, row & 7);
     int n = first / p.tiles_w;             // the image of the pixel tile that is copied next
     int p0 = (first - n * p.tiles_w) * 64; // the tile's first pixel in this image
@@ -486,8 +456,7 @@ template <class T, int N> struct WeightGatherCopies {
     INLINE uint32_t stage(int pixel_tile) const {
         return (uint32_t)(pixel_tile - first) % WEIGHT_GATHER_STAGES<T, N> * WEIGHT_GATHER_STAGE<T, N>;
     }
-    // The caller must pass the pixel tiles `first`, `first` + 1, ... in this order, because each call moves n and p0
-    // on.
+    // The pixel tiles `first`, `first` + 1, ... must be passed in this order, because each call moves n and p0 on.
     INLINE void copy_tile(int pixel_tile) {
         const uint32_t stage = this->stage(pixel_tile);
         const int h0 = direct ? 0 : p0 / Wo;
@@ -504,14 +473,12 @@ template <class T, int N> struct WeightGatherCopies {
             copy_channels(place, stage + k * PIXEL_BYTES, pixel_of(x, x_pixel, C), x_valid);
             copy_channels(place, stage + (64 + k) * PIXEL_BYTES, pixel_of(dout, dout_pixel, p.shape.Cout), dout_valid);
         }
-        // Go on to the next pixel tile of this image, or to the first one of the next image.
         p0 += 64;
         if (p0 < HWo) return;
         p0 = 0;
         n++;
     }
-    // Returns a function that take_apart_copies calls with a function f. The returned function calls f(address) for
-    // each chunk of x (if first_row is 0) or of dout (if first_row is 64) that this thread copies.
+    // Returns a function for take_apart_copies: it calls f(address) for each chunk that this thread copies.
     INLINE auto own_places(uint32_t stage, int first_row) const {
         return places<COPIES, PIXELS_AT_ONCE * PIXEL_BYTES>(place + stage + first_row * PIXEL_BYTES);
     }
@@ -532,9 +499,8 @@ static __global__ void __launch_bounds__(128, 4 - N)
     const int co_warp = warp & 1;
     const int ci_warp = warp >> 1 & 1;
 
-    // Which tap and which tiles of weights the block computes, and over which range of pixel tiles it sums:
-    // first .. end - 1. Blocks with neighbouring numbers have the same range and the same tap, so they find the pixels
-    // of this range in the L2 cache.
+    // Which tap and which tiles of weights the block computes, over pixel tiles first .. end - 1. Blocks with
+    // neighbouring numbers have the same range and tap, so they find its pixels in the L2 cache.
     const auto [p, block] = batch.work_of_this_block();
     const int co_tiles = p.tiles / p.channel_tiles;
     const int ci_blocks = ceil_div(p.channel_tiles, N);
@@ -551,8 +517,7 @@ static __global__ void __launch_bounds__(128, 4 - N)
         copies_committed();
     }
 
-    // ldmatrix loads four matrices at once. Each matrix has 8 channels of 8 pixels. Each lane gives ldmatrix the
-    // address of one pixel of one matrix. The four matrices are (pixels, channels):
+    // Each lane gives ldmatrix the address of one pixel of one matrix. The four matrices are (pixels, channels):
     // Of x:    (pixels 0-7, ci 0-7), (8-15, ci 0-7), (0-7, ci 8-15), (8-15, ci 8-15).
     // Of dout: (pixels 0-7, co 0-7), (0-7, co 8-15), (8-15, co 0-7), (8-15, co 8-15).
     const int row_of_matrix = lane & 7;
@@ -565,8 +530,7 @@ static __global__ void __launch_bounds__(128, 4 - N)
     // Without this line the compiler would compute lane_x and lane_dout again for every tile.
     asm volatile("" : "+r"(lane_x), "+r"(lane_dout));
 
-    // acc[i][j]: a fragment of sums, for the warp's i-th group of 16 output channels and its j-th group of 8 input
-    // channels
+    // acc[i][j]: the sums of the warp's i-th group of 16 output channels and its j-th group of 8 input channels
     float acc[M][2 * M][4] = {};
     float x_scale = 1, dout_scale = 1;
     const bool sums_bias = ci_tile == 0 && ci_warp == 0 && tap == 0;
@@ -591,9 +555,8 @@ static __global__ void __launch_bounds__(128, 4 - N)
     copies_arrived<0>();
     bias.put();
     put_weights(p, split, [&](auto put) {
-        // For weight_place, a tile of 64 x 64 weights belongs to four warps. Here a warp may compute a whole tile, so
-        // the code below finds out which tile a fragment belongs to, and which number it has in this tile. The
-        // fragment lies in a square of 32 x 32 weights: the block's a-th square along Cout, and the b-th along Cin.
+        // For weight_place, a tile of 64 x 64 weights belongs to four warps, but here a warp may compute a whole tile.
+        // The fragment lies in a square of 32 x 32 weights: the block's a-th along Cout, and the b-th along Cin.
         UNROLL_FOR (int f = 0; f < 2 * M * M; f++) {
             const int i = f / (2 * M);
             const int j = f % (2 * M);

@@ -8,28 +8,24 @@
 // --- conv_weight_fp8: weight gradients in FP8 (sm_90a)
 // dweight[co, kh, kw, ci] = sum over pixels q of x: x[q, ci] * dout[q - (kh - 1, kw - 1), co]
 //
-// Used when: training with --precision fp8, for each 3x3 convolution whose forward pass and input gradient are computed
-//   in FP8 (Layer::fp8). x is e4m3, and dout is e5m2.
+// Used when: --precision fp8, for each 3x3 convolution that is computed in FP8. x is e4m3, and dout is e5m2.
 // How: In FP8, wgmma accepts operands only if k runs along their rows (K_MAJOR), and here k counts pixels. In memory a
 //   pixel's channels are neighbours. So both operands are transposed on their way to the tensor cores:
-//     B = x      Some warps read x from shared memory, transpose it in registers (transpose_16x4), and write it to
-//                another ring of shared memory.
-//     A = dout   The warps that multiply load dout with ldmatrix_trans. It moves units of 16 bits, which are pairs of
-//                channels. So part_channels separates the two channels of each pair. wgmma takes A from registers.
-//   A block has three warpgroups that multiply. Warpgroup kw computes the taps (0, kw), (1, kw), (2, kw), for 64 output
-//   and 64 input channels:
+//     B = x      Some warps transpose x in registers, and write it to another ring of shared memory.
+//     A = dout   The warps that multiply load dout with ldmatrix_trans, which moves pairs of channels. part_channels
+//                separates the two. wgmma takes A from registers.
+//   Of the three warpgroups that multiply, warpgroup kw computes the taps (0, kw), (1, kw), (2, kw):
 //
 //     D of warpgroup kw:    | kh = 0: 64 Cin | kh = 1: 64 Cin | kh = 2: 64 Cin |     x 64 Cout rows
 //
-//   A strip is 16 neighbouring pixels of x, transposed, with 64 channels. If the pixel tile is 16 wide, strip r holds
-//   row r of the tile of x. Row 0 of the tile of x lies one image row above row 0 of the tile of dout. So for row r of
-//   dout, the taps kh = 0, 1, 2 read strips r, r + 1, r + 2. These strips are neighbours in memory, so they are the
-//   three thirds of one operand B. If the pixel tile is 8 wide, strip r holds rows r and r + 1 of x, so each row but
-//   the first and the last lies in two strips.
-//   So the choice of strips shifts x up and down, by kh. The shift to the left and to the right, by kw, is a shift of
-//   dout: each warpgroup loads pixels of dout that begin one column further to the left than those of the warpgroup
-//   before it. Therefore the tile of x has a border above and below, and the tile of dout has one to the left and to
-//   the right. A product sums over 32 pixels:
+// Costs: the products. Shared memory is busy nearly as long.
+
+// A strip is 16 neighbouring pixels of x, transposed, with 64 channels: row r of the tile of x or, if tiles are 8
+// wide, rows r and r + 1. Row 0 of the tile of x lies one image row above row 0 of the tile of dout. So for row r of
+// dout, the taps kh = 0, 1, 2 read strips r, r + 1, r + 2. These are neighbours in memory: the thirds of one operand B.
+// So the choice of strips shifts x by kh. The shift by kw is a shift of dout: each warpgroup loads pixels of dout
+// that begin one column further to the left than those of the warpgroup before it. Therefore the tile of x has a
+// border above and below, and the tile of dout has one to the left and to the right. A product sums over 32 pixels:
 //
 //     pixel tile               A: rows of dout, shifted by kw      B: strips of x, for kh = 0, 1, 2
 //     16 wide   k = 0 .. 15    r                                   r        r + 1    r + 2
@@ -37,17 +33,7 @@
 //     8 wide    k = 0 .. 15    r, r + 1                            r        r + 1    r + 2
 //               k = 16 .. 31   r + 2, r + 3                        r + 2    r + 3    r + 4
 //
-//   Within 16 values of k the pixels have another order than in memory (transpose_16x4). This is allowed because A and
-//   B have the same order. Ranges of pixel tiles and partials are as in conv_weight_tma. The bias gradient needs the
-//   sums of dout. They are another product, dout times ones (SumsOfDout). Before D is written, it is divided by the
-//   factors that x and dout were multiplied by. The sums of dout are divided by dout's factor alone.
-//
-//   Shared memory: | barriers | a ring of tiles of strips | a ring of tiles of x | a ring of tiles of dout |
-//   The thirds of B overlap, so B takes less room in a stage of strips than its 192 x 32 bytes. compute-sanitizer does
-//   not know this: it expects 6,144 bytes from B's beginning on. So the strips must not lie at the end of the memory.
-// Costs: the time of the products, which is 1,152 cycles for a tile 16 wide and 8 high. Shared memory is busy nearly as
-//   long: for this tile, TMA writes 19 KB, transposing reads and writes 20 KB, ldmatrix loads 24 KB, and wgmma reads
-//   72 KB of B. Shared memory moves 128 bytes in a cycle, so these 135 KB take about 1,080 cycles.
+// Within 16 values of k the pixels have another order than in memory (transpose_16x4), the same in A and B.
 template <int TILE_W_, int STAGES_X, int STAGES_DOUT, int STAGES_STRIPS> struct WeightTileFp8 {
     static constexpr bool IS_3X3 = true;
     static constexpr int WARPGROUPS = 3;
@@ -63,30 +49,26 @@ template <int TILE_W_, int STAGES_X, int STAGES_DOUT, int STAGES_STRIPS> struct 
     static_assert(TILE_W == 16 || TILE_W == 8, "a strip is one row of 16 pixels or two of 8");
     static_assert(STEPS % 2 == 0,
                   "multiply_tiles_fp8 has two sets of registers, which take turns also from tile to tile");
-    // The order of the warps: those that multiply, the one that loads, those that transpose.
+    // The warps: first those that multiply, then the one that loads, then those that transpose.
     static constexpr int LOADER = 12;
     static constexpr int TRANSPOSERS = 3;
     static constexpr int THREADS = (LOADER + 1 + TRANSPOSERS) * 32;
-    // There are no warps just for the sums of dout: a warpgroup that multiplies computes these sums.
+    // A warpgroup that multiplies computes the sums of dout, too.
     static constexpr int BIAS_WARPS = 0;
-    // A pixel of a tile has 64 channels, which are 64 bytes.
     static constexpr int PIXEL_BYTES = SLICE_CHANNELS * (int)bytes_of(Element::FP8);
     static constexpr int X_ROWS = TILE_H + 2;
     static constexpr int X_BYTES = X_ROWS * TILE_W * PIXEL_BYTES;
     static constexpr int PITCH = TILE_W + 2; // pixels of a row of dout, with its border
     static constexpr int DOUT_BYTES = TILE_H * PITCH * PIXEL_BYTES;
-    // After the transposition, 8 channels x 16 pixels form a matrix of 128 bytes, which wgmma reads without a swizzle.
-    // Each matrix is followed by a gap of 16 bytes. The gap brings what eight lanes write at the same time into
-    // different banks.
+    // Transposed, 8 channels x 16 pixels form a matrix of 128 bytes, which wgmma reads without a swizzle. The gap of 16
+    // bytes brings what eight lanes write at the same time into different banks.
     static constexpr int CHANNELS_8 = 128 + 16;
     static constexpr int STRIP = SLICE_CHANNELS / 8 * CHANNELS_8;
     static constexpr int STRIP_ROWS = 16 / TILE_W; // rows of x in a strip
     static constexpr int STRIPS = X_ROWS - (STRIP_ROWS - 1);
-    // Stage 0 of the ring of strips has a matrix of ones behind its strips (32 values of k, 8 columns). SumsOfDout
-    // multiplies dout by this matrix.
+    // Behind the strips of stage 0 lies a matrix of ones (32 values of k, 8 columns), for SumsOfDout.
     static constexpr int ONES_AT = STRIPS * STRIP;
     static constexpr int ONES_BYTES = 32 * 8;
-    // The bytes of a stage of each of the three rings, and the number of stages of each ring.
     static constexpr int X_STAGE = whole_swizzles(X_BYTES);
     static constexpr int DOUT_STAGE = whole_swizzles(DOUT_BYTES);
     static constexpr int STRIPS_STAGE = whole_swizzles(ONES_AT + ONES_BYTES);
@@ -95,12 +77,14 @@ template <int TILE_W_, int STAGES_X, int STAGES_DOUT, int STAGES_STRIPS> struct 
     static constexpr int RING_STRIPS = STAGES_STRIPS;
     static_assert(RING_STRIPS >= 2, "a tile's strips are released when the next tile's have arrived");
     static constexpr int BARRIERS = 2 * (RING_X + RING_DOUT + RING_STRIPS);
+    // Shared memory: | barriers | a ring of tiles of strips | a ring of tiles of x | a ring of tiles of dout |
+    // The strips must not lie at the end: compute-sanitizer does not know that the thirds of B overlap, and expects
+    // 6,144 bytes from B's beginning on.
     static constexpr int TILES_BYTES = RING_X * X_STAGE + RING_DOUT * DOUT_STAGE + RING_STRIPS * STRIPS_STAGE;
     static constexpr int SHARED_BYTES = TILES_BYTES + shared_beside(BARRIERS);
     static_assert(SHARED_BYTES <= hopper_shared(1), "a multiprocessor has room for one block");
     static_assert(TILES_BYTES >= 3 * 2 * 3 * BYTES_OF_64_ROWS, "put_dweight writes a block's sums over the tiles");
-    // Returns the output channel that row i (0 or 1) of a thread's D belongs to, among the 16 channels of its warp. The
-    // channels of rows 0 and 1 are neighbours.
+    // Returns the output channel, among the 16 of its warp, of row i (0 or 1) of a thread's D.
     static INLINE int row_channel(int lane, int i) { return lane / 4 * 2 + i; }
 };
 
@@ -121,12 +105,11 @@ template <class T> INLINE void load_tiles_fp8(const WeightBlock<T>& work, auto& 
     }
 }
 
-// Transposes 16 pixels x 4 channels. Byte c of w[i] is channel c of a pixel: of pixel i or, if swapped is 1, of pixel
-// i ^ 1. Afterwards word t of v[c] holds channel c of the pixels 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t. (ldmatrix_trans
-// gives lane 4 g + t the same four pixels of dout, in the same order.)
+// Transposes 16 pixels x 4 channels. Byte c of w[i] is channel c of pixel i or, if swapped is 1, of pixel i ^ 1.
+// Afterwards word t of v[c] holds channel c of the pixels 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t. ldmatrix_trans gives lane
+// 4 g + t the same pixels of dout.
 INLINE void transpose_16x4(uint32_t (&v)[4][4], const uint32_t (&w)[16], int swapped) {
-    // Which bytes __byte_perm selects from the words of two neighbouring pixels: first one channel of both pixels, then
-    // the next channel of both. Each time the pixel with the lower number comes first.
+    // From two neighbouring pixels, __byte_perm selects one channel of both, then the next channel of both.
     const uint32_t channels_01 = swapped ? 0x1504 : 0x5140;
     const uint32_t channels_23 = swapped ? 0x3726 : 0x7362;
     UNROLL_FOR (int t = 0; t < 4; t++) {
@@ -141,20 +124,16 @@ INLINE void transpose_16x4(uint32_t (&v)[4][4], const uint32_t (&w)[16], int swa
     }
 }
 // Role: transpose x. Lanes 0-15 of a warp make one strip, lanes 16-31 the next one; a lane transposes 4 channels. The
-// two halves of a warp read pixels in different orders, so that they read from different banks. The warps take pairs of
-// strips in turns.
+// two halves of a warp read pixels in different orders, so that they read from different banks.
 template <class T> INLINE void transpose_tiles(const WeightBlock<T>& work, auto& xs, auto& strips, int warp) {
     const int lane = threadIdx.x & 31;
     const int half = lane >> 4;
     const int quad = lane & 15; // the lane's channels are 4 quad .. 4 quad + 3
-    // The 16 pixels of a strip follow each other in memory, 64 bytes each (PIXEL_BYTES), also if they are two rows of
-    // the tile, because x has no border to the left and to the right. As its i-th pixel, a lane reads pixel i or, if
-    // half is 1, pixel i ^ 1. `from` is where the lane's channels lie in pixel `half` of strip 0. So bit 6 of the
-    // address is `half`. Below, the XOR with i % 2 * PIXEL_BYTES flips this bit if i is odd.
-    // The XOR with i / 2 % 4 * 16 is TMA's swizzle of rows of 64 bytes: bits 4-5 of an address are XORed with bits 7-8
-    // (see box_place). Here bits 7-8 are i / 2 % 4, because a stage begins at a multiple of 1 KB, and a strip at a
-    // multiple of 512 bytes.
-    // `to` is where the lane's first channel is written, in bytes from the beginning of a strip.
+    // The 16 pixels of a strip follow each other in memory, also if they are two rows of the tile, because x has no
+    // border to the left and to the right. As its i-th pixel, a lane reads pixel i ^ half. `from` lies in pixel `half`
+    // of strip 0. So bit 6 of the address is `half`, and the XOR with i % 2 * PIXEL_BYTES flips it if i is odd.
+    // The XOR with i / 2 % 4 * 16 is TMA's swizzle of rows of 64 bytes (box_place): bits 4-5 of an address are XORed
+    // with bits 7-8. Here bits 7-8 are i / 2 % 4, because strips begin at multiples of 512 bytes.
     const int from = quad * 4 + half * T::PIXEL_BYTES;
     const int to = quad / 2 * T::CHANNELS_8 + quad % 2 * 64;
     for (int t = work.first; t < work.end; t++) {
@@ -178,9 +157,9 @@ template <class T> INLINE void transpose_tiles(const WeightBlock<T>& work, auto&
     }
 }
 
-// ldmatrix_trans has loaded `pixels`. In lane 4 g + t each register holds channels 2 g and 2 g + 1 of one pixel (in its
-// lower half) and of the next pixel. Registers 0 and 1 belong to k = 0 .. 15, and registers 2 and 3 to k = 16 .. 31.
-// The function makes wgmma's operand A of them: a[0] and a[2] hold channel 2 g, and a[1] and a[3] hold channel 2 g + 1.
+// In lane 4 g + t each register of `pixels` holds channels 2 g and 2 g + 1 of one pixel and of the next pixel.
+// Registers 0 and 1 belong to k = 0 .. 15, registers 2 and 3 to k = 16 .. 31. The function makes wgmma's operand A of
+// them: a[0] and a[2] hold channel 2 g, and a[1] and a[3] hold channel 2 g + 1.
 INLINE void part_channels(uint32_t (&a)[4], const uint32_t (&pixels)[4]) {
     UNROLL_FOR (int i = 0; i < 2; i++) {
         a[2 * i] = __byte_perm(pixels[2 * i], pixels[2 * i + 1], 0x6420);
@@ -188,9 +167,9 @@ INLINE void part_channels(uint32_t (&a)[4], const uint32_t (&pixels)[4]) {
     }
 }
 
-// The sums of 64 channels of dout over the pixels, for the bias gradient. wgmma computes these sums, too: D[64 Cout][8]
-// += dout * ones. All columns of D are the same. A thread holds the sums of two channels, c and c + 1 (row_channel).
-// Four neighbouring lanes hold the same two sums, and the first of these lanes writes them.
+// The sums of 64 channels of dout, for the bias gradient. wgmma computes them, too: D[64 Cout][8] += dout * ones. All
+// columns of D are the same. So four neighbouring lanes hold the same sums of channels c and c + 1, and the first of
+// these lanes writes them.
 template <class T> struct SumsOfDout {
     const WeightBlock<T>& work;
     const float unscale; // 1 / the factor of dout: the sums are multiplied by it
@@ -201,8 +180,8 @@ template <class T> struct SumsOfDout {
     float d[4] = {};
     float total[2] = {};
 
-    // multiply_tiles_fp8 calls this function when it has started all products of a pixel tile. At the end of an image,
-    // or of the block's range, this function waits for the products and stores the image's sums.
+    // Called when all products of a pixel tile have been started. At the end of an image, or of the block's range, this
+    // function waits for the products and stores the image's sums.
     INLINE void end_tile(bool last) {
         left--;
         if (left > 0 && !last) return;
@@ -225,13 +204,10 @@ struct NoSums { // warpgroups that do not sum dout have it in place of a SumsOfD
     INLINE void end_tile(bool) const {}
 };
 
-// Role: multiply. D[64 Cout][192] = dout (64 Cout, pixels) * x (pixels, 3 x 64 Cin), summed over the pixels of the
-// block's range, for the taps of column kw. A warp's rows of A are 16 output channels: row g is channel 2 g, row g + 8
-// is channel 2 g + 1 (row_channel).
-// A step sums over 32 pixels. Its products are one group of wgmma (wgmma_commit): the product for D and, in the
-// warpgroup that also sums dout, the product for SumsOfDout. Two sets of registers for A take turns from step to step.
-// Invariant: a set is loaded only after the group that read it is done. Meanwhile the group that reads the other set
-// may still run.
+// Role: multiply. D[64 Cout][192] = dout (64 Cout, pixels) * x (pixels, 3 x 64 Cin), for the taps of column kw. A
+// warp's rows of A are 16 output channels: row g is channel 2 g, row g + 8 is channel 2 g + 1.
+// A step's products are one group of wgmma. Invariant: a set of registers for A is loaded only after the group that
+// read it is done. Two sets take turns, so the group that reads the other set may still run.
 template <class T, class Sums>
 INLINE void multiply_tiles_fp8(const WeightBlock<T>& work, auto& douts, auto& strips, int kw, float (&d)[96],
                                Sums& sums) {
@@ -239,8 +215,7 @@ INLINE void multiply_tiles_fp8(const WeightBlock<T>& work, auto& douts, auto& st
     const int lane = threadIdx.x & 31;
     const int piece = threadIdx.x / 32 % 4; // which 16 bytes of a pixel hold the warp's 16 channels
     // The lane passes the address of row lane % 8 of matrix lane / 8 to ldmatrix_trans. Each matrix is eight
-    // neighbouring pixels x 16 channels of dout. Matrices 0 and 1 are k = 0 .. 15, and matrices 2 and 3 are k = 16 ..
-    // 31. at[s] is the place that this lane passes for product s, in bytes from the beginning of dout's stage.
+    // neighbouring pixels x 16 channels. Matrices 0 and 1 are k = 0 .. 15, and matrices 2 and 3 are k = 16 .. 31.
     const int row = T::TILE_W == 16 ? lane / 16 : lane / 8;
     const int column = (T::TILE_W == 16 ? lane & 8 : 0) + lane % 8 + 2 - kw;
     int at[T::STEPS];
@@ -259,8 +234,7 @@ INLINE void multiply_tiles_fp8(const WeightBlock<T>& work, auto& douts, auto& st
             part_channels(a[s % 2], pixels);
             // At step 1 only step 0 of this tile may still run, so all products of the tile before are done.
             if (s == 1 && t > work.first) strips.release();
-            // Now this warp has loaded all that it needs of dout's tile into registers. So it releases the stage
-            // before the products end.
+            // This warp has loaded all that it needs of dout's tile, so it releases the stage before the products end.
             if (s == T::STEPS - 1) {
                 __syncwarp();
                 douts.release(lane == 0);
@@ -276,8 +250,8 @@ INLINE void multiply_tiles_fp8(const WeightBlock<T>& work, auto& douts, auto& st
     multiplied<0>(d);
 }
 
-// Roles: warps 0 .. 11 multiply, warp 12 loads, warps 13 .. 15 transpose x. If this block has to sum dout (sums_bias),
-// the warpgroup of the middle column (kw = 1) also does this, since it reads dout without a shift.
+// Roles: warps 0 .. 11 multiply, warp 12 loads, warps 13 .. 15 transpose x. The warpgroup of the middle column (kw = 1)
+// also sums dout, since it reads dout without a shift.
 template <class T> // T: a WeightTileFp8
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_fp8_kernel(const __grid_constant__ TmaBatch b) {
 #if __CUDA_ARCH__ == 900
@@ -303,9 +277,8 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_fp8_kernel(c
     if (warp >= T::LOADER) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
         if (warp > T::LOADER) {
-            // These warps read only what the loading thread has loaded, so they need not wait for the previous kernel.
-            // But the next kernel may start only when all threads have called await_previous_kernel, or have ended. So
-            // these warps call it here, and the next kernel can start early.
+            // These warps need not wait for the previous kernel. They call this so that the next kernel can start
+            // early: it starts when all threads have called it or have ended.
             await_previous_kernel();
             transpose_tiles<T>(work, xs, strips, warp - T::LOADER - 1);
         } else if ((threadIdx.x & 31) == 0) {
@@ -336,20 +309,17 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_fp8_kernel(c
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- FP8 in training: weights and gradients are rounded
-// Used when: round_weights runs at the beginning of each step. round_gradient runs before a convolution's
-//   weight gradient and input gradient, if one of them reads dout in FP8 and no group norm's kernel has written dout in
-//   FP8 (plan_fp8_gradients).
+// Used when: round_weights runs at the beginning of each step. round_gradient runs before a convolution's gradients are
+//   computed, if no group norm's kernel has written dout in FP8 (plan_fp8_gradients).
 // How: A block of round_weights_kernel rounds a tile of 64 output channels x 64 input channels of one tap. It writes
-//   the tile to `weights`, in the order of the bf16 weights, unless the layer's turned_alone is true. It always writes
-//   the tile to `turned`, where input and output channels have changed places. For this the tile goes through shared
-//   memory. One launch rounds the weights of up to MAX_ROUNDINGS layers.
-// Costs: memory traffic. For each weight, 2 bytes are read, and 2 are written (1 with turned_alone).
+//   the tile to `weights`, in the order of the bf16 weights, and, through shared memory, to `turned`, where input and
+//   output channels have changed places.
+// Costs: for each weight, 2 bytes are read, and 2 are written (1 with turned_alone).
 
 constexpr int ROUNDING_TILE = 64;
 constexpr int MAX_ROUNDINGS = 96; // how many layers one launch rounds at most; adm64 has 69 layers to round
-// The convolutions whose weights one launch rounds; each of them is called a work. The list is a parameter of the
-// kernel, so it need not be copied to the device's memory before the launch. The tiles of all works are numbered one
-// after the other. Block i rounds tile i.
+// The convolutions whose weights one launch rounds; each of them is called a work. As a parameter of the kernel, the
+// list need not be copied to the device's memory. Block i rounds tile i, counted over all works.
 struct RoundingList {
     struct Work : WeightRounding {
         int first_tile; // the number of the work's first tile
@@ -361,9 +331,8 @@ struct RoundingList {
     int tiles = 0; // how many tiles all works have
 };
 
-// There is one block for each tile. copy: the weights in bf16, which are rounded; weights, turned: the results. All are
-// flat arrays. `list` is a __grid_constant__. Without this the compiler would copy `list` to local memory, because an
-// index into list.works is only known at run time.
+// `list` is a __grid_constant__. Without this the compiler would copy it to local memory, because an index into
+// list.works is only known at run time.
 static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weights, uint8_t* turned, // flat arrays
                                                                    const bf16* copy,                  // a flat array
                                                                    const __grid_constant__ RoundingList list) {
@@ -378,16 +347,15 @@ static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weig
         else low = middle;
     }
     const RoundingList::Work& work = list.works[low];
-    // The tile's number within the work. It is made of (tile of output channels, tap, tile of input channels).
+    // The tile's number within the work is made of (tile of output channels, tap, tile of input channels).
     const int index = blockIdx.x - work.first_tile;
     const int ci0 = index % work.tiles_in() * TILE;
     const int tap = index / work.tiles_in() % 9;
     const int co0 = index / work.tiles_in() / 9 * TILE;
     await_previous_kernel();
 
-    // A thread rounds the weights of 8 neighbouring input channels, for each of two output channels. The numbers of
-    // channels of all these convolutions are multiples of 32, since conv_is_few is false for them. So either all of the
-    // 8 input channels exist, or none of them. The same is true of the 16 output channels that a thread writes below.
+    // A thread rounds the weights of 8 neighbouring input channels, for each of two output channels. Here all numbers
+    // of channels are multiples of 32, so either all of the 8 channels exist, or none of them.
     const int column = threadIdx.x % 8 * 8;
     UNROLL_FOR (int i = 0; i < 2; i++) {
         const int row = threadIdx.x / 8 + i * 32;
@@ -401,8 +369,7 @@ static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weig
         if (!work.turned_alone) store_whole(weights + at, rounded);
         *(uint2*)&tile[row][column] = rounded;
     }
-    // Every thread must come to this barrier. So where there is nothing to round, the loop above uses continue and not
-    // return.
+    // Every thread must come to this barrier, so the loop above uses continue and not return.
     __syncthreads();
     // A thread writes the weights of 16 neighbouring output channels, for one input channel.
     const int ci = ci0 + (int)threadIdx.x / 4;
@@ -410,14 +377,13 @@ static __global__ void __launch_bounds__(256) round_weights_kernel(uint8_t* weig
     if (ci >= work.Cin || co >= work.Cout) return;
     uint32_t words[4];
     UNROLL_FOR (int i = 0; i < 4; i++) {
-        // A word holds four output channels. The first of them is its lowest byte.
+        // A word holds four output channels, the first of them in its lowest byte.
         words[i] = 0;
         UNROLL_FOR (int k = 0; k < 4; k++) {
             words[i] |= (uint32_t)tile[co - co0 + 4 * i + k][ci - ci0] << 8 * k;
         }
     }
-    // An input gradient is a convolution of dout with each 3x3 filter turned by 180 degrees. So tap becomes 8 - tap,
-    // and input and output channels change places (conv_backward_input_fp8).
+    // An input gradient is a convolution of dout with each 3x3 filter turned by 180 degrees. So tap becomes 8 - tap.
     store_whole(turned + work.offset + ((size_t)ci * 9 + 8 - tap) * work.Cout + co,
                 make_uint4(words[0], words[1], words[2], words[3]));
 }
@@ -431,14 +397,13 @@ static void round_weights(uint8_t* weights, uint8_t* turned, const act* copy,
         list.works[list.count] = {w, list.tiles};
         list.tiles += list.works[list.count].tiles();
         list.count++;
-        // The kernel is launched when the list is full, and after the last work.
         if (list.count < MAX_ROUNDINGS && &w != &works.back()) continue;
         launch(round_weights_kernel, list.tiles, 256, 0, weights, turned, copy, list);
         list = {};
     }
 }
 
-// Rounds the n numbers of the gradient dout to FP8. Each thread rounds 16 numbers, so n must be a multiple of 16.
+// Rounds the n numbers of the gradient dout to FP8. n must be a multiple of 16.
 static void round_gradient(Fp8Copy fp8, const act* dout, size_t n) {
     each(n / 16, [=] __device__(size_t i) {
         uint2 rounded[2];

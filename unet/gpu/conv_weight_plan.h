@@ -14,8 +14,7 @@ constexpr int PARTIAL_CYCLES = 10;
 static WeightCosts weight_costs(const ConvWeight& p) {
     const ConvShape& s = p.shape;
     if (conv_is_wgmma(s)) return hopper_weight_costs(p);
-    // The costs of the portable kernels. Where bf16 needs one product, floats need three, but the measured time is only
-    // twice as long (slow = 2).
+    // Where bf16 needs one product, floats need three, but the measured time is only twice as long (slow = 2).
     const int slow = act_parts();
     const int most = 4 * MAX_WEIGHT_PARTIALS;
     if (conv_is_halo(s)) return {gpu.sms, 2500 * slow, 1, 15000 * slow, 15000 * slow, 0, most};
@@ -23,13 +22,11 @@ static WeightCosts weight_costs(const ConvWeight& p) {
     return {3 * gpu.sms, 1900 * slow, p.taps, 3800 * slow, 3800 * slow, 0, most};
 }
 
-// Sets how the tiles of 64 channels are divided among the blocks of conv_weight_tma and conv_weight_fp8. `warpgroups`
-// is the number of warpgroups of a block of conv_weight_tma. 3x3: a block computes one tile of Cin and one tile of
-// Cout. 1x1: a block computes up to three tiles of Cin, and up to one tile of Cout for each warpgroup. (For portable
-// kernels, plan_weight calls this function only to set co_tiles. After that, plan_weight sets block_co and block_ci.)
+// Sets how the tiles of 64 channels are divided among the blocks of conv_weight_tma and conv_weight_fp8. 3x3: a block
+// computes one tile of Cin and one tile of Cout. 1x1: a block computes up to three tiles of Cin, and up to one tile of
+// Cout for each of its `warpgroups`.
 static void set_warpgroups(ConvWeight* p, int warpgroups) {
-    // Returns how many tiles a block computes if it may compute at most `most`, and all tiles are divided as equally as
-    // possible.
+    // Returns how many tiles a block computes, at most `most`, if all tiles are divided as equally as possible.
     auto share = [](int tiles, int most) { return ceil_div(tiles, ceil_div(tiles, most)); };
     p->warpgroups = is_fp8(p->shape.in) ? 3 : warpgroups; // conv_weight_fp8 always has three
     p->co_tiles = p->tiles / p->channel_tiles;
@@ -37,16 +34,14 @@ static void set_warpgroups(ConvWeight* p, int warpgroups) {
     p->block_ci = p->shape.kernel == 1 ? share(p->channel_tiles, 3) : 1;
     p->input_groups = ceil_div(p->channel_tiles, p->block_ci);
 }
-// Returns the number of blocks of one range of pixels: the number of groups of Cout tiles, times the number of groups
-// of Cin tiles, times the number of blocks that the taps are divided among (WeightCosts::filter).
+// Returns the number of blocks of one range of pixels.
 static int64_t range_blocks(const ConvWeight& p) {
     return (int64_t)ceil_div(p.co_tiles, p.block_co) * ceil_div(p.channel_tiles, p.block_ci) * weight_costs(p).filter;
 }
 
 // Finds the fastest plan for layers of one kind, which share a launch. It tries all sizes of a range (numbers of pixel
-// tiles), from the largest down, until there would be too many partials (most_partials). In FP8 the largest size is
-// limited (MAX_FP8_PRODUCTS), so that it may already need too many partials. Then this size is the plan. For
-// conv_weight_tma the function tries each size with one warpgroup and with three.
+// tiles), from the largest down, until there would be too many partials. In FP8 even the largest size may need too many
+// partials. Then it is the plan. For conv_weight_tma each size is tried with one warpgroup and with three.
 static void plan_weights(std::span<ConvWeight> works) {
     Cheapest<std::pair<int, int>> cut; // the best plan: warpgroups, pixel tiles of a range
     for (int warpgroups : {1, 3}) {
@@ -78,7 +73,6 @@ static void plan_weights(std::span<ConvWeight> works) {
             cut.consider(rounds * block_cycles + second_kernel, {warpgroups, range});
         }
     }
-    // All layers get the cheapest plan.
     const auto [warpgroups, range] = cut.best;
     for (ConvWeight& p : works) {
         if (conv_is_wgmma(p.shape)) set_warpgroups(&p, warpgroups);
@@ -86,9 +80,8 @@ static void plan_weights(std::span<ConvWeight> works) {
     }
 }
 
-// Plans one layer alone. Returns a ConvWeight whose members are set, with these exceptions: conv_weight_batch sets
-// bias_images and the members of WeightWork (here only `shape` is set), and put_partials sets the places of the
-// partials.
+// Plans one layer alone. conv_weight_batch sets bias_images and the rest of WeightWork, and put_partials sets the
+// places of the partials.
 static ConvWeight plan_weight(const ConvShape& s) {
     const int Ho = s.out_H();
     const int Wo = s.out_W();
@@ -102,8 +95,8 @@ static ConvWeight plan_weight(const ConvShape& s) {
     p.tiles = p.channel_tiles * ceil_div(s.Cout, 64);
     set_warpgroups(&p, 1);
 
-    // A pixel tile has 8 x 16 or 8 x 8 pixels in conv_weight_tma and conv_weight_fp8, 8 x 8 pixels in conv_weight_halo,
-    // and 64 consecutive pixels in conv_weight_gather.
+    // A pixel tile has 8 x 16 or 8 x 8 pixels on Hopper, and 8 x 8 in conv_weight_halo. In conv_weight_gather it has 64
+    // consecutive pixels.
     if (tma) {
         p.tiles_h = ceil_div(Ho, 8);
         p.tiles_w = ceil_div(Wo, s.kernel == 3 && Wo > 8 ? 16 : 8);
@@ -116,9 +109,8 @@ static ConvWeight plan_weight(const ConvShape& s) {
     }
     p.pixel_tiles = s.B * p.tiles_h * p.tiles_w;
 
-    // In bf16 a block of conv_weight_gather computes 2 x 2 tiles of weights, if there are at least two tiles of Cout
-    // and two tiles of Cin, and enough products to keep the GPU busy. Here a product is a tile of weights, of one tap,
-    // summed over one pixel tile (64 x 64 x 64).
+    // In bf16 a block of conv_weight_gather computes 2 x 2 tiles of weights, if there are enough tiles and enough
+    // products to keep the GPU busy. A product is a tile of weights, of one tap, summed over one pixel tile.
     if (!tma) {
         const int64_t products = (int64_t)p.tiles * p.taps * p.pixel_tiles;
         const bool many_tiles = p.co_tiles > 1 && p.channel_tiles > 1;
@@ -131,9 +123,7 @@ static ConvWeight plan_weight(const ConvShape& s) {
 }
 
 // Sets where the partials of a layer lie, and returns how many bytes they take. If there is only one range, the weights
-// have no partials. But the bias has one partial for each image, and conv_weight_sum adds up the partials of all
-// images. (With only one range, conv_weight_tma and conv_weight_fp8 compute the bias gradient themselves, without
-// partials.)
+// have no partials, but the bias has one partial for each image.
 static size_t put_partials(ConvWeight* p, char* memory) {
     const size_t partials = (size_t)p->splits * p->tiles * p->taps;
     const size_t bytes = p->splits > 1 ? partials * 1024 * sizeof(float4) : 0;

@@ -7,32 +7,23 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // --- groupnorm_backward_whole: an image's slab in shared memory
 // Used when: x and dout of a slab fit into the shared memory of a block, or of a cluster of blocks (sm_90 and later),
-//   and, by plan_norm_whole's estimate, this kernel is faster than the two passes above.
-// (dz, x_factor, offset and scale are those of the formulas at the beginning of section 18.)
-// How: A slab consists of whole groups of channels of one image. Each block of a cluster works on a chunk of the
-//   image's pixels:
+//   and plan_norm_whole expects this kernel to be faster than two passes.
+// How: A slab is whole groups of channels of one image. Each block of a cluster works on a chunk of the pixels:
 //
 //     1. each thread copies x and dout of its own pixels and channels to shared memory
 //     2. each thread adds up dz and dz x of its pixels; dz replaces dout in shared memory
-//     3. each warp adds up the sums of its threads; if a cluster has several blocks, each block adds up the sums of its
-//        warps, and writes the totals into the shared memory of all blocks
-//     4. every block computes x_factor and offset of each of the slab's groups, from the sums of its warps or, if the
-//        cluster has several blocks, from the sums of all blocks
+//     3. each warp adds up the sums of its threads; in a cluster, each block sends the sums of its warps to all blocks
+//     4. every block computes x_factor and offset of each of the slab's groups
 //     5. dx = scale dz - (x_factor x + offset) + addends, from x and dz in shared memory
-//     6. one block of the cluster computes the image's part of the parameters' gradients, from the sums used in step 4
-//
-// Costs: x and dout are read once. On 8x8 images the threads wait most of the time. They wait for x, and for their
-//   instructions, which the GPU has to fetch before they run for the first time. So most loops over pixels and over
-//   groups are not unrolled, which makes fewer instructions to fetch. And the few values that the first computations
-//   need are loaded before all others.
+//     6. one block of the cluster computes the image's part of the parameters' gradients
+// Costs: x and dout are read once. On 8x8 images the threads mostly wait for x, and for their instructions to be
+//   fetched. So most loops are not unrolled, and the values that the first computations need are loaded first.
 
 // v holds a pair of sums for each of the thread's channels: of dz, and of dz x. This function adds up v over those
 // lanes of a warp whose numbers differ by multiples of `columns` (a power of 2). In each step, a lane gives half of its
-// values to another lane, and adds the values that it receives to its other half. So after each step a lane has half as
-// many values. When only one pair is left, each lane adds the other lane's whole pair. At the end the lane's pairs
-// begin at v[0]. (With more columns, fewer lanes have the same channels. So there are fewer steps, and more pairs are
-// left in each lane.) Returns the index that the lane's first sum had in v. HALF: how many values a lane gives away in
-// the first step. OFFSET: by how much the numbers of the two lanes differ in the first step.
+// values to another lane, and adds the values that it receives to its other half. At the end the lane's pairs begin at
+// v[0]. Returns the index that the lane's first sum had in v. HALF: how many values a lane gives away in the first
+// step. OFFSET: by how much the numbers of the two lanes differ in the first step.
 template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int columns) {
     int first = 0;
     if (OFFSET >= columns && halve<HALF>(v, OFFSET)) first = HALF;
@@ -49,10 +40,9 @@ template <int HALF, int OFFSET, int N> INLINE int fold_rows(float (&v)[N], int c
 }
 
 // How groupnorm_backward_whole_kernel divides an image. A vector is VEC neighbouring channels (16 bytes). A slab
-// consists of whole groups, and also of whole vectors. Each block of a cluster works on a chunk of the image's pixels.
-// The 32 lanes of a warp work on 2^log_columns neighbouring vectors of each of 32 / 2^log_columns pixels at a time.
-// 2^log_warps warps work on the same vectors of different pixels. A slab may have any number of vectors, so some lanes
-// may have vectors beyond the slab. These lanes are idle.
+// consists of whole groups, and also of whole vectors. The 32 lanes of a warp work on 2^log_columns neighbouring
+// vectors of each of 32 / 2^log_columns pixels at a time. 2^log_warps warps work on the same vectors of different
+// pixels. Lanes whose vectors lie beyond the slab are idle.
 struct NormWhole {
     int threads; // threads of a block
     int slab;    // how many channels a slab has
@@ -62,26 +52,24 @@ struct NormWhole {
 
     HD int rows() const { return 32 << log_warps >> log_columns; } // how many pixels a block works on at a time
     HD int slots() const { return (chunk + rows() - 1) / rows(); } // how many pixels a thread works on at most
-    // A row of sums in shared memory has a pair of sums (of dz and of dz x) for each channel of the slab. Returns the
-    // distance from one row to the next, in pairs. The distance is odd, so that the pairs of one channel lie in
-    // different banks.
+    // Returns the distance, in pairs, between rows of sums in shared memory. A row has a pair of sums for each channel
+    // of the slab. The distance is odd, so that the pairs of one channel lie in different banks.
     HD int pitch() const { return slab + 1; }
-    // Returns how many bytes of shared memory a block needs. In NormSlab the arrays lie in the same order as here.
+    // Returns how many bytes of shared memory a block needs. NormSlab has the same order of arrays.
     int bytes() const {
         const int pieces = 2 * slots() * threads; // x and dout
         const int per_channel = sizeof(float2) + sizeof(float4);
-        // How many rows of sums there are: one for each of the warps that work on the same vectors and, if the cluster
-        // has several blocks, one more for each block of the cluster.
+        // One row of sums for each of the warps that work on the same vectors and, in a cluster, one for each block.
         const int sums = (1 << log_warps) + (chunks > 1 ? chunks : 0);
         return pieces * 16 + slab * per_channel + sums * pitch() * (int)sizeof(float2);
     }
 };
 
-// A block has at most this many threads. Then the registers of a multiprocessor suffice for two blocks.
+// With at most this many threads in a block, the registers of a multiprocessor suffice for two blocks.
 constexpr int MAX_WHOLE_THREADS = 384;
 
-// What a block and a thread work on. A block works on a chunk of the pixels and a slab of the channels of image b. Each
-// thread works on V neighbouring channels of `count` pixels, each of which lies `rows` pixels after the one before.
+// A block works on a chunk of the pixels and a slab of the channels of image b. Each thread works on V neighbouring
+// channels of `count` pixels, which lie `rows` pixels apart.
 template <class T, bool DROPOUT> struct NormSlab {
     static constexpr int V = VEC<T>;
     static constexpr int COPY_GROUPS = 4; // dout is copied in 4 groups; dz is computed as soon as a group has arrived
@@ -90,8 +78,7 @@ template <class T, bool DROPOUT> struct NormSlab {
     const NormWhole& w;
     uint4* const kept; // (slots, 2, threads): of each pixel of each thread, a piece of x, and one of dout (later of dz)
 
-    // How threads are arranged. The first 2^log_columns lanes of a warp form one row, the next 2^log_columns lanes form
-    // the next row, and so on. A row of lanes works on one pixel at a time.
+    // Each 2^log_columns lanes of a warp form a row. A row works on one pixel at a time.
     int tid = threadIdx.x;
     int threads = w.threads;
     int rows = w.rows();
@@ -105,16 +92,14 @@ template <class T, bool DROPOUT> struct NormSlab {
     int slots_in_group = ceil_div(slots, COPY_GROUPS); // slots that one of the COPY_GROUPS groups of copies fills
 
     // These arrays follow `kept` in shared memory. coefficients (slab) holds each channel's scale and shift, multiplied
-    // by Z_FACTOR (as norm_dz expects them). In step 4, find_group_terms replaces them by x_factor and offset, which
-    // store_dx reads.
+    // by Z_FACTOR. In step 4, find_group_terms replaces them by x_factor and offset.
     float2* coefficients = (float2*)(kept + 2 * slots * threads);
     float4* channels = (float4*)(coefficients + w.slab);    // (slab): mean, rstd, dxhat_factor(), and one not used
     float2* warp_sums = (float2*)(channels + w.slab);       // (row_warps, slab), rows w.pitch() apart: sums of dz, dz x
     float2* block_sums = warp_sums + row_warps * w.pitch(); // the same for each block, if blocks > 1
 
-    // Pixels and channels. Images are processed from the last to the first. One reason is that dout of the last images
-    // may still be in the L2 cache. The other reason is the next kernel, which reads dx and begins with the first
-    // image. dx of the first image is written last, so it may still be in the L2 cache then.
+    // Images are processed from the last to the first, because dout of the last images may still be in the L2 cache.
+    // And the next kernel begins with the first image, whose dx may then still be there.
     int b = gridDim.z - 1 - blockIdx.z;
     int slab0 = blockIdx.y * w.slab;         // the slab's first channel
     int first = blockIdx.x * w.chunk + row;  // this thread's first pixel
@@ -127,9 +112,8 @@ template <class T, bool DROPOUT> struct NormSlab {
     int stride = rows * pitch;                                                   // elements to the thread's next pixel
     size_t at = ((size_t)b * a.s.HW + first) * pitch + (in_x1 ? c : c - a.s.C1); // the next pixel's place in x and dx
 
-    // The addends of the next BATCH pixels. The addends of the first pixels are loaded before the sums are complete, so
-    // that they arrive in the meantime. (An addend may be dx itself. So each addend is read before dx is written to the
-    // same place.)
+    // The addends of the next BATCH pixels. Those of the first pixels are loaded before the sums are complete. An
+    // addend may be dx itself, so it is read before dx is written to the same place.
     uint4 add1[BATCH] = {}, add2[BATCH] = {};
 
     INLINE void load_x() const {
@@ -152,8 +136,7 @@ template <class T, bool DROPOUT> struct NormSlab {
             copies_committed();
         }
     }
-    // Adds dz and dz x of each channel to v, for all pixels of this thread. The pieces of dout are read in the order in
-    // which they arrive. dz is written to the place of dout.
+    // Adds dz and dz x of each channel to v, for all pixels of this thread. dz is written to the place of dout.
     INLINE void sum_pixels(float (&v)[2 * V], const float (&scale)[V], const float (&shift)[V], uint32_t step) const {
         uint4* p = kept + tid;
         NO_UNROLL_FOR (int i = 0; i < COPY_GROUPS; i++) {
@@ -189,10 +172,9 @@ template <class T, bool DROPOUT> struct NormSlab {
                 asm volatile("prefetch.global.L2 [%0];" ::"l"(to.add1 + at + k * stride));
             }
     }
-    // For each channel, adds up the sums of all threads of a warp, and writes the totals to warp_sums.
+    // For each channel, adds up the sums of all threads of a warp.
     INLINE void fold(float (&v)[2 * V]) const {
-        // After fold_rows, v begins with the `left` sums that this lane has. `value` is the index that the first of
-        // them had in v before.
+        // v now begins with the `left` sums that this lane has. `value` is the index that the first of them had in v.
         const int value = fold_rows<V, 16>(v, 1 << w.log_columns);
         const int left = max(2 * V << w.log_columns >> 5, 2);
         float2* const to = warp_sums + row_warp * w.pitch() + column * V + value / 2;
@@ -200,8 +182,8 @@ template <class T, bool DROPOUT> struct NormSlab {
             UNROLL_FOR (int i = 0; i < V; i++)
                 if (2 * i < left) to[i] = make_float2(v[2 * i], v[2 * i + 1]);
     }
-    // Writes this block's sums into the shared memory of all blocks of the cluster, and waits until the sums of all
-    // blocks have arrived in this block's shared memory. all_here: the barrier that counts the bytes of these sums
+    // Writes this block's sums into the shared memory of all blocks of the cluster, and waits for the sums of all
+    // blocks. all_here: the barrier that counts the bytes of these sums
     INLINE void exchange(uint32_t all_here) const {
         cluster_wait(); // all blocks have begun, so their shared memory may be written to
         if (tid < w.slab) {
@@ -214,9 +196,8 @@ template <class T, bool DROPOUT> struct NormSlab {
         }
         mbarrier_wait(all_here, 0);
     }
-    // Computes x_factor and offset of each group, and writes them to coefficients. `sums` is warp_sums (a row for
-    // each of the row_warps warps that work on the same channels) or block_sums (a row for each block). Its 2^log_items
-    // rows still have to be added up. Eight threads work on each group.
+    // Computes x_factor and offset of each group, and writes them to coefficients. `sums` is warp_sums or block_sums.
+    // Its 2^log_items rows still have to be added up. Eight threads work on each group.
     INLINE void find_group_terms(const float2* sums, int log_items) const {
         NO_UNROLL_FOR (int g = tid / 8; g < a.group_of(w.slab); g += threads / 8) {
             double sum = 0;     // the sum of dxhat
@@ -264,24 +245,20 @@ template <class T, bool DROPOUT> struct NormSlab {
     }
 };
 
-// grid (chunks of pixels, slabs of channels, images). The blocks that work on the chunks of one image and one slab form
-// a cluster. NormSlab describes what a thread works on and what lies in shared memory. The six steps are listed at the
-// head of groupnorm_backward_whole ("How"). GRAD is GradOf<T>, or, if dx1 or dx2 is also written in FP8, Fp8GradOf<T>.
+// grid (chunks of pixels, slabs of channels, images). The blocks of one image and one slab form a cluster. GRAD is
+// GradOf<T>, or, if dx1 or dx2 is also written in FP8, Fp8GradOf<T>.
 template <class T, bool DROPOUT, class GRAD>
 static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     groupnorm_backward_whole_kernel(GRAD dx1, GRAD dx2, const T* dout, NormArgs a, NormWhole w) {
     constexpr int V = VEC<T>;
-    // `kept` is aligned to 128 bytes. Otherwise it would begin 16 bytes after `barrier`. Then the 128 bytes that 8
-    // neighbouring threads read together would not begin at bank 0. They would lie in two rows of the 32 banks, which
-    // was slower (docs/LEARNT.md).
+    // Aligned to 128 bytes, so that the 128 bytes that 8 neighbouring threads read together begin at bank 0.
     extern __shared__ __align__(128) uint4 kept[];
     __shared__ uint64_t barrier;
     NormSlab<T, DROPOUT> slab{a, w, kept};
     const int tid = threadIdx.x;
     const int blocks = slab.blocks;
 
-    // The previous kernel has written neither x nor anything that `channel` loads (see groupnorm_sums_kernel). So they
-    // can be read before await_previous_kernel. The few values that the first computations need are loaded first.
+    // The previous kernel has written neither x nor anything that `channel` loads. So they are read before the wait.
     const NormChannel channel(a, slab.b, slab.slab0 + min(tid, w.slab - 1));
     slab.load_x();
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
@@ -297,9 +274,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
         slab.channels[tid] = make_float4(channel.mean, channel.rstd, channel.dxhat_factor(), 0);
     }
     __syncthreads();
-    // Thread 0 arrives at the barrier and announces how many bytes of sums the blocks will write here. The barrier's
-    // phase ends when thread 0 and all announced bytes have arrived, in any order. So this is right even if sums of
-    // other blocks are here already.
+    // Announces how many bytes of sums the blocks will write here. The barrier's phase ends when thread 0 and all these
+    // bytes have arrived, in any order. So this is right even if sums of other blocks are here already.
     if (blocks > 1 && tid == 0) mbarrier_expect(all_here, blocks * w.slab * (int)sizeof(float2));
     float scale[V], shift[V];
     float v[2 * V] = {}; // sums of dz and dz x of each channel
@@ -310,8 +286,8 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
     slab.fold(v);
     __syncthreads();
     if (blocks > 1) slab.exchange(all_here);
-    // For each channel, 2^log_items sums still have to be added up. If there are several blocks, there is one sum from
-    // each block. Otherwise there is one sum from each of the 2^w.log_warps warps that work on this channel.
+    // For each channel, 2^log_items sums still have to be added up: one from each block or, if there is one block, one
+    // from each of the warps that work on this channel.
     const float2* const all_sums = blocks > 1 ? slab.block_sums : slab.warp_sums;
     const int log_items = blocks > 1 ? 31 - __clz(blocks) : w.log_warps;
     slab.find_group_terms(all_sums, log_items);
@@ -326,20 +302,16 @@ static __global__ void __launch_bounds__(MAX_WHOLE_THREADS, 2)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- groupnorm_backward
+// --- the cost of a plan
 // Returns how long groupnorm_backward_whole_kernel takes with plan w, in microseconds. The formula was fitted to 2,700
-// measurements on an H200. On average, the plan that is cheapest by the formula takes 3 % more time than the plan that
-// is really the fastest.
+// measurements on an H200. On average, its cheapest plan takes 3 % more time than the fastest plan.
 //
 //   time = START + (number of waves of blocks) * hypot(latency, work)
 //
-// A wave is as many blocks as the GPU runs at the same time. There is at least one wave. If there are more, their
-// number may be a fraction, such as 1.5, and LAST_WAVE is added to it. latency: the time that a block waits even if
-// there are few blocks. It waits for loads, and for the rounds in which sums are added and exchanged. work: the
-// time that all blocks on one multiprocessor need together for their bytes and instructions. (In the code the variable
-// `work` is the time of a single block.) Latency and work overlap in part, so together they take less time
-// than their sum, and more than the larger of both. hypot also lies between these limits. The argument `tensors` is the
-// number of tensors of the size of x that are read or written.
+// A wave is as many blocks as the GPU runs at the same time. The number of waves is at least 1, and may be a fraction.
+// latency: the time that a block waits for loads, and for the rounds in which sums are added and exchanged. work: the
+// time that all blocks on one multiprocessor need for their bytes and instructions. Latency and work overlap in part,
+// so together they take less time than their sum. tensors: how many tensors of the size of x are read or written.
 static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensors) {
     // How many microseconds each of these takes:
     constexpr double START = 1.9;    // a launch, and the wait for the previous kernel
@@ -353,13 +325,12 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     constexpr double SERIAL = 0.31;    // this fraction of a block's work does not overlap with its latency
     constexpr double LAST_WAVE = 0.18; // if there are several waves, the time grows by this fraction of a wave
     const int C = s.C1 + s.C2;
-    // SLOT and SLOTS were fitted for vectors of 8 elements, so a vector's elements are counted in units of 8.
+    // A vector's elements are counted in units of 8, because SLOT and SLOTS were fitted for vectors of 8 elements.
     const double elements = act_vec() / 8.0;
 
-    // Memory moves whole sectors of 32 bytes, and 128 neighbouring bytes (a cache line) are the most efficient. A block
-    // works on a slab, which is a part of the channels (NormWhole). A byte takes more time if the slab has few bytes of
-    // each pixel (short_rows). If the slab has all channels, this costs nothing, because the next pixel's bytes follow
-    // directly. A byte also takes more time if a warp reads few neighbouring bytes of a pixel (short_runs).
+    // Memory moves whole sectors of 32 bytes, and cache lines of 128 bytes are the most efficient. So a byte takes more
+    // time if the slab has few bytes of each pixel, unless it has all channels (short_rows), or if a warp reads few
+    // neighbouring bytes of a pixel (short_runs).
     const int row_bytes = w.slab / act_vec() * 16; // bytes of the slab's channels in one pixel
     double loss = 0;
     if (row_bytes < 128) loss += 0.07;
@@ -375,8 +346,7 @@ static double norm_whole_cost(const NormShape& s, const NormWhole& w, int tensor
     const double parts = w.chunks > 1 ? 2 * w.chunks : 1 << w.log_warps;
     const double latency = PART * parts + SLOT * elements * w.slots() + SERIAL * work;
 
-    // How many blocks have room on a multiprocessor (fit), how many blocks there are, and how many of them run on a
-    // multiprocessor at the same time (together).
+    // fit: how many blocks have room on a multiprocessor. together: how many run there at the same time.
     const int fit_threads = 2 * MAX_WHOLE_THREADS / w.threads;
     const int fit = std::min(gpu.blocks_of(w.bytes(), 16), fit_threads);
     const int blocks = s.B * (C / w.slab) * w.chunks;
@@ -397,11 +367,8 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     const int group_channels = C / s.groups;
     const int tensors = add ? 4 : 3;
 
-    // How many microseconds the two passes take (groupnorm_sums_kernel and groupnorm_backward_kernel), by measurements.
-    // moved: the kilobytes that the two passes read and write on each multiprocessor. (The first pass reads x and dout,
-    // and the second pass reads or writes `tensors` tensors.) As a function of `moved`, the measured time lies near the
-    // higher one of two straight lines: near the first line if little is moved, and near the second line if much is
-    // moved.
+    // How many microseconds the two passes take (groupnorm_sums_kernel and groupnorm_backward_kernel), by measurements:
+    // about the higher one of two straight lines. moved: the kilobytes that they move on each multiprocessor.
     const double pieces = (double)s.B * s.HW * C / V; // how many pieces of 16 bytes one tensor has
     const double moved = (tensors + 2) * 16 / 1024.0 * pieces / gpu.sms;
     const double two_passes = std::max(6.5 + 0.027 * moved, 2.3 + 0.0386 * moved);
@@ -429,9 +396,7 @@ static NormWhole plan_norm_whole(const NormShape& s, bool add) {
     return plan.best;
 }
 
-// norm_whole_kernel returns the kernel that computes everything in one pass. norm_first_pass and norm_second_pass
-// return the kernels of the two passes. Each kernel has one version with dropout and one without. The second pass also
-// has versions with and without addends. GRAD: GradOf<T>, or Fp8GradOf<T> if gradients are also written in FP8.
+// GRAD: GradOf<T>, or Fp8GradOf<T> if gradients are also written in FP8.
 template <class T, class GRAD> static auto norm_whole_kernel(bool drop) {
     if (drop) return groupnorm_backward_whole_kernel<T, true, GRAD>;
     return groupnorm_backward_whole_kernel<T, false, GRAD>;

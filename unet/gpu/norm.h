@@ -6,13 +6,11 @@
 
 constexpr int NORM_THREADS = 256;
 constexpr int NORM_SLAB = 64; // how many channels a slab has at most
-// How many blocks of a kernel should run on a multiprocessor at the same time. __launch_bounds__ tells this number to
-// the compiler, which then limits the registers of a thread so that they suffice for all these blocks. heavy: the
-// kernel needs more registers, because it computes dropout or, in the second pass, adds addends
+// How many blocks of a kernel should run on a multiprocessor at the same time. This limits the registers of a thread.
+// heavy: the kernel needs more registers, because it computes dropout or, in the second pass, adds addends
 constexpr int norm_forward_blocks(bool dropout) { return dropout ? 3 : 4; }
 constexpr int norm_backward_blocks(bool heavy) { return heavy ? 2 : 3; }
 
-// The arguments of the norm's kernels.
 struct NormArgs {
     const void *x1, *x2;        // (B, HW, C1) and (B, HW, C2)
     const float *weight, *bias; // (C)
@@ -25,7 +23,7 @@ struct NormArgs {
     float* dscale_shift = nullptr;                // the gradient of scale_shift, in the same layout
     float2* sums = nullptr;                       // (B, C): each image's part of dbias and dweight
 
-    // The members below are computed from those above, once, on the host. (norm_grid sets `chunk`.)
+    // Computed from the members above, once, on the host. norm_grid sets `chunk`.
     int C = s.C1 + s.C2;
     int Cg = C / s.groups; // how many channels a group has
     int log_slab = C % NORM_SLAB ? 5 : 6;
@@ -35,8 +33,7 @@ struct NormArgs {
     uint32_t group_factor = (1u << 31) / (uint32_t)Cg + 1; // see group_of
     double weight_of_one = 1.0 / ((double)s.HW * Cg);      // the weight of one value in its group's mean
 
-    // Returns c / Cg. A division takes some 20 instructions; this multiplication gives the same result
-    // if c * Cg < 2^31.
+    // Returns c / Cg, if c * Cg < 2^31. A division would take some 20 instructions.
     __device__ int group_of(int c) const { return (int)((uint64_t)c * group_factor >> 31); }
 };
 
@@ -61,10 +58,8 @@ template <int V> INLINE void load_floats(float (&v)[V], const float* p) {
     }
 }
 
-// The parameters from which the coefficients of V channels are computed: z = (xhat weight + bias) factor + shift,
-// factor = 1 + scale, where scale and shift come from the embedding (FiLM, --use_scale_shift_norm). A kernel may start
-// before the previous kernel has ended (launch_on). The previous kernel does not write these parameters, so a norm's
-// kernel loads them before it waits for the previous kernel.
+// The parameters of V channels in z = (xhat weight + bias) factor + shift, where factor = 1 + scale. scale and shift
+// come from the embedding (FiLM). The previous kernel does not write them, so they are loaded before the wait for it.
 template <int V> struct NormParameters {
     float weight[V], bias[V];
     float scale[V] = {}, shift[V] = {}; // from the embedding
@@ -79,8 +74,7 @@ template <int V> struct NormParameters {
     }
     INLINE float factor(int i) const { return 1 + scale[i]; }
     // Returns z_scale and z_shift of the i-th channel (z = x z_scale + z_shift), both multiplied by z_factor. In the
-    // backward pass z_factor is Z_FACTOR, because a nonlinearity's derivative (Silu's df) expects Z_FACTOR z as its
-    // argument.
+    // backward pass z_factor is Z_FACTOR, because a nonlinearity's df expects Z_FACTOR z.
     INLINE float2 coefficients(int i, float mean, float rstd, float z_factor = 1) const {
         const float x_weight = rstd * weight[i]; // xhat weight = (x - mean) x_weight
         const float z_scale = x_weight * factor(i);
@@ -101,9 +95,8 @@ struct NormChannel : NormParameters<1> {
     }
     INLINE float2 coefficients(float z_factor) const { return NormParameters::coefficients(0, mean, rstd, z_factor); }
     INLINE float dxhat_factor() const { return weight[0] * factor(0); } // w in the formula dxhat = w dz
-    // Writes two kinds of gradients for this channel: this image's part of dbias and dweight, and the gradients of the
-    // image's film shift and film scale. sum holds the sums of dz and of dz x over the image's pixels. Below, factor is
-    // 1 + film scale.
+    // Writes this image's part of dbias and dweight, and the gradients of its film shift and film scale. sum holds the
+    // sums of dz and of dz x over the image's pixels. Below, factor is 1 + film scale.
     //   dbias = factor sum(dz)      dweight = factor sum(dz xhat)
     //   d film shift = sum(dz)      d film scale = sum(dz (xhat weight + bias))
     INLINE void put_gradients(const NormArgs& a, double2 sum) const {
@@ -117,8 +110,7 @@ struct NormChannel : NormParameters<1> {
     }
 };
 
-// Multiplies v by dropout's factors for elements e, e + 1, ... of image b. The factor of an element is 0 if the element
-// is dropped, and else 1 / (1 - p).
+// Multiplies v by dropout's factors for elements e, e + 1, ... of image b: 0 if dropped, and else 1 / (1 - p).
 template <int V> INLINE void apply_dropout(float (&v)[V], const NormArgs& a, uint32_t step, int b, size_t e) {
     const float keep = 1.0f / (1.0f - a.dropout.p);
     UNROLL_FOR (int i = 0; i < V; i += 4) { // each call of philox gives four random words
@@ -138,7 +130,7 @@ INLINE double group_sum(double v) {
     return lane_sum<4, 2, 1>(v, lanes);
 }
 
-// Returns the sum of n pairs. Each pair lies `pitch` pairs after the one before. AT_ONCE pairs are loaded at a time.
+// Returns the sum of n pairs, which lie `pitch` pairs apart. AT_ONCE pairs are loaded at a time.
 template <int AT_ONCE> INLINE double2 sum_pairs(const float2* pairs, int n, int pitch) {
     double2 sum = make_double2(0, 0);
     _Pragma("unroll AT_ONCE") for (int i = 0; i < n; i++) {
@@ -149,9 +141,8 @@ template <int AT_ONCE> INLINE double2 sum_pairs(const float2* pairs, int n, int 
     return sum;
 }
 
-// Computes dz from dout: multiplies dout by the nonlinearity's derivative and by dropout's factors. x is the norm's
-// input. scale and shift have been multiplied by Z_FACTOR, because Z_FACTOR z is the argument that the function for the
-// derivative (df) expects.
+// Multiplies dout by the nonlinearity's derivative and by dropout's factors. x is the norm's input. scale and shift
+// have been multiplied by Z_FACTOR, as df expects.
 template <class T, bool DROPOUT>
 INLINE void norm_dz(float (&dz)[VEC<T>],          // holds dout at first, and dz afterwards
                     const float (&x)[VEC<T>],     //
@@ -180,8 +171,7 @@ INLINE float2 group_terms(double sum, double product, float mean, float rstd, co
     return make_float2(x_factor, (float)sum * rstd - x_factor * mean);
 }
 
-// groupnorm_backward leaves each image's part of a norm's dbias and dweight in memory. norm_sums_kernel adds these
-// parts up over the images, for many group norms in one launch. This struct describes one of these norms.
+// A norm for norm_sums_kernel, which adds up the images' parts of dbias and dweight, for many norms in one launch.
 struct NormSums {
     const float2* sums; // (B, C): each image's part of dbias and dweight
     float *dweight, *dbias;
@@ -191,9 +181,8 @@ constexpr int MAX_NORM_SUMS = 64;
 static int norm_sums_count = 0;
 static size_t norm_sums_used = 0; // how many bytes of device.norm_sums are in use
 
-// Chooses a.chunk, the number of pixels of a chunk, so that there are about per_sm blocks for each multiprocessor. (In
-// a very large batch there are more blocks, although each image is one chunk.) An image has at most max_chunks chunks.
-// Returns the grid.
+// Chooses a.chunk, the number of pixels of a chunk, so that there are about per_sm blocks for each multiprocessor. An
+// image has at most max_chunks chunks. Returns the grid.
 static dim3 norm_grid(NormArgs& a, int per_sm, int max_chunks) {
     const int slabs = a.C / a.slab;
     const int rows = NORM_THREADS * act_vec() / a.slab; // how many pixels a block works on at a time

@@ -4,13 +4,13 @@
 
 // =====================================================================================================================
 // Between ranks: from device to device
-// A rank is a process with a device of its own (unet/host/ranks.h). This section has three ways to exchange data between
-// devices, and a build contains one of these ways:
+// A rank is a process with a device of its own (unet/host/ranks.h). A build has one of three ways to exchange data
+// between devices:
 //   USE_NCCL   GPUs: NCCL or, if GPUs of one machine can access each other's memory, direct copies (world.direct)
 //   USE_MPI    CPUs: MPI
 //   neither    one process, which has nothing to exchange
 
-// Returns what this build lacks to run on several ranks, as a sentence for the user, or null if it lacks nothing.
+// Returns what this build lacks to run on several ranks, as a sentence for the user, or null.
 static const char* ranks_need() {
 #if defined(USE_NCCL) || defined(USE_MPI)
     return nullptr;
@@ -23,8 +23,7 @@ static const char* ranks_need() {
 #endif
 }
 #ifdef USE_NCCL
-// NCCL's handle for the group of all ranks. The program never destroys it, because that would wait for the graphs in
-// which NCCL's calls were recorded.
+// The program never destroys NCCL's handle, because that would wait for the graphs in which NCCL's calls were recorded.
 static ncclComm_t communicator = nullptr;
 
 static void leave_devices() {} // nothing to do before a process ends
@@ -36,19 +35,16 @@ static void nccl_check(ncclResult_t error) {
     if (error != ncclSuccess) die("%s", nccl_error(error).c_str());
 }
 
-// Returns the error of a call that NCCL is still working on, or "" if there is no error. The watch, a thread that
-// unet/host/ranks.h starts, calls this function from time to time.
+// Returns the error of a call that NCCL is still working on, or "". The watch (unet/host/ranks.h) calls it.
 static std::string device_trouble() {
     ncclResult_t error = ncclSuccess;
     if (communicator) ncclCommGetAsyncError(communicator, &error);
     return error == ncclSuccess || error == ncclInProgress ? "" : nccl_error(error);
 }
 
-// Ranks on one machine can open memory for each other (CUDA's interprocess communication). Then a process can write to
-// memory that another process has allocated on another GPU. The GPUs' copy engines can copy there while kernels run.
-// (NCCL copies with kernels of its own, which would take multiprocessors from the other kernels.) Kernels can also
-// write their results directly to the other GPUs. `opened` has one entry for each region of memory that the ranks have
-// opened.
+// Ranks on one machine can open memory for each other (CUDA's interprocess communication). Then the GPUs' copy engines
+// can copy there while kernels run, and kernels can write their results directly to the other GPUs. (NCCL copies with
+// kernels of its own, which would take multiprocessors from the other kernels.)
 struct Opened {
     size_t bytes;
     std::vector<char*> at; // for each rank r: the address, in this process, of rank r's region of memory
@@ -56,13 +52,12 @@ struct Opened {
 static std::vector<Opened> opened;
 static Stream sender;        // the stream that copies to other ranks
 static bool sending = false; // true: copies have begun, and end_exchange must make the main stream wait for them
-// An array in the memory of this rank. meetings[r] is the number of meetings (meet_kernel) that rank r has reached;
-// rank r itself writes this number there. meetings[NEAR] is the number of meetings that this rank has reached.
+// An array in the memory of this rank. meetings[r] is the number of meetings (meet_kernel) that rank r has reached,
+// which rank r itself writes there. meetings[NEAR] is the number that this rank has reached.
 static unsigned* meetings;
 
 // p points into memory of this rank. Returns the address of the same place in rank r's memory, or null if p is not in
-// opened memory. If p lies before a region of memory, the difference of the addresses is negative. As a size_t it is
-// then larger than any region, so the comparison is false.
+// opened memory. A negative offset becomes, as a size_t, larger than any region.
 static void* at_rank(void* p, int r) {
     for (const Opened& o : opened) {
         const size_t offset = (char*)p - o.at[world.rank];
@@ -71,10 +66,9 @@ static void* at_rank(void* p, int r) {
     return nullptr;
 }
 
-// Allocates memory. If world.direct is true, all ranks can write to this memory, and all ranks call this function
-// together. Every rank makes a handle of its new memory, sends it to all other ranks, and opens the handles that it
-// receives. If a rank can't open another rank's memory, world.direct becomes false, and all ranks use NCCL from then
-// on. But if an earlier call has already opened memory, the program ends.
+// Allocates memory. If world.direct is true, all ranks call this together, and all can write to this memory. If a rank
+// can't open another rank's memory, world.direct becomes false, and all ranks use NCCL from then on. But if an earlier
+// call has already opened memory, the program ends.
 static void* open_alloc(size_t bytes) {
     if (!world.direct) return device_alloc_bytes(bytes);
     bytes = std::max<size_t>(bytes, 2 << 20); // a smaller region could share a page with memory that must not be opened
@@ -96,8 +90,8 @@ static void* open_alloc(size_t bytes) {
     return own;
 }
 
-// Connects the ranks' GPUs by NCCL. For this, rank 0 makes an id and sends it to all other ranks. If `direct` is true,
-// all ranks are on one machine, and there are at most NEAR (8) ranks, then the ranks also open memory for each other.
+// Connects the ranks' GPUs by NCCL. If `direct` is true, all ranks are on one machine, and there are at most NEAR (8)
+// ranks, then the ranks also open memory for each other.
 static void join_devices(bool direct) {
     if (world.size < 2) return;
     setenv("NCCL_NVLS_ENABLE", "0", 0); // no NVLink multicast, unless the user has set the variable
@@ -111,12 +105,11 @@ static void join_devices(bool direct) {
     printf("exchange: %s\n", world.direct ? "the GPUs write into each other's memory" : "by NCCL");
 }
 
-// Each rank waits here until all ranks have reached this meeting. The kernel has one warp. Thread 0 writes the number
-// of this meeting to this rank's meetings[NEAR]. Each thread k from 1 to the number of ranks - 1 is responsible for one
-// other rank: it writes the number to that rank's memory, and waits until that rank has written the same number (or a
-// larger one) to this rank's memory. The first fence makes all earlier writes of this rank visible to the other ranks
-// before they see the number. After the second fence this rank sees the earlier writes of the other ranks. The numbers
-// may overflow: this does no harm, because only the sign of their difference matters.
+// Each rank waits here until all ranks have reached this meeting. Thread 0 counts the meeting. Each other thread is
+// responsible for one other rank: it writes the number to that rank's memory, and waits until that rank has written the
+// same number (or a larger one) here. The first fence makes all earlier writes of this rank visible before the number.
+// After the second fence this rank sees the earlier writes of the other ranks. The numbers may overflow, because only
+// the sign of their difference matters.
 static __global__ void meet_kernel(const __grid_constant__ Everywhere<unsigned> meetings, int rank) {
     await_previous_kernel();
     volatile unsigned* const own = meetings.at[0];
@@ -136,9 +129,8 @@ static void meet() {
     if (world.direct) launch(meet_kernel, 1, 32, 0, everywhere(meetings), world.rank);
 }
 
-// All NCCL calls between begin_exchange and end_exchange become one launch. If there were direct copies, end_exchange
-// makes the main stream wait for them, and then for all other ranks (meet). After that the copies of all ranks have
-// arrived.
+// All NCCL calls between begin_exchange and end_exchange become one launch. After direct copies, end_exchange makes the
+// main stream wait until the copies of all ranks have arrived.
 static void begin_exchange() { nccl_check(ncclGroupStart()); }
 static void end_exchange() {
     nccl_check(ncclGroupEnd());
@@ -148,9 +140,8 @@ static void end_exchange() {
     meet();
 }
 
-// For each other rank r: copies `bytes` bytes from the address part(r) to rank r's receiving array. `to` is this rank's
-// own receiving array, and at_rank finds the same array in rank r's memory. In that array, part number world.rank is
-// reserved for what this rank sends. The copies begin when `stream` has done all its work so far.
+// For each other rank r: copies `bytes` bytes from the address part(r) to part number world.rank of rank r's receiving
+// array. `to` is this rank's own receiving array. The copies begin when all work that `stream` has now is done.
 template <class F> static void send_directly(void* to, size_t bytes, const Stream& stream, F part) {
     follow(&sender, stream);
     for (int k = 1; k < world.size; k++) {
@@ -162,9 +153,8 @@ template <class F> static void send_directly(void* to, size_t bytes, const Strea
     sending = true;
 }
 
-// The next two functions are operations of the interface. They use direct copies if the receiving array (`recvbuf` or
-// `all`) is memory that the ranks have opened. Otherwise they use NCCL. A direct all_gather copies only to other ranks,
-// so this rank's own array must already lie in its place in `all`.
+// The next two functions use direct copies if the receiving array is memory that the ranks have opened, otherwise NCCL.
+// A direct all_gather copies only to other ranks, so this rank's own array must already lie in its place in `all`.
 static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Stream* stream) {
     auto part = [&](int r) { return (const char*)sendbuf + r * bytes; };
     if (at_rank(recvbuf, 0)) return send_directly(recvbuf, bytes, *stream, part);
@@ -182,8 +172,7 @@ static void all_gather(void* all, const void* own, size_t bytes, Stream* stream)
     stream->joined = true;
 }
 #else // without NCCL: no rank can access another rank's memory
-// The exchange is complete when a call of MPI returns, and a single process exchanges nothing. So the next three
-// functions have nothing to do.
+// The exchange is complete when a call of MPI returns. So the next three functions have nothing to do.
 static void begin_exchange() {}
 static void end_exchange() {}
 static void meet() {}
@@ -191,8 +180,7 @@ static void* open_alloc(size_t bytes) { return device_alloc_bytes(bytes); }
 static void* at_rank(void*, int) { return nullptr; }
 static std::string device_trouble() { return ""; }
 #ifdef USE_MPI
-// Starts MPI. Only the thread that calls this function calls MPI later (MPI_THREAD_FUNNELED). MPI's functions return
-// their errors (MPI_ERRORS_RETURN), and mpi_check handles these.
+// Starts MPI. Only the thread that calls this function calls MPI later (MPI_THREAD_FUNNELED).
 static void join_devices(bool) {
     if (world.size < 2) return;
     any_rank("the start of MPI", false); // waits for all ranks; if one has ended, the watch names it and ends the run
@@ -204,15 +192,14 @@ static void join_devices(bool) {
         die("MPI knows of %d processes, and its launcher of %d; the CPU build is started by mpirun", size, world.size);
 }
 
-// Ends MPI if it was started.
 static void leave_devices() {
     int joined = 0;
     MPI_Initialized(&joined);
     if (joined) MPI_Finalize();
 }
 
-// Ends the run if a call of MPI has failed. The reason may be that another rank has ended. Then the watch
-// (unet/host/ranks.h) tells the user this reason, and ends the program, before this function does.
+// Ends the run if a call of MPI has failed. If the reason is that another rank has ended, the watch (unet/host/ranks.h)
+// tells the user so, and ends the program first.
 static void mpi_check(int error) {
     if (error == MPI_SUCCESS) return;
     sleep(3); // if a rank has ended, the watch ends the program during this time
@@ -222,8 +209,7 @@ static void mpi_check(int error) {
     die("MPI: %s", why);
 }
 
-// MPI wants the length of each part, and its place, as numbers of floats. A rank does not send its own part to
-// itself, so the length of this part is 0.
+// MPI wants lengths and places as numbers of floats. A rank does not send its own part to itself.
 static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Stream*) {
     const int floats = (int)(bytes / sizeof(float)); // floats of a part
     std::vector<int> count(world.size, floats);

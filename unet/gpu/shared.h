@@ -5,13 +5,8 @@
 #ifdef __CUDACC__ // the GPU
 // =====================================================================================================================
 // The GPU: what all kernels share
-//
-// This section first contains the GPU and its streams, launches and decisions. Then it contains what kernels are built
-// of: single PTX instructions, activations in registers, sums over threads, and tensor cores (mma.sync on any GPU; TMA
-// and wgmma on Hopper).
 
-// An array can lie in registers only if the compiler knows every index that the code uses on it. So a loop over such an
-// array must be unrolled.
+// An array lies in registers only if the compiler knows every index into it. So loops over such arrays are unrolled.
 #define UNROLL_FOR _Pragma("unroll") for
 #define UNROLL_4_FOR _Pragma("unroll 4") for
 #define UNROLL_8_FOR _Pragma("unroll 8") for
@@ -20,8 +15,7 @@
 #error "code for compute capability 9.0 is compiled for sm_90a, which has wgmma: -gencode arch=compute_90a,code=sm_90a"
 #endif
 
-// The properties of a GPU on which the choice of a kernel may depend. If a new kind of GPU shall have tiles of its own,
-// add a member that distinguishes this kind from the other kinds.
+// The properties of a GPU on which the choice of a kernel may depend.
 struct Gpu {
     int sms;                             // the number of multiprocessors
     int shared_per_sm, shared_per_block; // bytes of shared memory of a multiprocessor, and the limit of one block
@@ -29,17 +23,16 @@ struct Gpu {
     bool clusters;                       // this GPU runs code of sm_90 or later, and allowed.clusters is true
     bool wgmma;                          // this GPU runs code of sm_90a (wgmma and TMA), and allowed.hopper is true
 
-    // shared_for returns how many bytes of dynamic shared memory each block can have if a multiprocessor has to run
-    // `blocks` blocks. blocks_of returns for how many blocks a multiprocessor has enough shared memory, if each block
-    // has `bytes` bytes of dynamic shared memory. In addition, every block needs 1 KB, which CUDA reserves, and
-    // `statics` bytes for the __shared__ variables that its kernel declares.
+    // shared_for returns how many bytes of dynamic shared memory a block can have if a multiprocessor runs `blocks`
+    // blocks. blocks_of returns how many blocks with `bytes` bytes of it fit on a multiprocessor. In addition, every
+    // block needs 1 KB, which CUDA reserves, and `statics` bytes for its __shared__ variables.
     constexpr int shared_for(int blocks, int statics = 0) const {
         return std::min(shared_per_sm / blocks - 1024, shared_per_block) - statics;
     }
     constexpr int blocks_of(int bytes, int statics = 0) const { return shared_per_sm / (bytes + statics + 1024); }
 };
 // The sizes of the kernels' tiles are chosen for these two GPUs. Kernels without wgmma run on any GPU of sm_80 or
-// later. So their tiles must fit into the shared memory of an RTX 30, because no other such GPU has less.
+// later, and no such GPU has less shared memory than an RTX 30.
 constexpr Gpu RTX_30{82, 100 * 1024, 99 * 1024, false, false, false};
 constexpr Gpu H200{132, 228 * 1024, 227 * 1024, true, true, true};
 static Gpu gpu; // the GPU of this process; start_device fills it in
@@ -49,25 +42,22 @@ constexpr bool BUILT_WITH_HOPPER = false;
 constexpr bool BUILT_WITH_HOPPER = true;
 #endif
 
-// A Stream is a CUDA stream (queue) and its workspace. Kernels of a stream run one after the other. (If they overlap,
-// the later kernel waits for the earlier one before it writes: see launch_on.) So each operation may overwrite the
-// whole workspace. What an operation leaves in the workspace is lost when the next operation runs.
+// A CUDA stream (queue) and its workspace. Each operation may overwrite the whole workspace. What an operation leaves
+// there is lost when the next operation runs.
 struct Stream {
     cudaStream_t queue = nullptr;
     char* workspace = nullptr;
     size_t workspace_bytes = 0;
-    // If joined is true, launch_on starts the next kernel only when all work before it in the queue has ended. (Such
-    // work may be a copy, a wait for another stream, or a kernel.) launch_on then sets joined to false again.
+    // If joined is true, launch_on starts the next kernel only when all work before it in the queue has ended.
+    // launch_on then sets joined to false again.
     bool joined = false;
 };
 
-// A Device is the main stream. It also holds a side stream, whose kernels run at the same time as those of the main
-// stream (run_beside).
+// The main stream. It also holds a side stream, whose kernels run at the same time (run_beside).
 struct Device : Stream {
     Stream side;
     cudaStream_t copy_stream = nullptr; // a queue for copies from the host (send); copies need no workspace
-    char* norm_sums = nullptr;          // for each group norm, every image's part of dbias and dweight (NormSums).
-                                        // finish_gradients adds these parts up
+    char* norm_sums = nullptr;          // for each group norm, every image's part of dbias and dweight (NormSums)
     size_t norm_sums_bytes = 0;
 };
 static Device device;
@@ -79,14 +69,12 @@ Stream* const MAIN_STREAM = &device;
         if (error_ != cudaSuccess) die("CUDA: %s (%s:%d: %s)", cudaGetErrorString(error_), __FILE__, __LINE__, #call); \
     } while (0)
 
-// Records the event *moment in a stream: the event happens when all work that is in the stream now has been done. The
-// first call makes the event.
+// Records the event *moment: it happens when all work that is in the stream now is done. The first call makes it.
 static void record(cudaEvent_t* moment, cudaStream_t queue) {
     if (!*moment) CUDA_CHECK(cudaEventCreateWithFlags(moment, cudaEventDisableTiming));
     CUDA_CHECK(cudaEventRecord(*moment, queue));
 }
-// Makes all later work of the stream wait for the event `moment`. The second form of the function makes all later work
-// of the stream wait for all work that is in the stream `other` now.
+// Makes all later work of the stream wait for an event, or for all work that is in the stream `other` now.
 static void follow(Stream* stream, cudaEvent_t moment) {
     CUDA_CHECK(cudaStreamWaitEvent(stream->queue, moment));
     stream->joined = true;
@@ -106,12 +94,9 @@ static void follow(Stream* stream, const Stream& other) {
 //   kernel B        |-- prepares --|waits |---- blocks run ----|
 //                                         ^ await_previous_kernel returns
 //
-// B's blocks start as soon as each block of A has called await_previous_kernel or has ended, and a multiprocessor has
-// room for them. So A may still be running when B starts. Therefore B calls await_previous_kernel before it reads what
-// A writes, and before it writes to global memory. (A kernel that does not call await_previous_kernel is launched
-// without overlap: see launch_behind.)
-// Before B calls await_previous_kernel, it may compute addresses, read its parameters, and read what kernels before A
-// wrote. Those kernels have ended: A's own calls of await_previous_kernel have waited for them before B could start.
+// B's blocks start as soon as each block of A has called await_previous_kernel or has ended. So A may still be running
+// when B starts. Therefore B calls await_previous_kernel before it reads what A writes, and before it writes to global
+// memory. Before this call, B may read what kernels before A wrote: A's own call has waited for them.
 // cluster: how many neighbouring blocks can access each other's shared memory (1: no cluster).
 template <class... Parameters, class... Arguments>
 static void launch_on(Stream* stream, int cluster, void (*kernel)(Parameters...), dim3 grid, dim3 threads,
@@ -133,12 +118,10 @@ static void launch_on(Stream* stream, int cluster, void (*kernel)(Parameters...)
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes));
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
-// Does the same as launch_on, on the main stream and without a cluster: launch(kernel, grid, threads, shared bytes,
-// arguments ...).
+// Launches on the main stream, without a cluster: launch(kernel, grid, threads, shared bytes, arguments ...).
 template <class... Rest> static void launch(Rest... rest) { launch_on(MAIN_STREAM, 1, rest...); }
 
-// Launches a kernel that does not call await_previous_kernel. The kernel starts when all work before it in the main
-// stream has ended.
+// Launches a kernel that does not call await_previous_kernel. It starts when all work before it has ended.
 template <class... Rest> static void launch_behind(Rest... rest) {
     device.joined = true;
     launch(rest...);
@@ -146,24 +129,21 @@ template <class... Rest> static void launch_behind(Rest... rest) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Decisions: what kernels are chosen with
-// A Way is a row of a decision table: a condition, and the function that launches a kernel. decide calls the function
-// of the first row whose condition holds.
+// A row of a decision table. decide calls `launch` of the first row whose condition `when` holds.
 template <class Call> struct Way {
     bool when;
     void (*launch)(const Call&);
 };
 template <class Call, int N> static void decide(const Call& call, const Way<Call> (&table)[N]) {
     const auto* const way = std::ranges::find(table, true, &Way<Call>::when);
-    // Only in conv_product's table it may happen that no condition holds, for example for a new element type that has
-    // no row there. All other tables end with a row whose condition is always true.
+    // Only in conv_product's table can this happen. All other tables end with a row whose condition is always true.
     if (way == std::end(table))
         die("internal error: no kernel for this convolution with --precision %s", name_of(act_element));
     way->launch(call);
 }
 
-// Returns f(T()), where T is the C++ type of act_element: float or bf16. The program passes activations as act*, and
-// act is void, so a kernel's template argument T cannot be found from such a pointer. The caller writes f as a lambda
-// with a template parameter T. with_act chooses T at run time, and f launches the kernel for this T.
+// Returns f(T()), where T is the C++ type of act_element. Activations are passed as act*, which is void*, so T must be
+// chosen at run time. f is a lambda with a template parameter T.
 template <class F> static auto with_act(F f) {
     switch (act_element) {
     case Element::FP32: return f(float());
@@ -174,12 +154,10 @@ template <class F> static auto with_act(F f) {
     ALL_CASES_RETURN
 }
 
-// Returns whether Hopper's kernels, which multiply by wgmma, can be used for the activations. These kernels are written
-// for bf16. (conv_tiles and conv_small are also written for FP8, and conv_weight_fp8 for FP8 alone.)
+// Returns whether Hopper's kernels, which multiply by wgmma, can be used for the activations.
 static bool act_has_wgmma() { return gpu.wgmma && act_element == Element::BF16; }
 
-// `best` is the candidate with the lowest cost c of all that were given to consider. If several candidates have the
-// lowest cost, `best` is the first of them.
+// `best` is the first candidate with the lowest cost.
 template <class T> struct Cheapest {
     T best = {};
     double cost = INFINITY;
@@ -200,26 +178,23 @@ constexpr bool CLUSTERS = ARCH >= 900;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Single instructions: shared memory, mbarriers, clusters
-// The instructions are described in NVIDIA's manual "PTX ISA" (Parallel Thread Execution), in its chapter "Instruction
-// Set". Addresses of shared memory are 32 bits wide here (shared_address). INLINE functions are not static, because the
-// compiler would warn about each static function that a build does not use.
+// The instructions are described in NVIDIA's manual "PTX ISA", chapter "Instruction Set". Addresses of shared memory
+// are 32 bits wide here (shared_address). INLINE functions are not static, because the compiler would warn about static
+// functions that a build does not use.
 
 // PTX(...) is an instruction without results. Because of volatile and "memory", the compiler moves no other memory
 // access and no barrier past this instruction.
 #define PTX(TEXT, ...) asm volatile(TEXT ::__VA_ARGS__ : "memory")
 
-// Waits until the kernels before this one have ended and their writes can be seen (see launch_on). After that, it lets
-// the next kernel start. The two instructions must stand in this order. Suppose that kernels A, B, C follow each other.
-// In the opposite order, B would let C start while A still runs. Then what A writes might be missing when C reads it
-// before C's own wait, as launch_on allows. (GPUs before sm_90 do not overlap kernels of a stream, so there is nothing
-// to wait for.)
+// Waits until the kernels before this one have ended and their writes can be seen. After that, it lets the next kernel
+// start. The order matters. Suppose that kernels A, B, C follow each other, and B lets C start while A still runs. Then
+// C might miss what A writes, because C may read it before C's own wait (launch_on).
 INLINE void await_previous_kernel() {
     if (CLUSTERS) PTX("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;");
 }
 
 INLINE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-// These functions load 4, 8 and 16 bytes from shared memory. The asm is volatile, so that the compiler does not move it
-// past a barrier.
+// These loads are volatile, so that the compiler does not move them past a barrier.
 INLINE float load_float(uint32_t address) {
     float v;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
@@ -245,12 +220,10 @@ INLINE void store_shared(uint32_t to, uint4 v) {
 }
 
 // --- mbarriers (PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier")
-// An mbarrier is a counter of 8 bytes in shared memory. It goes through phases 0, 1, 2, ... A phase ends when two
-// things have happened: `arrivals` threads (see mbarrier_init) have arrived, and all bytes that were announced for the
-// phase (mbarrier_expect) have been written by TMA (tma_load, bulk_load) or st.async (store_to_block). A thread that
-// waits for a phase gives only the phase's parity (0 for phases 0, 2, 4, ...). A phase and the second phase after it
-// have the same parity. So a thread must wait for a phase before the next phase ends. If it came later, it would wait
-// for the end of the second phase after its own.
+// An mbarrier is a counter of 8 bytes in shared memory. It goes through phases 0, 1, 2, ... A phase ends when
+// `arrivals` threads have arrived, and all bytes that were announced (mbarrier_expect) have been written by TMA or
+// st.async. A thread that waits for a phase gives only the phase's parity. So it must wait for a phase before the next
+// phase ends. If it came later, it would wait for the second phase after its own, which has the same parity.
 INLINE void mbarrier_init(uint32_t barrier, int arrivals) {
     PTX("mbarrier.init.shared::cta.b64 [%0], %1;", "r"(barrier), "r"(arrivals));
 }
@@ -265,21 +238,20 @@ INLINE void mbarrier_wait(uint32_t barrier, uint32_t parity) { // waits until th
 // Must be called after mbarrier_init. It makes the barriers visible to TMA and to the other blocks of the cluster.
 INLINE void mbarriers_ready() { PTX("fence.mbarrier_init.release.cluster;"); }
 
-// --- clusters of blocks (PTX ISA, "barrier.cluster", "mapa", "st.async"): a barrier for all threads of a cluster, and
-// accesses to the shared memory of its other blocks
-// The barrier has two halves, cluster_arrive and cluster_wait. A block can do something else between the two.
-// cluster_arrive makes only the initial state of mbarriers visible to the other blocks, and no other writes.
+// --- clusters of blocks (PTX ISA, "barrier.cluster", "mapa", "st.async")
+// This barrier for all threads of a cluster has two halves. A block can do something else between them. cluster_arrive
+// makes only the initial state of mbarriers visible to the other blocks, and no other writes.
 INLINE void cluster_arrive() { PTX("fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;"); }
 INLINE void cluster_wait() { PTX("barrier.cluster.wait.acquire.aligned;"); }
-// cluster_sync is the whole barrier. Everything that was written before it is visible to all threads of the cluster.
+// The whole barrier: everything that was written before it is visible to all threads of the cluster.
 INLINE void cluster_sync() { PTX("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"); }
 // Returns the address, in the cluster's block `rank`, that corresponds to address p of this block.
 INLINE uint32_t at_block(uint32_t p, int rank) {
     asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(p) : "r"(rank));
     return p;
 }
-// Writes 8 or 16 bytes, in the background, to an address that at_block returned. When the bytes are written, this is
-// reported to `barrier`, an mbarrier in the shared memory of the block to which the address belongs.
+// Writes 8 or 16 bytes, in the background, to an address that at_block returned. `barrier` is an mbarrier of the same
+// block, which counts these bytes.
 INLINE void store_to_block(uint32_t p, uint32_t barrier, float2 v) {
     PTX("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];", //
         "r"(p), "f"(v.x), "f"(v.y), "r"(barrier));
@@ -288,30 +260,22 @@ INLINE void store_to_block(uint32_t p, uint32_t barrier, float4 v) {
     PTX("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];", //
         "r"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier));
 }
-// Tells another block that a stage of its ring (see Pipeline) is free again: arrives at an mbarrier of that block. The
-// arrival is .relaxed: it does not make this thread's earlier writes visible to the other block. The other block does
-// not read them, so .relaxed is enough. With .release, the compiler would insert a slow fence for all of the GPU's
-// memory.
+// Tells another block that a stage of its ring (Pipeline) is free again. The other block does not read this thread's
+// earlier writes, so .relaxed is enough. With .release, the compiler would insert a slow fence.
 INLINE void arrive_at_block(uint32_t barrier) {
     PTX("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];", "r"(barrier));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Activations: pieces of 16 bytes
-// A piece is 16 bytes: VEC<T> neighbouring channels of a pixel, 8 bf16 or 4 floats. Threads load and store whole
-// pieces, because 16 bytes are the most that one instruction loads on most of the GPUs. Activations have a multiple of
-// 32 channels, so a pixel is a whole number of pieces. (The images that the network reads and the predictions that it
-// returns may have any number of channels: see conv_few.) Kernels unpack a piece to floats, compute with the floats,
-// and round each result once, when they pack it.
+// A piece is 16 bytes: VEC<T> neighbouring channels of a pixel, 8 bf16 or 4 floats. Most GPUs load no more than that by
+// one instruction. Activations have a multiple of 32 channels, so a pixel is a whole number of pieces. Kernels unpack a
+// piece to floats, compute with the floats, and round each result once, when they pack it.
 template <class T> constexpr int VEC = 16 / sizeof(T);
 static int act_vec() { return 16 / (int)act_bytes(); }
 
 INLINE uint4 load16(const void* p) { return *(const uint4*)p; }
 
-// The functions from here to load_two convert elements of a type (float or bf16) to floats, and floats to elements. A
-// new type of elements needs its own version of each of them from `unpack` on. If a type lacks one of these functions,
-// the program does not compile.
-//
 // Unpacks the two bf16 in v. A bf16 is the upper 16 bits of a float, so a shift or a mask is enough.
 INLINE float2 unpack_bf16(uint32_t v) {
     return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
@@ -355,8 +319,7 @@ template <> INLINE uint4 pack<bf16>(const float (&v)[8]) {
     return r;
 }
 
-// FourOf<T>::Type, for short Four<T>, is four elements as they lie in memory (8 or 16 bytes). It is used in loops over
-// four channels at a time. to_floats converts the elements to floats, and from_floats rounds floats to such elements.
+// Four<T> is four elements as they lie in memory (8 or 16 bytes), for loops over four channels at a time.
 template <class T> struct FourOf;
 template <> struct FourOf<float> { typedef float4 Type; };
 template <> struct FourOf<bf16> { typedef uint2 Type; };
@@ -372,15 +335,12 @@ template <> INLINE float4 to_floats<bf16>(uint2 v) {
 template <class T> INLINE Four<T> from_floats(float4 v) { static_assert(IS_MISSING<T>, "another type"); }
 template <> INLINE float4 from_floats<float>(float4 v) { return v; }
 template <> INLINE uint2 from_floats<bf16>(float4 v) { return make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w)); }
-// Stores two neighbouring elements, rounded to the type of `to`.
 INLINE void store_two(bf16* to, float a, float b) { *(uint32_t*)to = pack_bf16(a, b); }
 INLINE void store_two(float* to, float a, float b) { *(float2*)to = make_float2(a, b); }
-// Loads two neighbouring elements.
 INLINE float2 load_two(const bf16* p) { return unpack_bf16(*(const uint32_t*)p); }
 INLINE float2 load_two(const float* p) { return *(const float2*)p; }
 template <class T> INLINE float4 load4(const T* p) { return to_floats<T>(*(const Four<T>*)p); }
 
-// add_bf16 adds the two bf16 in v to sum[0] and sum[1]. add_piece adds the VEC<T> values of a piece to sum.
 INLINE void add_bf16(float* sum, uint32_t v) {
     sum[0] += unpack_bf16(v).x;
     sum[1] += unpack_bf16(v).y;
@@ -408,8 +368,7 @@ INLINE float4 operator*(float4 a, float4 b) {
     return a;
 }
 
-// Converts 4 or 8 floats to FP8, and rounds them as fp8_bits (interface.h, for the host) does. TO: FP8 (e4m3) or
-// FP8_GRADIENT (e5m2). Only GPUs of sm_90 or later call this.
+// Converts 4 or 8 floats to FP8 (e4m3) or FP8_GRADIENT (e5m2), and rounds them as fp8_bits does. Needs sm_90 or later.
 template <Element TO = Element::FP8> INLINE uint32_t pack_fp8(float a, float b, float c, float d) {
     static_assert(is_fp8(TO));
     uint32_t r = 0;
@@ -431,15 +390,14 @@ template <Element TO = Element::FP8> INLINE uint32_t pack_fp8(float a, float b, 
 template <Element TO = Element::FP8> INLINE uint2 pack_fp8(const float (&v)[8]) {
     return make_uint2(pack_fp8<TO>(v[0], v[1], v[2], v[3]), pack_fp8<TO>(v[4], v[5], v[6], v[7]));
 }
-// Multiplies 8 floats by a factor, and converts the products to FP8.
 template <Element TO = Element::FP8> INLINE uint2 scaled_to_fp8(const float (&v)[8], float factor) {
     float scaled[8];
     UNROLL_FOR (int i = 0; i < 8; i++) scaled[i] = v[i] * factor;
     return pack_fp8<TO>(scaled);
 }
 
-// Writes 8 or 16 bytes by one instruction. The compiler may split an ordinary store into two smaller ones. Then each of
-// the two would write only half of every 32-byte sector of memory that the warp's lanes write to, which takes longer.
+// Writes 8 or 16 bytes by one instruction. The compiler may split an ordinary store into two. Then each of them would
+// write only half of every 32-byte sector, which takes longer.
 INLINE void store_whole(void* p, uint4 v) {
     PTX("st.global.v4.b32 [%0], {%1,%2,%3,%4};", "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
@@ -447,20 +405,18 @@ INLINE void store_whole(void* p, uint2 v) { PTX("st.global.v2.b32 [%0], {%1,%2};
 INLINE void store_whole(void* p, float4 v) {
     PTX("st.global.v4.f32 [%0], {%1,%2,%3,%4};", "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w));
 }
-// Stores v, rounded to T. Returns the rounded values: a convolution computes a group norm's statistics from them,
-// because the group norm will read the rounded values, too.
+// Stores v, rounded to T, and returns the rounded values. A group norm's statistics are computed from them, because the
+// group norm will read the rounded values, too.
 template <class T> INLINE float4 store4(T* p, float4 v) {
     const Four<T> four = from_floats<T>(v);
     store_whole(p, four);
     return to_floats<T>(four);
 }
 
-// Converts a Grad, whose pointers are act* (void*), to a GradOf<T> with pointers of type T*. Kernels need this, because
-// they must know the type of the gradient's elements.
+// Converts a Grad, whose pointers are act* (void*), to a GradOf<T> with pointers of type T*.
 template <class T> static GradOf<T> typed(const Grad& g) { return {(T*)g.dx, (const T*)g.add1, (const T*)g.add2}; }
 
-// Adds the gradient's addends (add1, add2) to v, and stores the sum as the piece of g.dx that begins at element i.
-// Afterwards v holds the sum.
+// Adds the gradient's addends to v, and stores the sum as the piece of g.dx that begins at element i.
 template <class T> INLINE void store_gradient(const GradOf<T>& g, size_t i, float (&v)[VEC<T>]) {
     UNROLL_FOR (int k = 0; k < 2; k++) {
         const T* add = k ? g.add2 : g.add1;
@@ -469,10 +425,8 @@ template <class T> INLINE void store_gradient(const GradOf<T>& g, size_t i, floa
     *(uint4*)(g.dx + i) = pack<T>(v);
 }
 
-// An Fp8GradOf says where a kernel writes a gradient: in type T and, unless fp8.bytes is null, also in FP8 (e5m2). A
-// kernel first stores a piece v of the gradient in type T. Then it calls store_gradient_fp8, which multiplies v by
-// `factor` (the number at fp8.factor) and writes it in FP8. store_gradient_fp8 rounds v to T before it rounds v to FP8.
-// So the FP8 numbers are the same as those that round_gradient ("Convolution") would make from the stored gradient.
+// Where a kernel writes a gradient: in type T and, unless fp8.bytes is null, also in FP8 (e5m2), multiplied by
+// `factor`. v is rounded to T before it is rounded to FP8. So the FP8 numbers are those that round_gradient would make.
 template <class T> struct Fp8GradOf : GradOf<T> { Fp8Copy fp8; };
 template <class T> INLINE void store_gradient_fp8(const Fp8GradOf<T>& g, size_t i, float (&v)[VEC<T>], float factor) {
     if (!g.fp8.bytes) return;
@@ -480,8 +434,7 @@ template <class T> INLINE void store_gradient_fp8(const Fp8GradOf<T>& g, size_t 
     store_whole(g.fp8.bytes + i, scaled_to_fp8<Element::FP8_GRADIENT>(v, factor));
 }
 
-// These are the hardware's approximations of 2^x and 1 / x. Their errors are one or two units in the last place.
-// Denormal numbers are treated as 0.
+// The hardware's approximations of 2^x and 1 / x. Their errors are one or two units in the last place.
 INLINE float exp2_fast(float x) {
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
     return x;
@@ -491,9 +444,8 @@ INLINE float reciprocal_fast(float x) {
     return x;
 }
 
-// Returns 1 / (1 + e^-z). The argument u is z * Z_FACTOR<T> (elements.h). For bf16, u = -z log2(e), so e^-z is 2^u,
-// which is one instruction. The rounding of u causes a relative error of about 1e-6 at |z| = 10. bf16's own rounding
-// error, 4e-3, is far larger. For fp32, u is z, and e^-z is computed by the library's expf, which is more exact.
+// Returns 1 / (1 + e^-z). The argument u is z * Z_FACTOR<T>. For bf16, u = -z log2(e), so e^-z is 2^u, one instruction.
+// Its relative error, about 1e-6 at |z| = 10, is far below bf16's own, 4e-3. For fp32, u is z.
 template <class T> INLINE float sigmoid(float u) {
     const float e_to_minus_z = ElementOf<T>::FAST_EXP ? exp2_fast(u) : expf(-u);
     return reciprocal_fast(1.0f + e_to_minus_z);
@@ -502,8 +454,7 @@ template <class T> INLINE float sigmoid(float u) {
 HD static constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // The first pixel of a tile: image n, row h, column w. An image is cut into tiles_h x tiles_w tiles of rows x columns
-// pixels. If images are small, a tile takes its pixels from several images, from the same places in each of them.
-// `images` is the number of images in a tile, and n is the first of them.
+// pixels. If images are small, a tile takes its pixels from `images` images, the first of which is n.
 struct Origin {
     int n, h, w;
 };
@@ -516,28 +467,25 @@ INLINE Origin tile_origin(int tile, int tiles_h, int tiles_w, int rows, int colu
 }
 
 // --- copies from global to shared memory in the background (cp.async, sm_80; PTX ISA, "Asynchronous Copy: non-bulk")
-// A thread starts copies, and closes a group of them (copies_committed). Then it does something else. Later it waits
-// until all groups except the latest PENDING have arrived (copies_arrived). Groups arrive in the order in which they
-// were closed. A thread waits only for the copies that it has started itself; for the copies of other threads, a
-// __syncthreads must follow. If `valid` is false, the copy writes zeros, for example in place of pixels outside an
-// image. Then nothing is read from `from`.
+// A thread starts copies, and closes a group of them (copies_committed). Later it waits until all groups except the
+// latest PENDING have arrived (copies_arrived). Groups arrive in the order in which they were closed. A thread waits
+// only for its own copies; for the copies of other threads, a __syncthreads must follow. If `valid` is false, the copy
+// writes zeros and reads nothing.
 INLINE void copies_committed() { PTX("cp.async.commit_group;"); }
 template <int PENDING> INLINE void copies_arrived() { PTX("cp.async.wait_group %0;", "n"(PENDING)); }
 
 INLINE void copy_async_16(void* to, const void* from, bool valid = true) {
     PTX("cp.async.cg.shared.global [%0], [%1], 16, %2;", "r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0));
 }
-// Copies a piece of a row. The neighbouring pieces will be read soon, so the L2 cache fetches 128 bytes at once. If
-// `wanted` is false, nothing is copied. `wanted` is a predicate of the copy instruction. So the code has no branch
-// here, and the compiler can place such copies between the products of a loop.
+// Copies a piece of a row. The neighbouring pieces will be read soon, so the L2 cache fetches 128 bytes at once.
+// `wanted` is a predicate, not a branch. So the compiler can place such copies between the products of a loop.
 INLINE void copy_async_row_if(bool wanted, uint32_t to, const void* from, bool valid) {
     PTX("{.reg .pred wanted; setp.ne.b32 wanted, %0, 0; "
         "@wanted cp.async.cg.shared.global.L2::128B [%1], [%2], 16, %3;}",
         "r"((int)wanted), "r"(to), "l"(from), "r"(valid ? 16 : 0));
 }
 // Copies 8 channels to the address `to` + `offset` in shared memory: one piece of bf16, or two pieces of floats. Rows
-// are swizzled (see Swizzle), so the second piece lies at the address of the first piece with bit 4 toggled. `offset`
-// is added after the toggling, so it must not change bit 4.
+// are swizzled, so the second piece's address is `to` with bit 4 toggled. `offset` must not change bit 4.
 template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* from, bool valid, bool wanted = true) {
     static_assert(VEC<T> <= 8, "8 channels must fill at least one piece");
     UNROLL_FOR (int j = 0; j < 8 / VEC<T>; j++) {
@@ -545,14 +493,12 @@ template <class T> INLINE void copy_channels(uint32_t to, int offset, const T* f
         copy_async_row_if(wanted, piece, from + j * VEC<T>, valid);
     }
 }
-// Returns the address of pixel number `pixel` in x, whose pixels have C channels. Written like this, the computation is
-// one instruction: it multiplies two 32-bit numbers, and adds the product to a 64-bit address.
+// Returns the address of a pixel of x, which has C channels. Written like this, the computation is one instruction.
 template <class T> INLINE const T* pixel_of(const T* x, uint32_t pixel, int C) {
     const uint32_t pixel_bytes = C * (int)sizeof(T);
     return (const T*)((const char*)x + (size_t)pixel * pixel_bytes);
 }
-// Copies BYTES bytes (4 or 8) in the same way as copy_async_16, but through the L1 cache (.ca), because .cg can copy
-// nothing but 16 bytes.
+// Copies 4 or 8 bytes through the L1 cache (.ca), because .cg can copy nothing but 16 bytes.
 template <int BYTES> INLINE void copy_async(void* to, const void* from, bool valid = true) {
     PTX("cp.async.ca.shared.global [%0], [%1], %2, %3;", "r"(shared_address(to)), "l"(from), "n"(BYTES),
         "r"(valid ? BYTES : 0));
@@ -570,12 +516,9 @@ INLINE void copy_async_16(void* to, const void* from, uint64_t policy) {
 
 // --- sums over threads, all in a fixed order, so that results are the same in every run
 
-// Returns the sum over this lane and those lanes of its warp whose numbers (0 to 31) differ from its number only in the
-// bits BITS. (Each of BITS is 1, 2, 4, 8 or 16.) For example, lane_sum<1, 2> adds the values of each four neighbouring
-// lanes, 4i to 4i + 3, and all four receive the sum. First each lane adds the value of the lane whose number differs in
-// the first of BITS, then it goes on with the second of BITS, and so on. `lanes` is a mask of all lanes that call the
-// function.
-// lane_max returns the largest value instead of the sum. (In C++, the `, ...` repeats the statement for each of BITS.)
+// Returns the sum over this lane and those lanes of its warp whose numbers differ from its own only in the bits BITS.
+// For example, lane_sum<1, 2> adds the values of each four neighbouring lanes, and all four receive the sum. `lanes` is
+// a mask of all lanes that call the function. (The `, ...` repeats the statement for each of BITS.)
 template <int... BITS, class T> INLINE T lane_sum(T v, unsigned lanes = 0xFFFFFFFFu) {
     ((v += __shfl_xor_sync(lanes, v, BITS)), ...);
     return v;
@@ -586,11 +529,10 @@ template <int... BITS> INLINE float lane_max(float v) {
     return v;
 }
 
-// Adds the values of two lanes whose numbers differ by `offset`, and leaves half of the sums in each lane. Before, each
-// lane holds 2 HALF values in v. Afterwards the first HALF elements of v are sums: in the lower lane the sums of the
-// first HALF values, and in the upper lane the sums of the last HALF values. Returns whether this lane is the upper
-// lane. Three calls in a row, with HALF = 4, 2, 1 and a smaller offset each time, add up 8 values over 8 lanes with 4 +
-// 2 + 1 = 7 exchanges. Calling lane_sum for each of the 8 values would take 24.
+// Adds the values of two lanes whose numbers differ by `offset`, and leaves half of the sums in each lane. Before, v
+// holds 2 HALF values. Afterwards its first HALF elements are sums: those of the first HALF values in the lower lane,
+// and those of the last HALF values in the upper lane. Returns whether this lane is the upper lane. Calls with HALF =
+// 4, 2, 1 add up 8 values over 8 lanes with 7 exchanges. Calling lane_sum for each value would take 24.
 template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
     const bool upper = threadIdx.x & offset;
     UNROLL_FOR (int i = 0; i < HALF; i++) {
@@ -601,9 +543,8 @@ template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
     return upper;
 }
 
-// Computes two sums for each channel, over a block's threads. For a group norm's statistics, the two are the sums of x
-// and of x^2. In a group norm's backward pass, they are the sums of dz and of dz x. The threads are arranged in rows of
-// `columns` threads. All threads of a column hold values of the same V neighbouring channels:
+// Computes two sums for each channel, over a block's threads, such as the sums of x and of x^2. The threads are
+// arranged in rows of `columns` threads. All threads of a column hold values of the same V neighbouring channels:
 //
 //                column 0        column 1
 //   row 0    [   thread 0        thread 1   ]      a thread brings first[V] and second[V], in fp32
@@ -616,9 +557,8 @@ template <int HALF, int N> INLINE bool halve(float (&v)[N], int offset) {
 // THREADS, V and columns are powers of 2. `shared` is an array of at least 2 V (THREADS + columns) floats.
 template <int THREADS, int V, class F>
 INLINE void fold_columns(float* shared, int columns, const float (&first)[V], const float (&second)[V], F result) {
-    // shared[k * pitch + t] is thread t's value for the sum number k. The pitch includes `columns` floats of padding.
-    // The padding shifts the values of k + 1 by `columns` banks from those of k, so that fewer of a warp's reads below
-    // meet in one bank.
+    // shared[k * pitch + t] is thread t's value for the sum number k. The padding of `columns` floats shifts sum k + 1
+    // to other banks, so that fewer of a warp's reads below meet in one bank.
     const int pitch = THREADS + columns;
     UNROLL_FOR (int i = 0; i < V; i++) {
         shared[2 * i * pitch + threadIdx.x] = first[i];
@@ -665,14 +605,12 @@ template <class F> static void each(size_t n, F f) { each_on(MAIN_STREAM, n, f);
 //   row g   [    a[0]      a[2]   ]   2q, 2q+1 [ b[0] ]             row g    [ d[0] d[1] ]
 //   row g+8 [    a[1]      a[3]   ]   2q+8, +9 [ b[1] ]             row g+8  [ d[2] d[3] ]
 //
-// Each register of a and b holds two elements that are neighbours along k. d[0] and d[1] are neighbours in a row, too.
-// So two neighbouring tiles of a result d, packed to bf16, can be used as a fragment a of another product. Attention
-// does this with its probabilities, which therefore need not be written to shared memory.
+// Each register of a and b holds two elements that are neighbours along k. So two neighbouring tiles of a result d,
+// packed to bf16, can be used as a fragment a of another product. Attention does this with its probabilities.
 
-// ldmatrix loads four 8x8 matrices of 16-bit elements from shared memory into v[0], v[1], w[0], w[1]. The four matrices
-// are one fragment a or two fragments b. Lanes 8i ... 8i + 7 pass the addresses of matrix i's rows. Lane l receives two
-// elements of each matrix: elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4. ldmatrix_trans transposes each matrix.
-// Both functions use volatile asm, so that the compiler does not move the loads past a barrier.
+// ldmatrix loads four 8x8 matrices of 16-bit elements from shared memory: one fragment a or two fragments b. Lanes 8i
+// ... 8i + 7 pass the addresses of matrix i's rows. Lane l receives two elements of each matrix: elements 2 (l % 4) and
+// 2 (l % 4) + 1 of row l / 4. ldmatrix_trans transposes each matrix.
 #define LDMATRIX(NAME, TRANSPOSED)                                                                 \
     INLINE void NAME(uint32_t* v, uint32_t* w, uint32_t address) {                                 \
         asm volatile("ldmatrix.sync.aligned.m8n8.x4" TRANSPOSED ".shared.b16 {%0,%1,%2,%3}, [%4];" \
@@ -692,23 +630,19 @@ LDMATRIX(ldmatrix_trans, ".trans")
 MMA(mma_bf16, "f32.bf16.bf16.f32")
 MMA(mma_fp16, "f32.f16.f16.f32")
 
-// This is how floats are multiplied on the tensor cores. (The tensor cores can multiply floats themselves, but they
-// round them to TF32, which keeps only 11 of a float's 24 bits.) A float is scaled by a power of two and then split
-// into the sum of two fp16 numbers of 11 bits each, high + low. The relative error is at most 2^-22. Let high + low be
-// one float and high' + low' be another. Their product is then the sum of three products of fp16: high high' + high
-// low' + low high'. (low low' is too small to matter.) A fragment of floats has twice as many registers as one of bf16:
-// all high parts, then all low parts. fp16 has a small range of exponents. So numbers are multiplied by a scale before
-// they are split, and the sum of their products is divided by the scales of both operands. Numbers that are split
-// together have the same scale, which depends on the largest of them. Numbers that are smaller than the largest one by
-// a factor of 2^17 or more lose bits.
-// PARTS: how many numbers an element is split into. A fragment has PARTS times as many registers as one of bf16.
+// This is how floats are multiplied on the tensor cores. (As TF32, a float would keep only 11 of its 24 bits.) A float
+// is scaled by a power of two and split into the sum of two fp16 numbers of 11 bits each, high + low. The relative
+// error is at most 2^-22. A product is then the sum of three products of fp16: high high' + high low' + low high'. A
+// fragment of floats has twice as many registers as one of bf16: all high parts, then all low parts. fp16 has a small
+// range of exponents. So numbers that are split together are multiplied by a scale, which depends on the largest of
+// them. Numbers that are smaller than the largest one by a factor of 2^17 or more lose bits.
+// PARTS: how many numbers an element is split into.
 template <class T> constexpr int PARTS = ElementOf<T>::PARTS;
 static int act_parts() {
     return with_act([]<class T>(T) { return PARTS<T>; });
 }
 
-// For types that are not split (PARTS = 1): mma computes d += a b. pack_pair packs two neighbours along k into one
-// register of a fragment.
+// For types that are not split: mma computes d += a b, and pack_pair packs two neighbours along k into one register.
 template <class T> INLINE void mma(float (&d)[4], const uint32_t* a, const uint32_t* b) {
     static_assert(ElementOf<T>::ELEMENT == Element::BF16, "another type needs its instruction here");
     mma_bf16(d, a, b);
@@ -719,14 +653,13 @@ template <class T> INLINE uint32_t pack_pair(float low, float high) {
 }
 // The power of two by which numbers are multiplied before they are split.
 struct PartScale {
-    // The exponent of the largest of the numbers' magnitudes, as a float stores it (127 is added). An exponent below 15
-    // is replaced by 15, so that undo() is not 0.
+    // The exponent of the largest magnitude, as a float stores it, but at least 15, so that undo() is not 0.
     uint32_t exponent;
     INLINE explicit PartScale(uint32_t top) : exponent(max(top >> 23, 15)) {}      // top: the largest magnitude's bits
     INLINE float apply() const { return __uint_as_float((268 - exponent) << 23); } // brings top to 2^14 ... 2^15
     INLINE float undo() const { return __uint_as_float((exponent - 14) << 23); }   // 1 / apply()
 };
-// Splits v * scale and w * scale. `high` receives the two high parts, and `low` receives the two low parts.
+// Splits v * scale and w * scale into two high parts and two low parts.
 INLINE void take_apart_pair(float v, float w, float scale, uint32_t& high, uint32_t& low) {
     const __half2 h = __floats2half2_rn(v * scale, w * scale);
     const __half2 l = __floats2half2_rn(v * scale - __low2float(h), w * scale - __high2float(h));
@@ -734,11 +667,9 @@ INLINE void take_apart_pair(float v, float w, float scale, uint32_t& high, uint3
     low = *(const uint32_t*)&l;
 }
 
-// Splits N fragments of floats, which are in a warp's registers. Before the split, each register holds a float, and
-// each pair of registers holds two neighbours along k. Afterwards the first half of a fragment's registers holds high
-// parts, and the second half holds low parts. The 16 values of k may be in another order than in the drawing under
-// "Tensor cores by mma.sync", if the order is the same in a and in b. Returns the factor that undoes the scale. bf16
-// numbers are not split: for them, the function does nothing and returns 1.
+// Splits N fragments of floats, which are in a warp's registers. Before, each pair of registers holds two neighbours
+// along k. Afterwards the first half of a fragment's registers holds high parts, and the second half low parts. The 16
+// values of k may have any order that is the same in a and in b. Returns the factor that undoes the scale.
 template <class T, int N, int R> INLINE float take_apart_fragments(uint32_t (&x)[N][R]) {
     if (PARTS<T> == 1) return 1;
     float top = 0;
@@ -756,14 +687,11 @@ template <class T, int N, int R> INLINE float take_apart_fragments(uint32_t (&x)
     return scale.undo();
 }
 
-// Convolutions and muon_kernel split floats in shared memory, not in registers, because each number is used in several
-// fragments. A place holds 8 floats: one piece at an address, and one piece at this address with bit 4 toggled. After
-// the split, the first piece holds the 8 high parts, in the layout of 8 bf16. The second piece holds the 8 low parts.
-// Each thread splits the floats that it has copied itself, so no barrier is needed between copy and split. The argument
-// `places` of the functions below is a function: places(f) calls f(address) for each place that this thread splits.
-// There are two steps, with a __syncthreads between them. In find_top each warp writes the largest magnitude of its
-// floats into `tops`. take_apart_places finds the largest magnitude of all warps, and scales the floats by a factor
-// that depends on this magnitude. Then it splits the floats, and returns the factor that undoes the scale.
+// Convolutions and muon_kernel split floats in shared memory, because each number is used in several fragments. A place
+// holds 8 floats: one piece at an address, and one piece at this address with bit 4 toggled. After the split, the first
+// piece holds the high parts, and the second piece the low parts. places(f) calls f(address) for each place that this
+// thread has copied. In find_top each warp writes the largest magnitude of its floats into `tops`. After a
+// __syncthreads, take_apart_places splits the floats, and returns the factor that undoes the scale.
 INLINE void load_place(float (&v)[8], uint32_t at) {
     UNROLL_FOR (int i = 0; i < 2; i++) {
         unpack<float>((float(&)[4])v[4 * i], load_shared(at ^ (i * 16)));
@@ -775,7 +703,7 @@ template <int WARPS, class Places> INLINE void find_top(uint32_t (&tops)[WARPS],
         load_place(v, at);
         UNROLL_FOR (float x : v) top = fmaxf(top, fabsf(x));
     });
-    // Magnitudes are compared as whole numbers: floats that are not negative have the same order as their bits.
+    // Floats that are not negative have the same order as their bits.
     const uint32_t warp_top = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(top));
     if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = warp_top;
 }
@@ -796,13 +724,11 @@ template <int WARPS, class Places> INLINE float take_apart_places(uint32_t (&top
     return scale.undo();
 }
 
-// Multiplies each of NA fragments a by each of NB fragments b, and adds the products to NA x NB tiles of a result:
-// d[m * a_step + n * b_step] += a[m] * b[n]. Each product sums over 16 values of k.
-// scale: for floats, the factor that undoes the scales of both operands.
-// For floats, each product is the sum of three products of fp16 parts: high * high, high * low and low * high. Tensor
-// cores truncate when they add. So they add up only these three products over 16 values of k. The fp32 units, which
-// round, add this sum to d. Each of the three products has to wait for the product before it, because they add to the
-// same registers. So up to four tiles take turns, which hides the latency.
+// Multiplies each of NA fragments a by each of NB fragments b: d[m * a_step + n * b_step] += a[m] * b[n]. Each product
+// sums over 16 values of k. scale: for floats, the factor that undoes the scales of both operands. Tensor cores
+// truncate when they add. So for floats they add up only three products over 16 values of k, and the fp32 units, which
+// round, add this sum to d. The three products wait for each other, because they add to the same registers. So up to
+// four tiles take turns, which hides the latency.
 template <class T, int NA, int NB>
 INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[4 * PARTS<T>],
                      const uint32_t (*b)[2 * PARTS<T>], float scale) {
@@ -838,19 +764,16 @@ INLINE void multiply(float (*d)[4], int a_step, int b_step, const uint32_t (*a)[
 //   row 1    1 0 3 2 5 4 7 6      places 0, 1, 2, ...: each in a group of banks of its own.
 //   row 2    2 3 0 1 6 7 4 5
 //
-// With 4 pieces to a row (64 bytes), two rows fill the 32 banks together, and the key is r / 2 % 4. With 2 pieces to a
-// row the key is r / 4 % 2. (In general, the key depends on the largest power of 2 that divides the number of pieces:
-// 6 pieces have the same key as 2 pieces.) With an odd number of pieces no key is needed (it is 0), because the rows
-// begin at different banks anyway.
+// With 4 pieces to a row (64 bytes), two rows fill the 32 banks together, and the key is r / 2 % 4. With 2 pieces the
+// key is r / 4 % 2. With an odd number of pieces it is 0, because the rows begin at different banks anyway.
 template <int PIECES> INLINE int swizzle_key(int row) {
-    // PIECES is a multiple of 2^BITS. BITS is as large as possible, but at most 3.
+    // 2^BITS is the largest power of 2 that divides PIECES, but at most 8.
     constexpr int BITS = std::min(3, std::countr_zero((unsigned)PIECES));
     return (row >> (3 - BITS)) & ((1 << BITS) - 1);
 }
 
 // The reverse of PICK. It writes x (B, ceil(H / 2), ceil(W / 2), C) to the even rows and columns of out (B, H, W, C),
-// and zeros elsewhere. If x is the gradient of the output of a convolution with stride 2, out is the gradient of the
-// output of the same convolution with stride 1. Each thread writes one piece.
+// and zeros elsewhere. If x is the output's gradient of a convolution with stride 2, out is that with stride 1.
 static void spread(act* out, const act* x, int B, int H, int W, int C, Stream* stream = MAIN_STREAM) {
     const int pieces = C / act_vec();
     const uint4* from = (const uint4*)x;
@@ -866,18 +789,15 @@ static void spread(act* out, const act* x, int B, int H, int W, int C, Stream* s
     });
 }
 
-// Philox makes random words in quartets. This function returns the four words of the quartet with number `quartet`, for
-// sample b. The words depend only on the key, which includes the step, and on `quartet` and b. key.sample0 + b is the
-// sample's number in the step's whole batch. (When a model makes samples, it is the number of the image that is made.)
-// So a draw does not depend on the rank or the microbatch that the sample belongs to.
+// Returns four random words for sample b, which depend only on the key, on `quartet` and on b. The key includes the
+// step. key.sample0 + b is the sample's number in the step's whole batch. So a draw does not depend on the rank or the
+// microbatch that the sample belongs to.
 INLINE Words random_words(const RandomKey& key, uint32_t quartet, int b) {
     return philox(key.seed, quartet, (uint32_t)(key.sample0 + b), (uint32_t)*key.step, key.purpose);
 }
 
-// each_quad calls f(b, e) for elements e ... e + 3 of image b; an image has n elements. Each thread works on four
-// elements (a quad), because one quartet of Philox gives four random words. Each image begins with a new quad, so its
-// last quad may have fewer than four elements. f has to check this. The number of a quad in its image is e / 4. f draws
-// the quad's random words from the quartet with the same number.
+// Calls f(b, e) for elements e ... e + 3 (a quad) of image b, which has n elements. f draws the quad's random words
+// from quartet e / 4. Each image begins with a new quad, so f has to check where the last one ends.
 template <class F> struct Quads {
     F f;
     int n;
@@ -895,14 +815,12 @@ template <class F> static void each_quad(int B, int n, F f) {
 
 constexpr int LOSS_PARTS = 4; // how many blocks share an image in loss_kernel and tuning_distance_kernel
 
-// SUM_BLOCKS is how many blocks of 1,024 threads should run on a multiprocessor at the same time (the second number of
-// __launch_bounds__). With two blocks, one of them can load while the other one waits at a barrier. Two blocks fit if
-// the multiprocessor can run 2,048 threads. On GPUs of compute capability 8.6, 8.9 and 12.0 it can run only 1,536.
+// How many blocks of 1,024 threads should run on a multiprocessor. With two blocks, one of them can load while the
+// other one waits at a barrier. GPUs of compute capability 8.6, 8.9 and 12.0 can run only 1,536 threads.
 constexpr int SUM_BLOCKS = ARCH == 800 || ARCH == 900 || ARCH == 1000 ? 2 : 1;
 
-// Adds up the values v of a block's 1024 threads. Only the threads of the first warp may use the result, because only
-// they receive it. First each warp adds up its values, then the first warp adds up the sums of the 32 warps. The order
-// is fixed, so that a repeated run has the same losses and norms, bit by bit.
+// Adds up the values v of a block's 1024 threads. Only the threads of the first warp receive the result. The order is
+// fixed, so that a repeated run has the same losses and norms, bit by bit.
 INLINE double block_sum(double v) {
     __shared__ double sums[32]; // one sum of each warp
     v = warp_sum(v);
