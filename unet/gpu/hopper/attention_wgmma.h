@@ -7,20 +7,19 @@
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention_forward_wgmma and attention_backward_wgmma (sm_90a)
-// Used when: bf16, heads of 32 or 64 channels, T a multiple of 64. Backward: T = 64, or T is a multiple of 128 from 256
-//   to 1024 and the GPU can run the cluster that is described below (attention_clusters). Otherwise
-//   attention_backward_kernel computes the backward pass.
-// How: A warpgroup owns 64 rows of a head. The rows that these are combined with stream past: TMA copies them to shared
-//   memory, tile by tile. wgmma multiplies the tiles. P (and for dk also dS) is computed in registers. The next product
-//   reads P or dS from these registers, as its operand A.
-//   Forward: warpgroups own queries, and keys and values stream past.
-//   Backward: warpgroups own keys, and queries stream past in chunks of 64. If T = 64, one block computes a head. For a
-//   larger T a cluster of blocks computes it, and each block has 128 of the head's keys in shared memory. All blocks
-//   work on every chunk, one block after the other. Each block adds its keys' part to the chunk's dq, and sends the dq
-//   so far, in fp32, into the next block's shared memory. (The last block that works on a chunk writes the chunk's dq
-//   to global memory.) Each block begins at a different chunk, so all blocks always have work. The parts of a chunk's
-//   dq are always added in the same order, so a run can be repeated with the same bits. The drawing shows the blocks of
-//   a cluster in one step. (D is rowsum(dout * out), and `rows` are the SoftmaxRows of the chunk's queries.)
+// Used for bf16, heads of 32 or 64 channels, and T a multiple of 64. Backward: T = 64, or T is a multiple of 128 from
+// 256 to 1024 and the GPU can run the cluster (attention_clusters). Otherwise attention_backward_kernel computes it.
+// A warpgroup owns 64 rows of a head. The rows that these are combined with stream past: TMA copies them to shared
+// memory, tile by tile. P (and for dk also dS) is computed in registers, from which the next product reads it as its
+// operand A.
+// Forward: warpgroups own queries, and keys and values stream past.
+// Backward: warpgroups own keys, and queries stream past in chunks of 64. For T > 64 a cluster of blocks computes a
+// head, and each block has 128 of the head's keys in shared memory. All blocks work on every chunk, one after the
+// other. Each block adds its keys' part to the chunk's dq, and sends the dq so far, in fp32, into the next block's
+// shared memory. The last block writes dq to global memory. Each block begins at a different chunk, so all blocks
+// always have work. The parts of a chunk's dq are always added in the same order, so a run can be repeated with the
+// same bits. The drawing shows a cluster in one step. (D is rowsum(dout * out), and `rows` are the SoftmaxRows of the
+// chunk's queries.)
 //
 //         block 0: keys 0 ..       block 1: keys 128 ..     block 2: keys 256 ..        the block's shared memory
 //       +---------------------+  +---------------------+  +---------------------+    +---------------------------+
@@ -30,63 +29,56 @@
 //                  ^                 dq of a chunk                                |  | sums: dq that arrived     |
 //                  +--------------------------------------------------------------+  | dots: -D of two heads     |
 //                                                                                    +---------------------------+
-// Costs: For each head, the backward pass takes five products of T x T x d; the portable kernels take seven. It reads
-//   k, v and out of a head once. Every block of the cluster reads all of the head's q and dout.
 
 struct AttentionTma : AttentionCall {
-    // qkv, and (backward pass only) dout. TMA loads boxes of 64 rows of a head from them.
+    // boxes of 64 rows of a head; dout only in the backward pass
     CUtensorMap qkv_rows, dout_rows;
-    CUtensorMap keys; // qkv again: the forward pass loads keys and values in boxes of AttentionForward::KEYS rows
+    CUtensorMap keys; // qkv again, in boxes of AttentionForward::KEYS rows
 };
 
-// Returns how many blocks of the forward pass a multiprocessor has room for. Registers and shared memory limit this
-// number.
+// Blocks of the forward pass that registers and shared memory of a multiprocessor have room for.
 constexpr int attention_wgmma_blocks(int warpgroups, int keys) {
     if (warpgroups == 1) return 4;
     return keys == 32 ? 3 : 2;
 }
 
-// A block of the forward pass. It has WARPGROUPS warpgroups, and each of them works on 64 queries of a head. Keys and
-// values are loaded in chunks of KEYS rows.
+// A block of the forward pass. Each warpgroup works on 64 queries of a head. Keys and values are loaded KEYS at a time.
 template <int DIM_, int WARPGROUPS_, int KEYS_, int CHUNKS_> struct AttentionForward {
     static constexpr int DIM = DIM_; // channels of a head
     static constexpr int WARPGROUPS = WARPGROUPS_;
     static constexpr int KEYS = KEYS_;
-    // how many chunks a head has, if all of them lie in shared memory at once; 0: the chunks pass through a ring
+    // how many chunks of keys a head has, if all of them lie in shared memory at once; 0: they pass through a ring
     static constexpr int CHUNKS = CHUNKS_;
-    static constexpr int STAGES = CHUNKS ? CHUNKS : 4; // stages of keys; there are as many stages of values
+    static constexpr int STAGES = CHUNKS ? CHUNKS : 4; // of keys, and as many of values
     static constexpr int THREADS = 128 * WARPGROUPS;
-    static constexpr int PER_SM = attention_wgmma_blocks(WARPGROUPS, KEYS); // blocks that fit on a multiprocessor
-    static constexpr int QUERY_BYTES = 64 * 2 * DIM;                        // a warpgroup's queries
-    static constexpr int KEY_BYTES = KEYS * 2 * DIM;                        // one stage of keys or of values
+    static constexpr int PER_SM = attention_wgmma_blocks(WARPGROUPS, KEYS);
+    static constexpr int QUERY_BYTES = 64 * 2 * DIM; // a warpgroup's queries
+    static constexpr int KEY_BYTES = KEYS * 2 * DIM; // a stage of keys or of values
     static constexpr int BARRIERS = WARPGROUPS + 4 * STAGES;
     static constexpr int TILES = WARPGROUPS * QUERY_BYTES + 2 * STAGES * KEY_BYTES;
     static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + TILES;
 };
 
-// A block of the backward pass. It has WARPGROUPS warpgroups that own 64 keys each, and one more warpgroup, which
-// computes the queries' gradients. With WARPGROUPS = 1, the 64 keys of a block are a whole head. Then the block needs
-// no cluster (ALONE), and a multiprocessor has room for two such blocks.
+// A block of the backward pass. WARPGROUPS warpgroups own 64 keys each, and one more computes the queries' gradients.
+// With WARPGROUPS = 1 the block's keys are a whole head, so the block needs no cluster (ALONE).
 template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     static constexpr int DIM = DIM_; // channels of a head
     static constexpr int WARPGROUPS = WARPGROUPS_;
     static constexpr bool ALONE = WARPGROUPS == 1;
     static constexpr int KEYS = 64 * WARPGROUPS; // how many keys a block owns
     static constexpr int THREADS = 128 * (WARPGROUPS + 1);
-    static constexpr int PER_SM = ALONE ? 2 : 1; // blocks that fit on a multiprocessor
-    // How many registers a thread has: DQ_REGISTERS in the warpgroup that computes the queries' gradients,
-    // KEY_REGISTERS in the warpgroups that own keys.
+    static constexpr int PER_SM = ALONE ? 2 : 1;
+    // Registers of a thread: DQ_REGISTERS in the warpgroup that computes dq, KEY_REGISTERS in those that own keys.
     static constexpr int DQ_REGISTERS = ALONE ? 80 : 136;
     static constexpr int KEY_REGISTERS = ALONE ? 176 : 184;
-    // Shared memory holds at most BARRIERS mbarriers, and the rings that BackwardBlock describes. For each ring, the
-    // constants give the number of its stages and the bytes of one stage. A tile is 64 rows of a head.
+    // The rings that BackwardBlock describes: the number of stages, and the bytes of one. A tile is 64 rows of a head.
     static constexpr int BARRIERS = 32;
     static constexpr int TILE_BYTES = 64 * 2 * DIM;
     static constexpr int ROWS_BYTES = 64 * sizeof(SoftmaxRow);
     static constexpr int KEYS_BYTES = 2 * WARPGROUPS * TILE_BYTES; // k and v of the block's keys; there are two stages
     static constexpr int CHUNK_STAGES = ALONE ? 3 : 4;
     static constexpr int CHUNK_BYTES = 2 * TILE_BYTES + ROWS_BYTES; // q, dout and SoftmaxRows of a chunk
-    static constexpr int CHUNK_PLACE = 2 * TILE_BYTES + 1024;       // CHUNK_BYTES, rounded up to whole kilobytes
+    static constexpr int CHUNK_PLACE = 2 * TILE_BYTES + 1024;       // rounded up to whole kilobytes
     static constexpr int DS_STAGES = 2;
     static constexpr int DS_BYTES = KEYS * SLICE_BYTES; // dS^T: KEYS rows of 64 queries
     static constexpr int SUM_STAGES = ALONE ? 0 : 3;
@@ -97,8 +89,8 @@ template <int DIM_, int WARPGROUPS_> struct AttentionBackward {
     static constexpr int SHARED_BYTES = shared_beside(BARRIERS) + TILES;
 };
 
-// Returns an operand of wgmma: rows of one head (DIM elements each), which TMA has written to shared memory. The offset
-// of Operand::at is in units of 16 bytes. So at(2) begins 16 columns further on, and at(2 DIM) 16 rows further on.
+// Rows of one head (DIM elements each) in shared memory, as an operand. at(2) begins 16 columns further on, and
+// at(2 DIM) 16 rows further on.
 template <int DIM> INLINE Operand head_rows(uint32_t address) {
     constexpr uint32_t SWIZZLE = DIM == 64 ? 1 : 2; // in a descriptor, 1 is a swizzle of 128 bytes, 2 of 64 bytes
     return {Operand::rows(address, 8).low, DIM | SWIZZLE << 30};
@@ -134,35 +126,31 @@ template <int K, int M> INLINE void multiply_atb(float (&d)[M], const Operand& a
     }
     wgmma_commit();
 }
-// Sets d to 0, before the first product is added to it.
 template <int M> INLINE void clear(float (&d)[M]) {
     UNROLL_FOR (int i = 0; i < M; i++) {
         d[i] = 0;
     }
     accumulators_ready(d);
 }
-// Rounds 16 columns of a product's result to bf16. The rounded numbers are an A fragment for one step of the next
-// product. No thread needs another thread's numbers: in registers, wgmma's result and its A operand have the same
-// layout.
+// Rounds 16 columns of a result to an A fragment of the next product. No thread needs another thread's numbers: in
+// registers, wgmma's result and its A operand have the same layout.
 INLINE void pack_fragment(uint32_t (&a)[4], const float* d) {
     UNROLL_FOR (int i = 0; i < 4; i++) {
         a[i] = pack_bf16(d[2 * i], d[2 * i + 1]);
     }
 }
-// Stores this warp's 16 rows of a result. Each row is multiplied by its factor. The rows are first written to shared
-// memory (`rows`, with room for 64 rows of a head), so that a thread can store 16 bytes at a time to global memory.
-// pitch: elements from a row of `to` to the next one
+// Stores this warp's 16 rows of a result, times each row's factor. They are first written to shared memory (`rows`, 64
+// rows of a head), so that a thread can store 16 bytes at a time. pitch: elements from a row of `to` to the next one.
 template <int M>
 INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], const float (&factor)[2]) {
     constexpr int CHANNELS = 2 * M;
-    constexpr int PIECES = CHANNELS / 8; // how many pieces a row has
+    constexpr int PIECES = CHANNELS / 8; // of a row
     const int lane = threadIdx.x % 32;
     const int first = threadIdx.x / 32 % 4 * 16; // this warp's first row
     __syncwarp();
     UNROLL_FOR (int j = 0; j < M / 8; j++) { // 16 columns at a time
         uint32_t v[4];
-        // A thread holds parts of two rows: one of rows 0 - 7, which has factor[0], and one of rows 8 - 15, which has
-        // factor[1].
+        // Rows 0 - 7 have factor[0], and rows 8 - 15 have factor[1].
         UNROLL_FOR (int i = 0; i < 4; i++) {
             const float low = d[8 * j + 2 * i] * factor[i % 2];
             const float high = d[8 * j + 2 * i + 1] * factor[i % 2];
@@ -178,24 +166,24 @@ INLINE void store_head(bf16* to, int pitch, uint32_t rows, const float (&d)[M], 
         store_whole(to + (size_t)r * pitch + 8 * piece, load_shared(from));
     }
 }
-// Returns the number of this thread's warpgroup. uniform tells the compiler that a whole warp has the same number.
+// uniform tells the compiler that a whole warp has the same number.
 INLINE int this_warpgroup() { return uniform(threadIdx.x / 128); }
 
 // The softmax of a thread's two rows (the second one is 8 rows below the first) over chunks of N scores:
 //   P = e^((S - top) / sqrt(d))      sum += rowsum(P)
 // FlashAttention raises `top` for each higher score, so that P is at most 1. Here `top` is the highest score of the
-// first chunk, so P may be larger than 1. Rounding such a P to bf16 does not overflow, because bf16 and fp32 have the
-// same range of exponents. Only if a sum grows beyond 2^60, `top` is raised and the sums are rescaled.
+// first chunk, so P may be larger than 1. bf16 has the range of fp32, so rounding does not overflow. Only if a sum
+// grows beyond 2^60, `top` is raised and the sums are rescaled.
 // Four neighbouring lanes share a row, and each of them holds two of every 8 columns. s[4 j] and s[4 j + 1] belong to
 // the first row, s[4 j + 2] and s[4 j + 3] to the second one.
 template <int N> struct Softmax {
     float scale;           // log2(e) / sqrt(d)
-    float top[2];          // for each of the two rows, what is subtracted from its scores
-    float sum[2] = {0, 0}; // the sum of P over this thread's columns
+    float top[2];          // what is subtracted from a row's scores
+    float sum[2] = {0, 0}; // of P over this thread's columns
 
     INLINE Softmax(const float (&s)[N / 2], float scale) : scale(scale) { highest(top, s); }
 
-    // result = the highest score of each of the two rows
+    // the highest score of each row
     INLINE static void highest(float (&result)[2], const float (&s)[N / 2]) {
         result[0] = s[0];
         result[1] = s[2];
@@ -208,7 +196,7 @@ template <int N> struct Softmax {
             v = over_lanes;
         }
     }
-    // Computes P from the scores s, writes it to p as A fragments, and adds it to sum.
+    // Writes P of the scores s to p as A fragments, and adds it to sum.
     INLINE void exponentials(uint32_t (&p)[N / 16][4], const float (&s)[N / 2]) {
         UNROLL_FOR (int j = 0; j < N / 4; j++) {
             const int row = j % 2;
@@ -218,9 +206,8 @@ template <int N> struct Softmax {
             p[j / 4][j % 4] = pack_bf16(a, b);
         }
     }
-    // Computes P of a chunk from its scores s. o holds the sums of P v over the earlier chunks. If `top` is raised,
-    // these sums are rescaled, and P of this chunk is computed again, with the new `top`. In the first chunk this is
-    // never necessary, because no score is higher than `top`.
+    // P of a chunk. o holds the sums of P v over the earlier chunks. If `top` is raised, o is rescaled, and P is
+    // computed again. In the first chunk this is never necessary, because no score is higher than `top`.
     template <int M>
     INLINE void add(uint32_t (&p)[N / 16][4], const float (&s)[N / 2], float (&o)[M], bool is_first_chunk) {
         const float before[2] = {sum[0], sum[1]};
@@ -242,17 +229,10 @@ template <int N> struct Softmax {
 };
 
 // out = softmax(q k^T / sqrt(d)) v. grid (B * heads * T / (64 WARPGROUPS)): a block works on 64 WARPGROUPS queries of
-// one head.
-// Shared memory: the block's queries; stages of keys and as many stages of values. Each stage holds a chunk of KEYS
-// rows. If CHUNKS is 0, the stages are two rings. Otherwise there are stages for all chunks, and each is filled once.
-//   1. The first thread starts the loads of the queries and of the first chunks: as many chunks as there are stages, or
-//      all chunks of the head, if it has fewer.
-//   2. Each warp reads its queries into registers. Each warpgroup computes S of chunk 0.
-//   3. In turn i a warpgroup computes the softmax of chunk i. Then it computes two products at the same time. The first
-//      is out += P v of chunk i. The second is the scores of chunk i + 1. After that, if CHUNKS is 0 and chunks are
-//      left to load, the first thread loads the next one into the stage of chunk i - 1. If it used the stage of chunk i
-//      instead, it would have to wait for the other warpgroup (if the block has two), which may still read chunk i.
-//   4. Each row of out is divided by the row's sum and stored. The SoftmaxRows are stored for the backward pass.
+// one head. In turn i a warpgroup computes the softmax of chunk i of the keys. Then it computes two products at the
+// same time: out += P v of chunk i, and the scores of chunk i + 1. After that, if the stages are rings (CHUNKS is 0),
+// the first thread loads a chunk into the stage of chunk i - 1. For the stage of chunk i it would have to wait for the
+// other warpgroup.
 // The compiler overlaps products of wgmma only on two conditions. First, the wait for each product must be in the same
 // turn of the loop as the product. Second, between fence and wait no other instruction may touch the product's
 // registers. Otherwise no products overlap at all, and ptxas prints a warning (C7510 to C7520).
@@ -276,8 +256,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
     const int chunks = T::CHUNKS ? T::CHUNKS : p.T / KEYS;
     const HeadTile tile{p, 64 * T::WARPGROUPS};
     await_previous_kernel();
-    // The first thread both reads and fills the two rings. So it needs a second position in each ring: that of the
-    // stage that it fills next.
+    // The first thread both reads and fills the two rings. So it needs a second position in each ring.
     auto keys_to_load = keys;
     auto values_to_load = values;
     auto load = [&](Stage to, const CUtensorMap* map, int bytes, int part, int row) {
@@ -319,9 +298,8 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
         accumulators_ready(o);
         accumulators_ready(s);
         multiply_ab(o, probabilities, v);
-        // CHUNKS is 0 if the number of chunks is known only at run time. Then the last turn computes scores that nobody
-        // uses. If a branch skipped them, the compiler would not overlap the products. If CHUNKS is not 0, the loop is
-        // unrolled. So the compiler knows for each turn whether the condition holds, and no branch is left.
+        // If CHUNKS is 0, the last turn computes scores that nobody uses. If a branch skipped them, the compiler would
+        // not overlap the products. If CHUNKS is not 0, the loop is unrolled, and no branch is left.
         if (!T::CHUNKS || i + 1 < chunks) {
             multiply_ab<K_MAJOR, 0>(s, q, head_rows<DIM>(next));
         }
@@ -332,8 +310,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
         if (threadIdx.x == 0 && i > 0 && i - 1 + T::STAGES < chunks) load_chunk(i - 1 + T::STAGES);
         __syncwarp();
     }
-    // Four lanes share a row. Each lane holds a part of the row's sum of P, and some columns of the row's out. The
-    // first of these lanes stores the row's SoftmaxRow.
+    // Four lanes share a row. Each of them has a part of the row's sum of P, and some columns of the row's out.
     const float total[2] = {lane_sum<1, 2>(softmax.sum[0]), lane_sum<1, 2>(softmax.sum[1])};
     const int row = tile.row0 + 64 * warpgroup;
     bf16* const to = (bf16*)p.to + ((size_t)tile.b * p.T + row) * p.C + tile.h * DIM;
@@ -344,11 +321,9 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
 #endif
 }
 
-// A block of the backward pass. It owns KEYS keys of a head. Each warpgroup that runs key_gradients owns 64 of them.
-// All blocks of a cluster work on the same head, and then on the cluster's next head. For each head, a block does one
-// step for each chunk of 64 queries. The blocks work on a chunk one after the other, each of them WARPGROUPS steps
-// after the block before it. The last block of the cluster is the one before block 0. (chunk_row says with which chunk
-// each block begins.)
+// A block of the backward pass. It owns KEYS keys of a head. All blocks of a cluster work on the same head, one step
+// for each chunk of 64 queries, and then on the cluster's next head. The blocks work on a chunk one after the other,
+// each of them WARPGROUPS steps after the block before it. The last block of the cluster is the one before block 0.
 //
 //   warpgroups 0 ... WARPGROUPS - 1   key_gradients(warpgroup): dk and dv of 64 keys
 //   the last warpgroup                query_gradients: dq, and -D; its first thread loads keys and chunks
@@ -362,23 +337,21 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
 //
 // The blocks of a cluster send `sums` and `dots` to each other. In these two rings, the receiving block waits at its
 // own `full` barriers, at which the sent bytes are counted (store_to_block). The sending block waits at its own `empty`
-// barriers, at which the receiving block arrives (arrive_at_block). (A block that is ALONE has no `sums`, and fills
-// only its own `dots`, see send_dots.) A role that both fills a ring and frees its stages needs two positions in it.
-// keys_to_load, sums_to_send and dots_to_send hold the positions for filling: they are second Pipeline objects that use
-// the same stages and barriers.
+// barriers, at which the receiving block arrives (arrive_at_block). A role that both fills a ring and frees its stages
+// needs two positions in it: keys_to_load, sums_to_send and dots_to_send hold the positions for filling.
 template <class T> struct BackwardBlock {
     static constexpr int DIM = T::DIM;
     static constexpr int WARPGROUPS = T::WARPGROUPS;
-    typedef uint4 Dots[2][DIM / 16]; // a thread's operands of D: [0] is half a row of dout, [1] is half a row of out
+    typedef uint4 Dots[2][DIM / 16]; // half a row of dout, and half a row of out
 
     const AttentionTma& p;
-    int blocks = T::ALONE ? 1 : p.T / T::KEYS;             // how many blocks the cluster has
+    int blocks = T::ALONE ? 1 : p.T / T::KEYS;             // blocks of the cluster
     int cluster_rank = T::ALONE ? 0 : blockIdx.x % blocks; // this block's number in the cluster
-    int first_head = blockIdx.x / blocks;                  // this cluster's first head
-    int head_stride = gridDim.x / blocks; // the number of clusters; each cluster computes every head_stride-th head
-    int steps = blocks * WARPGROUPS;      // how many steps a head takes
+    int first_head = blockIdx.x / blocks;
+    int head_stride = gridDim.x / blocks; // clusters; each of them computes every head_stride-th head
+    int steps = blocks * WARPGROUPS;      // of a head
     int lane = threadIdx.x % 32;
-    int thread = threadIdx.x % 128; // the number of the thread in its warpgroup
+    int thread = threadIdx.x % 128;
     float scale = rsqrtf((float)DIM);
     SharedMemory shared{T::BARRIERS};
     Pipeline<T::KEYS_BYTES> keys{shared, 2, 4 * WARPGROUPS + 4};
@@ -389,7 +362,7 @@ template <class T> struct BackwardBlock {
     Pipeline<T::SUM_BYTES> sums_to_send = sums;
     Pipeline<T::DOT_BYTES> dots{shared, 2, blocks, T::ALONE ? 4 : 1};
     Pipeline<T::DOT_BYTES> dots_to_send = dots;
-    int load_head = first_head; // the head and the step of the chunk that is loaded next
+    int load_head = first_head; // of the chunk that is loaded next
     int load_step = 0;
 
     INLINE explicit BackwardBlock(const AttentionTma& p) : p(p) {}
@@ -400,21 +373,18 @@ template <class T> struct BackwardBlock {
         for (int i = 0; i < T::SUM_STAGES; i++) mbarrier_expect(sums.stage(i).full, T::SUM_BYTES);
         for (int i = 0; i < 2 && !T::ALONE; i++) mbarrier_expect(dots.stage(i).full, 4 * p.T);
     }
-    // Returns the index of the element at which a row of a head begins in a matrix (B, T, parts * C). parts: 3 for qkv
-    // and dqkv, 1 for out and dout.
+    // Where a row of a head begins in a matrix (B, T, parts * C). parts: 3 for qkv and dqkv, 1 for out and dout.
     INLINE size_t element(int head, int row, int parts) const {
         const size_t pixel = (size_t)(head / p.heads) * p.T + row;
         return pixel * parts * p.C + head % p.heads * DIM;
     }
-    // Returns the first query of the chunk that this block works on in a step. A head has `steps` chunks. In step i,
-    // block 0 works on chunk i. Block r > 0 works on the chunk that lies WARPGROUPS chunks before the chunk of block
-    // r - 1. (The chunk before chunk 0 is the last one.) So block r > 0 begins with chunk `steps` - WARPGROUPS r.
+    // The first query of this block's chunk in a step. In step i, block 0 works on chunk i. Block r > 0 works on the
+    // chunk that lies WARPGROUPS chunks before that of block r - 1. (The chunk before chunk 0 is the last one.)
     INLINE int chunk_row(int step) const {
         const int before = WARPGROUPS * cluster_rank;
         return (step - before + (step < before ? steps : 0)) * 64;
     }
 
-    // Loads k and v of this block's keys for one head.
     INLINE void load_keys(int head) {
         if (head >= p.all_heads) return;
         const Stage to = keys_to_load.acquire();
@@ -427,10 +397,8 @@ template <class T> struct BackwardBlock {
             tma_load(to.address + i * T::TILE_BYTES, &p.qkv_rows, to.full, part * p.C + c, row, image);
         }
     }
-    // Loads the next chunk into the next stage. Once all stages have been filled, the next stage holds an old chunk:
-    // the chunk before the one whose dS has just arrived. key_gradients finishes all products of a chunk before it
-    // writes dS of the next chunk. So nobody reads the old chunk any more, and this function need not wait until its
-    // stage is free.
+    // Loads the next chunk, without a wait for its stage. This stage holds the chunk before the one whose dS has just
+    // arrived, and key_gradients finishes all products of a chunk before it writes dS of the next one.
     INLINE void load_chunk() {
         if (load_head >= p.all_heads) return;
         const Stage to = chunks.next();
@@ -448,8 +416,8 @@ template <class T> struct BackwardBlock {
             load_head += head_stride;
         }
     }
-    // load_dots and send_dots compute -D of 64 queries (a tile); D = rowsum(dout * out). Each block computes -D of its
-    // share of a head's queries, and sends it to all blocks of the cluster. Two neighbouring threads work on each row.
+    // -D of 64 queries (a tile); D = rowsum(dout * out). Each block computes -D of its share of a head's queries, and
+    // sends it to all blocks of the cluster. Two neighbouring threads work on each row.
     INLINE void load_dots(Dots& d, int head, int tile) const {
         const int row = cluster_rank * T::KEYS + tile * 64 + thread / 2;
         const size_t i = element(head, row, 1) + thread % 2 * (DIM / 2);
@@ -460,8 +428,7 @@ template <class T> struct BackwardBlock {
             d[1][k] = load16((const bf16*)p.out + i + 8 * k);
         }
     }
-    // Four neighbouring lanes compute -D of two rows. Lane i of these four sends both values to blocks i and i + 4 of
-    // the cluster, if it has so many blocks. (If the block is ALONE, the first of these lanes stores both values.)
+    // Four neighbouring lanes compute -D of two rows. Lane i of them sends both values to blocks i and i + 4.
     INLINE void send_dots(const Dots& d, int tile) {
         float sum = 0;
         UNROLL_FOR (int k = 0; k < DIM / 16; k++) {
@@ -477,11 +444,10 @@ template <class T> struct BackwardBlock {
         const float2 two = lane & 2 ? make_float2(other, own) : make_float2(own, other);
         const int row = cluster_rank * T::KEYS + tile * 64 + thread / 4 * 2;
         if (tile == 0) dots_to_send.acquire();
-        // -D lies at the same place in the shared memory of all blocks.
+        // -D lies at the same place in the shared memory of all blocks
         const auto [stage, full] = dots.stage(dots_to_send.done);
         const uint32_t to = stage + 4 * row;
-        // A block that is ALONE has no other block to send to. So it stores -D in the ordinary way, without
-        // store_to_block, and each warp of this warpgroup arrives at the barrier.
+        // ALONE: there is no other block, so -D is stored in the ordinary way, and each warp arrives at the barrier.
         if (T::ALONE && lane % 4 == 0) PTX("st.shared.v2.f32 [%0], {%1,%2};", "r"(to), "f"(two.x), "f"(two.y));
         if (T::ALONE) warp_stored(full);
         for (int r = threadIdx.x % 4; !T::ALONE && r < blocks; r += 4) {
@@ -490,8 +456,8 @@ template <class T> struct BackwardBlock {
         __syncwarp();
         if (tile + 1 == WARPGROUPS) dots_to_send.hand_over();
     }
-    // Waits until the next stage of `sums` or `dots` is full, and returns its address. If the block is not ALONE, one
-    // thread (`speaks`) then announces to the stage's barrier how many bytes will be sent into this stage next time.
+    // Waits until the next stage of `sums` or `dots` is full. One thread (`speaks`) tells the stage's barrier how many
+    // bytes will be sent into it next time.
     INLINE uint32_t received(auto& pipeline, int bytes, bool speaks) {
         const int i = pipeline.place;
         const uint32_t address = pipeline.arrived();
@@ -500,13 +466,11 @@ template <class T> struct BackwardBlock {
         return address;
     }
 
-    // Role: the queries' gradients. One warpgroup has this role. Its first thread also starts the loads of keys and
-    // chunks. In each step:
-    //   1. If another block has begun dq of this chunk: dq = the sum that the block before has sent. Otherwise dq = 0.
+    // Role: the queries' gradients. The warpgroup's first thread also loads keys and chunks. In each step:
+    //   1. dq = the sum that the block before has sent, or 0 if no block has begun dq of this chunk.
     //   2. dq += dS k of this block's keys (dS^T arrives in `ds`). Meanwhile the load of a later chunk is started.
-    //   3. If this is the last block for this chunk, dq is stored to global memory. Otherwise it is sent to the next
-    //      block.
-    // In some of the steps, a part of -D of the next head is also computed.
+    //   3. dq is sent to the next block. If this is the last block for this chunk, it is stored to global memory.
+    // In some steps a part of -D of the next head is computed, too.
     INLINE void query_gradients() {
         const int before = (cluster_rank ? cluster_rank : blocks) - 1;
         const int next = cluster_rank + 1 == blocks ? 0 : cluster_rank + 1;
@@ -524,14 +488,13 @@ template <class T> struct BackwardBlock {
             const uint32_t own_keys = keys.arrived();
             NO_UNROLL_FOR (int i = 0; i < steps; i++) {
                 const bool begun = !T::ALONE && i >= WARPGROUPS;       // the block before sends the chunk's dq so far
-                const bool ends = T::ALONE || i >= steps - WARPGROUPS; // no other block has to add to the chunk's dq
-                const int tile = i - max(steps / 2 - 1, 0); // if dots_now: -D of this tile of the next head is computed
+                const bool ends = T::ALONE || i >= steps - WARPGROUPS; // no other block adds to the chunk's dq
+                const int tile = i - max(steps / 2 - 1, 0);            // the tile of the next head whose -D is computed
                 const bool dots_now = tile >= 0 && tile < WARPGROUPS && head + head_stride < p.all_heads;
                 Dots dot = {};
-                // Starts to load the rows of dout and out from which -D of the next head is computed. If the block is
-                // not ALONE, they are loaded while the block computes the products of this step.
+                // The rows of dout and out for -D are loaded while the block computes the products of this step. (A
+                // block that is ALONE has too few registers to keep them.)
                 if (dots_now) load_dots(dot, head + head_stride, tile);
-                // A block that is ALONE has too few registers to keep `dot` until the end of this step.
                 if (dots_now && T::ALONE) send_dots(dot, tile);
                 float dq[DIM / 2] = {};
                 if (begun) {
@@ -571,9 +534,8 @@ template <class T> struct BackwardBlock {
                 }
                 if (dots_now && !T::ALONE) send_dots(dot, tile);
             }
-            // All dS of this head have arrived. So key_gradients has read -D of this head, and the stage of `dots` is
-            // free. All blocks of the cluster had sent parts of -D into it. Each of the first `blocks` threads tells
-            // one of these blocks that the stage is free.
+            // All dS of this head have arrived, so key_gradients has read -D, and the stage of `dots` is free. Each of
+            // the first `blocks` threads tells this to one of the blocks, which have all sent parts of -D.
             const int stage = dots.hand_over();
             if (thread < blocks) {
                 if (T::ALONE) dots.free(stage);
@@ -583,15 +545,14 @@ template <class T> struct BackwardBlock {
         }
     }
 
-    // Role: dk and dv of a warpgroup's 64 keys. The scores are computed transposed: keys are rows, and queries are
-    // columns. So P^T and dS^T lie in registers as A operands do, and the products dv = P^T dout and dk = dS^T q read
-    // them there. In each step:
+    // Role: dk and dv of a warpgroup's 64 keys. The scores are transposed: keys are rows, and queries are columns. So
+    // P^T and dS^T lie in registers as A operands do, for the products dv = P^T dout and dk = dS^T q. In each step:
     //   1. The product v dout^T is started. It is added to -D, so its result is dP^T - D.
     //   2. Meanwhile P^T is computed from S^T of this chunk. Then dv += P^T dout.
     //   3. dS^T = P^T (dP^T - D), element by element. dS^T is also written to `ds`.
     //   4. S^T = k q^T is computed for the next chunk, and at the same time dk += dS^T q for this chunk.
     INLINE void key_gradients(int warpgroup) {
-        float s[32], dp[32]; // s: S^T, then P^T; dp: dP^T - D, then dS^T. Each is 64 keys x 64 queries.
+        float s[32], dp[32]; // s: S^T, then P^T; dp: dP^T - D, then dS^T. Each is 64 keys x 64 queries
         float dk[DIM / 2], dv[DIM / 2];
         uint32_t p_fragments[4][4], ds_fragments[4][4];
         auto probability = [&](float s, const float* r) { return exp2_fast((s - r[0]) * (scale * LOG2E) - r[1]); };
@@ -637,19 +598,18 @@ template <class T> struct BackwardBlock {
                     stmatrix(kept.address + place, ds_fragments[j]);
                 }
                 warp_stored(kept.full);
-                const bool last = i + 1 == steps;                            // this is the head's last step
+                const bool last = i + 1 == steps;
                 const bool none = last && head + head_stride >= p.all_heads; // there is no next chunk
                 if (last && !none) own_keys = keys.arrived() + warpgroup * T::TILE_BYTES;
                 if (!none) chunk = chunks.arrived();
                 clear(s);
-                // After the last chunk of the last head these scores are not used. If a branch skipped them, the
-                // compiler would not overlap the products.
+                // The last scores are not used. If a branch skipped them, the compiler would not overlap the products.
                 multiply_abt<DIM>(s, head_rows<DIM>(own_keys), head_rows<DIM>(chunk));
                 multiply_ab(dk, ds_fragments, q);
                 multiplied<0>(dk, dv, s);
             }
-            // dk and dv are complete. Before they are stored to global memory, they are written over v in shared
-            // memory. After this barrier no warp of this warpgroup reads v any more.
+            // dk and dv are first written over v in shared memory. After this barrier no warp of this warpgroup reads v
+            // any more.
             warps_sync(1 + warpgroup, 128);
             bf16* const to = (bf16*)p.to + element(head, cluster_rank * T::KEYS + warpgroup * 64, 3);
             store_head(to + p.C, 3 * p.C, own_values, dk, {scale, scale});
@@ -661,8 +621,7 @@ template <class T> struct BackwardBlock {
     }
 };
 
-// grid (clusters of T / KEYS blocks). There are as many clusters as can run on the GPU at the same time, but not more
-// than there are heads.
+// grid: clusters of T / KEYS blocks, as many as can run at the same time, but not more than there are heads.
 template <class T>
 static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an AttentionBackward
     attention_backward_wgmma_kernel(const __grid_constant__ AttentionTma p) {
@@ -687,7 +646,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) // T: an Attenti
 }
 
 static AttentionTma attention_tma(const AttentionCall& a, int keys) {
-    // Makes a tensor map of a matrix (B, T, parts * C), for boxes of n rows of one head.
+    // of a matrix (B, T, parts * C), for boxes of n rows of one head
     auto rows = [&](const act* x, int parts, int n) {
         const int channels = parts * a.C;
         return tensor_map(x, {channels, a.T, a.B}, {a.d, n});
@@ -699,8 +658,8 @@ template <class Tile> static void launch_attention_forward_wgmma(const Attention
     auto kernel = attention_forward_wgmma_kernel<Tile>;
     launch(kernel, grid, Tile::THREADS, Tile::SHARED_BYTES, attention_tma(a, Tile::KEYS));
 }
-// Returns how many clusters can run on the GPU at the same time. Each of them works on heads of T rows. The number may
-// be 0 if the program has only a part of a GPU, by NVIDIA's MIG (Multi-Instance GPU).
+// How many clusters can run on the GPU at the same time, for heads of T rows. With a part of a GPU (NVIDIA's MIG,
+// Multi-Instance GPU) it may be 0.
 template <class Tile> static int attention_clusters(int T) {
     const unsigned blocks = T / Tile::KEYS;
     auto kernel = attention_backward_wgmma_kernel<Tile>;
@@ -712,18 +671,15 @@ template <class Tile> static int attention_clusters(int T) {
     return clusters;
 }
 template <class Tile> static void launch_attention_backward_wgmma(const AttentionCall& a) {
-    const int cluster = a.T / Tile::KEYS; // how many blocks a cluster has
+    const int cluster = a.T / Tile::KEYS;
     const int clusters = std::min(a.all_heads, attention_clusters<Tile>(a.T));
     auto kernel = attention_backward_wgmma_kernel<Tile>;
     const AttentionTma tma = attention_tma(a, 64);
     launch_on(MAIN_STREAM, cluster, kernel, cluster * clusters, Tile::THREADS, Tile::SHARED_BYTES, tma);
 }
 
-// Launches Hopper's kernels for bf16. Heads have DIM = 32 or 64 channels, and the number of tokens (T) is a multiple of
-// 64. The forward pass always uses one of Hopper's kernels. Backward pass: one block computes a head of 64 tokens. If a
-// head has 256 to 1,024 tokens, and this number is a multiple of 128, a cluster computes the head, and each of its
-// blocks owns 128 keys. For all other heads, and if the GPU can't run such a cluster (attention_clusters), this returns
-// false: the portable kernel computes the backward pass.
+// Launches Hopper's kernels for bf16, heads of DIM = 32 or 64 channels, and T a multiple of 64. Returns false if the
+// portable kernel must compute the backward pass, because neither a block nor a cluster can compute such a head.
 template <int DIM> static bool launch_attention_wgmma(const AttentionCall& a) {
     using Alone = AttentionBackward<DIM, 1>;
     using Cluster = AttentionBackward<DIM, 2>;
@@ -732,8 +688,7 @@ template <int DIM> static bool launch_attention_wgmma(const AttentionCall& a) {
     const bool fits_cluster = gpu.clusters && a.T % 128 == 0 && a.T >= 256 && a.T <= 1024;
     const bool alone = back && fits_block && attention_clusters<Alone>(a.T);
     const bool cluster = back && fits_cluster && attention_clusters<Cluster>(a.T);
-    // AttentionForward<channels of a head, warpgroups, keys of a chunk, chunks of a head>. If the last number is 0, a
-    // head may have any number of chunks, which pass through a ring.
+    // AttentionForward<channels of a head, warpgroups, keys of a chunk, chunks of a head (0: any number)>
     using Forward64 = AttentionForward<DIM, 1, 64, 1>;
     using Forward256 = AttentionForward<DIM, 2, DIM, 256 / DIM>;
     using ForwardRing2 = AttentionForward<DIM, 2, 64, 0>;

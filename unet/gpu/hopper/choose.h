@@ -5,37 +5,33 @@
 
 #ifdef __CUDACC__ // the GPU
 
-// Tiles of conv_tiles for 3x3. The arguments of ConvTiles are: taps, rows of pixels, slices of 64 output channels,
-// RESIDENT, BACKWARD, STEPS (in bf16, how many products a tap of a slice of input channels needs), and the element
-// type. With up to 128 input channels (FP8: 256) all weights stay in shared memory (RESIDENT). Then the two warpgroups
-// take turns: one multiplies while the other one finishes its tile. With more input channels the weights pass through a
-// ring (streamed), and both warpgroups multiply by the same weights at the same time.
+// Tiles of conv_tiles for 3x3: ConvTiles<taps, rows of pixels, slices of 64 output channels, RESIDENT, BACKWARD, STEPS,
+// element>. With up to 128 input channels (FP8: 256) all weights stay in shared memory (RESIDENT). With more, the
+// weights pass through a ring (streamed).
 template <bool BACKWARD> using HalfSlice = ConvTiles<9, 16, 1, true, BACKWARD, 2>; // Cin = 32: 2 products a tap, not 4
 template <bool BACKWARD, Element E = Element::BF16> using Resident16 = ConvTiles<9, 16, 1, true, BACKWARD, 4, E>;
 template <bool BACKWARD, Element E = Element::BF16> using Resident32 = ConvTiles<9, 32, 1, true, BACKWARD, 4, E>;
 template <bool BACKWARD, Element E = Element::BF16> using Streamed16 = ConvTiles<9, 16, 1, false, BACKWARD, 4, E>;
 template <bool BACKWARD, Element E = Element::BF16> using Streamed32 = ConvTiles<9, 32, 1, false, BACKWARD, 4, E>;
 
-// The time of a block of conv_small, in ns, as measured on an H200. tap_: one tap of one slice. block_: everything
-// except the taps. _alone: there is at most one block for each multiprocessor. _full: there are more blocks.
+// The time of a block of conv_small in ns, as measured on an H200. tap_: one tap of one slice. block_: everything else.
+// _alone: there is at most one block for each multiprocessor. _full: there are more blocks.
 struct SmallCosts {
     int block_alone, tap_alone;
     int block_full, tap_full;
 };
 
-// Picks the fastest kernel (conv_small or conv_tiles) and tile for 3x3 on images of up to 32 x 32. FP8: a product takes
-// as long as in bf16, and sums over twice as many channels. If the last slice has at most 64 channels, this slice needs
-// only half of the products.
+// Picks the fastest kernel and tile for 3x3 on images of up to 32 x 32. FP8: a product takes as long as in bf16, and
+// sums over twice as many channels. A last slice of at most 64 channels needs only half of the products.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(const ConvCall& p) {
     constexpr bool IS_FP8 = is_fp8(E);
     const int slices = ceil_div(p.Cin1, slice_channels(E));
     const int taps_of_64 = ceil_div(p.Cin1, 64) * 9;
-    const int taps = IS_FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // taps of all slices (FP8: 4.5 for a half slice)
-    const bool is_32 = p.Cin1 == 32 && !IS_FP8;                     // the input is only half a slice
+    const int taps = IS_FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // FP8: 4.5 for a half slice
+    const bool is_32 = p.Cin1 == 32 && !IS_FP8;                     // half a slice
     Cheapest<void (*)(const ConvCall&)> way;
 
-    // Time = rounds of blocks * (block + taps of a block * tap). In a round, as many blocks run as fit on the GPU at
-    // once. `block` is the time of a block without its taps, and `tap` the time of one tap (SmallCosts).
+    // Time = rounds of blocks * (block + taps of a block * tap). In a round, as many blocks run as fit on the GPU.
     auto consider = [&](auto tile, SmallCosts cost) {
         using T = decltype(tile);
         if (T::SPLIT > 1 && !gpu.clusters) return;
@@ -47,7 +43,7 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
         int block = alone ? cost.block_alone : cost.block_full;
         int tap = alone ? cost.tap_alone : cost.tap_full;
         if (half_slice) tap /= 2;
-        if (IS_FP8 && !alone) { // as measured on an H200, a block and a tap take this much longer than in bf16
+        if (IS_FP8 && !alone) { // as measured on an H200: this much longer than in bf16
             block += 1500;
             tap += tap / 12;
         }
@@ -73,11 +69,10 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
         consider(Wide32(), SmallCosts{1040, 129, 1040, 124});
         consider(Wide192(), SmallCosts{3160, 422, 4500, 470});
     }
-    if (p.H <= 8) return way.best(p); // conv_tiles is for taller images: its tiles for 3x3 have at least 16 rows
+    if (p.H <= 8) return way.best(p); // conv_tiles' tiles for 3x3 have at least 16 rows
 
-    // conv_tiles has persistent blocks. Its time, in ns, is once + (tiles of the busiest block / n, rounded up) * each.
-    // `once` is the part of the time that does not depend on the number of tiles, and `each` is the time of n tiles.
-    // (Here a tile is 8 pixels across and 16 down, even if the kernel's own tiles are larger.)
+    // conv_tiles takes once + (tiles of the busiest block / n, rounded up) * each, in ns, as measured on an H200. Here
+    // a tile is 8 pixels across and 16 down, even if the kernel's own tiles are larger.
     const int tiles = count_tiles(p, 1, 16, 8);
     auto consider_tiles = [&](auto tile, int once, int n, int64_t each) {
         const int runs_of_n = ceil_div(ceil_div(tiles, n), tile.runs(p.Cout));
@@ -95,9 +90,8 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
     way.best(p);
 }
 
-// Returns how many cycles conv_tiles takes with T (a ConvTiles) for p, a 1x1 convolution, by measurements on an H200.
-// Returns INFINITY if a tile's results do not fit into shared memory, or if T streams weights and the input has fewer
-// than OUT_SLICES slices. slices: how many slices of 64 channels the input has.
+// The cycles that conv_tiles takes with T for p, a 1x1, by measurements on an H200. INFINITY: T is not possible
+// (results_fit). slices: slices of 64 input channels.
 template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int slices) {
     constexpr int64_t L2_BYTES = 36; // bytes that a multiprocessor can exchange with the L2 in a cycle
     const bool add = p.out.part1.add1 || p.out.part2.add1;
@@ -109,45 +103,39 @@ template <class T> static double conv_tiles_1x1_cycles(const ConvCall& p, int sl
     // A unit is what a stage holds: a tile, or two tiles, one for each warpgroup.
     const int tiles = count_tiles(p, 1, T::ROWS, 8);
     const int units = ceil_div(tiles, T::UNIT);
-    const int64_t rounds = ceil_div(units, T::runs(p.Cout)); // how many units the busiest block has
+    const int64_t rounds = ceil_div(units, T::runs(p.Cout)); // of the busiest block
 
-    // The cycles of a unit's products. For each tile of the unit, each slice of input channels and each 64 output
-    // channels there are 4 products of k = 16. A product takes PIXELS / 2 cycles, and 6 more to start.
+    // 4 products of k = 16 for each tile, slice and 64 output channels. Each takes PIXELS / 2 cycles, and 6 to start.
     const int64_t products = T::UNIT * T::OUT_SLICES * slices * 4 * (T::PIXELS / 2 + 6);
 
-    // The bytes of a unit: slices, streamed weights and addends are read, and results are written.
+    // Slices, streamed weights and addends are read, and results are written.
     const int64_t tile_bytes = T::UNIT * T::TILE_BYTES;
     const int64_t slice_bytes = tile_bytes + (T::RESIDENT ? 0 : T::WEIGHT_BYTES);
     const int64_t bytes = slices * slice_bytes + T::OUT_SLICES * tile_bytes * (add ? 2 : 1);
-    // ahead: how many bytes can be on their way to shared memory at the same time. A tile's results occupy OUT_SLICES
-    // stages, and the slices that are being multiplied occupy two more. Only the remaining stages can be loaded
-    // meanwhile. A load takes 1800 cycles, so ahead / 1800 bytes arrive in a cycle. (For streamed weights the formula
-    // leaves this limit out.)
+    // ahead: bytes that can be on their way to shared memory at the same time. A tile's results occupy OUT_SLICES
+    // stages, and the slices that are being multiplied two more. A load takes 1800 cycles. (Streamed weights: this
+    // limit is left out.)
     const int64_t ahead = std::max(1, stages - T::OUT_SLICES - 2) * tile_bytes;
     const int64_t bytes_per_cycle = T::RESIDENT ? std::min(L2_BYTES, ahead / 1800) : L2_BYTES;
     const int64_t longest = std::max(products, bytes / bytes_per_cycle);
 
-    // The cycles after a unit's products, for adding, rounding and storing. If weights are streamed and there are few
-    // stages, the next unit has to wait until this is done.
+    // Adding, rounding and storing. With streamed weights and few stages, the next unit has to wait until this is done.
     const bool tight = !T::RESIDENT && stages < T::OUT_SLICES + 2;
     int64_t end = T::OUT_SLICES * T::PIXELS * (add || p.out.stats ? 10 : 6);
     if (tight) end += 3000;
 
-    // RESIDENT weights: one warpgroup finishes its tile while the other warpgroup multiplies. Each warpgroup computes
-    // every second tile, so on average a tile takes at least (products + end) / 2. Streamed weights: both warpgroups
-    // multiply, and then both finish their tiles.
+    // RESIDENT: one warpgroup finishes its tile while the other one multiplies, so on average a tile takes at least
+    // (products + end) / 2. Streamed weights: both warpgroups multiply, and then both finish their tiles.
     const int64_t unit = T::RESIDENT ? std::max(longest, (products + end) / 2) : longest + end;
     const int64_t first_weights = T::RESIDENT ? slices * T::WEIGHT_BYTES / L2_BYTES : 0;
     return first_weights + end + rounds * unit;
 }
 
-// Picks the fastest tile of conv_tiles for 1x1.
 template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
     ConvCall p = c;
-    // A 1x1 convolution can treat all images as one image of width 8, if the number of pixels of an image is a multiple
-    // of 8. Then all tiles are full, except perhaps the last one. This is impossible with an embedding, which differs
-    // from image to image. With statistics the number must be a multiple of 64. Then no part of the statistics, which
-    // may be as small as 8 x 8 pixels, belongs to two images.
+    // All images can be treated as one image of width 8, so that all tiles are full, except perhaps the last one. But
+    // an embedding differs from image to image. And a part of the statistics, which may be as small as 8 x 8 pixels,
+    // must not belong to two images.
     const int HW = p.H * p.W;
     const bool as_one = !p.out.emb && HW % 8 == 0 && (!p.out.stats || HW % 64 == 0);
     if (as_one) {
@@ -174,13 +162,12 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
     way.best(p);
 }
 
-// Picks the tile of conv_tiles for 3x3 on images larger than 32 x 32. For a convolution that also computes a skip
-// connection it picks the tile on smaller images, too. The number in a tile's name is how many rows it has. (All tiles
-// are defined above pick_conv_small.)
+// Picks the tile of conv_tiles for 3x3 on images larger than 32 x 32 or with a skip connection. The number in a tile's
+// name is how many rows it has.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_3x3(const ConvCall& c) {
     const int slices = ceil_div(c.Cin1, slice_channels(E));
-    const bool skip = c.out.skip.weight;               // only tiles with RESIDENT weights can compute a skip connection
-    const bool half_slice = c.Cin1 <= 64 && is_fp8(E); // half a slice has too few products for tiles of 32 rows
+    const bool skip = c.out.skip.weight;               // only RESIDENT tiles can compute a skip connection
+    const bool half_slice = c.Cin1 <= 64 && is_fp8(E); // too few products for tiles of 32 rows
     const bool one_slice_and_32_rows = slices == 1 && !half_slice && c.Cout > 64 && c.H >= 64;
     const bool fills_32_rows = c.H % 32 == 0 || c.H > 64;
 
@@ -189,33 +176,29 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_
         {c.Cin1 == 32 && E == Element::BF16, conv_tiles<HalfSlice<BACKWARD>>},
         // one slice of weights leaves room for tiles of 32 rows (by measurement they pay only above 64 output channels)
         {!skip && one_slice_and_32_rows, conv_tiles<Resident32<BACKWARD, E>>},
-        // the weights of up to two slices of input channels fit into shared memory, together with pixels; Resident16
-        // computes 64 output channels of 16 x 8 pixels, with four products for each tap of a slice (FP8: 4 or 2)
+        // the weights of up to two slices fit into shared memory, together with pixels
         {slices <= 2, conv_tiles<Resident16<BACKWARD, E>>},
-        // more weights pass through a ring; a tile of 32 rows uses each of them for more pixels, which pays if few of
-        // its rows lie outside the image
+        // a tile of 32 rows uses streamed weights for more pixels, which pays if few of its rows lie outside the image
         {fills_32_rows, conv_tiles<Streamed32<BACKWARD, E>>},
         {true, conv_tiles<Streamed16<BACKWARD, E>>},
     };
     decide(c, ways);
 }
 
-// Does pick_conv_small choose the kernel? It does so on small images, which often have too few tiles for conv_tiles'
-// persistent blocks. But only conv_tiles can compute a skip connection.
+// Small images often have too few tiles for conv_tiles' blocks. But only conv_tiles can compute a skip connection.
 static bool conv_is_small(const ConvCall& c) {
     const bool small = c.H <= 32 && c.W <= 32;
     return small && !c.out.skip.weight;
 }
 
-// Computes a convolution by Hopper's kernels, if they can. Returns whether they do. In FP8 (E) the convolution is 3x3,
-// has one input and stride 1; it is a forward pass, or an input gradient, which conv_backward_input_fp8 has made a
-// forward convolution of dout.
+// FP8: a 3x3 of one input with stride 1, either forward or an input gradient (conv_backward_input_fp8).
 template <Element E> static void hopper_conv_fp8(const ConvCall& c) {
     const bool known = conv_is_wgmma(c.s) && conv_is_halo(c.s);
     if (!known) die("internal error: no kernel of FP8 for this convolution");
     if (conv_is_small(c)) pick_conv_small<false, E>(c);
     else pick_conv_tiles_3x3<false, E>(c);
 }
+// Computes a convolution by Hopper's kernels, if they can. Returns whether they do.
 template <bool BACKWARD> static bool hopper_conv(const ConvCall& c) {
     const ConvShape& s = c.s;
     const ConvOut& o = c.out;
@@ -224,10 +207,8 @@ template <bool BACKWARD> static bool hopper_conv(const ConvCall& c) {
         if (s.in == Element::FP8_GRADIENT) hopper_conv_fp8<Element::FP8_GRADIENT>(c);
         if (is_fp8(s.in)) return true;
     }
-    // conv_is_wgmma is true on a Hopper GPU, for convolutions in bf16 with stride 1, without upsampling, whose numbers
-    // of channels are multiples of 32 (conv_is_few). Hopper's kernels always store all parts of the result, and add at
-    // most one addend to each part. So they are not used if a part of the result is not wanted, or if a part has two
-    // addends. If there are two parts, the first one must consist of whole slices of 64 channels.
+    // Hopper's kernels always store all parts of the result, and add at most one addend to each part. If there are two
+    // parts, the first one must consist of whole slices of 64 channels.
     const bool all_parts = o.part1.dx && (!o.Cout2 || (o.part2.dx && o.Cout1 % 64 == 0));
     const bool second_addends = o.part1.add2 || o.part2.add2;
     if (!conv_is_wgmma(s) || !all_parts || second_addends) return false;
@@ -240,9 +221,8 @@ template <bool BACKWARD> static bool hopper_conv(const ConvCall& c) {
     return true;
 }
 
-// Can the kernel of a 3x3 convolution, of shape s, also compute the skip connection (1x1) that is added to the result?
-// It can do so on Hopper, if the input has at least 16 rows (a tile has 16 rows), and if shared memory has room for all
-// weights of the convolution and of the skip connection, and for one more stage of pixels than a tile needs.
+// Can a 3x3 convolution of shape s also compute the skip connection (1x1) that is added to its result? A tile has 16
+// rows, and shared memory needs room for all weights and for one more stage of pixels than a tile needs.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     if (!conv_is_wgmma(s) || !conv_is_wgmma(skip)) return false;
     if (s.kernel != 3 || skip.kernel != 1 || s.H < 16) return false;
@@ -252,10 +232,9 @@ static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip) {
     return weights <= 18 && Resident16<false>::stages(weights) > slices + skip_slices;
 }
 
-// Computes the input gradient in FP8. wgmma accepts FP8 operands only if k is the inner dimension of both operands
-// (K_MAJOR). So the weights can't be transposed on their way to the tensor cores. Instead, round_weights has written a
-// turned copy of them, `turned` (C1, taps in reverse order, Cout). With this copy as its weights, a forward convolution
-// of dout computes the input gradient.
+// wgmma accepts FP8 operands only if they are K_MAJOR, so the weights can't be transposed on their way to the tensor
+// cores. Instead, round_weights has written a turned copy of them, `turned` (C1, taps in reverse order, Cout). With it,
+// a forward convolution of dout computes the input gradient.
 static void conv_backward_input_fp8(Grad dx, const act* dout, const act* turned, ConvShape s, const float* factors) {
     if (s.C2 || dx.add1 || dx.add2) die("internal error: in FP8 an input gradient has one input and no addends");
     std::swap(s.C1, s.Cout);
@@ -271,23 +250,18 @@ static void conv_backward_input_fp8(Grad dx, const act* dout, const act* turned,
     hopper_conv<false>(call);
 }
 
-// Returns how many cycles a block of conv_weight_tma or conv_weight_fp8 takes for a pixel tile, with one warpgroup or
-// with three (wide). For conv_weight_tma this was measured while other blocks read the same pixels, for other filter
-// rows or other channels. For conv_weight_fp8 it is an estimate.
+// The cycles that a block of conv_weight_tma or conv_weight_fp8 takes for a pixel tile, with one warpgroup or with
+// three (wide). They were measured while other blocks read the same pixels; those for FP8 are an estimate.
 static int weight_tile_cycles(const ConvWeight& p) {
     const ConvShape& s = p.shape;
     const bool wide = p.warpgroups == 3;
-    // Later, 1,200 and 1,750 cycles were measured with this kernel alone on an H100. But the plans that follow from
-    // these numbers made training no faster, so the estimate was kept.
     if (is_fp8(s.in)) return s.out_W() <= 8 ? 850 : 1400;
     if (s.kernel == 1) return wide ? 267 * (p.block_co + p.block_ci) : 20 + 215 * (1 + p.block_ci);
     if (s.out_W() <= 8) return wide ? 1450 : 600;
     if (wide) return 2400;
-    // A block with one warpgroup reads x and dout for only one filter row, so reading takes much of its time. The
-    // formula was fitted to measurements. In it the time grows with the number of channels divided by the number of
-    // tiles of weights, probably because blocks for different tiles of weights read the same pixels: the more tiles,
-    // the more blocks share what the L2 holds. The time grows faster if the tensors have more than 100 MB, since they
-    // do not stay in the L2.
+    // With one warpgroup, reading x and dout for only one filter row takes much of the time. The formula was fitted to
+    // measurements. With more tiles of weights, more blocks share what the L2 holds. Tensors of more than 100 MB do not
+    // stay in the L2.
     const bool large = (double)s.B * s.H * s.W * (s.C1 + s.Cout) * sizeof(bf16) > 1e8;
     return 800 + (large ? 7 : 3) * (s.C1 + s.Cout) / (2 * p.tiles);
 }

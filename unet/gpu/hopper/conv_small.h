@@ -6,43 +6,33 @@
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_small: 3x3 on images of up to 32 x 32 (sm_90a)
-// Used when: 3x3 without a skip connection, on images of up to 32 x 32. Such images often have too few tiles for
-//   conv_tiles' persistent blocks. If conv_tiles is faster nevertheless, pick_conv_small chooses conv_tiles.
-// How: A block computes one tile: 8 x TILE_W pixels of each of IMAGES images, and N output channels. Each warpgroup
-//   computes a square of 8 x 8 pixels. Its products are D[64 pixels][N channels] += A * B, with A = pixels and B =
-//   weights. One more warp loads.
+// Used for 3x3 without a skip connection, on images of up to 32 x 32, which often have too few tiles for conv_tiles'
+// persistent blocks. (pick_conv_small picks conv_tiles if it is faster nevertheless.)
+// A block computes one tile: 8 x TILE_W pixels of each of IMAGES images, and N output channels. Each warpgroup computes
+// a square of 8 x 8 pixels. Its products are D[64 pixels][N channels] += A * B, with A = pixels and B = weights.
 //
 //     warps 0 .. 4 WARPGROUPS - 1    multiply; warpgroup wg has square wg % ACROSS of image wg / ACROSS
 //     warp 4 WARPGROUPS              one thread loads halos, weights and addends (TMA)
 //
-//   A step is STEP_TAPS taps of a slice. If N is at most 64, the products of one tap take little time, compared with
-//   the wait at a barrier before each step. So STEP_TAPS is 3 then, if there is enough shared memory. Otherwise
-//   STEP_TAPS is 1. The weights of the steps pass through a ring of WEIGHT_STAGES stages. At the same time the next
-//   slice's halo is loaded.
+// A step is STEP_TAPS taps of a slice. If N is at most 64, the products of one tap take little time, compared with the
+// wait at a barrier before each step. So STEP_TAPS is 3 then, if shared memory suffices. Otherwise it is 1. The weights
+// of the steps pass through a ring. Meanwhile the next slice's halo is loaded.
 //
 //     shared memory: | barriers | HALOS halos | WEIGHT_STAGES steps of weights | results | pushed sums | shifts |
 //
-//   The addends are loaded to where the results will be written. The shifts are the sums of bias and embedding. (In FP8
-//   the factors lie behind them.) There are pushed sums only if SPLIT = 2: the other block of the cluster sends them.
-//   SPLIT = 2: the two blocks of a cluster work on the same tile. Each of them computes half of the steps. At the end
-//   each block sends the sums of N / 2 channels to the other block, and finishes the N / 2 channels that it keeps:
+// The addends are loaded to where the results will be written. The shifts are the sums of bias and embedding. (In FP8
+// the factors lie behind them.)
+// SPLIT = 2: the two blocks of a cluster work on the same tile, and each of them computes half of the steps. At the end
+// each block pushes the sums of N / 2 channels to the other block, and finishes the N / 2 channels that it keeps:
 //
 //     block 0: steps of the first half    sums of channels 0 .. N - 1     keeps 0 .. N / 2 - 1,  adds block 1's sums
 //     block 1: steps of the second half   sums of channels 0 .. N - 1     keeps N / 2 .. N - 1,  adds block 0's sums
-//
-//   From the top down: pick_conv_small ("Which kernel runs") picks a tile. conv_small launches conv_small_kernel. The kernel's
-//   warpgroups call multiply_small. For each step, multiply_small calls Wgmma<N>::add STEP_TAPS x K times, where K is
-//   the number of products of a tap (4 or 2). In FP8 it calls WgmmaFp8::add. There is_half_slice decides whether a tap
-//   has 4 or 2 products.
-//   ELEMENT: the element of the pixels (BF16, FP8 or FP8_GRADIENT). The comment above ConvTiles explains it.
-// Costs: a tile's halo is read once for every N output channels. The weights of N channels are read once for every
-//   tile.
 template <bool BACKWARD_, int WARPGROUPS_, int N_, int IMAGES_, int SPLIT_, int PER_SM_,
           Element ELEMENT_ = Element::BF16>
 struct SmallTile {
     static constexpr bool BACKWARD = BACKWARD_;
     static constexpr Element ELEMENT = ELEMENT_;
-    static constexpr bool IS_FP8 = is_fp8(ELEMENT);       // FP8 or FP8_GRADIENT
+    static constexpr bool IS_FP8 = is_fp8(ELEMENT);
     static constexpr int WIDTH = slice_channels(ELEMENT); // channels of a slice
     static constexpr int WARPGROUPS = WARPGROUPS_;
     static constexpr int N = N_;
@@ -54,29 +44,23 @@ struct SmallTile {
     static constexpr int CONSUMERS = WARPGROUPS * 128; // threads that multiply
     static constexpr int THREADS = CONSUMERS + 32;
     static constexpr int BARRIERS = 64;
-    // Halos.
     static constexpr int PITCH = TILE_W + 2;          // pixels of a row of the halo
     static constexpr int HALOS = IMAGES == 2 ? 3 : 2; // stages of the ring of halos
     static constexpr int HALO_BYTES = PITCH * 10 * IMAGES * SLICE_BYTES;
     static constexpr int HALO_ROOM = whole_swizzles(HALO_BYTES);
-    // Results: a block finishes OUT_N channels, which are OUT_GROUPS groups of 8. It stores them in boxes of 64 pixels
-    // x BOX channels.
+    // A block finishes OUT_N channels, OUT_GROUPS groups of 8, and stores them in boxes of 64 pixels x BOX channels.
     static constexpr int OUT_N = N / SPLIT;
     static constexpr int OUT_GROUPS = OUT_N / 8;
     static constexpr int BOX = OUT_N % SLICE_CHANNELS == 0 ? SLICE_CHANNELS : SLICE_CHANNELS / 2;
     static constexpr int BOX_BYTES = 64 * BOX * 2;
     static constexpr int STAGED_BYTES = WARPGROUPS * 64 * OUT_N * 2;
-    // For the statistics, each warp writes two floats for each of OUT_N channels. SUMS_BYTES counts one warp of each
-    // warpgroup. A warpgroup has four warps, so all warps together write 4 * SUMS_BYTES.
+    // Statistics: each warp writes two floats for each of OUT_N channels. (This counts one warp of each warpgroup.)
     static constexpr int SUMS_BYTES = WARPGROUPS * OUT_N * 8;
     static constexpr int PUSHED_BYTES = SPLIT == 2 ? OUT_GROUPS * CONSUMERS * 16 : 0; // sums that the other block sends
-    // Room for the shifts (bias + embedding) of OUT_N channels. Each warpgroup has its own copy of them. Each thread of
-    // the warpgroup writes up to two floats of this copy. For FP8 there is also room for the factors of these channels.
+    // Each warpgroup has its own copy of the shifts: up to two floats for each thread. FP8: and as many factors.
     static constexpr int SHIFTS_BYTES = CONSUMERS * (IS_FP8 ? 16 : 8);
-    // The rest of the shared memory is for weights. A step needs the weights of STEP_TAPS taps of a slice. BACKWARD:
-    // the block's N channels are input channels of the layer, and the weights of a tap are loaded as WEIGHT_BOXES
-    // boxes. Each box has 64 input channels and 64 output channels of the layer. (If N is 32, the block uses only 32 of
-    // the box's input channels.)
+    // The rest of the shared memory is for weights. BACKWARD: the block's N channels are input channels of the layer,
+    // and the weights of a tap are loaded as WEIGHT_BOXES boxes of 64 input and 64 output channels, even if N is 32.
     static constexpr int FIXED =
         HALOS * HALO_ROOM + STAGED_BYTES + PUSHED_BYTES + SHIFTS_BYTES + shared_beside(BARRIERS);
     static constexpr int ROOM = hopper_shared(PER_SM) - FIXED;
@@ -92,8 +76,7 @@ struct SmallTile {
                   "at the end, the statistics are summed where the weights have been");
 };
 
-// A block's work: a tile of pixels, N output channels from c0 on, and the steps from `first` to `end` - 1. These are
-// all steps or, if SPLIT = 2, half of the steps.
+// A block's work: a tile of pixels, N output channels from c0 on, and the steps from `first` to `end` - 1.
 template <class T> struct SmallWork {
     const ConvTma& p;
     const bool has_addend = p.out.part1.add1;
@@ -103,10 +86,10 @@ template <class T> struct SmallWork {
     const int first = steps * cluster_rank / T::SPLIT;
     const int end = steps * (cluster_rank + 1) / T::SPLIT;
     const int c0 = blockIdx.y * T::N;
-    // The first channel that this block stores. (SPLIT = 2: before, it adds the other block's sums of its channels.)
+    // The first channel that this block stores.
     const int out_c0 = c0 + cluster_rank * T::OUT_N;
     const Origin origin = tile_origin(tile, p.tiles_h, p.tiles_w, 8, T::TILE_W, T::IMAGES);
-    // Returns the first pixel (image, row, column) of warpgroup wg's square of 8 x 8 pixels.
+    // The first pixel of warpgroup wg's square.
     INLINE Origin in_image(int wg) const {
         return {origin.n + wg / T::ACROSS, origin.h, origin.w + wg % T::ACROSS * 8};
     }
@@ -125,11 +108,10 @@ template <class T> struct SmallWork {
     }
 };
 
-// Role: load. Before the call, this thread has started to load the weights of the first WEIGHT_STAGES steps. When the
-// loop comes to the seventh tap of a slice, the thread loads the next slice's halo. First it waits until a stage for
-// halos is free. If this stage holds an earlier slice, the warpgroups release the stage one or two steps after that
-// slice's last step (IN_FLIGHT in multiply_small). The thread has already started to load the weights of all these
-// steps, so the wait ends (rule 2 in the comments above Stage).
+// Role: load. The weights of the first WEIGHT_STAGES steps are already being loaded. At the seventh tap of a slice, the
+// thread waits for a free stage and loads the next slice's halo. An older slice leaves this stage one or two steps
+// after its last step (IN_FLIGHT in multiply_small). The weights of these steps are already being loaded, so the wait
+// ends (rule 2 of Pipeline).
 template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos, auto& weights, const auto& addends) {
     const ConvTma& p = work.p;
     int next = work.first / T::SLICE_STEPS;           // the slice whose halo is loaded next
@@ -159,18 +141,16 @@ template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos,
 }
 
 // Role: multiply. For each tap of this block's steps: d (64 pixels, N output channels) += the tap's pixels (64, input
-// channels of a slice) x the tap's weights (input channels of a slice, N).
-// K: bf16: the number of products for each tap. Each product sums over 16 input channels. FP8 does not use K. There
-// each product sums over 32 input channels, and is_half_slice decides whether a tap has two products or four.
+// channels of a slice) x the tap's weights (input channels of a slice, N). K: a tap's products in bf16, of 16 input
+// channels each. In FP8 is_half_slice decides between two and four products, of 32 channels each.
 template <int K, class T>
 INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights, int wg, auto& d) {
     using Product = Wgmma<T::N>;
-    // How many steps the tensor cores may still have to compute when a warpgroup issues the next step. With fewer
-    // steps, the tensor cores would be idle while the warpgroup waits for the next stage and issues the next products.
+    // Steps that may still run when a warpgroup issues the next one. With fewer steps, the tensor cores would be idle
+    // while the warpgroup waits for the next stage.
     constexpr int IN_FLIGHT = T::STEP_TAPS == 1 ? 2 : 1;
     constexpr int B_MAJOR = T::BACKWARD ? MN_MAJOR : K_MAJOR;
-    // Distances in shared memory, in units of 16 bytes. B_STEP leads from the weights of 16 input channels (k) to those
-    // of the next 16. TAP_STEP leads from the weights of a tap to those of the next tap.
+    // In units of 16 bytes. B_STEP: from the weights of 16 input channels to the next 16. TAP_STEP: from tap to tap.
     constexpr int B_STEP = T::BACKWARD ? 128 : 2;
     constexpr int TAP_STEP = T::TAP_BYTES / 16;
     const int image = wg / T::ACROSS;
@@ -178,7 +158,7 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
     // where in a halo this warpgroup's pixels begin, in bytes
     const int own_pixels = (image * 10 * T::PITCH + square * 8) * SLICE_BYTES;
     int step_of_slice = work.first % T::SLICE_STEPS; // the number of `step` within its slice
-    int step_done = step_of_slice;                   // the number, within its slice, of the step that is released next
+    int step_done = step_of_slice;                   // the same of the step that is released next
     uint32_t halo = 0;
     for (int step = work.first; step < work.end; step++) {
         if (step == work.first || step_of_slice == 0) halo = halos.arrived() + own_pixels;
@@ -193,8 +173,7 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
                         ProductFp8::add(d, a.at(tap * 8 + k * 2), b.at(tap * TAP_STEP + k * 2));
                 wgmma_commit();
             };
-            // Each of the two branches has its own wgmma_fence and wgmma_commit. If they shared one pair, the compiler
-            // would insert a wait after each product.
+            // Each branch has its own fence and commit. With a common pair, the compiler would wait after each product.
             if (work.p.x.is_half_slice(step / T::SLICE_STEPS)) multiply_fp8(std::integral_constant<int, 2>{});
             else multiply_fp8(std::integral_constant<int, 4>{});
         } else {
@@ -219,29 +198,27 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
     multiplied<0>(d);
 }
 
-// What a warpgroup does with its sums d. Unlike in conv_tiles, the rows of d are pixels, and its columns are channels.
-// If SPLIT = 2, the warpgroup adds the sums of the cluster's other block. In FP8 it then multiplies the sums by the
-// factors. It adds bias, embedding and addend. It rounds the results and writes them to boxes of BOX channels in shared
-// memory. Then it adds up the results for the statistics.
+// What a warpgroup does with its sums d: adds the other block's sums (SPLIT = 2), scales (FP8), adds bias, embedding
+// and addend, rounds, writes the results to shared memory, and adds them up for the statistics. Unlike in conv_tiles,
+// the rows of d are pixels, and its columns are channels.
 //
 //   d of lane t:   pixels t / 4 and t / 4 + 8 of the warp's 16 pixels; of each group j of 8 channels, the channels
 //                  8 j + t % 4 * 2 and the next one
 //   results:       boxes of 64 pixels x BOX channels; a warp has 16 pixels of each box
 //
-// A thread block runs this code only once, so the GPU has to fetch each instruction before it runs. Most of the code's
-// time is spent on this, because only about 20 bytes of instructions arrive in a cycle. Therefore the code must be
-// short. Loops over d have to be unrolled nevertheless, because d must stay in registers. But the statistics are
-// computed without d: sum_pixels reads the results from shared memory, so its outer loops need not be unrolled.
+// This code runs only once in a block, so most of its time is spent on fetching instructions (about 20 bytes arrive in
+// a cycle). Therefore the code must be short. Loops over d are unrolled nevertheless, because d must stay in registers.
+// sum_pixels reads the results from shared memory, so its outer loops need not be unrolled.
 template <class T> struct SmallEpilogue {
     const SmallWork<T>& work;
     const ConvTma& p;
     const int tid = threadIdx.x & 127;
     const int warp = tid >> 5;
     const int lane = tid & 31;
-    const Origin at;       // the first pixel of this warpgroup's square of 8 x 8 pixels
-    float bias[2] = {};    // bias of channels out_c0 + tid and out_c0 + tid + 128
-    float emb[2] = {};     // embedding of the same channels; put_shifts adds it to the bias
-    float factors[2] = {}; // FP8: factors of the same channels (ConvTma::factors)
+    const Origin at;       // the first pixel of this warpgroup's square
+    float bias[2] = {};    // of channels out_c0 + tid and out_c0 + tid + 128
+    float emb[2] = {};     // of the same channels
+    float factors[2] = {}; // FP8: ConvTma::factors of the same channels
 
     INLINE SmallEpilogue(const SmallWork<T>& work, int wg) : work(work), p(work.p), at(work.in_image(wg)) {
         UNROLL_FOR (int i = 0; i < 2; i++) {
@@ -253,8 +230,7 @@ template <class T> struct SmallEpilogue {
             if (p.out.emb) emb[i] = p.out.emb[(size_t)at.n * p.out.emb_stride + c];
         }
     }
-    // Writes the shifts (bias + embedding) to shared memory. From there each thread reads the shifts of its channels.
-    // FP8: also writes the factors, which lie after the shifts of all warpgroups.
+    // Each thread reads the shifts of its channels from shared memory. FP8: the factors lie after all shifts.
     static constexpr int FACTORS_AT = T::CONSUMERS * 8;
     INLINE void put_shifts(uint32_t shifts) const {
         for (int i = 0, channel = tid; i < 2 && channel < T::OUT_N; i++, channel += 128) {
@@ -274,8 +250,7 @@ template <class T> struct SmallEpilogue {
             }
         }
     }
-    // SPLIT = 2: sends the other block the sums of those channels that the other block finishes. Then this block adds
-    // the sums that it has received to the sums that it has kept.
+    // SPLIT = 2: sends the other block the sums that it finishes, and adds the sums that arrive to the kept ones.
     INLINE void exchange(float (&d)[T::N / 2], uint32_t pushed) const {
         const uint32_t mine = pushed + threadIdx.x * 16;
         const uint32_t theirs = at_block(mine, 1 - work.cluster_rank);
@@ -297,12 +272,10 @@ template <class T> struct SmallEpilogue {
             UNROLL_FOR (int k = 0; k < 4; k++) d[i + k] += v[k];
         }
     }
-    // Adds the addend, bias and embedding, and rounds. (FP8: scale has already added bias and embedding.) The addend
-    // lies in shared memory, and the results are written over it.
+    // Adds the addend and (unless scale has added them) the shifts, and rounds. Results are written over the addend.
     INLINE void round(float (&d)[T::N / 2], uint32_t results, uint32_t shifts) const {
-        // ldmatrix and stmatrix move four matrices of 8 x 8: (pixels 0-7, group j), (pixels 8-15, group j), (pixels
-        // 0-7, group j + 1), (pixels 8-15, group j + 1), where group j is the channels 8 j to 8 j + 7. Each lane passes
-        // the address of one row of a matrix to the instruction. `place` returns this address.
+        // Four matrices of 8 x 8: pixels 0-7 and 8-15 of group j, then of group j + 1 (group j: channels 8 j to 8 j +
+        // 7). Each lane gives the address of one row of a matrix.
         auto place = [&](int j) {
             const uint32_t in_box = box_place<T::BOX>(warp * 16 + (lane & 15), j * 8 % T::BOX / 8 + (lane >> 4));
             return results + j * 8 / T::BOX * T::BOX_BYTES + in_box;
@@ -333,15 +306,14 @@ template <class T> struct SmallEpilogue {
             stmatrix(place(j), v);
         }
     }
-    // Adds up the results of each warp's 16 pixels. For each channel it writes the sum of the results and the sum of
-    // their squares to an array in shared memory: (warp of the warpgroup, channel, 2). A lane reads two neighbouring
-    // channels, of each pixel or (if PIXELS_AT_ONCE = 2) of every second pixel.
+    // Adds up the results of each warp's 16 pixels: an array (warp of the warpgroup, channel, 2) of sums and sums of
+    // squares in shared memory. A lane reads two neighbouring channels of every PIXELS_AT_ONCE-th pixel.
     INLINE void sum_pixels(uint32_t results, uint32_t sums) const {
-        constexpr int WORDS = T::BOX / 2; // words of 4 bytes, two channels each, of a pixel in a box
+        constexpr int WORDS = T::BOX / 2; // words of a pixel in a box, two channels each
         constexpr int PIXELS_AT_ONCE = 32 / WORDS;
         constexpr int LOADS = 8 / PIXELS_AT_ONCE;
         const int c = lane % WORDS * 2;
-        // The warp's 16 pixels are 2 rows of 8 pixels. Pixel i is in the image if i / 8 < rows and i % 8 < columns.
+        // The warp has 2 rows of 8 pixels. Pixel i is in the image if i / 8 < rows and i % 8 < columns.
         const int rows = at.n < p.B ? p.H - (at.h + warp * 2) : 0;
         const int columns = p.W - at.w;
         NO_UNROLL_FOR (int box = 0; box < T::OUT_N / T::BOX; box++) {
@@ -354,7 +326,7 @@ template <class T> struct SmallEpilogue {
                     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[k]) : "r"(from) : "memory");
                 }
                 UNROLL_FOR (int k = 0; k < LOADS; k++) {
-                    const int i = i0 + k * PIXELS_AT_ONCE; // the pixel's number among the warp's 16 pixels
+                    const int i = i0 + k * PIXELS_AT_ONCE;
                     const float2 x = unpack_bf16(i / 8 < rows && i % 8 < columns ? v[k] : 0);
                     t[0] += x.x;
                     t[1] += x.x * x.x;
@@ -369,7 +341,7 @@ template <class T> struct SmallEpilogue {
             if (lane < WORDS) store_shared(sums + warp * (T::OUT_N * 8) + (box * T::BOX + c) * 8, pack<float>(t));
         }
     }
-    // Adds up the four warps' sums and stores the totals. Each square of 8 x 8 pixels is one part of the statistics.
+    // Adds up the four warps' sums. Each square of 8 x 8 pixels is one part of the statistics.
     INLINE void store_stats(uint32_t sums) const {
         const int across = ceil_div(p.W, 8);
         const int parts = across * ceil_div(p.H, 8);
@@ -387,13 +359,7 @@ template <class T> struct SmallEpilogue {
     }
 };
 
-// The phases of a block:
-//   1. One thread initialises the barriers and starts to load the weights of the first WEIGHT_STAGES steps.
-//   2. The loading warp loads halos, addends, and further weights. The warpgroups multiply all steps.
-//   3. Each warpgroup exchanges sums with the cluster's other block (SPLIT = 2). In FP8 it multiplies the sums by the
-//      factors. It adds bias, embedding and addend, rounds the sums, and adds up the results for the statistics.
-//   4. One thread of each warpgroup stores the results by TMA. All threads of the warpgroup store the statistics.
-template <class T, int K_STEPS> // T: a SmallTile; K_STEPS: how many products each tap needs, 4 or 2 (FP8 ignores it)
+template <class T, int K_STEPS> // T: a SmallTile; K_STEPS: products of a tap, 4 or 2 (FP8 ignores it)
 static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
     SharedMemory shared(T::BARRIERS);
@@ -412,8 +378,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
         prefetch_tensor_map(&p.results.map1);
         if (work.has_addend) prefetch_tensor_map(&p.addends.map1);
     }
-    // After this the barriers can be used. With SPLIT = 2 the other block has started, too, so this block may write to
-    // that block's shared memory later (exchange).
+    // SPLIT = 2: the other block has started, too, so this block may write to its shared memory (exchange).
     if (T::SPLIT == 2) cluster_sync();
     else __syncthreads();
 
@@ -434,14 +399,12 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
     float acc[T::N / 2] = {};
     multiply_small<K_STEPS>(work, halos, weights, wg, acc);
 
-    // The sums in acc become results.
     const uint32_t shifts = all_shifts + wg * 1024;
     const uint32_t results = addends.stage(0).address + wg * 64 * T::OUT_N * 2;
     epilogue.put_shifts(shifts);
     if constexpr (T::SPLIT == 2) epilogue.exchange(acc, pushed);
     addends.kept(0, work.has_addend);
-    // After this barrier all shifts have been written, and no warpgroup reads weights any more. So the sums of the
-    // statistics may be written where the weights have been.
+    // All shifts have been written, and no warpgroup reads weights. So the statistics may overwrite the weights.
     warps_sync(1, T::CONSUMERS);
     if constexpr (T::IS_FP8) epilogue.scale(acc, shifts);
     epilogue.round(acc, results, shifts);
@@ -468,8 +431,7 @@ template <class T> static void conv_small(const ConvCall& p) {
     const dim3 grid(t.tiles * T::SPLIT, ceil_div(p.Cout, T::N));
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
     // 32 input channels are half a slice, so two products for each tap are enough. Tiles of more than 64 output
-    // channels have no such version: they compute four products, two of which multiply zeros. For FP8, multiply_small
-    // itself chooses between two and four products.
+    // channels have no such version: two of their four products multiply zeros.
     constexpr int STEPS_OF_32 = T::N <= 64 && !T::IS_FP8 ? 2 : 4;
     auto kernel = p.Cin1 == 32 ? conv_small_kernel<T, STEPS_OF_32> : conv_small_kernel<T, 4>;
     launch_on(MAIN_STREAM, T::SPLIT, kernel, grid, T::THREADS, T::SHARED_BYTES, t);

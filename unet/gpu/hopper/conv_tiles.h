@@ -6,15 +6,15 @@
 #ifdef __CUDACC__ // the GPU
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share: TMA, mbarriers, wgmma
+// --- Hopper's convolutions (sm_90a, bf16; 3x3 also FP8): what they share
 // The main idea: the halo of a pixel tile is loaded once for each slice of 64 channels, and all nine taps read the same
 // copy of it in shared memory. TMA loads a box of 64 channels x pixels as rows of 128 bytes, one row for each pixel.
 // Pixels outside the image become zeros, which is the padding.
-// For wgmma an operand consists of groups of 8 rows of 128 bytes, with the same distance from each group to the next.
-// Here a group is 8 neighbouring pixels of an image row. The distance, called pitch, is one row of the halo. So the
-// operands of different taps differ only in their start address. The swizzle repeats after 1024 bytes. Nevertheless the
-// start address need not be a multiple of 1024 bytes, because TMA and wgmma both compute the full address first, and
-// then XOR its bits 4-6 with its bits 7-9. (PTX ISA, "Matrix descriptor".)
+// For wgmma an operand consists of groups of 8 rows of 128 bytes, with the same distance (pitch) from each group to the
+// next. Here a group is 8 neighbouring pixels of an image row, and the pitch is one row of the halo. So the operands of
+// different taps differ only in their start address. This address need not be a multiple of 1024 bytes, after which the
+// swizzle repeats, because TMA and wgmma both compute the full address first, and then XOR its bits 4-6 with its bits
+// 7-9 (PTX ISA, "Matrix descriptor").
 //
 //   D (64 output channels, 8 x ROWS pixels) += A (weights of a tap) * B (pixels of a tap), for each tap and slice
 //
@@ -27,64 +27,53 @@
 //       four products of k = 16: in A (forward) and in B, each begins                            * 16 + t % 32 / 4
 //       32 bytes after the one before
 //
-// These kernels are made of the structs in section 16. The drawing above shows conv_tiles: Halo::shifted makes the
-// operand B of a tap, Operand::rows makes A, and Accumulators::multiply starts the four products. Each product is one
-// call of Wgmma<N>::add, which is one instruction wgmma.m64nNk16. In conv_small, A and B change places: A is pixels and
-// B is weights, and multiply_small starts the products. conv_weight_tma multiplies dout by x, and has its own drawing.
+// The drawing shows conv_tiles: Halo::shifted makes B, Operand::rows makes A, and Accumulators::multiply starts the
+// products. In conv_small, A is pixels and B is weights.
 //
-// In FP8 a slice of conv_tiles and conv_small has 128 channels, so its rows have 128 bytes, too. All that is said above
-// of these two kernels is true in FP8, too, with two differences: a product sums over 32 channels (the instruction is
-// wgmma.m64nNk32), and the functions that start products have the name multiply_fp8. (For weight gradients FP8 has a
-// kernel of its own, conv_weight_fp8.) Each value was multiplied by a factor before it was rounded to FP8. In training
-// the factors never change. They are FP8_X_FACTOR for x, FP8_WEIGHT_FACTOR for weights, and for gradients the number
-// that choose_gradient_factor returns. For --sample, each norm has a factor for its output, which is the convolution's
-// input x, and each output channel has a factor for its weights (make_fp8_weights). So, apart from rounding, the sum of
-// the products of the FP8 numbers is the true sum times both factors. For each output channel, ConvTma::factors holds
-// the reciprocal of the product of both factors. The kernels multiply the channel's sums by this number before they add
-// bias, embedding, addend or the products of a skip connection. An input gradient in FP8 is computed as a forward
-// convolution of dout (conv_backward_input_fp8).
+// In FP8 a slice has 128 channels, and a product sums over 32 of them. Each value was multiplied by a factor before it
+// was rounded to FP8. For each output channel, ConvTma::factors holds the reciprocal of the product of both operands'
+// factors. The channel's sums are multiplied by this number before bias, embedding, addend or the products of a skip
+// connection are added.
 
-// The tensor maps of a tensor that has one part or two parts. Two parts are concatenated inputs, or their gradients.
-// Each part is divided into slices of 64 channels (in FP8, of 128). So no slice has channels of both parts.
+// The tensor maps of a tensor of one or two parts: concatenated inputs, or their gradients. Each part is divided into
+// slices of 64 channels (FP8: 128), so no slice has channels of both parts.
 struct TmaParts {
     CUtensorMap map1, map2;
     int C1;      // channels of the first part
-    int slices1; // slices of the first part, if there are two parts; otherwise INT_MAX, so no slice is_second
+    int slices1; // slices of the first part, or INT_MAX if there is no second part
     int slices;  // slices of both parts
     INLINE bool is_second(int slice) const { return slice >= slices1; }
     INLINE const CUtensorMap* map(int slice) const { return is_second(slice) ? &map2 : &map1; }
-    // `channel` returns the number of a slice's first channel within the slice's part. `row` returns this channel's
-    // number if the channels of the second part are counted on from those of the first part. This is how the weights
-    // count their input channels. width: channels of a slice.
+    // channel: a slice's first channel within its part. row: the same channel if the second part's channels are counted
+    // on from the first part's, as in the weights. width: channels of a slice.
     INLINE int channel(int slice, int width = SLICE_CHANNELS) const {
         return (is_second(slice) ? slice - slices1 : slice) * width;
     }
     INLINE int row(int slice, int width = SLICE_CHANNELS) const {
         return (is_second(slice) ? C1 : 0) + channel(slice, width);
     }
-    // FP8: does the slice have 64 channels at most? Then two products of 32 channels are enough, instead of four. Only
-    // the last slice can be so small. (An input in FP8 has only one part, so all its channels are C1.)
+    // FP8: a slice of at most 64 channels, which only the last one can be, needs two products of 32 channels, not four.
+    // (An input in FP8 has only one part.)
     INLINE bool is_half_slice(int slice) const { return slice == slices - 1 && (C1 - 1) % 128 < 64; }
 };
-// The arguments of the kernels of conv_tiles and conv_small. TMA reads a CUtensorMap by its address. So this struct is
-// a __grid_constant__ parameter of the kernel: the compiler does not copy such a parameter to local memory.
+// The arguments of conv_tiles and conv_small. TMA reads a CUtensorMap by its address, so this is a __grid_constant__
+// parameter: the compiler does not copy it to local memory.
 struct ConvTma {
-    TmaParts x;                      // the input; its boxes have a border of one pixel, if the filter is 3x3
-    TmaParts skip;                   // the skip connection's input, if this kernel computes the skip connection
-    TmaParts results, addends;       // the tensors that results are written to, and those that are added to results
+    TmaParts x;                      // the input; its boxes have a border of one pixel if the filter is 3x3
+    TmaParts skip;                   // the skip connection's input, if this kernel computes it
+    TmaParts results, addends;       // where results are written; what is added to them
     CUtensorMap weight;              // the layer's weights (Cout, taps, Cin); a box has 64 of Cin (FP8: 128)
     CUtensorMap skip_weight;         // the skip connection's weights (Cout, 1, Cin); a box has 64 of Cin
     int B, H, W, C;                  // sizes of the output
     int tiles_h, tiles_w;            // tiles of an image, down and across
     int tiles;                       // tiles of all images
-    int pixel_stages, weight_stages; // conv_tiles: how many stages of pixels and of weights lie in shared memory
-    bool one_image;                  // conv_tiles: if true, a tile lies in one image and is one part of the statistics
+    int pixel_stages, weight_stages; // conv_tiles: stages of pixels and of weights
+    bool one_image;                  // conv_tiles: a tile lies in one image and is one part of the statistics
     ConvOut out;
     const float* factors; // FP8: (C); the sums of channel c are multiplied by factors[c]
 };
 
-// Makes the tensor maps of x1 and x2, which have C1 and C2 channels and s.B images of s.H x s.W pixels. channels,
-// columns, rows and images are the size of a box.
+// The tensor maps of x1 and x2. channels, columns, rows and images are the size of a box.
 static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const auto& s, int channels, int columns,
                           int rows, int images, Element element = Element::BF16) {
     auto map = [&](const void* x, int C) {
@@ -100,11 +89,10 @@ static TmaParts tma_parts(const void* x1, const void* x2, int C1, int C2, const 
     return t;
 }
 
-// The size of a tile, in pixels, and the sizes of the boxes in which TMA moves results and weights.
 struct TmaBoxes {
     int rows, columns, images; // a tile has `rows` x `columns` pixels of each of `images` images
     int result_channels;       // channels of a box of results
-    int weight_rows;           // output channels of a box of weights (not used if BACKWARD: then a box has 64 x 64)
+    int weight_rows;           // output channels of a box of weights (if BACKWARD, a box has 64 x 64)
 };
 // Sets all members of a ConvTma except pixel_stages, weight_stages and one_image.
 static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
@@ -138,45 +126,30 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_tiles: 3x3 on large images, and 1x1 (sm_90a)
-// Used when: 3x3 on images with more than 32 rows or columns; 3x3 that also computes a skip connection, on images of 16
-//   or more rows (conv_takes_skip); 1x1.
-//   Also 3x3 on images of up to 32 x 32 with more than 8 rows, if pick_conv_small finds that conv_tiles is faster than
-//   conv_small.
-// How: A tile is 8 x ROWS pixels (8 across, ROWS down) and OUT_SLICES slices of 64 output channels. The products are
-//   D[64 OUT_SLICES channels][8 x ROWS pixels], with A = weights and B = pixels, as drawn above. The dimension N of a
-//   product is the number of pixels, up to 256. So products are large even if there are only 64 output channels. Blocks
-//   are persistent: there are about as many as multiprocessors. Each block computes OUT_SLICES slices of the output
-//   channels, and walks over its share of the tiles. A block's roles:
+// Used for 1x1, and for 3x3 on images of more than 32 rows or columns or with a skip connection (conv_takes_skip). For
+// 3x3 on smaller images with more than 8 rows, pick_conv_small chooses between conv_tiles and conv_small.
+// A tile is 8 x ROWS pixels (8 across, ROWS down) and OUT_SLICES slices of 64 output channels. The products are
+// D[64 channels][8 x ROWS pixels], with A = weights and B = pixels, as drawn above. So a product is large (N up to 256)
+// even if there are only 64 output channels. Blocks are persistent: there are about as many as multiprocessors, and
+// each of them walks over its share of the tiles. A block's roles:
 //
 //     warpgroup 0  (warps 0-3)    multiplies its tiles and finishes them: + embedding, + addend, rounding, statistics
 //     warpgroup 1  (warps 4-7)    does the same for other tiles
 //     warp 8                      one thread loads pixels, addends and weights (TMA)
 //     warps 9, 10                 one thread of each warp stores the results of one warpgroup (TMA)
-//     warp 11                     is idle. It exists because setmaxnreg applies to whole warpgroups: warps 8-11 give
-//                                 registers away together
+//     warp 11                     is idle: setmaxnreg applies to whole warpgroups
 //
 //   Shared memory: | barriers | a ring of stages of pixels: input slices, addends, then results | stages of weights |
-//   Template parameters:
-//     TAPS         9: 3x3; 1: 1x1
-//     BACKWARD     true: the result is the input's gradient
-//     STEPS        bf16: how many products of 16 channels a tap of a slice has: 4, or 2 if the only slice has 32
-//                  channels. (In FP8 a tap has 4 products of 32 channels, or 2: see ELEMENT.)
+//
+//     STEPS        bf16: products of 16 channels for a tap of a slice: 4, or 2 if the only slice has 32 channels
 //     RESIDENT     true: all weights stay in shared memory, and a stage has pixels of one tile. The two warpgroups take
-//                  turns with tiles and with the tensor cores. A 3x3 convolution may also compute the skip
-//                  connection that is added to its result. The slices of the skip connection's input follow those of
-//                  x, with one tap each.
+//                  turns with tiles and with the tensor cores. A 3x3 may also compute the skip connection that is added
+//                  to its result: the slices of the skip connection's input follow those of x, with one tap each.
 //                  false: weights pass through a ring, and both warpgroups read them at the same time. A stage has
-//                  pixels of two tiles, one tile for each warpgroup.
-//     ELEMENT      BF16; FP8: pixels and weights are e4m3 (forward pass); FP8_GRADIENT: pixels are gradients in e5m2,
-//                  and weights are e4m3 (input gradient, with BACKWARD = false, see conv_backward_input_fp8). Both FP8
-//                  types are for 3x3 only. A slice has 128 channels. If the last slice has at most 64 channels, it
-//                  takes half of the products (is_half_slice). Sums begin as 0, and are scaled after the last product
-//                  of x. The skip connection stays in bf16, so its products are added after the scaling.
-//   From the top down: conv_tiles launches conv_tiles_kernel. The kernel's warpgroups call Accumulators::multiply (in
-//   FP8 multiply_fp8) for each slice and tap. Accumulators::multiply calls Wgmma<8 ROWS>::add STEPS x OUT_SLICES times.
-//   (multiply_fp8 calls WgmmaFp8::add 4 x OUT_SLICES or 2 x OUT_SLICES times.)
-// Costs: a block reads the halo of a tile once for all output channels that the block computes. It reads resident
-//   weights only once, and streamed weights once for two tiles.
+//                  pixels of two tiles, one for each warpgroup.
+//     ELEMENT      BF16, FP8 (pixels and weights are e4m3), or FP8_GRADIENT (pixels are gradients in e5m2). FP8 sums
+//                  begin as 0, and are scaled after the last product of x. The skip connection stays in bf16, so its
+//                  products are added after the scaling.
 template <int TAPS_, int ROWS_, int OUT_SLICES_, bool RESIDENT_, bool BACKWARD_, int STEPS_ = 4,
           Element ELEMENT_ = Element::BF16>
 struct ConvTiles {
@@ -187,66 +160,57 @@ struct ConvTiles {
     static constexpr bool RESIDENT = RESIDENT_;
     static constexpr bool BACKWARD = BACKWARD_;
     static constexpr Element ELEMENT = ELEMENT_;
-    static constexpr bool IS_FP8 = is_fp8(ELEMENT);       // FP8 or FP8_GRADIENT
+    static constexpr bool IS_FP8 = is_fp8(ELEMENT);
     static constexpr int WIDTH = slice_channels(ELEMENT); // channels of a slice of x
     static constexpr bool CAN_SKIP = RESIDENT && !BACKWARD && TAPS == 9 && ELEMENT != Element::FP8_GRADIENT;
     static constexpr int THREADS = 384;
     static constexpr int LOADS = 8;  // the warp that loads
     static constexpr int STORES = 9; // the first of the two warps that store
-    // true: the warps that load and store give registers to the warpgroups that multiply, which need many (setmaxnreg)
+    // The warps that load and store give registers to the warpgroups that multiply (setmaxnreg).
     static constexpr bool MOVES_REGISTERS = OUT_SLICES == 3 || (IS_FP8 && ROWS == 32);
-    // Pixels.
     static constexpr int UNIT = RESIDENT ? 1 : 2; // how many tiles' pixels a stage holds
     static constexpr int BORDER = TAPS == 9 ? 1 : 0;
     static constexpr int PITCH = 8 + 2 * BORDER; // pixels of a row of the halo
     static constexpr int PIXELS = 8 * ROWS;
-    static constexpr int TILE_BYTES = PIXELS * SLICE_BYTES; // one slice of a tile's pixels, without a border
+    static constexpr int TILE_BYTES = PIXELS * SLICE_BYTES; // a slice of a tile's pixels, without a border
     static constexpr int HALO_BYTES = PITCH * (ROWS + 2 * BORDER) * SLICE_BYTES;
-    static constexpr int HALO_ROOM = whole_swizzles(HALO_BYTES); // bytes of shared memory for a halo
+    static constexpr int HALO_ROOM = whole_swizzles(HALO_BYTES);
     static constexpr int STAGE_BYTES = UNIT * HALO_ROOM;
-    // Weights.
-    static constexpr int WEIGHT_BYTES = OUT_SLICES * BYTES_OF_64_ROWS; // the weights of one tap of an input slice
+    static constexpr int WEIGHT_BYTES = OUT_SLICES * BYTES_OF_64_ROWS; // of one tap of an input slice
     static constexpr int STREAMED_WEIGHTS = TAPS == 9 ? 6 : 4;         // stages of weights, if weights are streamed
-    // A part of the statistics is a sum over this many rows of a tile's pixels, unless the whole tile is one part
-    // (ConvTma::one_image). In a 1x1 convolution a tile may contain pixels of several images, because
-    // pick_conv_tiles_1x1 may treat all images as one. Therefore a part has only 8 rows of 8 pixels there. No part
-    // belongs to two images: if there are statistics, pick_conv_tiles_1x1 treats all images as one only if each image
-    // has a multiple of 64 pixels.
+    // A part of the statistics has this many rows of pixels, unless a tile is one part (ConvTma::one_image). No part
+    // may belong to two images. A 1x1 may treat all images as one if each has a multiple of 64 pixels
+    // (pick_conv_tiles_1x1), so a part has only 8 rows of 8 pixels there.
     static constexpr int STATS_ROWS = TAPS == 9 ? ROWS : 8;
     static constexpr int MAX_STAGES = 16;
-    static constexpr int BARRIERS = 128; // room for more mbarriers than any tile needs: at most 5 for each stage of
-                                         // pixels (with those of Results), and 2 for each stage of weights
+    static constexpr int BARRIERS = 128; // at most 5 for a stage of pixels (with Results), and 2 for a stage of weights
     // After this tap of a slice, the stage of pixels of the previous slice is released.
     static constexpr int RELEASE_TAP = RESIDENT && TAPS > 1 ? 1 : 0;
 
-    // Returns the number of blocks among which the tiles are divided. (All these blocks have the same output channels.)
+    // Among how many blocks the tiles are divided. All these blocks have the same output channels.
     static int runs(int Cout) { return std::max(1, gpu.sms / ceil_div(Cout, SLICE_CHANNELS * OUT_SLICES)); }
     static int shared_bytes(int n, int weights) {
         return shared_beside(BARRIERS) + n * STAGE_BYTES + weights * WEIGHT_BYTES;
     }
-    // Returns how many stages of pixels fit into shared memory in addition to `weights` stages of weights, but at most
-    // MAX_STAGES.
+    // How many stages of pixels fit into shared memory beside `weights` stages of weights.
     static int stages(int weights) {
         const int room = hopper_shared(1) - shared_bytes(0, weights);
         return std::min(room / STAGE_BYTES, MAX_STAGES);
     }
     using Pixels = Pipeline<STAGE_BYTES, RESIDENT ? 2 : 1>;
     using Weights = Pipeline<WEIGHT_BYTES>;
-    // Returns where in a stage the pixels of a warpgroup begin, in bytes.
     static INLINE int pixels_at(int warpgroup) { return RESIDENT ? 0 : warpgroup * HALO_ROOM; }
 };
 
-// A block's tiles, and what passes through the stages of pixels for each tile. Here the content of one stage is called
-// an item. A tile's items are the slices of x, then the slices of the skip connection's input, then OUT_SLICES addends.
+// What passes through the stages of pixels for a tile. The content of one stage is called an item:
 //
 //   item     0 .. x.slices - 1 | .. products - 1  | first_result .. items - 1 (the last OUT_SLICES)
 //            slices of x       | skip connection  | addends come in, results go out
 //
-// A tile's results are written to the stages of its last OUT_SLICES items, and stored from there. If there are addends,
-// as in this drawing, these are the addends' stages. This is possible because a thread writes its results to the same
-// places where it has read its addends. If there are no addends, these are the stages of the last slices, whose
-// products have ended by then. If there are even fewer slices than OUT_SLICES, the tile has OUT_SLICES items all the
-// same, and nothing is loaded into the last of them.
+// A tile's results are written to the stages of its last OUT_SLICES items, and stored from there. With addends, as
+// drawn, a thread writes its results to the places where it has read its addends. Otherwise these are the stages of the
+// last slices, whose products have ended by then. A tile has at least OUT_SLICES items: nothing is loaded into those
+// that are neither slices nor addends.
 template <class T> struct TileWork {
     const ConvTma& p;
     const int out0 = blockIdx.y * T::OUT_SLICES;                         // the block's first slice of output channels
@@ -254,8 +218,7 @@ template <class T> struct TileWork {
     const int products = p.x.slices + (T::CAN_SKIP ? p.skip.slices : 0); // slices that are multiplied
     const int items = has_addends() ? products + T::OUT_SLICES : max(products, T::OUT_SLICES);
     const int first_result = items - T::OUT_SLICES; // the first of the items whose stages the results use
-    // How many stages a warpgroup skips between two of its tiles. RESIDENT: the warpgroups take turns with tiles, so
-    // these are the stages of the other warpgroup's tile. Otherwise none: each stage has pixels for both warpgroups.
+    // Stages that a warpgroup skips between two of its tiles. RESIDENT: those of the other warpgroup's tile.
     const int others = T::RESIDENT ? items : 0;
     INLINE bool has_addend(int b) const {
         const bool second = p.addends.is_second(out0 + b);
@@ -266,17 +229,15 @@ template <class T> struct TileWork {
         UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) any |= has_addend(b);
         return any;
     }
-    // Returns a walk over the tiles of this block's warpgroup g. With g = 0 and step = 1, which the loading thread uses
-    // if RESIDENT, the walk goes over the tiles of both warpgroups, in turn. If a stage holds two tiles and the number
-    // of tiles is odd, one warpgroup's last tile lies outside of all images. For this tile TMA loads zeros and stores
-    // nothing. At any time, different blocks work on neighbouring tiles. The halos of these tiles overlap, so many
-    // pixels are found in the L2 cache.
+    // The tiles of warpgroup g. (With g = 0 and step = 1, if RESIDENT: of both warpgroups, in turn.) If UNIT = 2 and
+    // the number of tiles is odd, one warpgroup's last tile lies outside of all images: TMA loads zeros and stores
+    // nothing. Different blocks work on neighbouring tiles, so their overlapping halos are found in the L2.
     INLINE TileWalk tiles(int g, int step = 2) const {
         const int first = T::RESIDENT ? blockIdx.x + g * gridDim.x : 2 * blockIdx.x + g;
         const int end = ceil_div(p.tiles, T::UNIT) * T::UNIT;
         return TileWalk(p.tiles_h, p.tiles_w, first, step * gridDim.x, end);
     }
-    // Loads the weights of one tap for a slice of x, or the weights for a slice of the skip connection's input.
+    // Loads one tap's weights of a slice of x, or the weights of a slice of the skip connection's input.
     INLINE void load_weights(Stage to, int slice, int tap) const {
         const bool skip = T::CAN_SKIP && slice >= p.x.slices;
         const int k = skip ? p.skip.row(slice - p.x.slices) : p.x.row(slice, T::WIDTH);
@@ -290,13 +251,12 @@ template <class T> struct TileWork {
     }
 };
 
-// What the loading thread loads next into the ring of pixels: an item of a tile (see TileWork) or, if a stage holds two
-// tiles (UNIT = 2), the same item of both warpgroups' tiles.
+// Loads a block's items into the ring of pixels. UNIT = 2: an item is loaded for both warpgroups' tiles at once.
 template <class T> struct PixelLoader {
     const TileWork<T>& work;
     typename T::Pixels& pixels;
     TileWalk tile = work.tiles(0, T::UNIT);
-    TileWalk partner = work.tiles(1, T::UNIT); // UNIT = 2: the second warpgroup's tile, which shares the stage
+    TileWalk partner = work.tiles(1, T::UNIT); // UNIT = 2: the second warpgroup's tile
     int item = 0;
     int owner = 0; // UNIT = 1: the warpgroup that computes this tile
 
@@ -328,18 +288,13 @@ template <class T> struct PixelLoader {
     }
 };
 
-// What the thread that loads does (warp 8).
-// Resident weights: in general the previous kernel does not write them. So the thread may load them before the previous
-// kernel has ended. (conv_few_rows does write the weights of the next kernel. But the next kernel does not overlap it:
-// see make_few_rows.)
-// Streamed weights: half way through the weights of slice i, the thread loads the next item. This is slice i + 1 or,
-// after the last slice, the first addend or the next tile's first slice. When the thread has started the loads of all
-// weights of a tile, it loads the remaining items, up to and including the next tile's first slice.
-// This order cannot deadlock (rule 2 in the comments above Stage). Before the thread loads the next item, it waits
-// until a stage is free. There are at least two stages, so the stage that it waits for does not hold slice i, but slice
-// i - 1 or an older item. The warpgroups release slice i - 1 after the first tap of slice i. For this they need the
-// weights of that tap. The thread has already started to load these weights, because it loads the next item only half
-// way through the weights of slice i. So the wait ends.
+// Role: load (warp 8). Resident weights are loaded before the previous kernel has ended, because it does not write
+// them. (conv_few_rows does write the next kernel's weights, but the next kernel does not overlap it.)
+// Streamed weights: half way through the weights of slice i, the thread loads the next item, which is slice i + 1 or,
+// after the last slice, the first addend or the next tile's first slice. The remaining items follow a tile's weights.
+// This order cannot deadlock (rule 2 of Pipeline). There are at least two stages, so before it loads the next item, the
+// thread waits for the stage of slice i - 1 or of an older item. The warpgroups release slice i - 1 after the first tap
+// of slice i. The thread has already started to load that tap's weights.
 template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels, auto& weights) {
     prefetch_tensor_map(&work.p.weight);
     prefetch_tensor_map(&work.p.x.map1);
@@ -362,9 +317,8 @@ template <class T> INLINE void load_tiles(const TileWork<T>& work, auto& pixels,
     }
 }
 
-// What a thread that stores does (warps 9 and 10): it stores the results of one of the two warpgroups. When the results
-// for 64 channels are complete in their stage, this thread stores them by TMA. Then it frees the stage for the loading
-// thread.
+// Role: store (warps 9 and 10), for one of the warpgroups. When the results for 64 channels are complete in their
+// stage, the thread stores them and frees the stage for the loading thread.
 template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels, auto& results, int warpgroup) {
     const ConvTma& p = work.p;
     prefetch_tensor_map(&p.results.map1);
@@ -385,30 +339,29 @@ template <class T> INLINE void store_tiles(const TileWork<T>& work, auto& pixels
     }
 }
 
-// What a warpgroup does with a tile's sums: it adds embedding and addend, and rounds the sums to bf16. (In FP8 it first
-// multiplies the sums by the factors, and also adds the bias. With a skip connection, conv_tiles_kernel has done both
-// before.) It writes these results to shared memory, one row for each pixel, and adds up the results for the
-// statistics.
+// What a warpgroup does with a tile's sums: it adds embedding and addend, rounds the sums to bf16, writes one row for
+// each pixel to shared memory, and adds up the results for the statistics. (FP8: it first scales the sums and adds the
+// bias, unless there is a skip connection.)
 //
 //   d[b] of thread t: channels c and c + 8 of slice b,      ->    a stage: 8 x ROWS rows (pixels) of 64 channels
 //   for pixels 2 (t % 4) and 2 (t % 4) + 1 of all image rows       stmatrix transposes 8 x 8 matrices on the way
 template <class T> struct Epilogue {
-    // A thread's sums for each part of the statistics: sum and sum of squares of channel c, then those of c + 8.
+    // For each part of the statistics: sum and sum of squares of channel c, then those of c + 8.
     typedef float StatSums[T::ROWS / T::STATS_ROWS][4];
     const TileWork<T>& work;
     const ConvTma& p;
-    int c;                           // the thread's channels in the block's b-th slice: c + 64 b and c + 64 b + 8
+    int c;                           // the thread's channels in the block's slice b are c + 64 b and c + 64 b + 8
     int lane_place;                  // the place in a stage, in bytes, that this lane gives to ldmatrix and stmatrix
-    float bias[T::OUT_SLICES][2];    // bias of channels c and c + 8 of each slice of 64 channels
-    float emb[2];                    // embedding of channels c and c + 8, for one slice of 64 channels
-    float factors[T::OUT_SLICES][2]; // FP8: ConvTma::factors of channels c and c + 8 of each slice of 64 channels
+    float bias[T::OUT_SLICES][2];    // of channels c and c + 8 of each slice
+    float emb[2];                    // of channels c and c + 8 of one slice
+    float factors[T::OUT_SLICES][2]; // FP8: ConvTma::factors of channels c and c + 8 of each slice
 
     INLINE explicit Epilogue(const TileWork<T>& work) : work(work), p(work.p) {
         const int warp = threadIdx.x >> 5 & 3;
         const int lane = threadIdx.x & 31;
         c = work.c0 + warp * 16 + (lane >> 2);
-        const int pixel = (lane & 7) + (lane >> 4) * 8; // the number of this lane's pixel within two image rows
-        const int chunk = 2 * warp + (lane >> 3 & 1);   // the number of this lane's chunk of 8 channels
+        const int pixel = (lane & 7) + (lane >> 4) * 8; // this lane's pixel within two image rows
+        const int chunk = 2 * warp + (lane >> 3 & 1);   // this lane's chunk of 8 channels
         lane_place = box_place<SLICE_CHANNELS>(pixel, chunk);
         UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++)
             UNROLL_FOR (int k = 0; k < 2; k++) {
@@ -418,8 +371,7 @@ template <class T> struct Epilogue {
                 if (T::IS_FP8) factors[b][k] = channel < p.C ? p.factors[channel] : 0;
             }
     }
-    // Loads the embedding of slice b of 64 channels. The embedding of the first slice is loaded while products run. The
-    // embeddings of the other slices are loaded later, when they are needed, to save registers.
+    // The first slice's embedding is loaded while products run, the others when they are needed, to save registers.
     INLINE void load_embedding(int n, int b) {
         UNROLL_FOR (int k = 0; k < 2; k++) {
             const int channel = c + b * SLICE_CHANNELS + 8 * k;
@@ -427,12 +379,10 @@ template <class T> struct Epilogue {
             emb[k] = wanted ? p.out.emb[(size_t)n * p.out.emb_stride + channel] : 0;
         }
     }
-    // Adds the addend to d. place: the address that this lane gives to ldmatrix for image rows 0 and 1 of the tile.
-    // d[4 j ... 4 j + 7] belong to image rows j and j + 1, where j is even. They are four pairs, and each pair belongs
-    // to two neighbouring pixels. The pairs belong to (row j, channel c), (row j, channel c + 8), (row j + 1, channel
-    // c) and (row j + 1, channel c + 8).
-    // In D a pixel is a column, but in shared memory a pixel is a row. So ldmatrix and stmatrix transpose 8 x 8
-    // matrices. In shared memory an image row of 8 pixels takes up 1024 bytes.
+    // place: the address that this lane gives to ldmatrix for image rows 0 and 1 of the tile. d[4 j ... 4 j + 7], with
+    // j even, are four pairs of neighbouring pixels: (row j, channel c), (row j, channel c + 8), (row j + 1, channel
+    // c), (row j + 1, channel c + 8). In D a pixel is a column, but in shared memory it is a row, so ldmatrix and
+    // stmatrix transpose 8 x 8 matrices. An image row of 8 pixels takes up 1024 bytes there.
     INLINE void add_addend(float (&d)[T::PIXELS / 2], uint32_t place) const {
         constexpr int BATCH = 4; // how many ldmatrix are started together
         UNROLL_FOR (int j0 = 0; j0 < T::ROWS; j0 += 2 * BATCH) {
@@ -467,12 +417,10 @@ template <class T> struct Epilogue {
             }
         }
     }
-    // Returns the sum of v over lanes 4 i to 4 i + 3, which hold sums of the same channels.
     static INLINE float sum_of_four(float v) { return lane_sum<1, 2>(v); }
-    // Stores the tile's sums for the statistics: for each channel, the sum of the results and the sum of their squares.
-    // Four threads hold sums of the same channels, but of different pixels. These sums are added up, and one of the
-    // four threads stores the totals. (h, w) is the tile's first pixel. If one_image is true, the whole tile is one
-    // part of the statistics. Otherwise the tile has PARTS parts of STATS_ROWS rows, one below the other.
+    // Stores each channel's sum of the results and sum of their squares. Four threads hold the same channels of
+    // different pixels, and one of them stores the totals. A tile is one part of the statistics (one_image), or has
+    // PARTS parts, one below the other. (h, w) is the tile's first pixel.
     INLINE void store_stats(StatSums& sums, int channel, int n, int h, int w) const {
         constexpr int PARTS = T::ROWS / T::STATS_ROWS;
         const int down = ceil_div(p.H, p.one_image ? T::ROWS : T::STATS_ROWS);
@@ -490,22 +438,19 @@ template <class T> struct Epilogue {
             if (channel + 8 < p.out.Cout1) to[channel + 8] = make_double2(sums[r][2], sums[r][3]);
         }
     }
-    // Finishes a tile, one slice of 64 channels after the other. When the results of a slice are in their stage, this
-    // function hands the stage over to the warp that stores.
+    // Finishes a tile slice by slice. When a slice's results are in their stage, the warp that stores gets the stage.
     INLINE void finish(auto& acc, const TileWalk& tile, auto& pixels, const Results& results, int warpgroup) {
         const int h = tile.h * T::ROWS;
         const int w = tile.w * 8;
         UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) {
             const int stage = pixels.hand_over();
             const uint32_t place = pixels.stage(stage).address + T::pixels_at(warpgroup) + lane_place;
-            // If the stage has held a slice, the warpgroup has waited for the stage before it multiplied this slice.
-            // Otherwise the warpgroup waits here, until the addend has arrived in the stage. If nothing is loaded into
-            // the stage, it waits until the loading thread has passed the stage on (mbarrier_arrive).
+            // Waits for the addend. (If nothing is loaded into the stage, the loading thread passes it on; if the stage
+            // has held a slice, the warpgroup has waited for it before.)
             if (work.first_result + b >= work.products) pixels.arrived(warpgroup);
             if (b) load_embedding(tile.n, b);
-            // FP8: the sums began as 0. So the bias is added here, together with the embedding, after the scaling. With
-            // a skip connection there is no embedding, and conv_tiles_kernel has already scaled the sums and added the
-            // bias to them.
+            // FP8: the sums began as 0, so the bias is added here, after the scaling. With a skip connection there is
+            // no embedding, and conv_tiles_kernel has already done both.
             if constexpr (T::IS_FP8) {
                 emb[0] += bias[b][0];
                 emb[1] += bias[b][1];
@@ -521,8 +466,7 @@ template <class T> struct Epilogue {
     }
 };
 
-// The life of one stage of pixels in a 3x3. The stage holds slice s of a tile. Time goes from left to right. Each line
-// shows one role, or one barrier:
+// The life of one stage of pixels, which holds slice s of a 3x3's tile. Each line shows one role, or one barrier:
 //
 //   warp 8         acquire, tma_load                                                       acquire: waits .... tma_load
 //                         |                                                                                   ^
@@ -534,10 +478,8 @@ template <class T> struct Epilogue {
 //                                                                                                             v
 //   empty barrier  ..... phase m ............................................................................ | m + 1
 //
-// The warpgroup releases the stage while the next slice's products run. After wgmma_wait<1> only the products of the
-// latest tap may still run, so the products of all taps of s have ended. A tile's results are written to the stages of
-// its last OUT_SLICES items (TileWork explains items). So the warpgroup does not release these stages. It hands them
-// over, and the warp that stores frees them:
+// After wgmma_wait<1> only the products of the latest tap may still run, so the products of all taps of s have ended.
+// The stages to which results are written (TileWork) are handed over to the warp that stores, which frees them:
 //
 //   warpgroup      acc.wait | epilogue: writes results into the stage | warp_stored
 //                                                                           v
@@ -545,15 +487,6 @@ template <class T> struct Epilogue {
 //                                                                                                         v
 //   warp 8         acquire: waits ....................................................................... tma_load
 
-// A warpgroup's phases, for each of its tiles:
-//   1. The sums begin as the bias (FP8: as 0). With resident weights the warpgroup waits for its turn at the tensor
-//      cores.
-//   2. For each slice and tap, the warpgroup waits for pixels and weights, and starts their products. Then it releases
-//      the stages that earlier products have read.
-//   3. If the kernel also computes a skip connection, the warpgroup does the same for the slices of the skip
-//      connection's input, which have one tap each. (FP8: before that, it scales the sums.)
-//   4. With resident weights the warpgroup passes the turn to the other warpgroup. Then (with streamed weights, too) it
-//      waits for its own products, and finishes the tile (Epilogue).
 template <class T> // T: a ConvTiles
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
@@ -584,7 +517,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
     bool is_first_tile = true;
     for (TileWalk tile = work.tiles(warpgroup); tile; tile.next()) {
         typedef Accumulators<T::OUT_SLICES, T::PIXELS> Sums;
-        Sums acc = T::IS_FP8 ? Sums() : Sums(epilogue.bias); // sums begin as 0 or as the bias
+        Sums acc = T::IS_FP8 ? Sums() : Sums(epilogue.bias);
         turn.wait();
         for (int s = 0; s < p.x.slices; s++) {
             const Halo<T::PITCH> halo(pixels.arrived(warpgroup) + T::pixels_at(warpgroup));
@@ -596,19 +529,14 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
                 if constexpr (!T::IS_FP8) acc.template multiply<T::STEPS, T::BACKWARD>(weight, halo.shifted(tap));
                 else if (half_slice) acc.template multiply_fp8<2, T::ELEMENT>(weight, halo.shifted(tap));
                 else acc.template multiply_fp8<4, T::ELEMENT>(weight, halo.shifted(tap));
-                // The products of this tap may still run while the next products are started. After the wait, all
-                // earlier products have ended. So the stages that the earlier products have read are released, with
-                // two exceptions. Resident weights stay, because the next tiles need them, too. And the stages of
-                // pixels to which the tile's results will be written (TileWork) are freed later, by the warp that
-                // stores the results. So with resident weights the wait is needed only at RELEASE_TAP, where a stage of
-                // pixels is released.
+                // After this wait only the latest tap's products may still run. So the stages that earlier products
+                // have read are released, except resident weights and stages that results are written to.
                 if (!T::RESIDENT || (s && tap == T::RELEASE_TAP)) wgmma_wait<1>();
                 if (!T::RESIDENT && (s || tap)) weights.release();
                 if (tap == T::RELEASE_TAP && s && s <= work.first_result) pixels.release();
             }
         }
-        // If there is a skip connection, the FP8 sums are scaled here. The products of the skip connection are added
-        // after that. They must not be scaled, because they are products of bf16 numbers, which have no factors.
+        // The skip connection's products are of bf16 numbers, which have no factors. So the sums are scaled first.
         if (T::IS_FP8 && T::CAN_SKIP && p.skip.slices) {
             acc.wait();
             UNROLL_FOR (int b = 0; b < T::OUT_SLICES; b++) acc.scale(b, epilogue.factors[b], epilogue.bias[b]);
@@ -620,12 +548,12 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
             wgmma_wait<1>();
             if (s <= work.first_result) pixels.release();
         }
-        turn.pass(); // resident weights: the other warpgroup multiplies while this warpgroup finishes its tile
+        turn.pass(); // the other warpgroup multiplies while this one finishes its tile
         epilogue.load_embedding(tile.n, 0);
         acc.wait();
         if (!T::RESIDENT) weights.release();
         if (work.first_result >= work.products) pixels.release();
-        else warps_sync(2 + warpgroup, 128); // waits until no warp reads the last slices, which the results overwrite
+        else warps_sync(2 + warpgroup, 128); // no warp reads the last slices any more, which the results overwrite
         epilogue.finish(acc, tile, pixels, results, warpgroup);
         pixels.pass_over(work.others);
         is_first_tile = false;

@@ -8,56 +8,43 @@
 // --- conv_weight_tma: weight gradients (sm_90a)
 // dweight[co, tap, ci] = sum over the output's pixels p of dout[p, co] * x[source(p, tap), ci]
 //
-// Used when: bf16, stride 1, no upsampling, numbers of channels that are multiples of 32 (conv_is_wgmma); 3x3 of one
-//   input, or 1x1.
-// How: A = dout and B = x. The product sums over pixels (k). Both operands are read as they lie in memory, where a
-//   pixel is a row of 64 channels; wgmma transposes them. The columns of a warpgroup's result D[64 Cout][192] are:
-//     3x3   the three taps of a filter row x 64 Cin. The three thirds of B, for the taps kw = 0, 1, 2, lie in the same
-//           halo. Each third begins one pixel after the third before it. So the "leading" distance in the descriptor of
-//           operand B, which is the distance from one third to the next, is ONE PIXEL
-//     1x1   up to 192 Cin. The three thirds of B are three slices of x
+// Used for bf16, with stride 1 and without upsampling (conv_is_wgmma): 3x3 of one input, or 1x1. A = dout and B = x.
+// The products sum over pixels (k). Both operands are read as they lie in memory, where a pixel is a row of 64
+// channels; wgmma transposes them. A warpgroup's result is D[64 Cout][192]:
 //
 //     D of a 3x3's filter row:    | kw = 0: 64 Cin | kw = 1: 64 Cin | kw = 2: 64 Cin |
 //     D of a 1x1:                 | Cin 0 .. 63    | Cin 64 .. 127  | Cin 128 .. 191 |     x 64 Cout rows
 //
-//   A block works on a range of pixel tiles. It has 1 or 3 warpgroups that multiply (WARPGROUPS):
-//     1     The block computes one D.
-//     3     The block computes up to three D: for a 3x3 those of all three filter rows, for a 1x1 those of up to 192
-//           Cout. For each D it loads fewer bytes than a block with 1 warpgroup (3x3: about 38 % of them, 1x1: half),
-//           which is good for large tensors. But fewer blocks work on each range. So more ranges are needed to fill the
-//           GPU, and there are up to three times as many partials.
-//   One warp loads. Further warps sum dout over the pixels. The sum over all images is the bias gradient, and the sum
-//   over one image is the gradient of the image's embedding (demb). Blocks for different filter rows or tiles of Cin
-//   read the same dout, but only one of these blocks has to sum it: the block that begins with filter row 0 and with
-//   the first tile of Cin.
-//   If there is only one range, D is the gradient, and TMA stores it in dweight. Otherwise D is a partial, and
-//   conv_weight_sum adds up the partials. One launch computes the weight gradients of several layers, since a small
-//   layer alone would leave most of the GPU idle.
+// In a 3x3, the three thirds of B lie in the same halo, and each begins one pixel after the third before it. So the
+// "leading" distance in the descriptor of B, from one third to the next, is ONE PIXEL. In a 1x1, the thirds of B are
+// three slices of x.
+// A block works on a range of pixel tiles. With WARPGROUPS = 1 it computes one D. With 3 it computes up to three: those
+// of all filter rows, or of up to 192 Cout. Then it loads fewer bytes for each D, but fewer blocks work on each range,
+// so more ranges are needed to fill the GPU, and there are more partials.
+// One warp loads. Further warps sum dout over the pixels: over all images for the bias gradient, and over one image for
+// the gradient of its embedding (demb). Only blocks with filter row 0 and the first tile of Cin do so.
+// If there is only one range, D is the gradient, and TMA stores it in dweight. Otherwise D is a partial, and
+// conv_weight_sum adds up the partials. One launch computes the weight gradients of several layers, since a small layer
+// alone would leave most of the GPU idle.
 //
 //   Shared memory: | barriers | a ring of STAGES, each a pixel tile: X_PARTS slices of x, DOUT_PARTS slices of dout |
-// Costs: the time to read x and dout from the L2 (large tensors: from memory), or the time of the products, whichever
-//   is longer. If there are partials, it also takes time to write them and to add them up.
 template <int KERNEL_, int WARPGROUPS_, int TILE_W_, int STAGES_> struct WeightTile {
     static constexpr int KERNEL = KERNEL_;
     static constexpr int WARPGROUPS = WARPGROUPS_;
     static constexpr int STAGES = STAGES_;
-    // A pixel tile.
     static constexpr int TILE_H = 8;
     static constexpr int TILE_W = TILE_W_;
     static constexpr int PIXELS = TILE_H * TILE_W;
     static constexpr bool IS_3X3 = KERNEL == 3;              // true: a warpgroup's D holds the taps of a filter row
     static constexpr int ROWS = IS_3X3 ? 3 / WARPGROUPS : 1; // among how many blocks the filter rows are divided
-    // From one third of D to the next, the number of the tap (3x3) or of the tile of Cin (1x1) grows by this much.
+    // From a third of D to the next, the number of the tap (3x3) or of the tile of Cin (1x1) grows by this much.
     static constexpr int NEXT_TAP = 1;
-    // The order of the warps: first the warps that multiply, then the warp that loads (LOADER), then the warps that sum
-    // dout for the bias gradient.
+    // The warps that multiply come first, then the warp that loads (LOADER), then the warps that sum dout.
     static constexpr int LOADER = 4 * WARPGROUPS;
-    static constexpr int BIAS_WARPS_OF_3 = IS_3X3 ? 2 : 3; // the value of BIAS_WARPS if WARPGROUPS = 3
+    static constexpr int BIAS_WARPS_OF_3 = IS_3X3 ? 2 : 3;
     static constexpr int BIAS_WARPS = WARPGROUPS == 1 ? 4 : BIAS_WARPS_OF_3;
     static constexpr int THREADS = (LOADER + 1 + BIAS_WARPS) * 32;
-    // A stage has X_PARTS slices of x and DOUT_PARTS slices of dout. In a 3x3, x has a border of one pixel to the left
-    // and to the right. If WARPGROUPS is 3, it also has one above and below, because then a block reads x for all three
-    // filter rows.
+    // In a 3x3, x has a border of one pixel to the left and right; with three warpgroups also above and below.
     static constexpr int BORDER = KERNEL / 2;
     static constexpr int PITCH = TILE_W + 2 * BORDER;                 // pixels of a row of x, with its border
     static constexpr int HALO_H = TILE_H + BORDER * (WARPGROUPS - 1); // rows of x that the block's filter rows read
@@ -83,34 +70,32 @@ struct ConvWeightTma {
 };
 typedef WeightBatch<ConvWeightTma> TmaBatch;
 
-// A block's work: which products it computes, and for which range of pixel tiles. An input group is up to block_ci
-// tiles of 64 input channels. An output group is up to block_co tiles of 64 output channels. A block's number is made
-// as follows:
+// A block's work: its products, and its range of pixel tiles. An input group is up to block_ci tiles of 64 input
+// channels, and an output group is up to block_co tiles of 64 output channels.
 //
 //   block = split + splits * (row0 + ROWS * (input group + input_groups * output group))
 template <class T> struct WeightBlock {
     const ConvWeightTma& maps;
     const int block; // this block's number among the layer's blocks
     const ConvWeight& p = maps.p;
-    int split = block % p.splits;           // the number of this block's range of pixel tiles
-    int row0 = block / p.splits % T::ROWS;  // the block's first filter row
-    int group = block / p.splits / T::ROWS; // input group + input_groups * output group
+    int split = block % p.splits;          // the number of its range of pixel tiles
+    int row0 = block / p.splits % T::ROWS; // its first filter row
+    int group = block / p.splits / T::ROWS;
     int output_group = group / p.input_groups;
-    int co_tile = output_group * p.block_co;                            // the block's first tile of 64 output channels
-    int ci_tile = (group - output_group * p.input_groups) * p.block_ci; // the block's first tile of 64 input channels
-    int first = first_pixel_tile(p, split);                             // the block's pixel tiles: first .. end - 1
+    int co_tile = output_group * p.block_co;                            // its first tile of 64 output channels
+    int ci_tile = (group - output_group * p.input_groups) * p.block_ci; // its first tile of 64 input channels
+    int first = first_pixel_tile(p, split);                             // its pixel tiles: first .. end - 1
     int end = first_pixel_tile(p, split + 1);
-    int parts = min(p.block_ci, p.channel_tiles - ci_tile);                          // how many tiles of Cin
-    int dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile); // how many tiles of Cout
-    int busy_warpgroups = T::IS_3X3 ? T::WARPGROUPS : dout_parts;                    // how many warpgroups have work
-    int bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS; // how many warps only sum dout, if sums_bias
+    int parts = min(p.block_ci, p.channel_tiles - ci_tile);                          // tiles of Cin
+    int dout_parts = T::DOUT_PARTS == 1 ? 1 : min(p.block_co, p.co_tiles - co_tile); // tiles of Cout
+    int busy_warpgroups = T::IS_3X3 ? T::WARPGROUPS : dout_parts;
+    int bias_warps = T::DOUT_PARTS > 1 ? dout_parts : T::BIAS_WARPS; // warps that only sum dout, if sums_bias
     bool sums_bias = row0 == 0 && ci_tile == 0;
     bool final = p.splits == 1; // the block's sums are the whole gradients, not partials
     INLINE explicit WeightBlock(const WorkBlock<ConvWeightTma>& own) : maps(own.work), block(own.block) {}
-    // Stores v, the sum of channel c of dout over the pixels of image n that lie in this block's range. (If bias_images
-    // is 1, all images are treated as image 0.) If there are several ranges, v is a partial, in row split + n (see
-    // ConvWeight::bias_partial). Otherwise v is the gradient of the image's embedding, because the forward pass adds
-    // the embedding to all pixels of the image. Then v is stored in demb, or nowhere if demb is null.
+    // v: the sum of channel c of dout over image n's pixels in this block's range. (If bias_images is 1, all images are
+    // image 0.) With several ranges, v is a partial, in row split + n. Otherwise it is the gradient of the image's
+    // embedding, because the forward pass adds the embedding to all pixels of the image.
     INLINE void put_image_sum(int n, int c, float v) const {
         if (c >= p.shape.Cout) return;
         if (!final) p.bias_partial[(size_t)(split + n) * p.shape.Cout + c] = v;
@@ -118,8 +103,7 @@ template <class T> struct WeightBlock {
     }
 };
 
-// Role: load. All other threads wait for the one thread that loads. So its loop must be fast: it uses TileWalk, whose
-// function next needs no divisions.
+// Role: load. All other threads wait for this one, so its loop must be fast. TileWalk needs no divisions.
 template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, auto& stages) {
     const ConvWeightTma& maps = work.maps;
     TileWalk tile(work.p.tiles_h, work.p.tiles_w, work.first, 1, work.end);
@@ -143,13 +127,11 @@ template <class T> INLINE void load_weight_tiles(const WeightBlock<T>& work, aut
     }
 }
 
-// The sums of 64 channels of dout. `sum` is the sum over the pixels of the current image, and `total` is the sum over
-// all pixels of the block's range. WARPS warps share the 64 channels: each warp adds up CHUNKS chunks of 8 channels. A
-// lane adds up one chunk of every (4 WARPS)-th pixel. Each lane's first pixel is chosen so that any 8 neighbouring
-// lanes read from all banks. At the end of an image the lanes that have summed the same chunk add up their sums. For
-// this, pairs of lanes exchange halves of their channels (halve), until each lane holds the sums of VALUES channels.
-// The first of these channels is c. (With four warps, two lanes then have the same channel, and lane_sum adds up their
-// sums.)
+// The sums of 64 channels of dout, over the current image (`sum`) and over the block's range (`total`). Each of WARPS
+// warps adds up CHUNKS chunks of 8 channels, and a lane adds up one chunk of every (4 WARPS)-th pixel. Each lane's
+// first pixel is chosen so that any 8 neighbouring lanes read from all banks. At the end of an image, the lanes with
+// the same chunk add up their sums: pairs of lanes exchange halves of their channels (halve), until each lane holds
+// VALUES channels from c on. (With four warps, two lanes then have the same channel.)
 template <class T> struct ChannelSums {
     static constexpr int WARPS = T::DOUT_PARTS > 1 ? 1 : T::BIAS_WARPS;
     static constexpr int CHUNKS = 8 / WARPS;
@@ -158,7 +140,7 @@ template <class T> struct ChannelSums {
     const int bias_warp; // this warp's number among the warps that sum dout
     const int lane = threadIdx.x & 31;
     const int eight = lane >> 3;
-    const int tile = WARPS == 1 ? bias_warp : 0; // which of the block's tiles of 64 output channels this warp sums
+    const int tile = WARPS == 1 ? bias_warp : 0; // which of the block's tiles of 64 output channels
     const int chunk = (WARPS == 1 ? 0 : bias_warp * CHUNKS) + lane % CHUNKS;
     const int pixel = lane % 8 / CHUNKS * CHUNKS + eight % CHUNKS + eight / CHUNKS * 8;
     const int c = (work.co_tile + tile) * SLICE_CHANNELS + chunk * 8 + (lane & (WARPS == 1 ? 24 : 28)) / 4;
@@ -185,7 +167,7 @@ template <class T> struct ChannelSums {
     }
 };
 
-// Role: sum dout for the bias gradient, one pixel tile after the other.
+// Role: sum dout for the bias gradient.
 template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages, ChannelSums<T> sums) {
     const int image_tiles = work.p.pixel_tiles / work.p.bias_images;
     int n = work.first / image_tiles;
@@ -199,16 +181,15 @@ template <class T> INLINE void sum_bias(const WeightBlock<T>& work, auto& stages
         left = image_tiles;
     }
     if (!work.final) return;
-    // Tells the warpgroups that this warp has read all tiles, so that they may overwrite the tiles (put_dweight).
+    // Tells the warpgroups that this warp has read all tiles, so that put_dweight may overwrite them.
     warps_arrive(2, 128 * work.busy_warpgroups + 32 * work.bias_warps);
     UNROLL_FOR (int k = 0; k < sums.VALUES; k++)
         if (sums.c + k < work.p.shape.Cout) work.p.dbias[sums.c + k] = sums.total[k];
 }
 
-// Role: multiply. D[64 Cout][2 M columns] = dout (64 Cout, pixels) * x (pixels, 2 M columns), summed over the pixels of
-// the block's range. Each thread of the warpgroup holds M elements of D, in d. In a 3x3 the columns are three taps of
-// 64 input channels each, and warpgroup wg computes filter row row0 + wg. In a 1x1 the columns are up to three tiles of
-// 64 input channels, and warpgroup wg computes tile wg of the block's tiles of Cout.
+// Role: multiply. D[64 Cout][2 M columns] = dout (64 Cout, pixels) * x (pixels, 2 M columns) over the block's range.
+// Each thread holds M elements of D, in d. Warpgroup wg computes filter row row0 + wg (3x3), or tile wg of the block's
+// tiles of Cout (1x1).
 template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work, auto& stages, int wg, float (&d)[M]) {
     const int x_at = T::IS_3X3 ? wg * T::PITCH * SLICE_BYTES : 0;
     const int dout_at = T::DOUT_AT + (T::IS_3X3 ? 0 : wg * T::DOUT_BYTES);
@@ -230,9 +211,8 @@ template <class T, int M> INLINE void multiply_tiles(const WeightBlock<T>& work,
     multiplied<0>(d);
 }
 
-// Writes d, this thread's sums over the block's range, to p.partial (splits, tiles, taps, 1024 float4). The 1024 float4
-// of a tile and tap lie in the order that weight_place explains. d is a part of the warpgroup's product, whose columns
-// are three thirds: in a 3x3 convolution they belong to three taps. tap: the tap of the first third.
+// Writes d to p.partial (splits, tiles, taps, 1024 float4). The 1024 float4 of a tile and tap lie in the order that
+// weight_place explains. tap: the tap of D's first third.
 template <class T> INLINE void put_partial(const WeightBlock<T>& work, int tap, int co_tile, const float* d) {
     const ConvWeight& p = work.p;
     const int warp = threadIdx.x / 32 % 4;
@@ -244,16 +224,11 @@ template <class T> INLINE void put_partial(const WeightBlock<T>& work, int tap, 
             store_whole(to + f / 8 * T::NEXT_TAP * 1024 + f % 8 / 4 * 512 + f % 4 * 32, (const float4&)d[4 * f]);
 }
 
-// Stores a warpgroup's sums, D, in dweight by TMA. For a 3x3, D holds three taps, each with 64 input channels: those of
-// the filter's row (in FP8: column) that begins with `tap`. For a 1x1, D holds up to three tiles of 64 input channels,
-// and tap is 0.
-// First D is written to shared memory, over the pixel tiles, which nobody reads any more. There D is divided into boxes
-// of 32 input channels. A row of a box is 32 floats (128 bytes), one for each of these input channels. A box of a 3x3
-// has three rows for each of the 64 output channels, one for each of D's three taps. A box of a 1x1 has one row for
-// each output channel.
-// A thread's d consists of 24 groups of four sums. Group f belongs to number f / 8 of D's three taps (3x3) or of its
-// three tiles (1x1). Its four sums are those of two output channels (row_channel) and two of the 64 input channels:
-// f % 8 * 8 + lane % 4 * 2 and the next one.
+// Stores a warpgroup's sums, D, in dweight by TMA. tap: the first tap of the filter row (FP8: column), or 0 in a 1x1.
+// D is first written to shared memory, over the pixel tiles, in boxes of 32 input channels. A row of a box is 32 floats
+// (128 bytes). A box has one row for each of the 64 output channels or, for a 3x3, three rows: one for each tap.
+// A thread's d consists of 24 groups of four sums. Group f belongs to third f / 8 of D. Its four sums are those of two
+// output channels (row_channel) and two of the 64 input channels: f % 8 * 8 + lane % 4 * 2 and the next one.
 template <class T> INLINE void put_dweight(const auto& work, int tap, int co_tile, float* d, uint32_t boxes) {
     constexpr int BOX_BYTES = (T::IS_3X3 ? 3 : 1) * BYTES_OF_64_ROWS;
     const ConvWeight& p = work.p;
@@ -274,19 +249,17 @@ template <class T> INLINE void put_dweight(const auto& work, int tap, int co_til
     if (threadIdx.x % 128) return;
     for (int box = 0; box < (T::IS_3X3 ? 2 : 2 * work.parts); box++) {
         const int slice = work.ci_tile + box / 2;
-        const int box_channel = box % 2 * SLICE_CHANNELS / 2; // the box's first channel in its slice
+        const int box_channel = box % 2 * SLICE_CHANNELS / 2; // within its slice
         const int ci = x.row(slice) + box_channel;
         if (x.channel(slice) + box_channel >= (x.is_second(slice) ? p.shape.C2 : p.shape.C1)) continue;
-        // The coordinates of the box: tap % 3 and tap / 3 are the column and the row of the filter.
+        // tap % 3 and tap / 3 are the column and the row of the filter
         const int co = co_tile * SLICE_CHANNELS;
         tma_store(&work.maps.dweight, boxes + box * BOX_BYTES, ci, tap % 3, tap / 3, co);
     }
     tma_stores_read();
 }
 
-// Roles: warps 0 .. 4 WARPGROUPS - 1 multiply, warp LOADER loads, and the BIAS_WARPS warps after it sum dout, if this
-// block has to (sums_bias). After all pixel tiles of the range, each warpgroup writes its sums to dweight or, if there
-// are several ranges, to the partials.
+// Warps 0 .. 4 WARPGROUPS - 1 multiply, warp LOADER loads, and the BIAS_WARPS warps after it sum dout (sums_bias).
 template <class T> // T: a WeightTile
 static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(const __grid_constant__ TmaBatch b) {
 #if __CUDA_ARCH__ == 900
@@ -319,7 +292,7 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_weight_tma_kernel(c
     const int tap = 3 * (work.row0 + (T::IS_3X3 ? wg : 0));
     const int co_tile = work.co_tile + (T::IS_3X3 ? 0 : wg);
     if (!work.final) return put_partial<T>(work, tap, co_tile, acc);
-    // After this barrier no warp reads the pixel tiles any more, so put_dweight may overwrite them.
+    // No warp reads the pixel tiles any more, so put_dweight may overwrite them.
     warps_sync(2, 128 * work.busy_warpgroups + (work.sums_bias ? 32 * work.bias_warps : 0));
     put_dweight<T>(work, tap, co_tile, acc, stages.stage(0).address + wg * 2 * 3 * BYTES_OF_64_ROWS);
 #endif

@@ -36,8 +36,7 @@ template <class Tile> static void conv_weight_fp8(const WeightPlans& works, Stre
                    all_blocks);
 }
 
-// Launches the kernel of one of Hopper's kinds. conv_weight_tma's blocks have one warpgroup or three. WeightTile's parameters are:
-// size of the filter, warpgroups, pixels across a tile, stages.
+// conv_weight_tma's blocks have one warpgroup or three. WeightTile<filter, warpgroups, pixels across a tile, stages>
 static void hopper_weights(WeightKind kind, const WeightPlans& works, Stream* stream) {
     const bool three = works[0].warpgroups == 3;
     switch (kind) {
@@ -50,7 +49,7 @@ static void hopper_weights(WeightKind kind, const WeightPlans& works, Stream* st
     case TMA_3X3_NARROW:
         if (three) return conv_weight_tma<WeightTile<3, 3, 8, 9>>(works, stream);
         return conv_weight_tma<WeightTile<3, 1, 8, 10>>(works, stream);
-    // WeightTileFp8's parameters are: pixels across a tile, stages of x, of dout, of strips (x transposed).
+    // WeightTileFp8<pixels across a tile, stages of x, of dout, of strips (x transposed)>
     case FP8_3X3: return conv_weight_fp8<WeightTileFp8<16, 6, 7, 6>>(works, stream);
     case FP8_3X3_NARROW: return conv_weight_fp8<WeightTileFp8<8, 8, 10, 9>>(works, stream);
     case HALO_3X3:
