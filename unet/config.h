@@ -15,53 +15,44 @@ static const char* const PRESET_FROM_32 = "emoji64";
 static const char* const PRESET_ELSE = "fashion32";
 #endif
 
-// Flags have guided-diffusion's names. A preset is a list of flags. The command line has priority over a preset. The
-// flags and presets themselves are in unet/flags.h, which the Python programs read, too.
-//
-// The main functions run in this order: parse_command_line, take_aliases, apply_preset, and then, if there is a model
-// file, take_model_file (run/settings.h). The values of a model file replace those of the preset, but not those of the
-// command line. In a run, check_run is next, and then take_data_shape (run/settings.h). If there is no model file,
-// take_data_shape takes the images' size, channels and classes from the data, where the command line does not give
-// them. Then, with or without a model file, take_data_shape calls check_model. With --sample there is no training data,
-// and run_program calls check_model itself. The checks find flags that cannot work, alone or together.
+// Flags have guided-diffusion's names. The command line has priority over a preset.
+// The main functions run in this order: parse_command_line, take_aliases, apply_preset, then take_model_file if there
+// is a model file. Its values replace those of the preset, but not those of the command line. In a run, check_run and
+// take_data_shape are next (run/settings.h). take_data_shape takes what is still open from the data, and calls
+// check_model. With --sample there is no training data, and run_program calls check_model.
 
 constexpr double BIG = 1e9;
 struct Config;
 
-// One flag: the member of Config that holds its value, its text in --help, and its allowed values (low..high for
-// numbers, "a|b" for words). A flag whose `slot` is not 0 is kept in model files. A few flags whose `slot` is 0 are
-// kept there, too, but in another form than as one value: see take_parsed_flags and take_run_of_file.
+// One flag. Its values are from low to high if it is a number, and one of `choices`, "a|b", if it is a word.
 struct Flag {
     const char* name;
     std::variant<int Config::*, int64_t Config::*, float Config::*, bool Config::*, std::string Config::*> member;
-    int slot;               // the value's place in the header of a model file (run/model_file.h); 0: no such place
-    bool free;              // for flags of the model: the command line may change a model file's value (take_from_file)
+    int slot;               // its place in a model file's header (run/model_file.h); 0: none
+    bool free;              // the command line may change a model file's value (take_from_file)
     const char* objectives; // the only objectives that use the flag, "a|b"; "": all objectives use it
     const char* heading;    // the heading above the flag in --help
     const char* help;
     double low = 0, high = 0;
     const char* choices = "";
 
-    // Returns a pointer to the flag's value in this configuration, or null if the flag's type is not T.
+    // The flag's value in this configuration; null if the flag's type is not T.
     template <class T, class C> auto* at(C& config) const {
         const auto* m = std::get_if<T Config::*>(&member);
         return m ? &(config.**m) : nullptr;
     }
 };
 
-// unet/flags.h fills these variables before main runs: each row of that file becomes the initialiser of a static
-// member of Config.
+// unet/flags.h fills these variables before main runs: each of its rows becomes the initialiser of a static member.
 inline std::vector<Flag> FLAGS;
 inline std::map<std::string, std::string> PRESETS; // the flags that each preset sets
 inline const char* heading = "";                   // the heading of the rows that follow
 inline const char* objectives = "";                // the objectives that use the rows that follow
 
-// These macros turn the rows of unet/flags.h into members of Config, which includes that file. The comment at the
-// head of unet/flags.h explains its rows. FLAG(int, sample, 0, "draw ...") makes
+// These macros turn the rows of unet/flags.h into members of Config. FLAG(int, sample, 0, "draw ...") makes
 //   int sample = 0;                                 a member of Config
 //   static inline const bool sample_row = (...);    another member, whose initialiser adds the row to FLAGS
-// Static members are initialised in the order of the file. So when a row is added, heading and objectives have been set
-// by the rows above it.
+// Static members are initialised in the order of the file, so heading and objectives have been set by the rows above.
 #define FLAG_ROW(slot, free, type, name, value, ...) \
     type name = value;                               \
     static inline const bool name##_row =            \
@@ -77,7 +68,6 @@ inline const char* objectives = "";                // the objectives that use th
 #define PRESET(name, ...) \
     static inline const bool name##_preset = PRESETS.emplace(#name, PRESET_TEXT(__VA_ARGS__)).second
 
-// The values of all flags, in members with the flags' names, and what is computed from these values.
 struct Config {
     using string = std::string;
     using pixels = string; // the size of an image: 64, or 48x64 (height x width)
@@ -85,8 +75,7 @@ struct Config {
     using floats = string;
 #include "flags.h"
 
-    // parse_model, check_model and check_run compute these from flags that are text. The comment after each one names
-    // its flag.
+    // Computed from flags that are text (parse_model, check_model, check_run). The comment names the flag.
     int H = 64, W = 64;                           // image_size
     std::vector<float> mult;                      // channel_mult
     std::vector<float> attention_heights;         // attention_resolutions
@@ -98,62 +87,57 @@ struct Config {
 
     // The names of the flags that the command line or the preset has set.
     std::set<string> on_command_line, by_preset;
-    bool default_preset = false; // true: the program has chosen the preset. false: the user has
+    bool default_preset = false; // the program has chosen the preset, not the user
     bool given(const string& flag) const { return on_command_line.contains(flag); }
     bool chosen(const string& flag) const { return given(flag) || by_preset.contains(flag); }
 
-    // Returns how many channels a level has. A factor such as 1.6666666 stands for 5/3, so 1.6666666 * 96 is slightly
-    // less than the 160 that it should be. So the product is rounded to the nearest whole number.
+    // A factor such as 1.6666666 stands for 5/3, and 1.6666666 * 96 is slightly less than 160. So the product is
+    // rounded.
     int channels(size_t level) const { return (int)std::lround((double)mult[level] * num_channels); }
     int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
     int patch() const { return std::max(patch_size, 1); }
     int height(size_t level) const { return H / patch() >> level; } // each level after the first halves the height
     bool has_attention(size_t level) const { return std::ranges::count(attention_heights, height(level)) > 0; }
 
-    // Returns how many images a process computes at a time in training: the size of a microbatch.
+    // images that a process computes at a time in training
     int micro() const { return microbatch > 0 ? microbatch : batch_size / world.size; }
     bool null_class() const { return class_cond && class_dropout > 0; } // the class table's last row means "no class"
     bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
     bool guided() const { return guidance_scale != 1; } // some of the sampler's steps may be guided (device_step)
     bool muon() const { return optimizer == "muon"; }
-    // Returns how many numbers the network is told of an image: its own numbers, and those of its augmentation.
+    // the numbers that the network is told of an image: its own, and those of its augmentation
     int num_values() const { return cond_dim + (augment > 0 ? AUGMENT_NUMBERS : 0); }
     bool can_be_guided() const { return (class_dropout > 0 && (class_cond || cond_dim > 0)) || cond_dropout > 0; }
-    // Returns whether the sampler's steps lie at timesteps of the model. (The other samplers choose sigmas themselves.)
+    // whether the sampler's steps lie at timesteps of the model
     bool goes_by_timesteps() const { return sampler == "ddpm" || sampler == "ddim"; }
-    bool can_churn() const { return sampler == "euler" || sampler == "heun"; } // whether the sampler knows --S_churn
-    int seen_channels() const { return in_channels + cond_channels; }          // channels of an image and its picture
-    // Returns the objective whose formulas the noise levels follow (see Frame).
+    bool can_churn() const { return sampler == "euler" || sampler == "heun"; }
+    int seen_channels() const { return in_channels + cond_channels; } // channels of an image and its picture
+    // the objective whose formulas the noise levels follow (see Frame)
     const string& frame() const { return objective == "ect" ? ect_frame : objective; }
-    int64_t ect_stage() const { return ect_d > 0 ? ect_d : (max_steps + 7) / 8; } // how many steps a stage of ect has
+    int64_t ect_stage() const { return ect_d > 0 ? ect_d : (max_steps + 7) / 8; } // steps of a stage of ect
     int64_t last_ect_stage() const { return (max_steps - 1) / ect_stage(); } // the stage of the last step, from 0 on
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
 };
 
 // Without --preset, if the data has at least this many images, and the chosen preset sets --min_snr_gamma, the flag
-// becomes 5 instead (take_number_of_images says why). In tests with 2,026 images, the value 0.5 of some presets gave
-// better samples than 5. With 10,000 images both values were about as good, and with 50,000 images 5 was better. Where
-// the best limit lies is not known.
+// becomes 5 (take_number_of_images).
 constexpr int64_t MANY_IMAGES = 5000;
-constexpr int MORE_EMAS = 7; // how many averages of the weights there may be at most, besides the first one
-// --objective ect: the largest q^a that is allowed (q and a: see Tuning). The gap between the sigmas of student and
-// teacher is divided by q^a. If q^a were much larger than this limit, the two sigmas would be equal when they are
-// rounded to fp32.
+constexpr int MORE_EMAS = 7; // the most averages of the weights besides the first one
+// --objective ect: the largest q^a that is allowed. If it were much larger, the sigmas of student and teacher would be
+// equal when they are rounded to fp32.
 constexpr double LARGEST_GAP_DIVISOR = 1e6;
 
-// The averages of --ema_snapshots are weighted means: the parameters after update k have a weight that is about
-// proportional to a power of k (Karras et al. 2024, appendix C). These are the two exponents. From snapshots of the two
-// averages, train_unet.py --ema_sigma_rel later computes averages with other exponents. With --ema_snapshots the list
-// of rates (Config::emas) contains the two exponents, too.
+// The averages of --ema_snapshots weigh the parameters after update k about proportionally to a power of k (Karras et
+// al. 2024, appendix C). These are the two exponents. train_unet.py --ema_sigma_rel later computes averages with other
+// exponents from their snapshots. Config::emas contains the two exponents, too.
 constexpr float POWER_EMAS[2] = {16.97f, 6.94f};
 
-// Returns the row of a flag, or null if there is no such flag.
 static const Flag* find_flag(const std::string& name) {
     const auto f = std::ranges::find(FLAGS, name, &Flag::name);
     return f == FLAGS.end() ? nullptr : &*f;
 }
 
-// Returns the words that a flag may be set to; the list is empty if the flag's value is not a word.
+// The words that a flag may be set to; empty if its value is not a word.
 static std::vector<std::string> choices(const Flag& f) {
     const bool is_bool = std::holds_alternative<bool Config::*>(f.member);
     std::istringstream list(is_bool ? "False|True" : f.choices);
@@ -162,15 +146,12 @@ static std::vector<std::string> choices(const Flag& f) {
     return words;
 }
 
-// Ends the program, because a flag is set to a word that some place of the program does not know. Most places that
-// depend on a flag's word call this function, so whoever adds a word to unet/flags.h finds these places by this
-// message. But a place that only compares the flag with one word (such as Config::muon) takes a new word for one of the
-// other old words, without a message.
+// Ends the program at a place that does not know a word of unet/flags.h.
 [[noreturn]] static void unknown_word(const char* flag, const std::string& word) {
     die("--%s %s: a part of this program does not know that word yet; choose another one", flag, word.c_str());
 }
 
-// Returns what a flag's word means in one place of the program. pairs: (word, meaning).
+// What a flag's word means in one place of the program. pairs: (word, meaning).
 template <class T>
 static T meaning(const char* flag, const std::string& word, std::initializer_list<std::pair<const char*, T>> pairs) {
     for (const auto& [known, meant] : pairs)
@@ -178,8 +159,8 @@ static T meaning(const char* flag, const std::string& word, std::initializer_lis
     unknown_word(flag, word);
 }
 
-// Returns the element of activations that --precision names. With auto it returns `usual`, the element that this build
-// prefers. With fp8 it also returns `usual`, because only some tensors are FP8.
+// The element of activations that --precision names. With auto and fp8 it is `usual`, because only some tensors are
+// FP8.
 static Element element_named(const std::string& precision, Element usual) {
     if (precision == "auto" || precision == "fp8") return usual;
     for (const Element element : ACTIVATION_ELEMENTS)
@@ -187,11 +168,9 @@ static Element element_named(const std::string& precision, Element usual) {
     unknown_word("precision", precision);
 }
 
-// Returns the word of --precision that guided-diffusion's --use_fp16 True or False stands for.
 static const char* precision_of_use_fp16(bool use_fp16) { return use_fp16 ? "bf16" : "fp32"; }
 
-// These functions set flags of different types from a text. They return "" or, if the text is wrong, a text that says
-// what the value must be.
+// These functions set a flag from a text. They return "" or, if the text is wrong, what the value must be.
 static std::string set_value(bool* flag, const Flag&, const std::string& value) {
     const bool yes = value == "True" || value == "true" || value == "1";
     const bool no =
@@ -206,7 +185,7 @@ static std::string set_value(std::string* flag, const Flag& f, const std::string
     return any_text || std::ranges::count(choices(f), value) ? "" : text("one of %s", f.choices);
 }
 
-// strtod and strtof also read hexadecimal numbers, such as 0x2. Python's float does not, so flags can't have them.
+// strtod and strtof also read hexadecimal numbers, and Python's float does not.
 static bool is_hexadecimal(const std::string& value) { return value.find_first_of("xX") != std::string::npos; }
 
 static std::string set_value(float* flag, const Flag& f, const std::string& value) {
@@ -214,8 +193,8 @@ static std::string set_value(float* flag, const Flag& f, const std::string& valu
     errno = 0;
     *flag = (float)strtod(value.c_str(), &end);
     const bool is_number = !value.empty() && !*end && errno != ERANGE && !is_hexadecimal(value);
-    // Model files hold this value in fp32, so the program also uses it in fp32. The limits are rounded in the same way,
-    // so that a value that equals a limit is in range. NaN is refused, because it is not in range.
+    // Model files hold this value in fp32. The limits are rounded in the same way, so that a value that equals a limit
+    // is in range. NaN is not in range.
     const bool in_range = *flag >= (float)f.low && *flag <= (float)f.high;
     return is_number && in_range ? "" : text("a number from %g to %g", f.low, f.high);
 }
@@ -230,16 +209,14 @@ template <class Int> static std::string set_value(Int* flag, const Flag& f, cons
     return is_number && in_range ? "" : text("a whole number from %.0f to %.0f", f.low, f.high);
 }
 
-// Sets a flag to the value that a text contains. If the text is wrong, the function ends the program with a message
-// that begins with `where`: "FILE: " if the text comes from a file of that name, "" if it comes from the command line
-// or from a preset.
+// Sets a flag from a text, or ends the program. where: "FILE: " if the text comes from a file of that name, else "".
 static void set_flag(Config* c, const Flag& f, const std::string& value, const std::string& where = "") {
     auto set = [&](auto member) { return set_value(&(c->*member), f, value); };
     const std::string expected = std::visit(set, f.member);
     if (!expected.empty()) die("%s--%s %s: must be %s", where.c_str(), f.name, value.c_str(), expected.c_str());
 }
 
-// Returns a number as text. The text has no more digits than are needed to get the same number when the text is read.
+// A number as text, with no more digits than are needed to read the same number.
 static std::string shortest(float number) {
     std::string value;
     for (int digits = 6; digits <= 9; digits++) {
@@ -249,10 +226,8 @@ static std::string shortest(float number) {
     return value;
 }
 
-// Returns the size of an image in the form of --image_size: 64, or 48x64.
 static std::string size_text(int H, int W) { return H == W ? std::to_string(H) : text("%dx%d", H, W); }
 
-// Returns the value of a flag, as a user would type it.
 static std::string flag_value(const Config& c, const Flag& f) {
     if (const int* n = f.at<int>(c)) return std::to_string(*n);
     if (const int64_t* n = f.at<int64_t>(c)) return std::to_string(*n);
@@ -261,21 +236,19 @@ static std::string flag_value(const Config& c, const Flag& f) {
     return *f.at<std::string>(c);
 }
 
-// Makes a sentence that says why a flag can't have its value: "--image_size 7: " and the reason.
+// Returns "--image_size 7: " and the reason why.
 static std::string wrong(Config* c, const char* name, const std::string& why) {
     return text("--%s %s: ", name, flag_value(*c, *find_flag(name)).c_str()) + why;
 }
 
-// Returns the flags of a preset that would undo or forbid what the command line asks for. A preset does not change
-// these flags.
+// The flags of a preset that would undo or forbid what the command line asks for.
 static std::set<std::string> left_out_of_preset(const Config& c) {
     std::set<std::string> names;
     if (c.given("num_heads")) names.insert("num_head_channels"); // num_head_channels would have priority over num_heads
     if (c.objective != "ddpm") names.insert({"predict", "min_snr_gamma", "learn_sigma"});
     // The preset's min_snr_gamma suits the preset's own --predict, and with --use_kl it is not allowed.
     if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma");
-    // The preset's churn and guidance suit the preset's sampler, and samples that are made of noise alone. With
-    // --start_from or --inpaint (changes_images), S_churn is not even allowed (check_model).
+    // The preset's churn and guidance suit the preset's sampler, and samples that are made of noise alone.
     if (c.given("sampler") || c.changes_images()) names.insert({"S_churn", "guidance_scale"});
     if (c.given("guidance_scale")) names.insert({"guidance_min", "guidance_max"}); // they suit the preset's scale
     if (c.given("class_cond") && !c.class_cond) names.insert({"class_dropout", "guidance_scale"});
@@ -283,9 +256,8 @@ static std::set<std::string> left_out_of_preset(const Config& c) {
     return names;
 }
 
-// Sets the flags of a text: --name value --name value. The text is that of a preset, or Config::OF_LABELS, the flags
-// for images with labels (unet/flags.h). Flags that the command line has set stay as they are, and so do those that
-// left_out_of_preset returns.
+// Sets the flags of a text: --name value --name value. Flags that the command line has set stay as they are, and so do
+// those of left_out_of_preset.
 static void apply_flags(Config* c, const std::string& flags) {
     const std::set<std::string> without = left_out_of_preset(*c);
     std::istringstream words(flags);
@@ -299,12 +271,11 @@ static void apply_flags(Config* c, const std::string& flags) {
 
 static void apply_preset(Config* c, const std::string& preset) { apply_flags(c, PRESETS.at(preset)); }
 
-// Makes a flag's line of --help: its name, what it means, and in brackets its default and, if the default preset sets
-// the flag, its value in that preset.
+// A flag's line of --help. In brackets: its default and, if the default preset sets the flag, its value there.
 static std::string help_line(const Flag& f, const Config& defaults, const Config& preset) {
     const std::string choices = *f.choices ? text(" (%s)", f.choices) : "";
     std::string value = flag_value(defaults, f);
-    if (value.empty()) value = "\"\""; // so that the user sees that the value is empty
+    if (value.empty()) value = "\"\"";
     if (preset.chosen(f.name)) value += text("; %s: ", DEFAULT_PRESET) + flag_value(preset, f);
     return text("  --%-25s %s%s [%s]\n", f.name, f.help, choices.c_str(), value.c_str());
 }
@@ -319,13 +290,12 @@ static void print_help() {
            "  ./train_unet --sample 36 --init out/model_0000400.bin --output samples.png\n\n"
            "In brackets: the default, and what preset %s has, which holds without --preset or data of your own.\n",
            DEFAULT_PRESET);
-    const char* last_heading = ""; // the heading of the flag that was printed last
+    const char* last_heading = "";
     for (const Flag& f : FLAGS) {
-        if (f.heading != last_heading) printf("\n%s\n", f.heading); // this flag is the first one under its heading
+        if (f.heading != last_heading) printf("\n%s\n", f.heading);
         last_heading = f.heading;
         printf("%s", help_line(f, defaults, preset).c_str());
     }
-    // Which preset is used without --preset: see apply_default_preset.
     printf("\nPresets: without --preset %s; for your own images of 32x32 %s, for larger ones %s (from 128x128 on with "
            "--patch_size 4),\nfor images that are smaller, or whose sides can't be halved so often, %s; if the images "
            "have labels, also\n%s (where the preset says nothing else);\nfrom %ld images on --min_snr_gamma 5 (where "
@@ -334,15 +304,12 @@ static void print_help() {
     for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings.c_str());
 }
 
-// Returns the smallest number of letters that must be inserted, left out or replaced to turn a into b (Levenshtein
-// 1966). row[j] is this number for the beginnings of the two words: for the letters of a that the loop has reached, and
-// the first j letters of b.
+// The smallest number of letters that must be inserted, left out or replaced to turn a into b (Levenshtein 1966).
+// row[j] is this number for the letters of a that the loop has reached, and the first j letters of b.
 static size_t edit_distance(const std::string& a, const std::string& b) {
     std::vector<size_t> row(b.size() + 1);
     std::iota(row.begin(), row.end(), 0);
     for (char letter : a) {
-        // The shortest list of edits that makes the first j + 1 letters of b ends in one of these ways: a letter is
-        // replaced, left out or inserted, or it stays as it is.
         size_t diagonal = row[0]; // row[j] as it was before this letter
         row[0]++;
         for (size_t j = 0; j < b.size(); j++) {
@@ -356,10 +323,10 @@ static size_t edit_distance(const std::string& a, const std::string& b) {
     return row.back();
 }
 
-// Returns a text that says what to do instead of using a flag that this program does not have.
+// What to do instead of using a flag that this program does not have.
 static std::string instead_of(const std::string& name) {
     auto is = [&](std::initializer_list<const char*> names) { return std::ranges::count(names, name) > 0; };
-    // These flags belong to guided-diffusion or to dev/bench. What they do is done in another way here, or not at all.
+    // Flags of guided-diffusion and of dev/bench.
     if (is({"model_path", "use_ddim"}))
         return "python generate.py takes it; here it is --sample N --init FILE --sampler";
     if (is({"base_samples"})) return "here it is --sample N --cond_file, a data file of the small images";
@@ -367,7 +334,6 @@ static std::string instead_of(const std::string& name) {
         return "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale";
     if (is({"bench", "profile"})) return "make -C dev bench makes dev/bench, which takes it and times this program";
 
-    // Otherwise it may be a typing error.
     std::string nearest;
     size_t distance = 2 + name.size() / 3; // the user hardly meant a flag that differs by so many letters
     for (const Flag& f : FLAGS) {
@@ -379,8 +345,7 @@ static std::string instead_of(const std::string& name) {
     return "there is no such flag" + nearest + "; --help lists those there are";
 }
 
-// Reads the command line: --name value or --name=value. Later, presets and model files set flags that are not on the
-// command line.
+// Reads the command line: --name value or --name=value.
 static void parse_command_line(Config* c, int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         const std::string arg = argv[i];
@@ -395,7 +360,7 @@ static void parse_command_line(Config* c, int argc, char** argv) {
         if (!f) die("--%s: %s", name.c_str(), instead_of(name).c_str());
         if (c->given(name)) die("--%s: is given twice; once is enough", name.c_str());
 
-        // Without a "=", the value is the next argument. That argument must not be a flag.
+        // Without a "=", the value is the next argument, which must not be a flag.
         const bool value_follows = equals == arg.size();
         if (value_follows) i++;
         const bool is_missing = i == argc || (value_follows && std::string(argv[i]).starts_with("--"));
@@ -408,10 +373,8 @@ static void parse_command_line(Config* c, int argc, char** argv) {
 }
 
 // Some of guided-diffusion's flags say what our flags say by other names: --predict_xstart True is our --predict x0. If
-// such a flag is given, this function sets ours. If ours is given, too, its value must be the same. (But the
-// channel_mult of an upsampler, and warmup_steps, are only set if they are not given.)
+// ours is given, too, its value must be the same.
 static void take_aliases(Config* c) {
-    // Sets a flag to the value that its alias stands for.
     auto take = [&](const char* alias, const char* name, const std::string& value) {
         const std::string before = flag_value(*c, *find_flag(name));
         const std::string alias_value = flag_value(*c, *find_flag(alias));
@@ -422,11 +385,8 @@ static void take_aliases(Config* c) {
         c->on_command_line.insert(name);
     };
     // In guided-diffusion, the learning rate falls over lr_anneal_steps steps, without a warm-up, and then the run
-    // stops. So lr_anneal_steps sets --lr_schedule, --max_steps and --warmup_steps here. With lr_anneal_steps 0, the
-    // rate stays constant in both programs. In guided-diffusion such a run has no end; here --max_steps keeps its
-    // value.
+    // stops. With 0 it stays constant, and such a run has no end. Here --max_steps keeps its value then.
     const int64_t steps = c->lr_anneal_steps;
-    // An upsampler enlarges images from small_size to large_size.
     // In guided-diffusion, upsamplers to 512 x 512 have another channel_mult than other models of 512 x 512.
     const int large = c->large_size;
     const int small = c->small_size;
@@ -443,13 +403,10 @@ static void take_aliases(Config* c) {
     if (c->given("fp16_scale_growth")) printf("--fp16_scale_growth: bf16 has no loss scale that could grow\n");
 }
 
-// guided-diffusion's flag --rescale_learned_sigmas sets --vlb_weight here: True sets 1e-3, False 1 / diffusion_steps.
-// So this function is called after --diffusion_steps has got its final value. from_file: whether a model file has set
-// --vlb_weight. If so, a preset must not change it.
+// guided-diffusion's flag --rescale_learned_sigmas sets --vlb_weight here: True 1e-3, False 1 / diffusion_steps. So
+// --diffusion_steps must be final. If a preset gives the flag, --vlb_weight is set only if neither the command line nor
+// a model file (from_file) has set it.
 static void take_rescale_learned_sigmas(Config* c, bool from_file) {
-    // If the command line gives rescale_learned_sigmas, vlb_weight is set here, and the command line must not give it,
-    // too. If only a preset gives rescale_learned_sigmas, vlb_weight is set here unless the command line or a model
-    // file has set it.
     const bool given = c->given("rescale_learned_sigmas");
     const bool weight_given = c->given("vlb_weight");
     if (given && weight_given)
@@ -458,29 +415,28 @@ static void take_rescale_learned_sigmas(Config* c, bool from_file) {
     if (given || preset_asks) c->vlb_weight = c->rescale_learned_sigmas ? 1e-3f : 1.0f / (float)c->diffusion_steps;
 }
 
-// Reads numbers with commas between them, such as "1,2,3,4". Returns false if there is anything else in the text.
+// Reads numbers with commas between them. Returns false if there is anything else in the text.
 static bool parse_list(const std::string& list, std::vector<float>* numbers) {
     numbers->clear();
     if (is_hexadecimal(list)) return false;
-    const char* p = list.c_str(); // where the next number begins
+    const char* p = list.c_str();
     while (*p) {
         char* end = nullptr;
         const float number = strtof(p, &end);
         numbers->push_back(number);
         if (end == p || !std::isfinite(number)) return false;
-        const bool more_follows = *end == ',' && end[1]; // after a comma there must be another number
+        const bool more_follows = *end == ',' && end[1];
         if (*end && !more_follows) return false;
         p = end + more_follows;
     }
     return true;
 }
 
-// Each of the functions that follow, up to parse_model, parses or checks a part of a model's flags. Each returns "", or
-// one sentence that says why the flags are wrong. (made_channels among them is only a helper.)
+// The functions up to check_model parse or check flags. Each returns "", or one sentence that says why the flags are
+// wrong.
 
-// --image_size: 64 means 64x64; in HxW the height comes first.
 static std::string parse_image_size(Config* c) {
-    int n = 0; // how many characters were read. %5d reads at most 5 digits, and such a number fits into an int
+    int n = 0; // characters that were read; %5d reads at most 5 digits, which fit into an int
     const int sides = sscanf(c->image_size.c_str(), "%5d%nx%5d%n", &c->H, &n, &c->W, &n);
     if (sides == 1) c->W = c->H;
     const bool is_size = sides >= 1 && !c->image_size[n];
@@ -489,15 +445,13 @@ static std::string parse_image_size(Config* c) {
     return wrong(c, "image_size", "must be a number of pixels from 4 to 4096, or HxW");
 }
 
-// --cond lowres, gray and mask make the condition pictures from the images. Returns how many channels such a picture
-// has.
+// The channels of a picture that --cond makes.
 static int made_channels(const Config& c) {
     if (c.picture_kind == PictureKind::GRAY) return 1;
     return c.in_channels + (c.picture_kind == PictureKind::MASK);
 }
 
-// Parses --cond, which says what pictures are made of images: lowres:K, gray or mask. Without --cond_channels, it also
-// sets the number of the pictures' channels.
+// Parses --cond. Without --cond_channels, it also sets the number of the pictures' channels.
 static std::string parse_cond(Config* c) {
     c->picture_kind = PictureKind::FILE;
     c->picture_factor = 0;
@@ -527,9 +481,8 @@ static std::string parse_cond(Config* c) {
     return "";
 }
 
-// Parses --channel_mult, which has a number for each level. A level has this number times --num_channels channels.
-// Without the flag, the function uses guided-diffusion's numbers for images of this height. If there are none, the flag
-// is needed.
+// --channel_mult: a level has its number times --num_channels channels. Group norm has 32 groups, so every level needs
+// a multiple of 32. Without the flag, the numbers are guided-diffusion's for images of this height.
 static std::string parse_channel_mult(Config* c) {
     static const std::map<int, const char*> DEFAULTS = {
         {512, "0.5,1,1,2,2,4,4"}, {256, "1,1,2,2,4,4"}, {128, "1,1,2,3,4"}, {64, "1,2,3,4"}};
@@ -538,7 +491,6 @@ static std::string parse_channel_mult(Config* c) {
     const size_t levels = c->mult.size();
     if (!is_list || levels < 1 || levels > 8)
         return wrong(c, "channel_mult", "must be 1 to 8 numbers with commas, such as 1,2,2");
-    // Group norm has 32 groups, so every level needs a multiple of 32 channels.
     const int F = c->num_channels;
     if (F % 32) return wrong(c, "num_channels", text("must be a multiple of 32 (group norm); %d is", round_up(F, 32)));
     for (size_t level = 0; level < levels; level++) {
@@ -551,8 +503,8 @@ static std::string parse_channel_mult(Config* c) {
     return "";
 }
 
-// Checks that a patch has at most 64 channels, and that the image's height and width can be divided often enough. First
-// each patch becomes a pixel. Then each level after the first one halves the resolution.
+// Checks that the image's height and width can be divided often enough. First each patch becomes a pixel. Then each
+// level after the first one halves the resolution.
 static std::string check_divisions(Config* c) {
     const int p = c->patch();
     const int patch_channels = c->seen_channels() * p * p;
@@ -561,7 +513,6 @@ static std::string check_divisions(Config* c) {
     const int levels = (int)c->mult.size();
     const int depth = p << (levels - 1); // the side of a square that becomes one pixel of the lowest level
     if (c->H % depth == 0 && c->W % depth == 0) return "";
-    // The message names the next smaller size that works, or the smallest one.
     const int H = std::max(c->H / depth, 1) * depth;
     const int W = std::max(c->W / depth, 1) * depth;
     return wrong(c, "image_size",
@@ -569,19 +520,18 @@ static std::string check_divisions(Config* c) {
                       levels, p > 1 ? " in patches" : "", H, W));
 }
 
-// Parses --attention_resolutions: at which heights of the image there is attention. Each must be the height of a level.
-// Without this check a typing error would silently give a model without attention.
+// Each number of --attention_resolutions must be the height of a level. Otherwise a typing error would silently give a
+// model without attention.
 static std::string parse_attention_resolutions(Config* c) {
     const bool is_list = parse_list(c->attention_resolutions, &c->attention_heights);
     if (!is_list || c->attention_heights.size() > 8)
         return wrong(c, "attention_resolutions", "must be up to 8 image heights with commas, such as 16,8");
-    std::string heights;   // the heights of all levels, as text for the message
-    std::set<float> occur; // the same heights as numbers
+    std::string heights; // of all levels, for the message
+    std::set<float> occur;
     for (size_t level = 0; level < c->mult.size(); level++) {
         heights += text("%s %d", level ? "," : "", c->height(level));
         occur.insert((float)c->height(level));
     }
-    // This also refuses a height that is not a whole number, because all numbers in occur are whole.
     for (float height : c->attention_heights)
         if (!occur.contains(height))
             return wrong(c, "attention_resolutions",
@@ -589,8 +539,6 @@ static std::string parse_attention_resolutions(Config* c) {
     return "";
 }
 
-// Parses and checks image_size, cond, channel_mult, patch_size and attention_resolutions. Returns "", or a sentence
-// that says what is wrong.
 static std::string parse_model(Config* c) {
     for (auto parse :
          {parse_image_size, parse_cond, parse_channel_mult, check_divisions, parse_attention_resolutions}) {
@@ -600,8 +548,7 @@ static std::string parse_model(Config* c) {
     return "";
 }
 
-// Returns whether a cell of a table looks like a number: whether it begins with a digit, a sign or a point, or is inf
-// or nan. If no cell of a table's first line looks like a number, the line holds the columns' names.
+// If no cell of a table's first line looks like a number, the line holds the columns' names.
 static bool looks_like_number(std::string cell) {
     cell.erase(0, cell.find_first_not_of(' '));
     if (!cell.empty() && strchr("0123456789+-.", cell[0])) return true;
@@ -609,8 +556,7 @@ static bool looks_like_number(std::string cell) {
     return cell == "inf" || cell == "infinity" || cell == "nan";
 }
 
-// Returns the cells of a line of a table. There are commas between them. A cell may stand in quotes; then it may hold
-// commas, and two quotes in it stand for one.
+// The cells of a line of a table. A cell in quotes may hold commas, and two quotes in it stand for one.
 static std::vector<std::string> cells_of(const std::string& line) {
     std::vector<std::string> cells(1);
     bool in_quotes = false;
@@ -625,9 +571,8 @@ static std::vector<std::string> cells_of(const std::string& line) {
     return cells;
 }
 
-// Reads the rows of --values F.csv into c->value_rows. The file may be one that was made for prepare_data.py --values:
-// its first line may hold the columns' names, and its first column the images' names. This function skips both.
-// Returns "", or the reason why the file can't be used.
+// Reads the rows of --values F.csv. As in prepare_data.py --values, the first line may hold the columns' names, and the
+// first column the images' names. Both are skipped.
 static std::string read_value_table(Config* c) {
     const size_t K = c->cond_dim;
     std::error_code ignored;
@@ -655,7 +600,6 @@ static std::string read_value_table(Config* c) {
     return c->value_rows.empty() ? text("has no row of %zu numbers with commas", K) : "";
 }
 
-// Parses --values. Returns "", or a sentence that says what is wrong.
 static std::string parse_values(Config* c) {
     c->value_rows.clear();
     const int K = c->cond_dim;
@@ -672,10 +616,7 @@ static std::string parse_values(Config* c) {
     return fits ? "" : wrong(c, "values", text("must be %d numbers with commas, or a .csv file of rows of them", K));
 }
 
-// Checks that the flags about pictures fit the model and each other. For instance, --cond_file is needed to sample from
-// a model that is conditioned on pictures, and is refused if the model is not. Returns "", or one sentence that says
-// what is wrong. (take_data_shape checks that a training run has the pictures that it needs, and that they fit its
-// data.)
+// take_data_shape checks the pictures of a training run against its data.
 static std::string check_pictures(Config* c) {
     const bool has_file = !c->cond_file.empty();
     if (has_file && !c->cond_channels)
@@ -695,21 +636,19 @@ static std::string check_pictures(Config* c) {
     return "";
 }
 
-// Checks the flags of the model and those of its samples. Returns "", or a sentence that says which flag cannot work,
-// and what it must be.
+// Checks the flags of the model and of its samples.
 static std::string check_model(Config* c) {
     std::string error = parse_model(c);
     if (error.empty()) error = parse_values(c);
     if (error.empty()) error = check_pictures(c);
     if (!error.empty()) return error;
-    // note_unless stores a message in `error` if ok is false. If `error` already holds a message, that message stays.
+    // note_unless stores a message if ok is false. The first message stays.
     auto note_unless = [&](bool ok, const char* name, const std::string& why) {
         if (!ok && error.empty()) error = wrong(c, name, why);
     };
 
-    // Where there is attention, the heads share a level's channels equally. --num_head_channels is the number of
-    // channels of a head. If that flag is -1, --num_heads is the number of heads instead. In the second half of the
-    // network --num_heads_upsample replaces --num_heads, unless it is -1.
+    // Where there is attention, the heads share a level's channels equally. --num_head_channels has priority over
+    // --num_heads. In the second half of the network --num_heads_upsample replaces --num_heads.
     const int per_head = c->num_head_channels;
     const int up = c->num_heads_upsample;
     const size_t lowest = c->mult.size() - 1; // middle_block has this level's channels, and always has attention
@@ -725,15 +664,14 @@ static std::string check_model(Config* c) {
         note_unless(!counts_heads || up_fits, "num_heads_upsample", "must be -1 or " + divide);
     }
 
-    // Diffusion and classes. With T diffusion steps, the linear schedule's last beta is 20 / T. It must be below 1.
+    // With T diffusion steps, the linear schedule's last beta is 20 / T. It must be below 1.
     note_unless(c->noise_schedule != "linear" || c->diffusion_steps > 20, "diffusion_steps",
                 "must be above 20 with --noise_schedule linear, whose last beta would reach 1");
     note_unless(!c->class_cond || c->num_classes > 0, "num_classes",
                 "must be given for --class_cond True: the data has none; or use --class_cond False");
     note_unless(c->class_cond || c->cond_dim || !c->class_dropout, "class_dropout",
                 "has nothing to leave out without --class_cond True or --cond_dim");
-    // Only --objective ddpm uses these flags. With other objectives they must keep their defaults, because a user who
-    // sets one of them expects that it does something.
+    // Only --objective ddpm uses these flags. A user who sets one of them expects that it does something.
     Config plain;
     for (auto name : {"predict", "learn_sigma", "schedule_sampler", "use_kl", "min_snr_gamma", "rescale_timesteps"}) {
         const Flag& f = *find_flag(name);
@@ -745,7 +683,6 @@ static std::string check_model(Config* c) {
     note_unless(!c->augment || !c->random_flip, "random_flip", "is a part of --augment, which tells the network of it");
     note_unless(!c->use_kl || !c->min_snr_gamma, "min_snr_gamma", "weighs an error that --use_kl True leaves out");
 
-    // The flags of samples: classes, the noise levels of the sampler's steps, and images that are changed.
     note_unless(parse_list(c->classes, &c->class_list), "classes", "must be numbers with commas, such as 3,5");
     note_unless(c->class_list.empty() || c->class_cond, "classes", "this model is not conditioned on classes");
     for (float k : c->class_list) {
@@ -759,8 +696,6 @@ static std::string check_model(Config* c) {
     note_unless(c->sigma_min < c->sigma_max, "sigma_min", text("must be below --sigma_max %g", c->sigma_max));
     note_unless(c->sampler != "consistency" || c->mid_t < c->sigma_max, "mid_t",
                 text("must be below --sigma_max %g", c->sigma_max));
-    // With --start_from or --inpaint, --sample changes given images. S_churn says how much noise euler and heun add
-    // between their steps. It is only for images that are made of noise alone.
     const bool changes_images = c->changes_images();
     const bool inpaints = !c->inpaint.empty();
     note_unless(c->start_from.empty() || !inpaints, "start_from", "can't be done beside --inpaint");
@@ -774,15 +709,14 @@ static std::string check_model(Config* c) {
     return error;
 }
 
-// Parses --ema_rate, and adds the averages that --ema_snapshots needs. where: what an error message begins with if the
-// rates come from a file: "FILE: ".
+// Parses --ema_rate, and adds the averages of --ema_snapshots. where: what an error message begins with if the rates
+// come from a file: "FILE: ".
 static void parse_ema_rate(Config* c, const std::string& where) {
-    // A rate is from 0 to 1. A number above 1 is one of the exponents POWER_EMAS. Such a number comes from a
-    // checkpoint, and is never the first in the list.
+    // A rate is from 0 to 1. A number above 1 is one of POWER_EMAS, from a checkpoint, and never the first in the list.
     bool works = parse_list(c->ema_rate, &c->emas) && !c->emas.empty();
     for (size_t k = 0; k < c->emas.size(); k++) {
         const float rate = c->emas[k];
-        const bool is_power = k > 0 && std::ranges::count(POWER_EMAS, rate); // from a checkpoint with --ema_snapshots
+        const bool is_power = k > 0 && std::ranges::count(POWER_EMAS, rate);
         works = works && rate >= 0 && (rate <= 1 || is_power);
     }
     for (float power : POWER_EMAS) {
@@ -796,14 +730,12 @@ static void parse_ema_rate(Config* c, const std::string& where) {
            wrong(c, "ema_rate", text("must be a number from 0 to 1, or up to %d of them with commas%s", most, beside)));
 }
 
-// --objective ect: checks that q^a never exceeds LARGEST_GAP_DIVISOR during the run. a is the number of the stage,
-// from 1 on. So in the last stage, a is the number of all stages. ect_stage returns how many steps a stage has.
+// --objective ect: checks that q^a never exceeds LARGEST_GAP_DIVISOR during the run. a is the number of the stage, from
+// 1 on. So in the last stage it is the number of all stages.
 static void check_ect_stages(Config* c, const std::string& where) {
     if (c->objective != "ect") return;
-    // q^a exceeds LARGEST_GAP_DIVISOR if a is above log(LARGEST_GAP_DIVISOR) / log(q), which is 19.9 for q = 2. So
-    // `most`, the largest a that works, is this quotient rounded down.
-    const int64_t most = (int64_t)(std::log(LARGEST_GAP_DIVISOR) / std::log((double)c->ect_q));
-    const int64_t stages = (c->max_steps + c->ect_stage() - 1) / c->ect_stage(); // rounded up
+    const int64_t most = (int64_t)(std::log(LARGEST_GAP_DIVISOR) / std::log((double)c->ect_q)); // the largest a
+    const int64_t stages = (c->max_steps + c->ect_stage() - 1) / c->ect_stage();                // rounded up
     if (stages <= most) return;
     const int64_t enough = (c->max_steps + most - 1) / std::max<int64_t>(most, 1);
     refuse(where + wrong(c, "ect_d",
@@ -811,34 +743,29 @@ static void check_ect_stages(Config* c, const std::string& where) {
                               c->ect_q, LARGEST_GAP_DIVISOR, enough)));
 }
 
-// Tells the user that the microbatch is not the one that a file or a preset has set, so gradients are rounded
-// differently.
+// The microbatch is not the one of a file or a preset, so gradients are rounded differently.
 static void tell_new_microbatch(int now, int before) {
     printf("--microbatch %d: was %d before; %d processes sum up in another order\n", now, before, world.size);
 }
 
-// The ranks share a batch, and each rank computes its share in microbatches. A microbatch must divide the share. If a
-// file or a preset has set a microbatch that does not divide the share, and there are several ranks, each rank computes
-// its whole share at once.
+// A microbatch must divide a rank's share of the batch. If a file or a preset has set one that does not, and there are
+// several ranks, each rank computes its whole share at once.
 static void check_microbatch(Config* c, const std::string& where) {
     const int B = c->batch_size;
     const int N = world.size;
     if (B % N) {
-        const int nearest = std::max(1, (B + (N - 1) / 2) / N) * N; // the nearest multiple of N, and at least N
+        const int nearest = std::max(1, (B + (N - 1) / 2) / N) * N; // the nearest multiple of N
         die("%s--batch_size %d: is shared by %d processes, so it must be a multiple of that; %d is one", where.c_str(),
             B, N, nearest);
     }
-    const int share = B / N; // how many images of a batch each rank computes
+    const int share = B / N;
     const int before = c->microbatch;
     const bool works = before <= share && share % c->micro() == 0;
     if (works) {
-        // With several ranks, a microbatch of 0 is replaced by the share. So a checkpoint holds this number, and a run
-        // that is resumed with another number of ranks can keep the same microbatch.
+        // Replaces 0 by the share. So a run that is resumed with another number of ranks can keep the same microbatch.
         if (N > 1) c->microbatch = c->micro();
         return;
     }
-    // A microbatch that does not work is an error if the user has set it, or if there is only one process. Otherwise
-    // the program changes the microbatch, and prints a message.
     if (c->given("microbatch") || N == 1) {
         int nearest = std::min(before, share);
         while (share % nearest) nearest--;
@@ -858,7 +785,7 @@ static void check_run(Config* c, const std::string& where) {
     if (c->output_dir.empty()) die("--output_dir: must name a folder");
     if (c->keep_best && c->val_data_file.empty())
         refuse(wrong(c, "keep_best", "needs --val_data_file, the images whose loss says which checkpoint is the best"));
-    // A checkpoint keeps the paths of --data_file and --cond_file in 512 bytes. A byte 0 follows each path.
+    // A checkpoint keeps the paths of --data_file and --cond_file in 512 bytes, each with a byte 0 behind it.
     if (c->data_file.size() > 511)
         refuse(wrong(c, "data_file", "is longer than the 511 bytes that a checkpoint keeps; use a shorter path"));
     if (!c->cond_file.empty() && c->data_file.size() + c->cond_file.size() > 510)

@@ -3,15 +3,11 @@
 #include "config.h"
 
 #ifndef __CUDACC__
-// =====================================================================================================================
-// The CPU: the device is the host; operations are in dev/reference.h
 
 #include "../dev/reference.h"
 
-// The functions below belong to the interface of all devices (interface.h), but they are not operations. Many of them do
-// nothing, for three reasons. The device's memory is the host's memory. A function returns only when its work is done.
-// Operations themselves allocate the memory that they need, so they need no workspace.
-// conv_takes_skip returns false: on a CPU, each skip connection (ConvSkip) is computed as a convolution of its own.
+// The rest of the interface. Many functions do nothing: the device's memory is the host's, a function returns only when
+// its work is done, and operations allocate the memory that they need.
 static bool conv_takes_skip(const ConvShape&, const ConvShape&) { return false; }
 static size_t conv_workspace(ConvShape) { return 0; }
 static size_t conv_detour_bytes(const ConvShape&) { return 0; }
@@ -23,10 +19,9 @@ static size_t loss_workspace(int) { return 0; }
 static void reserve(const Workspace&, bool) {}
 static int max_stat_parts(int, int) { return 1; }
 
-Stream* const MAIN_STREAM = nullptr; // a CPU has only this stream, and nothing is stored about it
+Stream* const MAIN_STREAM = nullptr; // a CPU has only this stream
 
-// Returns memory that is filled with zeros. It begins at a multiple of 256 bytes, so that it is aligned to whole cache
-// lines and vectors.
+// Aligned to whole cache lines and vectors.
 static void* device_alloc_bytes(size_t bytes) {
     void* p = nullptr;
     if (posix_memalign(&p, 256, bytes))
@@ -41,7 +36,6 @@ static size_t device_available() { return SIZE_MAX; } // so the CPU build does n
 static void copy_to_device(void* device, const void* host, size_t bytes) { memcpy(device, host, bytes); }
 static void copy_to_host(void* host, const void* device, size_t bytes) { memcpy(host, device, bytes); }
 
-// Operations run one after the other, so no stream waits for another.
 template <class F> static void run_beside(int, F work) { work(MAIN_STREAM); }
 static void wait_for_side(int) {}
 
@@ -59,7 +53,6 @@ static void start_device(const std::string& precision, int number) {
 
 static std::string device_name() { return text("the CPU, %ld threads", sysconf(_SC_NPROCESSORS_ONLN)); }
 
-// A CPU records no work: each call of replay calls work.
 template <class F> static void replay(Graph*, F work) { work(); }
 static void free_graph(Graph*) {}
 

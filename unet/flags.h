@@ -1,13 +1,13 @@
 // Every flag and every preset, once, for both programs.
 //
-// train_unet.cu includes this file inside struct Config, where its macros make of each row a member with a default, and
-// a row of FLAGS. common/flags.py parses the same lines. They are written so that they are Python, too, once // is #.
+// config.h includes this file inside struct Config, where its macros make of each row a member with a default, and a
+// row of FLAGS. common/flags.py parses the same lines. They are written so that they are Python, too, once // is #.
 //
 //   HEADING(name, title)                        a part of --help begins
 //   FLAG(type, name, default, help)             a flag
 //   FLAG(type, name, default, help, low, high)  a number from low to high
 //   FLAG(type, name, default, help, WORDS(w))   one of several words, "a|b"
-//   SAVED(slot, ...)                            a flag that model files keep, in this slot of a header (docs/FORMATS.md)
+//   SAVED(slot, ...)                            a flag that model files keep, in this slot (docs/FORMATS.md)
 //   FREE(slot, ...)                             the same, and it may change from run to run
 //   OBJECTIVES(name, w)                         the next flags are for these objectives alone, "a|b"; "": for all
 //   PRESET(name, flags[, NAME])                 what a preset sets; what it leaves out keeps its default
@@ -187,19 +187,14 @@ PRESETS_SHARE(ADM,
               "--num_channels 256 --num_res_blocks 2 --attention_resolutions 32,16,8 "
               "--use_new_attention_order False --learn_sigma True --noise_schedule linear",
               LARGE);
-// How classes are learned, and how pictures are guided by them. Guidance acts where sigma is between 0.2 and 2. With a
-// weaker guidance at every sigma, pictures are as good to look at, but take longer, and have less variety
-// (docs/LEARNT.md, "Guidance in an interval of sigma").
-// Without --preset, these flags are set before those of the preset. If the user's images have labels, the model learns
-// them as classes. (If they have none, these flags do nothing: see take_labels.)
+// How classes are learned, and how pictures are guided by them, where sigma is between 0.2 and 2 (docs/LEARNT.md).
+// Without --preset, these flags are set before those of the preset if the user's images have labels (take_labels).
 PRESETS_SHARE(OF_LABELS,
               "--class_cond True --class_dropout 0.1 --guidance_scale 2 --guidance_min 0.2 --guidance_max 2");
-// What ./train_unet alone does, on a CPU and on a GPU: chosen by the pictures that a minute gives (docs/LEARNT.md,
-// "Recipes"). A network that sees squares of 2x2 pixels is four times as fast; one that predicts x_0, not noise, leaves
-// no grain in them. Their optimiser is Muon, with which a step does about as much as two with AdamW. quick32 also
-// learns the classes: guided by them where sigma is between 0.2 and 5, twice as many pictures are good. (If quick32 is
-// used without --preset and the data has no labels, the model learns no classes.) quick32's learning rate stays
-// constant, and the average of its weights reaches back over a third of the run: 1 / (1 - 0.993) is 143 steps.
+// What ./train_unet alone does, on a CPU and on a GPU: chosen by the pictures that a minute gives (docs/LEARNT.md). A
+// network that sees squares of 2x2 pixels is four times as fast. One that predicts x_0, not noise, leaves no grain in
+// them. With Muon a step does about as much as two with AdamW. The average of quick32's weights reaches back over a
+// third of the run: 1 / (1 - 0.993) is 143 steps.
 PRESET(quick32,
        "--image_size 32 --in_channels 1 --patch_size 2 --num_channels 64 --channel_mult 1,1 "
        "--num_res_blocks 1 --attention_resolutions 8 --num_head_channels 32 --conv_resample False "
@@ -208,37 +203,36 @@ PRESET(quick32,
        "--S_churn 20 --timestep_respacing 50 --batch_size 64 --optimizer muon --lr 4e-3 --warmup_steps 50 "
        "--lr_schedule constant --adam_beta2 0.99 --max_steps 400 --ema_rate 0.993 "
        "--data_file data/fashion32.bin --save_interval 200 --sample_interval 200");
-// What a GPU does is in two presets. They share the way of training and sampling, and most of the network.
+// What two presets for a GPU share.
 PRESETS_SHARE(QUICK, "--channel_mult 1,2,2 --num_res_blocks 1 --attention_resolutions 16,8 --num_head_channels 32 "
                      "--conv_resample False --use_scale_shift_norm True --noise_schedule cosine --predict x0 "
                      "--sampler heun --S_churn 20 --timestep_respacing 50 --optimizer muon --warmup_steps 500 "
                      "--lr_schedule cosine --adam_beta2 0.99 --ema_rate 0.999 --log_interval 50");
-// Without data of the user's own: emoji. Also for the user's own images that are larger than 32x32 pixels.
+// Emoji, and the user's own images that are larger than 32x32 pixels.
 PRESET(quick64,
        "--image_size 64 --patch_size 2 --num_channels 128 --min_snr_gamma 0.5 --batch_size 128 --lr 1e-3 "
        "--max_steps 7500 --data_file data/emoji64.bin --sample_interval 2500 --save_interval 2500",
        QUICK);
-// For the user's own images of 32x32 pixels. The network sees each pixel, not squares of pixels, and learns the
-// classes. (If photos32 is used without --preset and the data has no labels, it learns no classes.)
+// The user's own images of 32x32 pixels. The network sees each pixel, not squares of pixels.
 PRESET(photos32,
        "--image_size 32 --num_channels 96 --class_cond True --class_dropout 0.1 --guidance_scale 2 "
        "--guidance_min 0.2 --guidance_max 2 --min_snr_gamma 5 --batch_size 256 --lr 1.4e-3 --max_steps 6000 "
        "--data_file data/cifar10.bin --sample_interval 2000 --save_interval 2000",
        QUICK);
-// clothing in a few minutes on two CPU cores
+// clothing on two CPU cores
 PRESET(fashion32, "--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 "
                   "--attention_resolutions 8 --num_head_channels 32 --noise_schedule cosine --eta 1 --batch_size 16 "
                   "--lr 2e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 1000 "
                   "--ema_rate 0.98 --data_file data/fashion32.bin");
-// 64x64 pictures, a good half hour on two CPU cores: as quick64, with a network that is narrower and one level deeper,
-// smaller batches, and a constant lr as in quick32
+// 64x64 pictures on two CPU cores: as quick64, with a network that is narrower and one level deeper, smaller batches,
+// and a constant lr
 PRESET(emoji64, "--image_size 64 --patch_size 2 --num_channels 64 --channel_mult 1,1,1,1 --num_res_blocks 1 "
                 "--attention_resolutions 8,4 --num_head_channels 32 --conv_resample False "
                 "--use_scale_shift_norm True --noise_schedule cosine --predict x0 --min_snr_gamma 0.5 --sampler heun "
                 "--S_churn 20 --timestep_respacing 50 --batch_size 32 --optimizer muon --lr 2e-3 --warmup_steps 100 "
                 "--lr_schedule constant --adam_beta2 0.99 --max_steps 2700 --ema_rate 0.999 "
                 "--data_file data/emoji64.bin --sample_interval 900 --save_interval 900");
-// unet.cu's model; emoji in a few minutes on an H200
+// unet.cu's model
 PRESET(unet64, "--image_size 64 --num_channels 64 --channel_mult 1,2,3,4 --num_res_blocks 2 "
                "--attention_resolutions 16,8 --num_head_channels 32 --conv_resample False --noise_schedule cosine "
                "--eta 1 --timestep_respacing 100 --batch_size 32 --lr 4e-4 --warmup_steps 500 --lr_schedule cosine "

@@ -51,92 +51,84 @@ constexpr int MOST_PIXELS = INT_MAX;
 
 // =====================================================================================================================
 // Types at the interface: what operations are called with
-// Where an operation writes its result, or a copy of it, in FP8. Each value is multiplied by *factor and then rounded.
-// If bytes is null, the operation writes nothing in FP8.
+
+// Where an operation writes a copy of its result in FP8. Each value is multiplied by *factor and then rounded. If bytes
+// is null, there is no copy.
 struct Fp8Copy {
     uint8_t* bytes = nullptr;
     const float* factor = nullptr;
 };
 
-// --precision fp8, in training: a convolution's input x and its weights are multiplied by these factors before they are
-// rounded to FP8 (e4m3). The factors are powers of 2, so multiplying by them rounds nothing. 448 is the largest number
-// of e4m3. So the largest |x| that FP8 can hold is 28 = 448 / 16, and the largest |weight| is 3.5 = 448 / 128. Larger
-// numbers are rounded to these. choose_gradient_factor returns the factor of gradients.
+// --precision fp8, in training: a convolution's input and its weights are multiplied by these factors before they are
+// rounded to FP8 (e4m3). They are powers of 2, so multiplying rounds nothing. e4m3's largest number is 448. So inputs
+// are limited to 28 = 448 / 16, and weights to 3.5 = 448 / 128.
 constexpr float FP8_X_FACTOR = 16;
 constexpr float FP8_WEIGHT_FACTOR = 128;
 
-// A convolution whose weights are rounded to FP8 in training. round_weights makes two FP8 copies of the weights. The
-// forward pass reads the copy `weights`. The input gradient reads the copy `turned`, in which each 3x3 filter is turned
-// by 180 degrees. offset: where the weights (Cout, 9, Cin) begin in a flat array (see Slice). turned_alone: only the
-// convolution's input gradient is computed in FP8, so only `turned` is made.
+// A convolution whose weights (Cout, 9, Cin) are rounded to FP8 in training. They begin at `offset` in a flat array.
 struct WeightRounding {
     size_t offset;
     int Cout, Cin;
-    bool turned_alone = false;
+    bool turned_alone = false; // only the input gradient is computed in FP8
 };
 
-// A convolution is 1x1 or 3x3 (padding kernel / 2). Its input (B, H, W, C1 + C2) is one array. Only a 1x1 convolution
-// may also have an input of two arrays, with C1 and C2 channels. With upsample = 1 the convolution is 3x3, its stride
-// is 1, and it reads its input enlarged to 2H x 2W: each pixel becomes 2 x 2 equal pixels.
+// A convolution is 1x1 or 3x3 (padding kernel / 2), with stride 1 or 2. Its input is (B, H, W, C1 + C2). Only for a 1x1
+// convolution, this may be two arrays of C1 and C2 channels. With upsample = 1 the convolution is 3x3 with stride 1,
+// and reads its input enlarged to 2H x 2W.
 struct ConvShape {
     int B, H, W, C1, C2, Cout, kernel, stride, upsample;
-    // The types of the input's and of the output's elements. The network's own input and output are always FP32.
+    // types of the input's and output's elements; the network's own input and output are always FP32
     Element in = act_element, out = act_element;
-    HD int out_H() const { return ((H << upsample) + stride - 1) >> (stride - 1); } // stride is 1 or 2
+    HD int out_H() const { return ((H << upsample) + stride - 1) >> (stride - 1); }
     HD int out_W() const { return ((W << upsample) + stride - 1) >> (stride - 1); }
 };
 
-// A group norm of x (B, HW, C1 + C2), which is one array, or two arrays of C1 and C2 channels.
+// A group norm of x (B, HW, C1 + C2), which is one array, or two of C1 and C2 channels.
 struct NormShape {
     int B, HW, C1, C2, groups;
     Nonlinearity nonlinearity;
     float eps; // is added to the variance
 };
 
-// What the computation of a convolution's weight gradient needs: the arrays that it writes (dweight, dbias, demb), the
-// arrays that it reads (dout, x1, x2), and the shape. The backward pass keeps the WeightWorks of several layers and
-// then computes their weight gradients together, so that the GPU has more to do at a time.
+// What a convolution's weight gradient is computed from. Several layers' weight gradients are computed together, so
+// that the GPU has more to do at a time.
 struct WeightWork {
     float *dweight, *dbias;
-    float* demb; // (B, emb_stride), or null: the embedding's gradient, which is the sum of dout over an image's pixels
+    float* demb; // (B, emb_stride), or null: the embedding's gradient, the sum of dout over an image's pixels
     int emb_stride;
     const act *dout, *x1, *x2;
     ConvShape shape;
-    // A weight gradient is computed from FP8 numbers if shape.in is FP8 and shape.out is FP8_GRADIENT. Then x1 and dout
-    // are arrays of bytes. Before they were rounded, x1 was multiplied by FP8_X_FACTOR, and dout by *dout_factor. (The
-    // results dweight, dbias and demb are always fp32.)
+    // If shape.in is FP8 and shape.out is FP8_GRADIENT, x1 and dout are bytes. Before they were rounded, x1 was
+    // multiplied by FP8_X_FACTOR, and dout by *dout_factor.
     const float* dout_factor = nullptr;
 };
 
-// Where the gradient of an input is written, and what is added to it: dx = gradient + add1 + add2. The addends are
-// gradients from other readers of the same tensor. An addend may be null, or dx itself. If dx is null, the gradient is
-// not written, because no layer reads it.
+// The gradient of an input: dx = gradient + add1 + add2. The addends are gradients from other readers of the same
+// tensor. An addend may be null, or dx itself. If dx is null, the gradient is not written.
 template <class T> struct GradOf {
     T* dx = nullptr;
     const T *add1 = nullptr, *add2 = nullptr;
 };
 typedef GradOf<act> Grad;
 
-// A group norm needs two sums for each channel of the tensor that it reads: over an image's pixels, the sum of the
-// channel's values, and the sum of their squares. The pixels may be divided into several parts, each with sums of its
-// own. The norm then adds up the sums of all parts. sums: (B, parts, C, 2).
+// What a group norm needs of its input: for each channel of an image, the sum of its values, and the sum of their
+// squares. The pixels may be divided into parts with sums of their own, which the norm adds up. sums: (B, parts, C, 2).
 struct Stats {
     double* sums;
     int parts;
 };
 
 // What attention keeps of each row of scores, so that the backward pass can compute the row's softmax P again. A row
-// holds the scores s = q . k of one query q with all keys k (q and k are vectors of d numbers):
-// P = 2^((s - top) log2(e) / sqrt(d) - log_sum). top is the highest score of the row, or (in Hopper's kernels) the
-// highest score of a part of the row. log_sum is the log2 of the row's sum of e^((s - top) / sqrt(d)). Most programs
-// keep only one number, the log of the sum of e^(s / sqrt(d)). But if scores are large, that number is large, too.
-// Rounding it to fp32 could change it by more than 1, and so change P by more than a factor of 2.
+// holds the scores s = q . k of one query q with all keys k (vectors of d numbers):
+//   P = 2^((s - top) log2(e) / sqrt(d) - log_sum)
+// top is the highest score of the row (in Hopper's kernels, of a part of the row). log_sum is the log2 of the row's sum
+// of e^((s - top) / sqrt(d)). One number, the log of the sum of e^(s / sqrt(d)), is not enough: if scores are large, it
+// is large, too, and rounding it to fp32 could change P by more than a factor of 2.
 struct SoftmaxRow {
     float top, log_sum;
 };
 
-// A random draw depends on these values, on the sample's place in the batch, and on the draw's own number within the
-// sample (the quartet: see random.h).
+// A random draw is a function of these values, of the sample's place in the batch, and of the quartet (random.h).
 struct RandomKey {
     uint64_t seed;
     uint32_t purpose;    // what is drawn: RANDOM_NOISE or another RandomPurpose
@@ -144,14 +136,12 @@ struct RandomKey {
     int64_t sample0;     // the number of the first sample; no two microbatches of a step have samples of equal numbers
 };
 
-// Returns the same key with another purpose.
 HD static inline RandomKey of_purpose(RandomKey key, uint32_t purpose) {
     key.purpose = purpose;
     return key;
 }
 
-// What is random about the pictures that a batch is conditioned on. Outside of training all members except the key are
-// 0, so only the holes of --cond mask are random.
+// What is random about the pictures that a batch is conditioned on. Outside of training only the key is not 0.
 struct PictureDraws {
     RandomKey key;            // the seed, the step and the first sample; each draw sets the purpose
     bool random_flip = false; // whether an image and its picture are mirrored with probability 1/2
@@ -159,8 +149,7 @@ struct PictureDraws {
     float noise = 0;          // the largest standard deviation of the noise on a small picture
 };
 
-// How the picture that the network is conditioned on is made of an image (--cond). FILE: it is not made of the image,
-// but comes from --cond_file, or there is no picture.
+// How the picture of an image is made (--cond). FILE: it is read from --cond_file, or there is none.
 enum class PictureKind : uint8_t { FILE, LOWRES, GRAY, MASK };
 struct PictureWord {
     PictureKind kind;
@@ -180,7 +169,7 @@ constexpr bool picture_words_are_in_order() {
 static_assert(picture_words_are_in_order(),
               "PICTURE_WORDS[kind] must be the row of that kind: model files keep its number");
 
-// Dropout with probability p; p = 0: there is none. Its random draws depend on the other members.
+// Dropout with probability p. Its random draws depend on the other members.
 struct Dropout {
     float p = 0;
     uint64_t seed = 0;
@@ -202,38 +191,33 @@ struct NoiseLevel {
     float range = 0;
     int t_is_0 = 0;  // 1: this is the level of t = 0, where the bound has another formula
     int quarter = 0; // the quarter of all levels that this level lies in: 0 (least noise) to 3; for the log
-    int index = 0;   // ddpm: the timestep t, from 0 to diffusion_steps - 1; for remember_losses
-    // ddpm: 1 / (diffusion_steps times the probability of drawing t). It is a factor of `weight`, and of the bound's
-    // weight, too.
+    int index = 0;   // ddpm: the timestep t, from 0 to diffusion_steps - 1
+    // ddpm: 1 / (diffusion_steps times the probability of drawing t), a factor of `weight` and of the bound's weight
     float importance = 0;
     float target_teacher = 0; // ect: the teacher's answer (see TuningWeight) times this is added to the target
 };
 
-// A Frame says which formulas compute the members of a NoiseLevel, such as the network's input and its target: those of
-// ddpm_level, edm_question or flow_question.
+// Whose formulas compute a NoiseLevel: those of ddpm_level, edm_question or flow_question.
 enum class Frame : uint8_t { DDPM, EDM, FLOW };
 
-// The weight of a sample's loss with --objective ect. The loss is the distance between two images: the one that the
-// network (the student) makes of an input with noise of sigma = t, and the one that the same network (the teacher)
-// makes of an input with less noise, sigma = r. GAP: the weight is 1 / (t - r). SNR: it is 1 / t^2 + 1 / sigma_data^2.
-enum class TuningWeight : uint8_t { GAP, SNR };
+// --objective ect: the weight of a sample's loss. t is the student's sigma, and r the teacher's.
+enum class TuningWeight : uint8_t { GAP, SNR }; // GAP: 1 / (t - r). SNR: 1 / t^2 + 1 / sigma_data^2
 
-// --objective ect, consistency tuning (Geng et al. 2024). The letters are the paper's. The comments above teacher_sigma
-// explain q, k, b and d, and the formula above tuning_loss contains c.
+// --objective ect, consistency tuning (Geng et al. 2024). teacher_sigma and tuning_loss contain the paper's letters.
 struct Tuning {
     float q = 0, k = 0, b = 0, c = 0; // q = 0: there is no consistency tuning
-    int64_t d = 1;                    // how many steps a stage has. The stage's number, from 1 on, is the paper's `a`
+    int64_t d = 1;                    // steps of a stage; the stage's number, from 1 on, is the paper's `a`
     TuningWeight weight = TuningWeight::GAP;
-    // Device: the number of the step, from which `a` is computed. In training this is the current step, and in
-    // validation it is the run's last step.
+    // device: the step from which `a` is computed; in validation, the run's last step
     const int64_t* step = nullptr;
     HD bool on() const { return q > 0; }
 };
 
-// A change to an image (--augment), and the numbers that the network is told of the change (`told`; a list above
-// Matrix2 explains them). First the image is mirrored: with flip_x its left and right are exchanged, with flip_y its
-// top and bottom. Pixel (x, y) of the changed image is then pixel (x_x x + x_y y + x_1, y_x x + y_y y + y_1) of the
-// mirrored image. Coordinates are measured in pixels, from the centre.
+// A change to an image (--augment), and the numbers that the network is told of it. First the image is mirrored: flip_x
+// exchanges left and right, flip_y top and bottom. Then pixel (x, y) of the changed image is this pixel of the mirrored
+// one:
+//   (x_x x + x_y y + x_1, y_x x + y_y y + y_1)
+// Coordinates are in pixels, from the centre.
 constexpr int AUGMENT_NUMBERS = 9;
 struct Augmentation {
     float told[AUGMENT_NUMBERS];
@@ -242,39 +226,37 @@ struct Augmentation {
     double y_x, y_y, y_1;
 };
 
-// How the sigma of a sample of training or validation is drawn (draw_level), if Objective::levels is null.
+// How the sigma of a sample is drawn (draw_level), if Objective::levels is null.
 struct SigmaDraws {
     float P_mean, P_std; // ln(sigma) is normally distributed; its mean and standard deviation
-    bool uniform_t;      // true: instead, t = sigma / (1 + sigma) is uniformly distributed between 0 and 1
+    bool uniform_t;      // instead, t = sigma / (1 + sigma) is uniform between 0 and 1
 };
 
-// What a model is trained on: how noise levels are drawn, and what the loss is. The loss is
-// mse * weight * squared error + bound * importance * term. `weight` and `importance` are members of the drawn
-// NoiseLevel. `term` is the part of the variational bound, in nats, that belongs to the drawn timestep (bound_term). If
-// mse is above 0, the bound trains only the variance that the network predicts. If mse is 0, the bound also trains the
-// predicted mean. If tuning.on(), the loss is that of tuning_loss instead.
+// What a model is trained on: how noise levels are drawn, and the loss of a sample:
+//   mse * weight * squared error + bound * importance * term
+// `term` is the variational bound's term of the drawn timestep, in nats (bound_term). If mse is above 0, the bound
+// trains only the predicted variance. If mse is 0, it also trains the predicted mean. If tuning.on(), the loss is that
+// of tuning_loss instead.
 struct Objective {
     const NoiseLevel* levels; // device: (steps), the level of each t; null: sigma is drawn, see SigmaDraws
     int steps;                // how many timesteps t there are
     SigmaDraws draws;
     float sigma_data; // of edm and ect: the standard deviation of the data
     float mse, bound;
-    // Device: (steps), the root mean square of the latest losses of each t, see remember_losses. The larger it is, the
-    // more often this t is drawn (draw_weighted_level). Null: all t have the same probability.
+    // device: (steps), the root mean square of the latest losses of each t. The larger it is, the more often this t is
+    // drawn. Null: all t have the same probability.
     const double* rms_losses = nullptr;
     Frame frame = Frame::DDPM;
     Tuning tuning{};
 };
 
-// A sampler's step from x to x'. Here x is the network's input, and x' is its input in the next step. (device_step, in
-// diffusion/, calls them u and u'.) The array m is what the sampler remembers from one step to the next, z is new noise,
-// and out is the network's answer. limit leaves its argument as it is, or limits it (see Denoising):
+// A sampler's step from x, the network's input, to x', its input in the next step. m is what the sampler remembers, z
+// is new noise, and out is the network's answer. limit: see Denoising.
 //   x0 = limit(x0_x x + x0_out out)
 //   x' = next_x x + next_x0 x0 + next_m m + sigma z
 //   m' = m_x x + m_x0 x0
-// With range > 0 the network has learned sigma: sigma = exp(log_sigma + range (v + 1) / 2), where v is the second half
-// of the channels of the network's answer. (Guidance does not change v: also in a guided step, v is read from the
-// answers for the first half of the batch.)
+// With range > 0 the network has learned sigma: sigma = exp(log_sigma + range (v + 1) / 2). v is the second half of the
+// answer's channels. Guidance does not change v.
 struct SamplerStep {
     float t;        // what the network is told
     float guidance; // see Denoising; 1: this step is not guided
@@ -285,102 +267,88 @@ struct SamplerStep {
     float known_x, known_sigma, back_x, back_sigma; // see keep_known
 };
 
-// Settings that are the same in all steps of a sampler.
-// With guidance, the second half of the batch is a copy of the first half. For the copies the network is not told the
-// class, the numbers (--cond_dim) or the picture, if training has also left these out sometimes. The network's answers
-// for the copies are called `unconditional`, and its answers for the first half are called `out`. The sampler uses the
-// answer unconditional + guidance * (out - unconditional), where guidance is SamplerStep::guidance. In a step whose
-// guidance is 1, the network computes only the first half.
+// Settings that are the same in all steps of a sampler. With guidance, the second half of the batch is a copy of the
+// first half, of which the network is not told the conditions. `unconditional` is its answer for the copies, and `out`
+// its answer for the first half. The sampler uses unconditional + guidance * (out - unconditional). In a step whose
+// guidance is 1, only the first half is computed.
 // If limit is true, x0 is limited to [-s, s] and divided by s. With rank < 0, s is 1. With rank >= 0, s is the rank-th
-// smallest |x0| of the image (counted from 0), or 1 if that |x0| is smaller than 1.
+// smallest |x0| of the image (counted from 0), but at least 1.
 struct Denoising {
     bool limit, guided;
     int rank;
     float* threshold; // device: (B), memory for s of each image
-    float* m;         // device: (B, HW, C), what the sampler remembers; null: this sampler remembers nothing
+    float* m;         // device: (B, HW, C), what the sampler remembers; null: nothing
 };
 
-// How the learning rate changes after the warm-up: see lr_factor.
-enum class LrSchedule { CONSTANT, LINEAR, COSINE };
+enum class LrSchedule { CONSTANT, LINEAR, COSINE }; // after the warm-up: see lr_factor
 
-// Optimiser settings of a whole run.
 struct AdamW {
     float lr, weight_decay, beta1, beta2, eps, grad_clip, ema_rate;
     LrSchedule lr_schedule;
     int64_t warmup_steps, max_steps;
 };
 
-// Ranks share the work of the optimiser. Weights and gradients are flat arrays of n floats (n is a multiple of 4), with
-// padding after them. An array is cut into segments. Each segment is cut into one part for every rank. Each part is cut
-// into `stretches` stretches of STRETCH floats. With two ranks and three segments:
+// Ranks share the work of the optimiser. Weights and gradients are flat arrays of n floats (n is a multiple of 4) and
+// padding. An array is cut into segments. Each segment is cut into one part for every rank, and each part into
+// `stretches` stretches of STRETCH floats. With two ranks and three segments:
 //
 //   | rank 0 | rank 1 | rank 0 | rank 1 | rank 0 | rank 1 |
 //   |    segment 0    |    segment 1    |    segment 2    |
 //
-// A rank owns its parts of all segments. These parts together are called its slice. Of the moments and averages, a rank
-// stores only its slice, in which its parts follow each other directly. Each segment has parts of all ranks. So the
-// gradients of one segment can be sent to their owners while those of another segment are still computed.
-// The weights that the network reads in fp32, not from a copy, lie at the beginning of the array (Update::plain).
-//
-// How many floats a stretch has. For the norm of the gradient, sum_gradients makes one sum of squares for each stretch.
-constexpr size_t STRETCH = 1 << 14;
+// A rank owns its parts of all segments, which together are its slice. Of the moments and averages, a rank stores only
+// its slice, in which its parts follow each other directly. Each segment has parts of all ranks. So the gradients of
+// one segment can be sent to their owners while those of another segment are still computed.
+constexpr size_t STRETCH = 1 << 14; // floats of a stretch; sum_gradients makes one sum of squares for each
 struct Slice {
     size_t n;
     int segments, stretches, rank, ranks;
-    HD size_t each() const { return stretches * STRETCH; } // how many floats of a segment a rank owns
-    HD size_t owned() const { return segments * each(); }  // how many floats a rank owns in all segments
-    HD size_t whole() const { return ranks * owned(); }    // how many floats a flat array has with its padding
-    // Returns where in a flat array rank r's part of a segment begins.
+    HD size_t each() const { return stretches * STRETCH; } // floats of a segment that a rank owns
+    HD size_t owned() const { return segments * each(); }  // floats that a rank owns in all segments
+    HD size_t whole() const { return ranks * owned(); }    // floats of a flat array with its padding
+    // where in a flat array rank r's part of a segment begins
     HD size_t at(int segment, int r) const { return ((size_t)segment * ranks + r) * each(); }
-    // Returns where in a flat array the i-th float of this rank's slice lies.
+    // where in a flat array the i-th float of this rank's slice lies
     HD size_t flat(size_t i) const {
         const unsigned segment = (unsigned)(i / STRETCH) / stretches;
         return i + ((size_t)segment * (ranks - 1) + rank) * each();
     }
 };
 
-// The gradients of this rank's slice, as each rank has computed them. own: a flat array of the gradients that this rank
-// has computed. received: another flat array. At the place of rank r's part of a segment, it holds the gradients that
-// rank r has computed for this rank's part of that segment. Nothing is received at the places of this rank's own parts.
-// At those places, the array holds the sum over all ranks (Trainer::sum is the same array). With one rank, received is
-// null.
+// The gradients of this rank's slice, as each rank has computed them. `own` is a flat array of this rank's gradients.
+// `received` is another one, or null with one rank. At the place of rank r's part of a segment, it holds the gradients
+// that rank r has computed for this rank's part. At the places of this rank's own parts, it holds the sum over all
+// ranks (Trainer::sum is the same array).
 struct RankGradients {
     const float *own, *received;
     Slice slice;
-    // Returns the gradients that rank r has computed. The pointer is shifted, so that a float of this rank's slice has
-    // the same index in the result as in a flat array.
+    // The pointer is shifted: a float of this rank's slice has the same index here as in a flat array.
     HD const float* of(int r) const {
         return r == slice.rank ? own : received + (r - slice.rank) * (ptrdiff_t)slice.each();
     }
 };
 
-// An array of this rank, and the same array of the other ranks whose memory this rank can write to. A kernel writes
-// its result to all of these arrays.
+// This rank's array, and the same array of the other ranks whose memory it can write to. Kernels write to all of them.
 constexpr int NEAR = 8; // the largest number of ranks that write to each other's memory
 template <class T> struct Everywhere {
     T* at[NEAR]; // this rank's array is the first
     int ranks = 1;
 };
 
-// adamw_update works on these arrays. params, copy (the weights in the activations' type) and sum are flat arrays. ema,
-// m and v hold only this rank's slice. New weights are written to this rank and to all ranks whose memory this rank can
-// write to. The network reads the first `plain` weights from params, in fp32, and all other weights from copy. (If
-// activations are fp32, `plain` includes all weights, and copy is the same array as params. With --precision fp8,
-// round_weights makes FP8 copies of some of the weights in copy.)
+// The arrays of adamw_update. params, copy and sum are flat arrays. ema, m and v hold only this rank's slice. The
+// network reads the first `plain` weights from params, in fp32, and all others from copy. If activations are fp32,
+// `plain` includes all weights, and copy is the same array as params.
 struct Update {
     Everywhere<float> params;
     Everywhere<act> copy;
     size_t plain;
     float *ema, *m, *v;
     const float* sum; // the sum of the ranks' gradients
-    // For each 64 floats of a flat array: 1 if they belong to a matrix that Muon updates, else 0. For the elements of
-    // these matrices, `sum` no longer holds gradients when adamw_update reads it, but directions (update_by_muon). The
-    // update subtracts lr times the direction. Without --optimizer muon, is_matrix is null.
+    // For each 64 floats of a flat array: 1 if they belong to a matrix that Muon updates. For such a matrix, `sum`
+    // holds directions (update_by_muon), and the update subtracts lr times the direction. Null: no --optimizer muon.
     const uint8_t* is_matrix;
 };
 
-// --optimizer muon. A matrix of weights (rows, columns) that Muon updates. A convolution's matrix has a row for each
-// output channel.
+// --optimizer muon: a matrix of weights (rows, columns). A convolution's matrix has a row for each output channel.
 struct MuonMatrix {
     size_t offset;        // where its elements begin in a flat array
     int rows, columns;    // multiples of 32
@@ -388,51 +356,48 @@ struct MuonMatrix {
     HD int short_side() const { return rows < columns ? rows : columns; }
     HD int long_side() const { return rows < columns ? columns : rows; }
 };
-// A GPU computes a product of matrices in tiles. A MuonTile says which part of which result a tile is.
+// A tile of a product of matrices: which matrix, and the tile's first row and column in the result.
 struct MuonTile {
-    int matrix, row, column; // the tile's matrix, and its first row and column in the result
+    int matrix, row, column;
 };
 struct MuonTiles { // the tiles of the results of all matrices
     const MuonTile* list = nullptr;
     int count = 0;
-    int tile_size = 0; // how many rows a tile has; it has as many columns
+    int tile_size = 0; // rows of a tile, which has as many columns
 };
 // All matrices that Muon updates, and what a GPU needs to compute with them (prepare_muon).
 struct MuonWork {
     std::vector<MuonMatrix> matrices;
-    size_t squares_size = 0; // how many numbers the square matrices (short_side, short_side) have together
-    // The arrays that these members point to are in the GPU's memory:
+    size_t squares_size = 0; // numbers of all square matrices (short_side, short_side)
+    // In the GPU's memory:
     const MuonMatrix* on_device = nullptr; // the same list of matrices
     MuonTiles square_tiles;                // of results (short_side, short_side)
     MuonTiles tiles;                       // of results (rows, columns)
     act* X = nullptr;                      // flat, in the activations' type: at first a copy of Nesterov's momentum
-    // For each matrix X, A and B hold a square matrix (short_side, short_side): A = X X^T (or X^T X, if X has more rows
-    // than columns), and B = b A + c A A, where b is MUON_B and c is MUON_C.
+    // square matrices (short_side, short_side), one for each X: A = X X^T (X^T X, if X has more rows than columns), and
+    // B = b A + c A A with b = MUON_B, c = MUON_C
     act *A = nullptr, *B = nullptr;
 };
-// Muon's constants (Jordan et al. 2024): the decay of the momentum, and the coefficients a, b and c of the polynomial
-// that is applied five times (see the comments above update_by_muon).
+// Jordan et al. 2024: the decay of the momentum, and the polynomial that is applied five times (update_by_muon).
 constexpr float MUON_MOMENTUM = 0.95f;
 constexpr int MUON_ITERATIONS = 5;
 constexpr float MUON_A = 3.4445f, MUON_B = -4.7750f, MUON_C = 2.0315f;
-// X is a matrix's Nesterov momentum (update_by_muon), and |X|^2 is the sum of the squares of the elements of X. If
-// |X|^2 is below this number, X is only what rounding has left of a gradient of 0. Then the direction is 0, and only
-// the weight decay changes the matrix.
+// A matrix's Nesterov momentum X is only what rounding has left of a gradient of 0, if the sum of its squares is below
+// this. Then the direction is 0, and only the weight decay changes the matrix.
 constexpr double MUON_SMALLEST = 1e-28;
-// Returns the factor that makes Muon's updates about as large as AdamW's (Liu et al. 2025, eq. 4).
+// Makes Muon's updates about as large as AdamW's (Liu et al. 2025, eq. 4).
 HD static inline float muon_scale(const MuonMatrix& m) { return 0.2f * sqrtf((float)m.long_side()); }
 
-// The running mean and variance of the loss, and those of the gradient's norm. The function `healthy` compares each new
-// step with these numbers. Only healthy steps change the numbers.
+// The running mean and variance of the loss and of the gradient's norm, over healthy steps (see `healthy`).
 struct Guard {
-    double n; // how many healthy steps there were; a resumed run may begin again at 0 (compare_with_checkpoint)
+    double n; // healthy steps; a resumed run may begin again at 0 (compare_with_checkpoint)
     double mean_loss, var_loss, mean_norm, var_norm;
 };
 
 // The state that changes from step to step, in device memory.
 struct StepState {
-    int64_t step, updates;         // how many steps have ended, and how many of them have changed the weights
-    int64_t bad_total, bad_in_row; // how many steps were skipped: in all, and since the last good step
+    int64_t step, updates;         // steps that have ended, and those that have changed the weights
+    int64_t bad_total, bad_in_row; // steps that were skipped: in all, and since the last good step
     double loss, grad_norm;
     double loss_q[4]; // the mean loss of each quarter of the noise levels
     int count_q[4];   // how many samples fell into each quarter
@@ -441,16 +406,14 @@ struct StepState {
     Guard guard;
 };
 
-// All noise levels are divided into four quarters, from the least noise (0) to the most (3). For each quarter, this
-// struct holds the sum of the losses of a step's samples whose level lies in the quarter, and the number of these
-// samples. The log shows the mean loss of each quarter.
+// For the log: all noise levels are divided into four quarters, from the least noise (0) to the most (3). This holds
+// the sum of the losses of a step's samples in each quarter.
 struct LossSums {
     double sum[4];
     int count[4];
 };
 HD static inline void add_loss(LossSums* s, double loss, int quarter) {
-    // This loop has constant indices, so that a kernel can keep s in registers. For s->sum[quarter] the kernel would
-    // have to keep s in memory, because registers can't be indexed by a variable.
+    // Constant indices keep s in registers. For s->sum[quarter], a kernel would have to keep s in memory.
     for (int q = 0; q < 4; q++) {
         if (q != quarter) continue;
         s->sum[q] += loss;
@@ -458,9 +421,8 @@ HD static inline void add_loss(LossSums* s, double loss, int quarter) {
     }
 }
 
-// A residual block's skip connection: a 1x1 convolution of [x1 | x2]. If conv_takes_skip returns true, the convolution
-// that adds the skip connection's result computes the skip connection, too, and reads this struct. Otherwise the skip
-// connection is computed as a convolution of its own. weight: (Cout, C1 + C2).
+// A residual block's skip connection: a 1x1 convolution of [x1 | x2]. If conv_takes_skip, the convolution that adds its
+// result also computes it. weight: (Cout, C1 + C2).
 struct ConvSkip {
     const act *x1, *x2, *weight;
     const float* bias;
@@ -468,29 +430,25 @@ struct ConvSkip {
 };
 
 // =====================================================================================================================
-// The interface: all that the program asks of a device
-// dev/reference.h implements it with loops (the CPU build), and Part II with kernels. Another kind of device would need
-// these functions. A function's first arguments are its outputs. Its inputs follow, and then sizes. A function
-// overwrites its outputs, if its comment does not say otherwise. This is also true of gradients in backward functions:
-// they do not add to the old values.
-// A comment after an argument gives its shape, or says what it is. "as x" means: it has the shape of x. [Brackets]
-// enclose what may be null, but [x1 | x2] means the channels of x1, followed by those of x2.
+// The interface: all that the program asks of a device. dev/reference.h implements it with loops, for the CPU build. A
+// function's outputs come first, then its inputs, then sizes. A function overwrites its outputs, if its comment does
+// not say otherwise. This is also true of gradients: a backward function does not add to the old values. The comment
+// after an argument gives its shape. "as x": it has the shape of x. [Brackets] enclose what may be null, but [x1 | x2]
+// are the channels of x1, followed by those of x2.
 
 // A queue of a GPU's operations, which run one after the other. Different streams can run at the same time.
 struct Stream;
-extern Stream* const MAIN_STREAM; // the stream of all operations that are not given another stream
+extern Stream* const MAIN_STREAM; // the stream of all operations that are not given another one
 constexpr int HISTORY = 10;       // how many losses of each t --schedule_sampler loss-second-moment remembers
 
 HD static inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// Convolution: out = conv([x1 | x2], weight) + bias [+ emb] [+ residual]. The sums that a later group norm
-// needs are written to stats. With a skip, the convolution also computes a skip connection and adds its result.
-// conv_takes_skip returns whether this is possible. With a skip there is no emb and no residual. If s.in is FP8, x1 and
-// weight are FP8, and out = factors * conv(x1, weight) + the same addends (bias and so on). x1 and weight were
-// multiplied by other factors before they were rounded to FP8, and `factors` undoes this.
-// conv_backward_input computes the gradients of x1 and x2. Here s.out is the type of dout's elements. If s.out is
-// FP8_GRADIENT, dout is in e5m2, weight is the array `turned` of round_weights, in e4m3, and dx1 = factors * (the sums
-// of products). In this case there is only the input x1, and nothing is added to its gradient.
+// Convolution: out = conv([x1 | x2], weight) + bias [+ emb] [+ residual]. The sums that a later group norm needs are
+// written to stats. With a skip (if conv_takes_skip), the convolution also computes a skip connection and adds its
+// result. Then there is no emb and no residual. If s.in is FP8, x1 and weight are FP8, and the sums of products are
+// multiplied by `factors`. This undoes the factors of rounding.
+// conv_backward_input: s.out is the type of dout's elements. If it is FP8_GRADIENT, dout is in e5m2, weight is the
+// array `turned` of round_weights, and dx1 = factors * (the sums of products). Then there is no x2, and no addend.
 static bool conv_takes_skip(const ConvShape& s, const ConvShape& skip);
 static void conv_forward(act* out,                            // (B, Ho, Wo, Cout)
                          Stats* stats,                        // [the sums of out]
@@ -505,19 +463,16 @@ static void conv_backward_input(Grad dx1, Grad dx2,       // as x1 and x2
                                 const act* dout,          // as out
                                 const act* weight, ConvShape s,
                                 const float* factors = nullptr); // [(C1)]: only with FP8
-// conv_backward_weights computes the weight gradients of several layers together, because a launch should have enough
-// work to keep the device busy. conv_weight_load returns the work of one layer's weight gradient, as a fraction of the
-// work that is enough for a launch (1 or more: this layer is enough alone). The caller collects layers until the sum of
-// these fractions reaches 1.
+// The weight gradients of several layers are computed together, so that a launch has enough work. conv_weight_load is
+// the work of one layer, as a fraction of what is enough. The caller collects layers until the sum of these is 1.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* stream);
 static double conv_weight_load(const ConvShape& s);
 
 // Group norm [and nonlinearity f] [and dropout] of [x1 | x2] over C = C1 + C2 channels: out = f(xhat weight + bias),
 // with xhat = (x - mean) rstd and rstd = 1 / sqrt(variance + eps). The mean and the variance are those of a group's
-// channels in one image. With scale_shift, out = f((xhat weight + bias) (1 + scale) + shift). The columns [0, C) of
-// scale_shift are scale, and the columns [C, 2C) are shift. groupnorm_forward writes its result to `fp8` if that is
-// given, and else to `out`. groupnorm_backward writes dx1 and dx2, with their addends, also in FP8 (e5m2), if dx1_fp8
-// and dx2_fp8 are given.
+// channels in one image. With scale_shift, out = f((xhat weight + bias) (1 + scale) + shift). Its first C columns are
+// scale, and the next C are shift. groupnorm_forward writes `fp8` if that is given, and else `out`. groupnorm_backward
+// writes dx1 and dx2, with their addends, also in FP8 (e5m2), if dx1_fp8 and dx2_fp8 are given.
 static void groupnorm_forward(act* out,                    // [(B, HW, C)]
                               float* mean, float* rstd,    // (B, groups): kept for the backward pass
                               const act* x1, Stats stats1, // (B, HW, C1), and its sums
@@ -534,13 +489,12 @@ static void groupnorm_backward(Grad dx1, Grad dx2,           // as x1 and x2
                                const float* bias, const float* scale_shift, int ss_stride, Dropout dropout, NormShape s,
                                Fp8Copy dx1_fp8 = {}, Fp8Copy dx2_fp8 = {});
 
-// --precision fp8, in training. round_weights makes two copies of convolutions' weights, in e4m3. In both copies a
-// convolution's weights begin at the same place as in the flat array `copy`. Each weight is multiplied by
-// FP8_WEIGHT_FACTOR before it is rounded. In `turned`, the weights are in the order in which input gradients read them.
-// round_gradient writes a copy of dout, an array of n gradients (n is a multiple of 16), in e5m2.
+// --precision fp8, in training. round_weights multiplies the weights of convolutions by FP8_WEIGHT_FACTOR and rounds
+// them to e4m3. A convolution's weights begin at the same place in all three arrays. In `turned`, each 3x3 filter is
+// turned by 180 degrees, as input gradients read it. round_gradient rounds n gradients (a multiple of 16) to e5m2.
 static void round_weights(uint8_t* weights, // flat: (Cout, tap, Cin) of each convolution that has Layer::fp8
                           uint8_t* turned,  // flat: (Cin, 8 - tap, Cout) of each convolution in `works`
-                          const act* copy,  // flat: the weights in bf16; both outputs are made from it
+                          const act* copy,  // flat: the weights in bf16
                           const std::vector<WeightRounding>& works);
 static void round_gradient(Fp8Copy fp8, const act* dout, size_t n);
 
@@ -554,38 +508,33 @@ static void attention_backward(act* dqkv,       // as qkv
                                const act* qkv, const act* out, const SoftmaxRow* rows, int B, int T, int C, int heads);
 
 // downsample: the average of 2 x 2 pixels (an odd last row or column is not read). upsample: each pixel becomes 2 x 2
-// equal pixels. In the forward and the backward functions, H and W are the size of x, which is the input of the forward
-// function.
+// equal pixels. H and W are the size of the forward function's input, also in the backward functions.
 static void downsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C);
 static void downsample_backward(Grad dx, const act* dout, int B, int H, int W, int C);
 static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H, int W, int C);
 static void upsample_backward(Grad dx, const act* dout, int B, int H, int W, int C);
 
 // to_patches turns squares of p x p pixels into channels (c, row, column), as PyTorch's pixel_unshuffle: x (B, H, W, C)
-// becomes out (B, H / p, W / p, C p p), in fp32. from_patches is the reverse, pixel_shuffle, with out (B, H, W, C). H
-// and W are multiples of p.
+// becomes out (B, H / p, W / p, C p p), in fp32. from_patches is the reverse. H and W are multiples of p.
 static void to_patches(float* out, const float* x, int B, int H, int W, int C, int p);
 static void from_patches(float* out, const float* x, int B, int H, int W, int C, int p);
 
 // Adds a picture as a condition: out (B, HW, C + K) = [x | cond], in fp32, from x (B, HW, C) and cond (B, HW, K).
 static void join_channels(float* out, const float* x, const float* cond, int B, int HW, int C, int K);
-// These functions write the pictures of a batch as the network reads them. take_pictures copies given pictures; the
-// functions after it make pictures of the images (for --cond lowres in two steps). A picture is mirrored if its image
-// is mirrored. A picture that is left out is all zeros.
+// The pictures of a batch, as the network reads them: given ones (take_pictures), or pictures made of the images. A
+// picture is mirrored if its image is mirrored. A picture that is left out is all zeros.
 static void take_pictures(float* cond,          // (B, H, W, K)
                           const void* pictures, // (B, K, H, W), of 1 or 4 bytes a value
                           PictureDraws draws, int B, int K, int H, int W, int bytes);
-// --cond lowres. shrink_images makes small pictures. Each of their pixels is the mean of a square of factor x factor
-// pixels of the image. If draws.noise is above 0, noise is added. enlarge_pictures enlarges the small pictures to the
-// size of the images.
+// --cond lowres. A pixel of a small picture is the mean of factor x factor pixels of the image, with noise if
+// draws.noise is above 0.
 static void shrink_images(float* small,       // (B, H / factor, W / factor, C)
                           const void* images, // (B, C, H, W)
                           int factor, PictureDraws draws, int B, int C, int H, int W, int bytes);
 static void enlarge_pictures(float* cond,        // (B, H, W, C)
                              const float* small, // (B, H / factor, W / factor, C)
                              int factor, PictureDraws draws, int B, int C, int H, int W);
-// --cond gray: grey_images makes grey pictures of the images. --cond mask: mask_images makes copies of the images, with
-// holes. One more channel is 1 in the holes and -1 elsewhere.
+// --cond gray, and --cond mask: copies of the images with holes. The last channel is 1 in the holes, and else -1.
 static void grey_images(float* cond,        // (B, H, W, 1)
                         const void* images, // (B, 3, H, W)
                         PictureDraws draws, int B, int H, int W, int bytes);
@@ -593,7 +542,7 @@ static void mask_images(float* cond,        // (B, H, W, C + 1)
                         const void* images, // (B, C, H, W)
                         PictureDraws draws, int B, int C, int H, int W, int bytes);
 
-// All arrays of the embedding's layers are fp32, with any --precision. linear: out = x weight^T + bias
+// The embedding's layers, always in fp32. linear: out = x weight^T + bias
 static void linear_forward(float* out,          // (B, Cout)
                            const float* x,      // (B, Cin)
                            const float* weight, // (Cout, Cin)
@@ -605,11 +554,10 @@ static void linear_backward(GradOf<float> dx,             // as x
                             const float* x, const float* weight, int B, int Cin, int Cout);
 static void silu_forward(float* out, const float* x, size_t n, Stream* stream);
 static void silu_backward(GradOf<float> dx, const float* dout, const float* x, size_t n);
-// Turns the number t of each sample into sinusoids of different frequencies f_i:
+// The number t of each sample becomes sinusoids of frequencies f_i:
 // out (B, dim) = [cos(t f_i), sin(t f_i)], f_i = max_period^(-i / (dim / 2)); dim is even
 static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period, Stream* stream);
-// Adds a row of a table to the embedding x of each sample: out = x + table[label]. In the backward pass dx is dout
-// (plus addends), and the row of a label in dtable is the sum of dout over the samples with this label.
+// Adds a row of a table to the embedding x of each sample: out = x + table[label].
 static void label_embedding_forward(float* out,         // (B, C)
                                     const float* x,     // (B, C)
                                     const float* table, // (rows, C)
@@ -619,8 +567,7 @@ static void label_embedding_backward(GradOf<float> dx,  // as x
                                      float* dtable,     // as table
                                      const float* dout, // as out
                                      const int* labels, int B, int rows, int C);
-// Adds a projection of each sample's K numbers to its embedding x: out = x + values weight^T. The backward function
-// computes dx = dout (plus addends) and dweight = dout^T values.
+// Adds a projection of each sample's K numbers to its embedding x: out = x + values weight^T.
 static void values_embedding_forward(float* out,          // (B, C)
                                      const float* x,      // (B, C)
                                      const float* weight, // (C, K)
@@ -631,31 +578,27 @@ static void values_embedding_backward(GradOf<float> dx,    // as x
                                       const float* dout,   // as out
                                       const float* values, // (B, K)
                                       int B, int K, int C);
-// The gradients dweight and dbias of a group norm are sums over the images. groupnorm_backward may leave the terms of
-// these sums in memory. finish_gradients, called at the end of the backward pass, adds the terms up for many norms at
-// once.
+// groupnorm_backward may leave the terms of dweight and dbias in memory. This function adds them up, for many norms at
+// once, at the end of the backward pass.
 static void finish_gradients();
 
-// Diffusion. Draws each sample's noise level. Writes the level, t (what the network is told of the level), and in which
-// quarter of all levels it lies.
+// Diffusion. Draws each sample's noise level. Writes it, what the network is told of it (t), and its quarter of all
+// levels.
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key);
-// For consistency tuning (--objective ect). draw_levels draws a noise level for each sample. Each sample also has a
-// second, lower noise level. The network's answer at the second level is called the teacher's answer. It becomes a part
-// of the sample's target. This function writes the second level of each sample (teachers), and what the network is told
-// of this level (t).
+// --objective ect: each sample's second, lower noise level. The network's answer at this level (the teacher's answer)
+// becomes a part of the sample's target.
 static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key);
-// Mixes noise into images: x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4). It also writes target, which
-// is what the network should answer: target_x0 x_0 + target_noise noise [+ target_teacher teacher].
+// Mixes noise into images: x_t = signal x_0 + sigma noise (Ho et al. 2020, eq. 4), and writes the answer that the
+// network should give: target = target_x0 x_0 + target_noise noise [+ target_teacher teacher].
 static void q_sample_forward(float* x_t, float* target, // (B, H, W, C)
                              const NoiseLevel* levels,  // (B)
                              const float* teacher,      // [as target]: the teacher's answer
                              const void* images,        // x_0 (B, C, H, W): uint8 if bytes is 1, float32 if bytes is 4
                              bool random_flip,          // whether to mirror each image with probability 1/2
                              RandomKey noise_key, RandomKey flip_key, int B, int C, int H, int W, int bytes);
-// Computes the loss that objective o chooses. The loss of a sample is a mean over its values. dout is the gradient of
-// factor * (the sum of the samples' losses) with respect to out, the network's answer, with one exception: if o.mse is
-// above 0, the variational bound adds nothing to the gradient of the first C channels (see Objective). If Cout is
-// larger than C, but there is no bound (o.bound = 0), the gradient of channels C to Cout - 1 is 0.
+// The loss of objective o, a mean over a sample's values. dout is the gradient of factor * (the sum of the samples'
+// losses). If o.mse is above 0, the bound adds nothing to the gradient of the first C channels (see Objective). Without
+// a bound, the gradient of channels C to Cout - 1 is 0.
 static void loss_forward_backward(double* loss,             // (B)
                                   float* dout,              // as out
                                   const float* out,         // (B, HW, Cout)
@@ -663,19 +606,16 @@ static void loss_forward_backward(double* loss,             // (B)
                                   const float* x,           // (B, HW, C): the network's input
                                   const NoiseLevel* levels, // (B)
                                   const Objective& o, float factor, int B, int HW, int C, int Cout);
-// This function is called in place of loss_forward_backward if o.tuning.on(), where o is the Objective. The loss of a
-// sample is weight (sqrt(D + c^2) - c): its weight times the pseudo-Huber distance between the student's image and the
-// teacher's image. D is the sum of (x0_out (out - target))^2 over the sample's n values. weight and x0_out are members
-// of its NoiseLevel. dout is the gradient of factor * (the sum of the samples' losses).
+// The loss if o.tuning.on(): weight (sqrt(D + c^2) - c), the weighted pseudo-Huber distance between the student's image
+// and the teacher's. D is the sum of (x0_out (out - target))^2 over the sample's n values.
 static void tuning_loss_forward_backward(double* loss,             // (B)
                                          float* dout,              // as out
                                          const float* out,         // (B, n)
                                          const float* target,      // (B, n)
                                          const NoiseLevel* levels, // (B)
                                          float c, float factor, int B, int n);
-// --augment: draws a change for each image (draw_augmentation), and applies the change. A change consists of changes of
-// several kinds, which are drawn separately. The probability of each kind is p, with two exceptions: it is p/2 for
-// upside down, and 1/2 for mirroring.
+// --augment: draws a change for each image, and applies it. p: the probability of each kind of change
+// (draw_augmentation).
 static void augment_images(float* out,          // (B, C, H, W)
                            Augmentation* drawn, // (B)
                            float* canvas,       // (B, C, fine_size(H), fine_size(W)): working memory
@@ -683,72 +623,59 @@ static void augment_images(float* out,          // (B, C, H, W)
                            int stride,
                            const void* images, // (B, C, H, W), of 1 or 4 bytes a value
                            float p, RandomKey key, int B, int C, int H, int W, int bytes);
-// With --schedule_sampler loss-second-moment: writes the losses of the step's samples to history, and computes
-// rms_losses from history (remember_losses). T: the number of timesteps (--diffusion_steps).
+// --schedule_sampler loss-second-moment: calls remember_losses for each of the T timesteps.
 static void update_rms_losses(double* rms_losses,       // (T)
                               float* history,           // (T, HISTORY + 1)
                               const NoiseLevel* levels, // (B)
                               const double* loss,       // (B)
                               const StepState* state, int T, int B);
 
-// Sampling. Draws standard normal numbers, and multiplies them by scale. The results overwrite out (B, per_sample) or,
-// if add is true, are added to what out holds.
+// Sampling. out (B, per_sample) = scale * standard normal numbers; with `add`, they are added to out.
 static void draw_normals(float* out, int B, int per_sample, RandomKey key, float scale, bool add);
 // Sets each element of t (B) to what the network is told in the sampler's step number *k.
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B);
-// Makes step number *key.step of the sampler, and overwrites x by the result. With guidance, x and out hold 2 B
-// samples: B samples with class, numbers and picture, then the same B samples without. (In a step that is not guided,
-// the second half of out is old, and not read.)
+// Makes step number *key.step of the sampler, and overwrites x. With guidance, x and out hold 2 B samples: B samples
+// with conditions, then the same B samples without. In a step that is not guided, the second half of out is old, and
+// not read.
 static void sampler_step(float* x,         // (B or 2 B, HW, C)
                          const float* out, // (B or 2 B, HW, Cout): the network's answer
                          const SamplerStep* steps, const Denoising& d, RandomKey key, int B, int HW, int C, int Cout);
-// Inpainting. keep_known runs after each step of the sampler, and does nothing if the step's known_x is 0. A pixel of
-// the image is known if the mask is not above 0 there. At the known pixels, x becomes known_x image + known_sigma z,
-// where z is standard normal. Then at all pixels x' = back_x x + back_sigma z', where z' is drawn separately. If the
-// sampler goes back to an earlier step after this one, this second formula adds noise, so that x has as much noise as
-// that step needs. (Otherwise back_x is 1 and back_sigma is 0.)
+// Inpainting, after each step of the sampler whose known_x is not 0. Where the mask is not above 0, the image is known,
+// and x becomes known_x image + known_sigma z. Then at all pixels x' = back_x x + back_sigma z'. This adds noise if the
+// sampler goes back to an earlier step.
 static void keep_known(float* x,           // (B or 2 B, n)
                        const float* image, // (B, n)
                        const float* mask,  // (B, n)
                        const SamplerStep* steps, RandomKey key, bool guided, int B, int n);
 
 // Optimiser, for a slice of the flat arrays. Adds up the ranks' gradients in the order of the ranks, and writes the
-// result to sum (flat). If add is true, the old content of sum is the first term. Then, for each stretch of this slice,
-// the squares of its numbers in sum are added up. This total is written to squares. As with new weights, each total is
-// written to all ranks whose memory this rank can write to (Everywhere). The comments above step_gradients explain the
-// order, and why there are stretches.
+// result to sum (flat). If add is true, the old content of sum is the first term. For each stretch of the slice,
+// squares gets the sum of its squares.
 static void sum_gradients(float* sum, const Everywhere<double>& squares, const RankGradients& grads, bool add);
-// Computes the step's loss, the norm of its gradient and its learning rate, and decides whether the step is good or is
-// skipped (judge_batch).
+// Computes the step's loss, gradient norm and learning rate, and decides whether it is good or is skipped
+// (judge_batch).
 static void judge_step(StepState* state, const double* squares, // (stretches)
                        size_t stretches, const double* loss,    // (B)
                        const int* quarters,                     // (B)
                        AdamW h, int B);
-// Updates this rank's slice of the weights by AdamW (Loshchilov & Hutter 2019) with clipping. But Muon's matrices are
-// updated along the directions that u.sum holds (see Update::is_matrix). Then updates the first average of the weights.
-// If state->ok is 0 (the step is skipped), nothing changes.
+// Updates this rank's slice of the weights by AdamW (Loshchilov & Hutter 2019) with clipping, and the first average of
+// the weights. Muon's matrices move along the directions in u.sum. If state->ok is 0 (the step is skipped), nothing
+// changes.
 static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice own);
-// --optimizer muon: what is done before adamw_update (see the comments above update_by_muon). In a skipped step
-// (state->ok is 0), muon_momentum and orthogonalise do nothing.
-// muon_momentum updates the momentum, u.m, of this rank's part of Muon's matrices. Then it writes the Nesterov momentum
-// to X, a flat array, which may be u.sum.
+// --optimizer muon, before adamw_update. muon_momentum updates u.m of this rank's part of Muon's matrices. It writes
+// the Nesterov momentum to X, a flat array, which may be u.sum. orthogonalise replaces the momentum by the direction of
+// each matrix's update. In a skipped step both do nothing.
 static void muon_momentum(float* X, const Update& u, const StepState* state, AdamW h, Slice own);
-// For each of Muon's matrices, replaces the momentum X by the direction of the matrix's update. X is a flat array.
 static void orthogonalise(float* X, const MuonWork& muon, const StepState* state);
-// Allocates what `orthogonalise` needs on a GPU. flat_size: the length of a flat array.
-static void prepare_muon(MuonWork* muon, size_t flat_size);
-// Updates one of the other averages of the weights (average_share). adamw_update updates the first one.
-static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own);
-// Writes n weights to copy, in the activations' type. n is a multiple of 4. If activations are fp32, there is no copy,
-// so nothing is written.
+static void prepare_muon(MuonWork* muon, size_t flat_size); // flat_size: the length of a flat array
+static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own); // not the first
+// Writes n weights (a multiple of 4) in the activations' type. If activations are fp32, nothing is written.
 static void cast_params(act* copy, const float* params, size_t n);
 static void next_step(int64_t* step); // adds 1 to *step, after all draws of the step
-// Copies *state to records[i % count], where i is the number of the step that has just ended (state->step - 1). From
-// there the host reads it later, for the log.
+// Copies *state to records[i % count] for the host's log. i is the step that has just ended, state->step - 1.
 static void record_step(StepState* records, const StepState* state, int count);
 
-// These functions return how many bytes of memory an operation needs in addition to the arrays that it is called with.
-// On a CPU, they return 0.
+// How many bytes of memory an operation needs in addition to its arrays. On a CPU: 0.
 static size_t conv_workspace(ConvShape s);           // for the weight gradient
 static size_t conv_detour_bytes(const ConvShape& s); // for intermediate arrays, if another convolution replaces s
 static size_t groupnorm_backward_workspace(const NormShape& s);
@@ -761,26 +688,24 @@ struct Workspace {
     size_t side = 0; // bytes on the side stream, where weight gradients are computed
     size_t sums = 0; // bytes for sums that are kept until finish_gradients, at the end of the backward pass
 };
-// Allocates the workspaces. Without training, only `main` is needed.
+// Without training, only `main` is needed.
 static void reserve(const Workspace& most, bool training);
 
-// These functions send data from device to device between ranks (unet/host/ranks.h). They work on a stream, in multiples of
-// 4 bytes, and may be recorded in a Graph. A single rank does not call them. If NCCL sends the data, the calls between
-// begin_exchange and end_exchange become one launch. If the ranks write to each other's memory (world.direct),
-// end_exchange makes the main stream wait until the data of all ranks has arrived.
+// These functions send data from device to device between ranks (host/ranks.h), in multiples of 4 bytes. They may be
+// recorded in a Graph. With NCCL, the calls between begin_exchange and end_exchange become one launch. With
+// world.direct the ranks write to each other's memory, and end_exchange makes the main stream wait until all data has
+// arrived.
 //   all_to_all   rank r receives part r of the sendbuf of every other rank s, as part s of its recvbuf
-//   all_gather   copies the arrays `own` of all ranks to `all`, in the ranks' order. `own` may point to the place in
-//                `all` where this rank's array belongs. If other ranks write to `all` directly (see open_alloc), it
-//                must point there, because then a rank copies its array only to the other ranks
+//   all_gather   copies the arrays `own` of all ranks to `all`, in the ranks' order. `own` may point to this rank's
+//                place in `all`. With world.direct it must, because a rank copies its array only to the other ranks
 static void all_to_all(void* recvbuf, const void* sendbuf, size_t bytes, Stream* stream); // bytes: the size of a part
 static void all_gather(void* all, const void* own, size_t bytes, Stream* stream);
 static void begin_exchange();
 static void end_exchange();
 
-// open_alloc returns device memory. If world.direct is true, other ranks may write to it, and all_to_all and all_gather
-// write to it directly. at_rank returns the address in rank r's memory that corresponds to p, or null if p is not in
-// memory of open_alloc that other ranks may write to. If world.direct is true, meet makes each device wait until all
-// devices have called it. Otherwise meet does nothing, because only direct writes need it.
+// open_alloc returns device memory that other ranks may write to if world.direct is true. at_rank returns the address
+// in rank r's memory that corresponds to p, or null if p is in no such memory. With world.direct, meet makes each
+// device wait until all devices have called it.
 static void* open_alloc(size_t bytes);
 [[maybe_unused]] static void* at_rank(void* p, int r);
 static void meet();
@@ -793,17 +718,15 @@ template <class T> static Everywhere<T> everywhere(T* p) {
     }
     return all;
 }
-// Connects this rank's device with the devices of the other ranks. direct: whether devices may write to each other's
-// memory. world.direct becomes true if they may and can: there are at most NEAR ranks, all on one machine, and each
-// GPU can open the memory of the others (open_alloc).
+// Connects the ranks' devices. world.direct becomes true if `direct` allows it and they can: at most NEAR ranks, all on
+// one machine, and each GPU can open the memory of the others (open_alloc).
 static void join_devices(bool direct);
 
-// The device: memory, and copies to and from it. New memory is filled with zeros. start_device chooses the device
-// (number: --device), and sets act_element, as --precision asks.
+// The device. start_device chooses it (number: --device) and sets act_element (--precision). New memory is all zeros.
 static void start_device(const std::string& precision, int number);
 static std::string device_name();
-static int count_gpus();        // how many GPUs this process could use; in the CPU build it ends the program
-static size_t device_bytes = 0; // how many bytes of device memory are allocated
+static int count_gpus();        // GPUs that this process could use; the CPU build ends the program
+static size_t device_bytes = 0; // bytes of device memory that are allocated
 static void* device_alloc_bytes(size_t bytes);
 static size_t device_available();
 static void copy_to_device(void* to, const void* host, size_t bytes);
@@ -811,8 +734,8 @@ static void copy_to_host(void* host, const void* from, size_t bytes);
 static int max_stat_parts(int H, int W); // the largest Stats::parts of a tensor of this size
 
 // A list of launches that is repeated with the same pointers. On a GPU, the first call of replay(g, work) calls work()
-// and records its launches, without running them. Then this call and all later calls run the recorded launches, as one
-// launch. On a CPU, or if allowed.graphs is false, each call of replay calls work().
+// and records its launches. This call and all later ones run the recorded launches as one launch. On a CPU, or if
+// allowed.graphs is false, each call of replay calls work().
 struct Graph {
     void* exec = nullptr;
     size_t nodes = 0; // how many launches the graph contains
@@ -820,26 +743,23 @@ struct Graph {
 template <class F> static void replay(Graph* g, F work);
 static void free_graph(Graph* g);
 
-// run_beside runs work on the side stream, at the same time as later work on the main stream. ticket: a number that the
-// caller chooses for this work. wait_for_side(ticket) makes the main stream wait until two things have ended: the work
-// with this ticket, and all earlier work of the side stream. (On a CPU, run_beside returns when the work has ended.)
+// run_beside runs work on the side stream, at the same time as later work on the main stream. wait_for_side(ticket)
+// makes the main stream wait for the work with this ticket, and for all earlier work of the side stream.
 template <class F> static void run_beside(int ticket, F work); // work takes a Stream*: the side stream
 static void wait_for_side(int ticket);
-// Each of these switches allows something that makes the program faster. dev/bench turns them off, for its profile and
-// for tests. early, beside and graphs do not change any bit of the results. The other switches change bits, because
-// they decide in which order numbers are summed.
+// Each switch allows something that makes the program faster. dev/bench turns them off. early, beside and graphs change
+// no bit of the results. The others do, because they decide in which order numbers are summed.
 static struct Allowed {
     bool early = true;   // a kernel may begin while the previous kernel still runs
     bool beside = true;  // run_beside has a stream of its own; false: it uses the main stream
     bool batches = true; // one launch computes the weight gradients of several layers
     bool graphs = true;  // repeated work is one launch
-    // start_device reads `beside`, `clusters` and `hopper`. So these three must be set before start_device is called.
+    // start_device reads `beside`, `clusters` and `hopper`, so they must be set before it is called.
     bool clusters = true; // kernels may use clusters: blocks that access each other's shared memory
     bool hopper = true;   // kernels with instructions that only Hopper has, in place of kernels for any GPU
 } allowed;
 
-// A buffer that the host fills for the device. A trainer has two buffers: the host fills one, while the device still
-// works on the other.
+// A buffer that the host fills for the device. A trainer has two: one is filled while the device works on the other.
 struct Upload {
     uint8_t *host, *device;
     size_t bytes;
@@ -856,8 +776,7 @@ template <class T> static T* device_copy(const std::vector<T>& v) {
     copy_to_device(p, v.data(), v.size() * sizeof(T));
     return p;
 }
-// Returns the array from which kernels read the convolutions' weights. Usually it is new memory for a copy of the n
-// parameters. If activations are fp32, there is no copy (weights_have_copy), and the array is params.
+// The array from which kernels read the convolutions' weights (weights_have_copy).
 static act* make_copy(float* params, size_t n) {
     return weights_have_copy() ? (act*)device_alloc_bytes(n * act_bytes()) : (act*)params;
 }

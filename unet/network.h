@@ -2,18 +2,17 @@
 #pragma once
 #include "config.h"
 
-// How a parameter is initialised: see init_params.
+// How a parameter is initialised (init_params).
 enum ParamInit { INIT_UNIFORM, INIT_NORMAL, INIT_ONE, INIT_ZERO };
 
-// A parameter. Its offset, counted in elements, is the same in all flat arrays, such as those of the weights, of their
-// copies and of the gradients. (Moments and averages are slices of flat arrays: see Slice.)
+// A parameter. Its offset, counted in elements, is the same in all flat arrays: weights, their copies, gradients.
 struct Param {
     std::string name;
     std::vector<int> shape; // as in PyTorch
     size_t size, offset;
     ParamInit init;
-    int heads;            // for the weight and bias of a qkv convolution: the number of attention heads; else 0
-    bool of_conv = false; // whether it is the weight of a layer of kind CONV: see add_conv_params
+    int heads;            // of a qkv convolution's weight and bias: the number of attention heads; else 0
+    bool of_conv = false; // whether it is the weight of a layer of kind CONV
 };
 
 // An activation (B, H, W, C).
@@ -25,19 +24,18 @@ struct Tensor {
     int stats = -1;                  // if a group norm reads this tensor: the buffer of Stats::sums
     bool fp8 = false;                // a convolution reads this tensor in FP8, if the Walk has weights in FP8
     int parts = 1;                   // Stats::parts, as the forward pass has last set it
-    bool needs_grad = false;         // whether the layer that writes this tensor has a backward pass. If so, this
-                                     // backward pass reads the tensor's gradient
+    bool needs_grad = false; // whether the backward pass of the layer that writes this tensor reads its gradient
 };
 
-// The buffers for the gradient of one input of a layer: d = this layer's part of the gradient + add1 + add2. fp8: the
-// buffer for a copy of d in FP8. -1: there is no such buffer.
+// The buffers for the gradient of one input of a layer: d = this layer's part of the gradient + add1 + add2. fp8: a
+// copy of d in FP8. -1: there is no such buffer.
 struct GradPlan {
     int d = -1, add1 = -1, add2 = -1, fp8 = -1;
 };
 
-struct LayerKind; // what a layer computes: CONV, GROUPNORM, ...: see "The kinds of layers" below
-// A layer of the list. If the comment after a member begins with a kind (such as CONV), only layers of this kind use
-// the member.
+struct LayerKind; // what a layer computes: CONV, GROUPNORM, ...
+// A layer of the list. If the comment after a member begins with a kind (such as CONV), it is only for layers of this
+// kind.
 struct Layer {
     const LayerKind* kind = nullptr;
     std::string name;
@@ -54,25 +52,23 @@ struct Layer {
     int saved = -1;     // the buffer of what the forward pass keeps: GROUPNORM mean and rstd, ATTENTION SoftmaxRows
     int block_end = -1; // --use_checkpoint: this layer is computed again before the backward pass of layer block_end
 
-    // The plan (see plan_gradients, plan_fp8_gradients, plan_waits, plan_fusions).
+    // The plan (plan_gradients, plan_fp8_gradients, plan_waits, plan_fusions).
     GradPlan d1{}, d2{};      // the buffers of the gradients of x1 and x2
     int dout = -1, demb = -1; // the buffers of the gradients of out, and of UNet::emb (with the columns of all layers)
     int dout_fp8 = -1;        // CONV with fp8_gradient: the buffer of dout in FP8
     bool rounds_dout = false; // CONV with fp8_gradient: unet_backward makes dout_fp8 from dout; false: a norm writes it
     int after = -1;           // backward: this layer waits until the weight gradient of layer `after` is complete
-    int skip = -1;            // CONV: index of a skip connection, if this layer's forward function also computes it
-    bool fused = false;       // this is a skip connection that the next layer's forward function computes
+    int skip = -1;            // CONV: the skip connection (a layer) that this layer's forward function also computes
+    bool fused = false;       // a skip connection that the next layer's forward function computes
 };
 
 // A part of the arena: the memory of a tensor, a gradient, or something else that a layer keeps.
 struct Buffer {
-    size_t bytes; // how many bytes the buffer has for one sample
-    // The first and the last time at which the buffer is in use (plan_lifetimes). The head of "The plan" says how time
-    // is counted.
+    size_t bytes; // for one sample
+    // The first and the last time at which the buffer is in use (plan_lifetimes).
     int first_use = INT_MAX, last_use = -1;
     size_t offset = 0; // the buffer's first byte in the arena
-    // If the tensor in this buffer is computed again (--use_checkpoint), the index of the buffer for the new result. If
-    // not, this buffer's own index.
+    // --use_checkpoint: if the tensor is computed again, the buffer of the new result. Otherwise this buffer itself.
     int again;
 };
 
@@ -82,13 +78,13 @@ struct UNet {
     std::vector<Tensor> tensors;
     std::vector<Layer> layers;
     std::vector<Buffer> buffers;
-    size_t num_params = 0;                 // how many numbers all parameters have together, without gaps
-    size_t flat_size = 0;                  // how many floats a flat array has before the padding at its end (Slice::n)
+    size_t num_params = 0;                 // numbers of all parameters together, without gaps
+    size_t flat_size = 0;                  // floats of a flat array before the padding at its end (Slice::n)
     size_t plain_size = 0;                 // kernels read the first plain_size weights in fp32, not from a copy
     int input = -1, emb = -1, output = -1; // indices of tensors; emb: the embedding's projections for all blocks
     int residual_blocks = 0;
     double flops = 0; // floating-point operations of one image's forward pass; a multiply-add is 2 of them
-    // Set by plan_memory. B is the largest batch that the arena has room for.
+    // Set by plan_memory. B: the largest batch that the arena has room for.
     int B = 0;
     size_t arena_bytes = 0;
     char* arena = nullptr;
@@ -101,7 +97,7 @@ struct UNet {
     Tensor tensor(int i) const { return i < 0 ? Tensor{.parts = 0} : tensors[i]; } // i < 0: a tensor with C = 0
 };
 
-// Returns the address of a buffer, or null if the index is -1 or the network has no memory yet.
+// Null if the index is -1 or the network has no memory yet.
 template <class T = act> static T* buffer_data(const UNet* net, int buffer, size_t first_byte = 0) {
     if (buffer < 0 || !net->arena) return nullptr;
     return (T*)(net->arena + net->buffers[buffer].offset + first_byte);
@@ -109,29 +105,25 @@ template <class T = act> static T* buffer_data(const UNet* net, int buffer, size
 
 template <class T> static T* tensor_data(const UNet* net, int t) { return buffer_data<T>(net, net->tensors[t].buffer); }
 
-// With --precision fp8: weights in FP8, and the factors that belong to them (make_fp8_weights, make_fp8_training).
-// If `weights` is null, the walk uses no FP8. If `weights` is not null and `turned` is null, the walk is for
-// sampling.
+// --precision fp8: weights and factors (make_fp8_weights, make_fp8_training). If `weights` is null, a walk uses no FP8.
+// If only `turned` is null, the walk is for sampling.
 struct Fp8Weights {
     const uint8_t* weights = nullptr;
     const float* factors = nullptr; // the factors of norms' results and of convolutions' sums: see make_fp8_weights
     // Training:
-    const uint8_t* turned = nullptr;        // the weights of all convolutions with Layer::fp8_gradient, in the order in
-                                            // which input gradients read them
+    const uint8_t* turned = nullptr;        // weights in the order in which input gradients read them
     const float* gradient_factor = nullptr; // (1): gradients are multiplied by this before they are rounded
-    const float* dx_factors = nullptr;      // the sums of an input gradient are multiplied by these. There is one for
-                                            // each channel of the widest input, and all are equal
+    const float* dx_factors = nullptr;      // for each input channel: sums of an input gradient are multiplied by it
 };
-// The parameters of a network. fp32: all of them. copy: the convolutions' weights once more, in the activations' type.
-// (If activations are fp32, fp32 and copy are the same array.)
+// fp32: all parameters. copy: the convolutions' weights in the activations' type (if that is fp32, the same array).
 struct Weights {
     const float* fp32 = nullptr;
     const act* copy = nullptr;
     Fp8Weights fp8{};
 };
 
-// A walk over the list of layers. If grads is null, the walk is a forward pass. Otherwise it is a backward pass; then
-// the layers that are computed again (--use_checkpoint) are a part of the walk.
+// A walk over the list of layers: a forward pass if grads is null, and else a backward pass. Layers that are computed
+// again (--use_checkpoint) are a part of the backward pass.
 struct Walk {
     UNet* net;
     Weights weights{};
@@ -141,18 +133,16 @@ struct Walk {
     Stream* stream = MAIN_STREAM;
 };
 
-// The argument of all functions of a LayerKind: what they need to know about a layer. Where a Layer has an index, there
-// is a pointer here, which is null if the index is -1. layer_args fills all members.
+// The argument of all functions of a LayerKind. Where a Layer has an index, there is a pointer here, or null for -1.
 struct LayerArgs {
     UNet* net;
     const Layer* layer;
     Stream* stream;
 
-    // The shapes of x1 (B, H, W, Cin), of x2 (B, H, W, C2) and of out (B, Hout, Wout, Cout).
+    // x1 (B, H, W, Cin), x2 (B, H, W, C2), out (B, Hout, Wout, Cout)
     int B, H, W, Cin, C2;
     int Hout, Wout, Cout;
 
-    // What the forward pass reads and writes.
     const act *x1, *x2, *residual;
     act* out;
     Stats stats1, stats2, out_stats;
@@ -169,10 +159,9 @@ struct LayerArgs {
     Grad d1, d2;
     float *dweight, *dbias, *demb;
 
-    // For FP8. If the walk or the layer does not use FP8, these pointers are null, and so is `bytes` of each Fp8Copy.
-    const act *weight_fp8, *turned_fp8;        // CONV: its weights in Fp8Weights::weights, and those in
-                                               // Fp8Weights::turned. If weight_fp8 is not null, x1 is FP8, too
-    const float *factors_fp8, *dx_factors_fp8; // CONV: factors of the sums of products (see conv_forward)
+    // For FP8. Null if the walk or the layer does not use it; so is `bytes` of each Fp8Copy.
+    const act *weight_fp8, *turned_fp8;        // CONV: its weights. If weight_fp8 is not null, x1 is FP8, too
+    const float *factors_fp8, *dx_factors_fp8; // CONV: factors of the sums of products
     Fp8Copy out_fp8;                           // GROUPNORM: its result, which is then written only in FP8
     Fp8Copy dout_fp8;                          // CONV: dout in FP8
     Fp8Copy d1_fp8, d2_fp8;                    // GROUPNORM: the gradients of x1 and x2 in FP8
@@ -184,8 +173,7 @@ struct LayerArgs {
         const Element in = net->tensor(layer->x1).element, to = net->tensor(layer->out).element;
         return {B, H, W, Cin, C2, Cout, layer->kernel, layer->stride, layer->upsample, in, to};
     }
-    // CONV: what is needed to compute the weight gradient. The weight gradient is computed from FP8 numbers if the
-    // layer's forward product was (choose_fp8).
+    // CONV: the weight gradient is computed from FP8 numbers if the layer's forward product was (choose_fp8).
     WeightWork weight_work() const {
         WeightWork w{dweight, dbias, demb, emb_stride, dout, x1, x2, conv()};
         if (!weight_fp8) return w;
@@ -197,69 +185,34 @@ struct LayerArgs {
     }
     NormShape norm() const { return {B, H * W, Cin, C2, 32, layer->nonlinearity, 1e-5f}; }
 
-    // These functions return x1, out, dout and d1 as arrays of floats. They are for the layers whose tensors are always
-    // fp32: those of the embedding, JOIN, PATCHES and PIXELS.
+    // For the layers whose tensors are always fp32: those of the embedding, JOIN, PATCHES and PIXELS.
     const float* x_fp32() const { return (const float*)x1; }
     float* out_fp32() const { return (float*)out; }
     const float* dout_fp32() const { return (const float*)dout; }
     GradOf<float> d1_fp32() const { return {(float*)d1.dx, (const float*)d1.add1, (const float*)d1.add2}; }
 };
 
-// Returns the address of a tensor's buffer. If this is a backward walk and the tensor was computed again
-// (--use_checkpoint), returns the address of the buffer that holds the new result.
+// The address of a tensor's buffer. In a backward walk, that of the new result if the tensor was computed again.
 static act* memory_of(const Walk& walk, int buffer) {
     const bool again = walk.grads && buffer >= 0;
     return buffer_data(walk.net, again ? walk.net->buffers[buffer].again : buffer);
 }
 
-// The kinds of layers. All that is special about a kind stands together here: first its functions, which call the
-// kind's operation with members of LayerArgs, and then the kind itself (a LayerKind). The list, its plan and the walks
-// (build_unet, plan_memory, unet_forward) only use the members of a LayerKind, so they need no change for a new kind. A few functions are
-// exceptions, because what they do is for a convolution or a norm alone. They test the kind itself, as in
-// `kind == &CONV`: check_conv_params, choose_fp8, plan_fp8_gradients, plan_waits, plan_fusions, plan_lifetimes,
-// unet_backward and a member of WeightGradients.
+// All that is special about a kind of layer. The list, its plan and the walks (build_unet, plan_memory, unet_forward)
+// only use these members. A few functions test for CONV or GROUPNORM itself.
 //
-// A new kind must keep these promises:
-//   Its backward_reads names every tensor that its backward function reads. Otherwise the memory of such a tensor would
-//   be used for something else too early.
-//   Its backward function overwrites each gradient: it does not add to the old content. To the new gradient of an input
-//   it adds the addends (add1, add2). It may leave them out for an input that no other layer ever reads, because then
-//   there are none. If the dx of an input is null, there is nothing to write.
-//   If its layers read the embedding (Layer::emb), its backward function writes their columns of the embedding's
-//   gradient (LayerArgs::demb), as backward_norm does.
-//   Its kernels add floats in a fixed order, without atomics. Several ranks compute the bits of one rank only because
-//   all kernels do so (step_gradients).
-//   Its functions read its weights in fp32, because only the weights of convolutions have a copy.
-//   It does not read a tensor that a 3x3 convolution reads. With --precision fp8, such a tensor may hold numbers of 8
-//   bits alone, if a norm writes it (plan_fp8). And if the convolution computes its input gradient in FP8, this
-//   gradient can't have addends (conv_backward_input_fp8).
+// A kind must keep these promises:
+//   backward_reads names every tensor that its backward function reads. The memory of others is used again.
+//   Its backward function overwrites each gradient, and adds add1 and add2 to it. If an input's dx is null, it writes
+//   nothing there.
+//   If it reads the embedding (Layer::emb), its backward function writes its columns of LayerArgs::demb.
+//   Its kernels add floats in a fixed order, without atomics. So several ranks compute the bits of one rank.
+//   It reads its weights in fp32, because only the weights of convolutions have a copy.
+//   It reads no tensor that a 3x3 convolution reads, because such a tensor may be FP8 (plan_fp8), and its gradient may
+//   have no addends (conv_backward_input_fp8).
 //   It does not read the output of a skip connection, which the next convolution may compute itself (plan_fusions).
-//   If its layers belong to the embedding (.embedding = true), they stand before all other layers in the list. Their
-//   forward function launches on a.stream and uses no workspace. The reason is that this function runs at the same time
-//   as layers on the main stream (unet_forward), and those layers use the workspace.
-//
-// To add a kind, change these places:
-//
-//   1. here: its functions and its LayerKind. If a group norm may read its output, its LayerKind has .sums = true. Then
-//      its forward function also writes the sums that the norm needs, and sets the number of their parts
-//      (a.out_stats.parts; see forward_layer), which is at most max_stat_parts. If the kind needs a setting, add a
-//      member to Layer. The functions can read it as they read a.layer->heads
-//   2. a line that adds such a layer to the list: add_layer(net, {.kind = &...}, ...) in a function like add_resblock.
-//      If the layer has weights, add_params before it (add_embedding shows both); its argument `init` says how they
-//      begin. With INIT_UNIFORM, a weight of one dimension gets the bound of the matrix before it (init_params), so a
-//      weight without such a matrix needs another ParamInit. Without a bias, add_param. If a weight does not lie in
-//      memory as PyTorch's does, also permute_param (run/model_file.h)
-//   3. its operation: a prototype in interface.h, a kernel in Part II, loops in dev/reference.h. If its kernel needs a
-//      workspace, a function returns the workspace's size. This function also needs a prototype in interface.h, and it
-//      returns 0 in cpu.h (the CPU)
-//   4. muon_updates, if AdamW should update its weights also with --optimizer muon. Without this change, Muon updates
-//      all its weights of two or more dimensions. make_muon makes a matrix of such a weight. If the number of its rows
-//      or of its columns is not a multiple of 32, make_muon ends the program, because Muon's kernels can't update it
-//   5. the same layer in common/model.py, the network of the PyTorch twin
-//   6. if a flag chooses the kind: a row SAVED(slot, ...) for it in unet/flags.h. From this row Config gets its
-//      member. Take a slot as 1b of the list in diffusion/ says. Files of weights alone must keep the flag, too, so make
-//      its slot an exception at the three places that 1b names. A model file does not name its layers. If a file was
-//      made with other layers, check_size notices this only if the total number of parameters differs
+//   Layers of the embedding stand before all others. Their forward function launches on a.stream and uses no workspace,
+//   because layers on the main stream run at the same time and use it.
 static double no_flops(const LayerArgs&) { return 0; }
 static Workspace no_workspace(const LayerArgs&) { return {}; }
 struct LayerKind {
@@ -270,23 +223,20 @@ struct LayerKind {
     int backward_reads = 0; // which tensors of the forward pass the backward pass reads
     bool embedding = false; // its layers make the embedding, while other layers run (unet_forward)
     bool fp32 = embedding;  // its tensors are FP32, whatever act_element is
-    bool sums = false;      // it writes out_stats, so a group norm may read its output (see add_norm)
+    bool sums = false;      // it writes out_stats, so a group norm may read its output
 
     double (*flops)(const LayerArgs&) = no_flops;            // operations of a forward pass; a multiply-add is 2
     Workspace (*workspace)(const LayerArgs&) = no_workspace; // the workspaces that its functions need
 };
 
-// The functions that follow make the list of layers. Most of them append something to the network and return its index.
-
-// Adds a buffer. bytes: its size for one sample.
+// Adds a buffer, and returns its index. bytes: its size for one sample.
 static int add_buffer(UNet* net, size_t bytes) {
     const int buffer = (int)net->buffers.size();
     net->buffers.push_back(Buffer{.bytes = bytes, .again = buffer});
     return buffer;
 }
 
-// `mark` is called before each operation is started. In this program it does nothing. dev/benchmarks/bench.cu (from
-// which dev/bench is made) replaces it by a function that takes time stamps.
+// `mark` is called before each operation is started. dev/bench replaces it by a function that takes time stamps.
 enum Pass { FORWARD, BACKWARD, BACKWARD_WEIGHT }; // BACKWARD: all gradients except a convolution's weight gradient
 struct Operation {
     const char* name = nullptr; // the operation's name, or null if the operation belongs to `layer`
@@ -295,8 +245,6 @@ struct Operation {
 };
 static void (*mark)(const Operation&) = [](const Operation&) {};
 
-// Returns a line about a model: the size of its images, its numbers of parameters and layers, and the work of a forward
-// pass for one image.
 static std::string describe(const UNet& net) {
     const Config& c = net.config;
     const int p = c.patch();

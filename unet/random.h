@@ -2,16 +2,13 @@
 #pragma once
 #include "elements.h"
 
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), key = seed,
-// counter = (quartet, sample, step, purpose). A quartet is a group of four random words that are drawn together; the
-// counter holds its number within the sample. Philox has no state, so any step of any run can be reproduced alone, on
-// any machine.
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+//   key = seed, counter = (quartet, sample, step, purpose)
+// A quartet is a group of four random words that are drawn together. The counter holds its number within the sample.
+// Philox has no state, so any step of any run can be reproduced alone.
 
-// The last word of the counter is the purpose: what is drawn. Each purpose has its own number. Dropout must draw
-// different numbers in each residual block. So for dropout this word also contains the residual block's index, from
-// bit 8 on.
-// All that is drawn depends on these numbers, and common/random_numbers.py has the same numbers. So the number of a
-// purpose must not change: append new purposes at the end.
+// What is drawn, the last word of the counter. For dropout this word also contains the residual block's index, from bit
+// 8 on. common/random_numbers.py has the same numbers. All draws depend on them, so append new purposes at the end.
 enum RandomPurpose : uint32_t {
     RANDOM_INIT = 0,
     RANDOM_TIMESTEP,
@@ -36,9 +33,7 @@ struct Words {
     uint32_t w[4];
 };
 
-// Returns four random words of 32 bits. Each round multiplies words 0 and 2 by constants. The upper halves of the two
-// products are combined by XOR with words 3 and 1 and with the key: the results are the new words 2 and 0. The lower
-// halves are the new words 3 and 1. The key changes by a constant from round to round.
+// Returns four random words of 32 bits.
 HD static inline Words philox(uint64_t seed, uint32_t quartet, uint32_t sample, uint32_t step, uint32_t purpose) {
     Words c{{quartet, sample, step, purpose}};
     uint32_t key0 = (uint32_t)seed;
@@ -55,10 +50,10 @@ HD static inline Words philox(uint64_t seed, uint32_t quartet, uint32_t sample, 
     return c;
 }
 
-// Makes four standard normal numbers of four random words (Box & Muller 1958). Each pair u, v in (0, 1) gives the two
-// numbers sqrt(-2 ln u) cos(2 pi v) and sqrt(-2 ln u) sin(2 pi v). u and v are multiples of 2^-24, which fp32 holds
-// without rounding, and are never 0 or 1. So a GPU and a CPU compute with the same u and v. The GPU computes the
-// formulas in fp32, and the CPU in double. Their results agree to 1e-6.
+// Makes four standard normal numbers of four random words (Box & Muller 1958). Each pair u, v in (0, 1) gives
+//   sqrt(-2 ln u) cos(2 pi v) and sqrt(-2 ln u) sin(2 pi v)
+// u and v are multiples of 2^-24, which fp32 holds without rounding. So a GPU and a CPU compute with the same u and v.
+// Their results agree to 1e-6.
 HD static inline void normals(float z[4], const Words& r) {
     for (int k = 0; k < 4; k += 2) {
         const float u = ((r.w[k] >> 9) + 0.5f) * 0x1p-23f;
@@ -78,14 +73,12 @@ HD static inline void normals(float z[4], const Words& r) {
     }
 }
 
-// An element (by dropout), an image's class and numbers, or an image's picture may be left out, with probability p.
-// This happens if its random word is below this threshold.
+// Something is left out with probability p if its random word is below this threshold.
 HD static inline uint32_t dropout_threshold(float p) { return (uint32_t)((double)p * 4294967296.0); }
 
 // In each epoch the images 0 to n - 1 are in another order. Returns the number of the image at position pos. A Feistel
-// network of four rounds permutes the numbers of 2 * half_bits bits: it splits a number into a left and a right half,
-// mixes the left half with a random function of the right half, and exchanges the halves. There are 4^half_bits such
-// numbers, in general more than n. So if the result is not below n, it is permuted again, until it is below n.
+// network of four rounds permutes the numbers of 2 * half_bits bits: it mixes the left half of a number with a random
+// function of the right half, and exchanges the halves. If the result is not below n, it is permuted again.
 static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, int64_t n) {
     int half_bits = 1; // how many bits a half has: two halves must be able to hold all numbers below n
     while ((int64_t)1 << 2 * half_bits < n) half_bits++;

@@ -2,7 +2,7 @@
 #pragma once
 #include "network.h"
 
-// The first number of a file tells what the file is: one of our data files, or one of unet.cu (data_header).
+// The first number of a file: of one of our data files, or of one of unet.cu (data_header).
 constexpr int DATA_MAGIC = 20261120;
 constexpr int UNET_CU_DATA_MAGIC = 20240620;
 constexpr size_t READ_AT_START = (size_t)4 << 30; // a file of up to this many bytes is wholly read when it is opened
@@ -10,62 +10,56 @@ constexpr int BATCHES_AHEAD = 8;                  // how many batches in advance
 constexpr int MOST_VALUES = 4096;                 // the most numbers per image, the limit of --cond_dim
 constexpr int MOST_NAME_BYTES = 1 << 20;          // the most bytes of all the numbers' names together
 
-// Data files and model files begin with a header of 256 slots of 4 bytes. The first two slots have the same meaning in
-// both kinds of file:
+// Data files and model files begin with a header of 256 slots of 4 bytes. In both, the first two slots are:
 constexpr int SLOT_MAGIC = 0;
 constexpr int SLOT_VERSION = 1; // the version of the format
-// The other slots of a data file's header:
+// The others of a data file:
 constexpr int DATA_SLOT_COUNT = 2;
 constexpr int DATA_SLOT_CHANNELS = 3;
 constexpr int DATA_SLOT_HEIGHT = 4;
 constexpr int DATA_SLOT_WIDTH = 5;
 constexpr int DATA_SLOT_CLASSES = 6;
-constexpr int DATA_SLOT_BYTES = 7;      // how many bytes a value of an image has: 1 or 4
+constexpr int DATA_SLOT_BYTES = 7;      // the size of a value of an image: 1 or 4
 constexpr int DATA_SLOT_HEADER_CRC = 8; // the checksum of the header, computed with 0 in this slot
 // the checksum of all that follows the header (version 1), or of all that follows the images (version 2)
 constexpr int DATA_SLOT_BODY_CRC = 9;
-constexpr int DATA_SLOT_VALUES = 10; // K, how many numbers each image has
-constexpr int DATA_SLOT_NAMES = 11;  // the number of bytes of the numbers' names
+constexpr int DATA_SLOT_VALUES = 10; // K, the numbers of each image
+constexpr int DATA_SLOT_NAMES = 11;  // bytes of the numbers' names
 constexpr int DATA_SLOT_UNUSED = 12; // from this slot on, all slots are 0
 
 struct Dataset : InputFile {
-    // The version of the file's format. 1: one checksum covers all images. 2: each image has a checksum. 0: a file of
-    // unet.cu, without checksums.
+    // 1: one checksum covers all images. 2: each image has a checksum. 0: a file of unet.cu, without checksums.
     int version = 0;
     int64_t count = 0; // N
     int C = 0, H = 0, W = 0;
     int classes = 0;    // 0: images have no labels
     int bytes = 1;      // the size of a value of an image: 1 (uint8) or 4 (float32)
-    int K = 0;          // how many numbers each image has
-    int name_bytes = 0; // the number of bytes of the numbers' names
-    // The header's checksum. The header itself holds a checksum of all that follows it (in version 2: of all that
-    // follows the images, which includes the images' checksums). So header_crc identifies the whole file. For a file of
-    // unet.cu it is 0.
+    int K = 0;          // numbers of each image
+    int name_bytes = 0; // bytes of the numbers' names
+    // The header's checksum (unet.cu's files: 0). It identifies the whole file, because the header holds a checksum of
+    // the rest.
     uint32_t header_crc = 0;
     std::vector<int32_t> labels;     // (N), or empty
     std::vector<float> values;       // (N, K): the numbers
-    std::string value_names;         // the names of the K numbers, a line for each; or empty
-    std::vector<uint32_t> image_crc; // (N), the checksum of each image; empty: the checksums are not known
+    std::string value_names;         // a line for each of the K numbers; or empty
+    std::vector<uint32_t> image_crc; // (N), the checksum of each image; empty: not known
     int64_t asked = 0;               // load_batch has asked the system to fetch the images before this stream position
     std::string error;               // why an image could not be used
-    std::shared_ptr<Dataset> cond;   // --cond_file: a picture for each image, in the same order; null: there are none
+    std::shared_ptr<Dataset> cond;   // --cond_file: a picture for each image; null: there are none
 
     size_t image_bytes() const { return (size_t)C * H * W * bytes; }
-    // The images follow the header, which has 1024 bytes.
     size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); } // the byte of the file where image i begins
-    // A batch of B images is sent to the device in one buffer, which begins with the images. These functions return at
-    // which byte of this buffer the labels, numbers and pictures begin. The labels follow the images, at a multiple of
-    // 4 bytes.
+    // A batch of B images is sent to the device in one buffer: images, labels (at a multiple of 4 bytes), numbers,
+    // pictures. These functions return at which byte each begins.
     size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; }
-    size_t values_at(int B) const { return labels_at(B) + B * sizeof(int); } // numbers follow the labels
-    size_t pictures_at(int B, const Config& c) const {                       // pictures follow the numbers
+    size_t values_at(int B) const { return labels_at(B) + B * sizeof(int); }
+    size_t pictures_at(int B, const Config& c) const {
         return values_at(B) + (size_t)B * c.num_values() * sizeof(float);
     }
     size_t batch_bytes(int B, const Config& c) const {
         return pictures_at(B, c) + (cond ? B * cond->image_bytes() : 0);
     }
-    // In the file, the images are followed by labels, numbers, names and checksums, all in words of 4 bytes. These
-    // functions return how many words the labels, the numbers, and all four together have.
+    // In the file, the images are followed by labels, numbers, names and checksums, all in words of 4 bytes.
     size_t label_words() const { return classes > 0 ? count : 0; }
     size_t value_words() const { return count * K; }
     size_t words_behind() const {
@@ -74,18 +68,15 @@ struct Dataset : InputFile {
     }
 };
 
-// Returns whether no value is infinite or NaN.
 static bool all_finite(const float* v, size_t n) {
     return std::all_of(v, v + n, [](float f) { return std::isfinite(f); });
 }
 
 // All data that change from step to step lie in device memory, at addresses that stay the same. So the launches of a
-// step can be recorded once, and repeated for later steps (Graph). There is memory for two batches: one batch is copied
-// to the device while the model is trained on the other batch. So there are two recordings: graph[0] and graph[1].
-// A slice is this rank's part of a flat array of all parameters. If there is one rank, the slice is the whole array. In
-// the shapes below, B is the batch size, micro is the number of samples for which the network has room: a
-// microbatch, but at least 2 if grids are guided, because then the network computes each image of a grid twice. T is
-// diffusion_steps, K is cond_channels, and factor is picture_factor.
+// step can be recorded once, and repeated for later steps (Graph). There are two batches, because one is copied to the
+// device while the model is trained on the other. So there are two recordings, too.
+// In the shapes below, B is the batch size, micro is a microbatch (but at least 2 if grids are guided, where the
+// network computes each image twice), T is diffusion_steps, K is cond_channels, and factor is picture_factor.
 struct Trainer {
     UNet net;
     Dataset data;
@@ -93,34 +84,30 @@ struct Trainer {
     AdamW adamw;
     Slice own; // where in the flat arrays this rank's slice lies
 
-    // Flat arrays (all members up to `sum`, except fp8 and fp8_works). Each holds one number for each parameter.
-    // The weights in fp32. With several ranks, only two parts of this array are kept up to date: the first plain_size
-    // weights, which are all that the network reads in fp32, and this rank's slice, which its optimiser updates. The
-    // weights after the first plain_size are those of convolutions. The network reads them from `copy`. (If activations
-    // are fp32, plain_size includes all weights, and `copy` is this same array.)
+    // Flat arrays (up to `sum`). Each holds one number for each parameter.
+    // The weights in fp32. With several ranks, only the first plain_size weights, which the network reads in fp32, and
+    // this rank's slice are kept up to date.
     float* params;
-    float* grads;         // the current microbatch's gradients. (With one rank, `sum` holds the first microbatch's.)
-    act *copy, *ema_copy; // the weights, and their first average, in the type that convolutions read (Weights::copy)
+    float* grads;         // the current microbatch's gradients (with one rank, `sum` holds the first microbatch's)
+    act *copy, *ema_copy; // the weights, and their first average, in the activations' type (Weights::copy)
     Fp8Weights fp8;       // --precision fp8: the FP8 copies of weights, which training steps read
     std::vector<WeightRounding> fp8_works; // the convolutions whose weights fp8 holds
-    float* received; // gradients of this rank's slice, from the other ranks (RankGradients); null: there is one rank
-    // At the places of this rank's slice, `sum` holds the sum of the gradients of all microbatches of the
-    // step. With several ranks, `sum` and `received` are the same array. They use different places in it: what another
-    // rank sends is received at the places of that rank's slice. With one rank and one microbatch, `sum` and `grads`
-    // are the same array. With one rank and several microbatches, `sum` is a separate array. (With --optimizer muon,
-    // update_by_muon replaces the sums of Muon's matrices by directions.)
+    float* received; // gradients of this rank's slice, from the other ranks (RankGradients); null: one rank
+    // The sum of the step's microbatches, at the places of this rank's slice. With several ranks, `received` is the
+    // same array, used at other places. With one rank and one microbatch, `grads` is the same array. Of Muon's
+    // matrices, update_by_muon replaces the sums by directions.
     float* sum;
-    // Each of these arrays is a slice: it holds this rank's part.
+    // Slices: this rank's part.
     float *m, *v;             // AdamW's moments. Where Muon updates a matrix, m is its momentum, and v is not used
     std::vector<float*> emas; // the averages of the weights, one for each rate in Config::emas
 
     // --optimizer muon
-    MuonWork muon;      // the matrices that Muon updates
-    uint8_t* is_matrix; // see Update; null: AdamW updates all parameters
+    MuonWork muon;
+    uint8_t* is_matrix; // see Update
 
-    double* squares;            // for each stretch (see Slice), the sum of the squares of the step's gradient
+    double* squares;            // for each stretch, the sum of the squares of the step's gradient
     StepState *state, *records; // the state after the newest step, and the states after the latest RECORDS steps
-    Upload batch[2];            // this rank's images of a batch, with their labels, numbers and pictures (load_batch)
+    Upload batch[2];            // this rank's part of a batch (load_batch)
     Graph graph[2];             // graph[i]: a training step on batch[i]
     float* target;              // (micro, H, W, C): the answer that the network should give
     float* t;                   // (B): what the network is told about the noise level of each sample
@@ -136,21 +123,19 @@ struct Trainer {
     float* augmented_cond; // (micro, K, H, W): with --augment, the changed pictures
     float* small;          // (micro, H / factor, W / factor, C): with --cond lowres, the images at low resolution
     // --objective ect
-    NoiseLevel* teachers; // (micro): noise levels of the teacher's inputs (less noise); null: no --objective ect
+    NoiseLevel* teachers; // (micro): noise levels of the teacher's inputs; null: no --objective ect
     float* teacher_t;     // (micro): what the teacher is told about these levels
-    int64_t* last_step;   // (1): --max_steps - 1, the final step; validation computes teachers' levels as in that step
+    int64_t* last_step;   // (1): --max_steps - 1, for the teachers' levels in validation
     // --schedule_sampler loss-second-moment
     float* history;     // (T, HISTORY + 1): the latest losses at each t (remember_losses); null: none are kept
-    double* rms_losses; // (T): for each t, the root mean square of these losses, or -1 if there are fewer than HISTORY
+    double* rms_losses; // (T): their root mean square, or -1 if there are fewer than HISTORY
 };
-// At most STEPS_AHEAD steps wait to be logged, so twice as many records are more than enough.
 constexpr int RECORDS = 128;
 static_assert(RECORDS >= 2 * STEPS_AHEAD);
 
 // With several ranks: every rank sends its parts of a flat array to all other ranks. Only segments that hold some of
-// the first n parameters are sent. bytes: the size of a stretch in this array, in bytes. In most arrays a stretch has
-// STRETCH elements, but Trainer::squares has only one double for each stretch. slice: an array of this rank's parts,
-// one after the other; null: the parts are already in their places in the flat array.
+// the first n parameters are sent. bytes: the size of a stretch in this array. slice: this rank's parts, one after the
+// other; null: they are already in their places in the flat array.
 static void gather(void* flat, const void* slice, size_t bytes, const Slice& own, size_t n) {
     begin_exchange();
     for (int s = 0; s < own.segments && own.at(s, 0) < n; s++) {
@@ -162,7 +147,7 @@ static void gather(void* flat, const void* slice, size_t bytes, const Slice& own
     end_exchange();
 }
 
-// Calls upwards: these are defined in train_unet.cu, and headers call them.
+// Defined in train_unet.cu, and called by headers.
 struct Question;
 extern const LayerKind CONV, GROUPNORM;
 static UNet build_unet(const Config& c);

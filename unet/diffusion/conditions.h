@@ -4,14 +4,11 @@
 #include "objectives.h"
 
 // --augment (Karras et al. 2022, appendix F.2; Karras et al. 2020, "Training Generative Adversarial Networks with
-// Limited Data", appendix B): a training image is changed in up to six ways. Each change is drawn independently of the
-// others. Its probability is p (--augment), with two exceptions: an image is flipped upside down with probability
-// p / 2, and mirrored with probability 1 / 2, whatever p is. The network is told which changes were made. So it learns
-// that changed images are of another kind. When samples are made, the network is told that there is no change, and so
-// it makes images that look unchanged.
-// A row of this list first describes a change. After the semicolon are the numbers that the network is told. These
-// numbers are 0 if the image is not changed in this way. z and z' are standard normal numbers, drawn for each change:
-//   mirrored, upside down   left and right are exchanged, top and bottom are exchanged; 1 for each of the two
+// Limited Data", appendix B): a training image is changed in up to six ways, each drawn independently with probability
+// p. (Upside down: p / 2. Mirrored: always 1 / 2.) The network is told which changes were made. For samples it is told
+// that there is no change. A row is a change and, after the semicolon, the numbers that the network is told. They are 0
+// if the image is not changed in this way. z and z' are standard normal numbers:
+//   mirrored, upside down   left and right, top and bottom are exchanged; 1 for each of the two
 //   scaled                  by 2^(0.2 z); z
 //   turned                  by an angle; the angle's cosine - 1, its sine
 //   stretched               by 2^(0.2 z) along an axis and by the inverse across it; z cos(axis), z sin(axis). `axis`
@@ -28,11 +25,11 @@ HD static inline Matrix2 product(const Matrix2& a, const Matrix2& b) {
 }
 HD static inline Matrix2 rotation(double angle) { return Matrix2{cos(angle), -sin(angle), sin(angle), cos(angle)}; }
 
-// These two functions turn a random word into a number in [0, 1), and into an angle in [-pi, pi).
+// A random word becomes a number in [0, 1), or an angle in [-pi, pi).
 HD static inline double random_fraction(uint32_t word) { return word * 0x1p-32; }
 HD static inline double random_angle(uint32_t word) { return (2 * random_fraction(word) - 1) * M_PI; }
 
-// Draws the change of a sample's image, H x W. words: the sample's 16 random words.
+// Draws the change of a sample's image, H x W, from its 16 random words.
 HD static inline Augmentation draw_augmentation(double p, const Words words[4], int H, int W) {
     const uint32_t *const first = words[0].w, *const second = words[1].w, *const third = words[2].w;
     float z[4];
@@ -47,9 +44,9 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
     const double shift_x = shifts ? z[2] : 0;
     const double shift_y = shifts ? z[3] : 0;
 
-    // For a pixel of the changed image, these steps find the place in the mirrored image that the pixel shows (see
-    // Augmentation): shift back, stretch back, turn by `angle`, scale back. They are done in this order. The matrix m
-    // does the last three of them together. x_1 and y_1 are what shifting back adds to the result.
+    // These steps find the place in the mirrored image that a pixel of the changed image shows: shift back, stretch
+    // back, turn by `angle`, scale back. The matrix m does the last three. x_1 and y_1 are what shifting back adds to
+    // the result.
     const double longer = exp2(0.2 * stretch);
     const Matrix2 along_axis{1 / longer, 0, 0, longer};
     const Matrix2 stretched = product(rotation(-axis), product(along_axis, rotation(axis)));
@@ -71,24 +68,20 @@ HD static inline Augmentation draw_augmentation(double p, const Words words[4], 
                         .y_1 = -(m.yx * right + m.yy * down)};
 }
 
-// The changed image is made at twice the resolution, so that turning the image neither blurs it nor makes its edges
-// jagged. There are three steps:
+// The changed image is made at twice the resolution, so that turning it neither blurs it nor makes its edges jagged:
 //   1. The wavelet filter sym6 doubles the size of the image.
-//   2. A second image of about the doubled size is made: the canvas. For each pixel of the canvas, the change (an
-//      Augmentation) determines a place in the doubled image. There the doubled image is read, and interpolated
-//      linearly between its pixels.
-//   3. The same filter halves the size of the canvas. The result is the changed image.
-// If nothing is to be changed, these steps return the image as it was. Steps 1 and 2 together are one sum over the
-// pixels around a place, so the doubled image is never stored. The canvas is stored. At each edge it has a margin of 6
-// of its own pixels, which the filter of step 3 needs. If step 1 needs pixels outside the image, it takes them from the
-// image's reflection at that edge (see `mirrored`).
-constexpr int FILTER = 12; // the number of sym6's coefficients, which are called taps
-// A value of the doubled image, interpolated along a row, depends on this number of pixels of the image's row.
-constexpr int AROUND = 7;
-HD static inline int fine_size(int size) { return 2 * (size + FILTER / 2); } // how many rows (columns) the canvas has
+//   2. The canvas, of about the doubled size: each of its pixels reads a place in the doubled image, by linear
+//      interpolation.
+//   3. The same filter halves the size of the canvas.
+// Without a change, the result is the image as it was. Steps 1 and 2 together are one sum over the pixels around a
+// place, so the doubled image is never stored. The canvas has a margin of 6 of its own pixels, which the filter of step
+// 3 needs.
+constexpr int FILTER = 12; // sym6's coefficients, which are called taps
+constexpr int AROUND = 7;  // pixels of a row that an interpolated value of the doubled row depends on
+HD static inline int fine_size(int size) { return 2 * (size + FILTER / 2); } // of the canvas
 
-// Returns tap k of sym6 (Daubechies 1992, "Ten Lectures on Wavelets"); 0 if k is not from 0 to 11. All taps add up to
-// sqrt(2). Those with even k add up to half of that, and so do those with odd k.
+// Tap k of sym6 (Daubechies 1992, "Ten Lectures on Wavelets"), or 0. All taps add up to sqrt(2), those with even k and
+// those with odd k to half of that.
 HD static inline float sym6(int k) {
     const float taps[FILTER] = {0.015404109327027373f, 0.0034907120842174702f, -0.11799011114819057f,
                                 -0.048311742585633f,   0.4910559419267466f,    0.787641141030194f,
@@ -97,8 +90,8 @@ HD static inline float sym6(int k) {
     return k >= 0 && k < FILTER ? taps[k] : 0.0f;
 }
 
-// Returns which of a row's `size` pixels lies at place n, if mirror images continue the row at both ends (the pixel at
-// an end is not repeated). flip: the row itself is mirrored, too.
+// Which of a row's `size` pixels lies at place n, if mirror images continue the row at both ends (the pixel at an end
+// is not repeated). flip: the row itself is mirrored, too.
 HD static inline int mirrored(int n, int size, bool flip) {
     if (n < 0 || n >= size) {
         const int period = 2 * size - 2;
@@ -122,8 +115,8 @@ HD static inline Around pixels_around(double u, int size, bool flip) {
     const bool odd = (i - 5) & 1;
     Around a;
     for (int j = 0; j < AROUND; j++) {
-        // Value i of the doubled row contains pixel first + j times the tap `here`. Value i + 1 contains the same pixel
-        // times the tap `next`. The result is interpolated between these two values.
+        // Value i of the doubled row contains pixel first + j times the tap `here`, and value i + 1 contains it times
+        // `next`. The result is interpolated between these two values.
         const float here = odd ? sym6(11 - 2 * j) : sym6(10 - 2 * j);
         const float next = odd ? sym6(12 - 2 * j) : sym6(11 - 2 * j);
         a.weight[j] = (1 - fraction) * here + fraction * next;
@@ -132,15 +125,14 @@ HD static inline Around pixels_around(double u, int size, bool flip) {
     return a;
 }
 
-// A value of the canvas is a weighted sum of the image's values in these rows and columns. The weight of a value is the
-// product of the weight of its row and the weight of its column. All channels have the same weights.
+// A value of the canvas is a weighted sum of the image's values in these rows and columns. A value's weight is that of
+// its row times that of its column.
 struct CanvasPlace {
     Around rows, columns;
 };
-// Returns the CanvasPlace of the canvas's value at row `fine_y` and column `fine_x`.
 HD static inline CanvasPlace canvas_place(const Augmentation& a, int fine_y, int fine_x, int H, int W) {
     // (x, y): the place in the changed image, in pixels from the centre. (from_x, from_y): the place in the mirrored
-    // image that is shown there. The last two lines convert that place to rows and columns of the doubled image.
+    // image. The last two lines convert it to rows and columns of the doubled image.
     const double x = (fine_x - W - 5) / 2.0;
     const double y = (fine_y - H - 5) / 2.0;
     const double from_x = a.x_x * x + a.x_y * y + a.x_1;
@@ -149,7 +141,7 @@ HD static inline CanvasPlace canvas_place(const Augmentation& a, int fine_y, int
                        .columns = pixels_around(2 * from_x + W - 1, W, a.flip_x)};
 }
 
-// Returns the canvas's value at a place. channel: one channel of the image, (H, W); bytes: the size of a value, 1 or 4.
+// The canvas's value at a place. channel: one channel of the image, (H, W); bytes: the size of a value, 1 or 4.
 HD static inline float canvas_value(const CanvasPlace& place, const void* channel, int bytes, int W) {
     float sum = 0;
     for (int i = 0; i < AROUND; i++) {
@@ -163,12 +155,12 @@ HD static inline float canvas_value(const CanvasPlace& place, const void* channe
         sum += place.rows.weight[i] * of_row;
     }
     // A byte stands for byte / 127.5 - 1. The weights of the 7 rows add up to sqrt(2) / 2 (sym6), and so do those of
-    // the 7 columns. So the 49 products of weights add up to 1 / 2, and the -1 becomes -0.5. (In `halved` the 144
-    // products of taps add up to 2, so the changed image is as bright as the original one.)
+    // the 7 columns. So the 49 products of weights add up to 1 / 2, and the -1 becomes -0.5. (`halved` doubles this
+    // again.)
     return bytes == 1 ? sum / 127.5f - 0.5f : sum;
 }
 
-// Returns one channel of the changed image's pixel (y, x). canvas: this channel of the canvas.
+// One channel of the changed image's pixel (y, x). canvas: this channel of the canvas.
 HD static inline float halved(const float* canvas, int y, int x, int W) {
     float sum = 0;
     for (int i = 0; i < FILTER; i++) {
@@ -182,8 +174,7 @@ HD static inline float halved(const float* canvas, int y, int x, int W) {
 
 // --- pictures that are made of images (--cond)
 
-// A channel that is W wide is divided into squares of factor x factor pixels. Returns the mean of square (y, x). flip:
-// x is counted from the right edge.
+// The mean of square (y, x) of factor x factor pixels of a channel. flip: x is counted from the right edge.
 HD static inline float square_mean(const void* channel, int bytes, int y, int x, int factor, int W, bool flip) {
     float sum = 0;
     for (int i = 0; i < factor; i++)
@@ -195,18 +186,14 @@ HD static inline float square_mean(const void* channel, int bytes, int y, int x,
     return sum / (float)(factor * factor);
 }
 
-// In training with --cond lowres, noise is added to the small pictures. Its standard deviation is --cond_noise times a
-// factor, which is drawn uniformly from [0, 1) for each picture. (Ho et al. 2021, "Cascaded Diffusion Models": a
-// network that was trained on coarse pictures with different amounts of noise is not disturbed by the errors of a
-// sampled coarse picture.)
-// NOISE_STRENGTH is the number of the quartet of random words that this factor is drawn from. The noise itself uses
-// quartets with lower numbers.
+// Noise on the small pictures of --cond lowres has a standard deviation of --cond_noise times a factor, drawn uniformly
+// from [0, 1) for each picture. So the network is not disturbed by the errors of a sampled coarse picture (Ho et al.
+// 2021, "Cascaded Diffusion Models"). NOISE_STRENGTH is the factor's quartet. The noise itself uses lower ones.
 constexpr uint32_t NOISE_STRENGTH = 0xFFFFFFFF;
 HD static inline float noise_strength(const Words& words) { return (words.w[0] >> 8) * 0x1p-24f; }
 
-// Value i of an enlarged row (or column) is interpolated between two values of the small row, number `first` and number
-// `second`. As in PyTorch's F.interpolate(mode="bilinear", align_corners=False), a pixel's place is that of its centre.
-// place_in_small finds these two. Its `size` is how many values the small row has.
+// Value i of an enlarged row (or column) is interpolated between two of the `size` values of the small row. As in
+// PyTorch's F.interpolate(mode="bilinear", align_corners=False), a pixel's place is that of its centre.
 struct Between {
     int first, second;
     float fraction; // the weight of the second value; the weight of the first is 1 - fraction
@@ -219,8 +206,7 @@ HD static inline Between place_in_small(int i, int factor, int size) {
     return Between{first, second, place - (float)first};
 }
 
-// A small picture (h, w, C) is enlarged to (factor h, factor w, C). Returns the value of the enlarged picture's pixel
-// (y, x) in channel c.
+// A small picture (h, w, C) is enlarged to (factor h, factor w, C). Returns pixel (y, x) in channel c.
 HD static inline float enlarged(const float* small, int y, int x, int c, int factor, int C, int h, int w) {
     const Between row = place_in_small(y, factor, h);
     const Between column = place_in_small(x, factor, w);
@@ -231,8 +217,7 @@ HD static inline float enlarged(const float* small, int y, int x, int c, int fac
     return (1 - row.fraction) * above + row.fraction * below;
 }
 
-// Returns a pixel's grey value (ITU-R BT.601). i: the index of the pixel's red value in images. The green value lies HW
-// values after it, and the blue value 2 HW values after it.
+// A pixel's grey value (ITU-R BT.601). i: the index of its red value. Green lies HW values after it, and blue 2 HW.
 HD static inline float grey_value(const void* images, int bytes, size_t i, int HW) {
     const float red = image_value(images, bytes, i);
     const float green = image_value(images, bytes, i + HW);
@@ -240,9 +225,8 @@ HD static inline float grey_value(const void* images, int bytes, size_t i, int H
     return 0.299f * red + 0.587f * green + 0.114f * blue;
 }
 
-// --cond mask leaves out the pixels of an image that lie in its holes. There are up to four holes. A hole is a
-// rectangle, or a stroke between two points. All is computed in integers, so that every device leaves out the same
-// pixels.
+// --cond mask leaves out the pixels in up to four holes, which are rectangles, or strokes between two points. All is
+// computed in integers, so that every device leaves out the same pixels.
 constexpr int HOLES = 4;
 struct Hole {
     bool is_there, is_stroke;
@@ -253,10 +237,9 @@ struct Holes {
     Hole hole[HOLES];
 };
 
-// Turns a random word into an integer from 0 to size - 1.
 HD static inline int random_below(uint32_t word, int size) { return (int)((uint64_t)word * size >> 32); }
 
-// Draws the holes of a sample. words: the sample's random words, eight for each hole. The first hole is always there.
+// Draws the holes of a sample from its random words, eight for each hole. The first hole is always there.
 HD static inline Holes draw_holes(const Words words[2 * HOLES], int H, int W) {
     Holes holes;
     for (int k = 0; k < HOLES; k++) {
@@ -274,7 +257,7 @@ HD static inline Holes draw_holes(const Words words[2 * HOLES], int H, int W) {
     return holes;
 }
 
-// Returns whether the distance of (y, x) from the line between a stroke's two ends is at most the stroke's radius.
+// Whether the distance of (y, x) from the line between a stroke's two ends is at most the stroke's radius.
 HD static inline bool is_in_stroke(const Hole& s, int y, int x) {
     const int64_t along_y = s.y1 - s.y0, along_x = s.x1 - s.x0;
     const int64_t from_y = y - s.y0, from_x = x - s.x0;
@@ -301,16 +284,11 @@ HD static inline bool is_in_hole(const Holes& holes, int y, int x) {
     return inside;
 }
 
-// Returns the value of a pixel in the mask's channel. As in a mask's file, the mask is white where the network has to
-// paint.
+// As in a mask's file, the mask is white where the network has to paint.
 HD static inline float mask_value(bool hidden) { return hidden ? 1.0f : -1.0f; }
 #ifdef __CUDACC__ // the GPU
 
-// Changes the images as --augment asks, in three launches. The canvas is the changed image at twice the resolution,
-// with a margin (see the comment above FILTER).
-//   1. Each thread draws the change of one sample.
-//   2. Each thread computes one place of the canvas, in all channels.
-//   3. Each thread computes one value of the result from the canvas.
+// Three launches: a thread for each sample's change, for each place of the canvas, and for each value of the result.
 static void augment_images(float* out, Augmentation* drawn, float* canvas, float* told, int stride, const void* images,
                            float p, RandomKey key, int B, int C, int H, int W, int bytes) {
     each(B, [=] __device__(size_t b) {
@@ -319,7 +297,6 @@ static void augment_images(float* out, Augmentation* drawn, float* canvas, float
             words[k] = random_words(key, k, (int)b);
         }
         drawn[b] = draw_augmentation(p, words, H, W);
-        // Copies the numbers that tell the network what the change was.
         for (int k = 0; k < AUGMENT_NUMBERS; k++) {
             told[b * stride + k] = drawn[b].told[k];
         }
@@ -343,9 +320,7 @@ static void augment_images(float* out, Augmentation* drawn, float* canvas, float
     });
 }
 
-// picture_is_mirrored returns whether the picture of sample b is mirrored (--random_flip). A picture is mirrored if its
-// image is mirrored, because both use the same random draw. picture_is_left_out returns whether the picture of sample b
-// is replaced by zeros (--cond_dropout).
+// Whether the picture of sample b is mirrored. It uses the same random draw as its image.
 INLINE bool picture_is_mirrored(const PictureDraws& draws, int b) {
     return draws.random_flip && (random_words(of_purpose(draws.key, RANDOM_FLIP), 0, b).w[0] & 1);
 }
@@ -355,12 +330,8 @@ INLINE bool picture_is_left_out(const PictureDraws& draws, int b) {
     return threshold > 0 && random_words(key, 0, b).w[0] < threshold;
 }
 
-// The functions from here to mask_images make the pictures of a batch, which the network reads as its condition. Each
-// thread writes one element of the result. mask_images is an exception: there each thread writes all channels of a
-// pixel.
 static void take_pictures(float* cond, const void* pictures, PictureDraws draws, int B, int K, int H, int W,
                           int bytes) {
-    // The result is (B, H, W, K), so its element i is channel k of a pixel. The data file's pictures are (B, K, H, W).
     each((size_t)B * H * W * K, [=] __device__(size_t i) {
         const int k = (int)(i % K);
         const int w = (int)(i / K % W);
@@ -372,8 +343,7 @@ static void take_pictures(float* cond, const void* pictures, PictureDraws draws,
     });
 }
 
-// Makes the small pictures of --cond lowres, with noise if draws.noise is not 0. `small` is (B, H / factor, W / factor,
-// C). A thread computes element e of one picture. Of the four normal numbers of quartet e / 4, it uses number e % 4 as
+// A thread computes element e of one picture. Of the four normal numbers of quartet e / 4, it uses number e % 4 as
 // noise. So four neighbouring threads compute the same quartet.
 static void shrink_images(float* small, const void* images, int factor, PictureDraws draws, int B, int C, int H, int W,
                           int bytes) {
@@ -396,8 +366,7 @@ static void shrink_images(float* small, const void* images, int factor, PictureD
     });
 }
 
-// Enlarges the small pictures of --cond lowres. shrink_images has already mirrored the small pictures of mirrored
-// images, so there is nothing to mirror here.
+// shrink_images has already mirrored the small pictures of mirrored images.
 static void enlarge_pictures(float* cond, const float* small, int factor, PictureDraws draws, int B, int C, int H,
                              int W) {
     const int n = H * W * C;
@@ -412,9 +381,8 @@ static void enlarge_pictures(float* cond, const float* small, int factor, Pictur
     });
 }
 
-// Makes the grey pictures of --cond gray. `cond` is (B, HW). Images have three channels: parse_cond refuses others.
-// `from` is the pixel of the image that pixel p of the picture shows. It is p itself or, if the image is mirrored, the
-// pixel of the same row whose distance from the right edge is p's distance from the left edge.
+// `from` is the pixel of the image that pixel p of the picture shows. If the image is mirrored, it is that of the same
+// row whose distance from the right edge is p's from the left edge.
 static void grey_images(float* cond, const void* images, PictureDraws draws, int B, int H, int W, int bytes) {
     const int HW = H * W;
     each((size_t)B * HW, [=] __device__(size_t i) {
@@ -426,10 +394,8 @@ static void grey_images(float* cond, const void* images, PictureDraws draws, int
     });
 }
 
-// Makes the pictures of --cond mask. `cond` is (B, HW, C + 1): the image, which is 0 in the holes, and then the mask.
-// All threads of a sample draw the same holes. The holes are placed in the image as the network sees it, which may be
-// mirrored already. So the holes themselves are not mirrored. A picture that is left out is 0 in all channels, the mask
-// included. In all other pictures, the mask is 1 (a hole) or -1 (known).
+// All threads of a sample draw the same holes. The holes are placed in the image as the network sees it, mirrored or
+// not, so they are not mirrored themselves. A picture that is left out is 0 in all channels, the mask included.
 static void mask_images(float* cond, const void* images, PictureDraws draws, int B, int C, int H, int W, int bytes) {
     const int HW = H * W;
     const RandomKey key = of_purpose(draws.key, RANDOM_MASK);

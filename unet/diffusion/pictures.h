@@ -2,20 +2,18 @@
 #pragma once
 #include "conditions.h"
 
-// Reads the first images of a data file, at most `most` of them. Returns them as (count, H, W, C) in [-1, 1]. If the
-// file's images have only one channel, as masks have, this channel is repeated C times. flag: the flag that names the
-// file.
+// The first images of a data file, at most `most` of them, as (count, H, W, C) in [-1, 1]. A mask's only channel is
+// repeated C times. flag: the flag that names the file.
 static std::vector<float> first_images(Dataset d, const char* flag, int C, int most) {
     const int HW = d.H * d.W;
     const int count = (int)std::min<int64_t>(d.count, most);
     std::vector<uint8_t> image(d.image_bytes()); // (C, H, W), as the file has it
     std::vector<float> images;
     for (int i = 0; i < count; i++) {
-        // The image is reordered from (C, H, W) to (H, W, C). Bytes from 0 to 255 become values in [-1, 1].
         if (!read_image(&d, i, image.data())) refuse(d.error);
-        for (int element = 0; element < HW * C; element++) { // an element of the image as (H, W, C)
+        for (int element = 0; element < HW * C; element++) { // as (H, W, C)
             const int pixel = element / C;
-            const int channel = element % C % d.C; // a mask's only channel is repeated
+            const int channel = element % C % d.C;
             const int source = channel * HW + pixel;
             const float value = image_value(image.data(), d.bytes, source);
             images.push_back(value);
@@ -26,8 +24,8 @@ static std::vector<float> first_images(Dataset d, const char* flag, int C, int m
     return images;
 }
 
-// Opens a file, checks the size of its images, and returns what first_images reads of it: c.sample images at most.
-// channels: how many channels the file must have. C: how many channels the result has.
+// Opens a file, checks the size of its images, and returns c.sample of them at most. channels: those of the file. C:
+// those of the result.
 static std::vector<float> read_images(const Config& c, const char* flag, const std::string& path, int channels, int C) {
     const Dataset d = open_dataset(path);
     const bool fits = d.C == channels && d.H == c.H && d.W == c.W;
@@ -49,16 +47,13 @@ static std::vector<float> enlarged_picture(const Config& c, const float* small) 
     return picture;
 }
 
-// Makes the picture (H, W, cond_channels) that --cond asks for, as in training. It is made of the image (C, H, W) of
-// sample `number`. mask (H, W): where the holes are; null: the holes are drawn.
+// The picture (H, W, cond_channels) that --cond makes of the image (C, H, W) of sample `number`. Nothing is random in
+// it but the holes, which are drawn if mask (H, W) is null.
 static std::vector<float> made_picture(const Config& c, const uint8_t* image, int bytes, int64_t number,
                                        const float* mask) {
     const int HW = c.H * c.W;
     const int C = c.in_channels;
     std::vector<float> picture;
-    // In training, the image may be changed first (--augment, --random_flip), the picture may be left out, and a small
-    // picture may have noise (take_microbatch, put_pictures of "A training step", q_sample_forward). Here nothing of this is
-    // done.
     if (c.picture_kind == PictureKind::LOWRES) {
         const int factor = c.picture_factor;
         const int w = c.W / factor;
@@ -73,8 +68,8 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
         for (int p = 0; p < HW; p++) picture.push_back(grey_value(image, bytes, p, HW));
         return picture;
     }
-    // Each hole is drawn from two quartets of random words. They do not depend on the training step (the step is always
-    // 0 here), so a run that is resumed shows the same holes in its grids as before.
+    // The draws don't depend on the training step (it is always 0 here), so a run that is resumed shows the same holes
+    // in its grids as before.
     Words words[2 * HOLES];
     for (int k = 0; k < 2 * HOLES; k++) words[k] = philox((uint64_t)c.seed, k, (uint32_t)number, 0, RANDOM_MASK);
     const Holes holes = draw_holes(words, c.H, c.W);
@@ -89,13 +84,11 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
     return picture;
 }
 
-// Makes the pictures (count, H, W, cond_channels) that --cond asks for. They are made of the first images of a file, at
-// most `most` of them. masks: any number of masks (H, W), one after the other, for --cond mask. Image i gets mask i. If
-// there are more images than masks, the masks are used again from the first one on. Without masks, made_picture chooses
-// holes at random.
+// The pictures (count, H, W, cond_channels) that --cond makes of the first images of a file, at most `most` of them.
+// masks: any number of masks (H, W), used in turns, or none: then the holes are random.
 static std::vector<float> made_pictures(const Config& c, Dataset d, int most, const std::vector<float>& masks) {
     std::vector<float> pictures;
-    // This is a vector of floats, so that its memory is aligned even for an image of floats.
+    // A vector of floats, so that its memory is aligned even for an image of floats.
     std::vector<float> image(d.image_bytes() / sizeof(float) + 1);
     uint8_t* const bytes = (uint8_t*)image.data();
     for (int i = 0; i < std::min<int64_t>(d.count, most); i++) {
@@ -110,7 +103,7 @@ static std::vector<float> made_pictures(const Config& c, Dataset d, int most, co
     return pictures;
 }
 
-// Returns the end of an error message: which pictures --cond accepts, apart from images of the model's size.
+// The end of an error message: which other pictures --cond accepts.
 static std::string other_pictures(const Config& c) {
     const int factor = c.picture_factor;
     if (c.picture_kind == PictureKind::LOWRES)
@@ -118,9 +111,8 @@ static std::string other_pictures(const Config& c) {
     return c.picture_kind == PictureKind::GRAY ? ", or grey ones" : "";
 }
 
-// Returns the pictures (count, H, W, cond_channels) for --sample, from --cond_file. With --cond they are made of the
-// file's images. But if the file already holds small or grey pictures, small ones are only enlarged, and grey ones are
-// not changed.
+// The pictures (count, H, W, cond_channels) for --sample, from --cond_file. With --cond they are made of the file's
+// images, or the file already holds small or grey ones.
 static std::vector<float> sample_pictures(const Config& c) {
     const int K = c.cond_channels;
     if (c.picture_kind == PictureKind::FILE) return read_images(c, "cond_file", c.cond_file, K, K);

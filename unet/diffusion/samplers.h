@@ -3,44 +3,36 @@
 #include "../gpu/shared.h"
 #include "objectives.h"
 
-// ---------------------------------------------------------------------------------------------------------------------
-// --- samplers
 // A sampler makes an image out of noise in steps. All samplers work on x = x_0 + sigma noise, whatever the model was
-// trained on. (A model of T timesteps is shown x_t = signal x; then sigma^2 = (1 - alpha_bar) / alpha_bar.) From step
-// to step sigma falls (with --inpaint it also rises again: see step_order), and at the end it is 0. In each step the
-// network's answer is computed and turned into x0, its estimate of x_0. Papers write D(x; sigma) for x0. The slope of
-// the ODE that takes noise away is then
+// trained on. (A model of T timesteps is shown x_t = signal x. Then sigma^2 = (1 - alpha_bar) / alpha_bar.) From step
+// to step sigma falls (with --inpaint it also rises again), and at the end it is 0. In each step the network's answer
+// is turned into x0, its estimate of x_0. Papers write D(x; sigma) for x0. The slope of the ODE that takes noise away
+// is
 //
 //   dx / dsigma = (x - x0) / sigma                                     (Karras et al. 2022, eq. 1 and 3)
 //
-// Below, each sampler has a function that computes the coefficients of one step, from x to the next x, which is called
-// x'. In these functions, s is the sigma of x, n is the sigma of x', and z is new noise. m is an image that the sampler
-// remembers from one move to the next. A step is one Move, or (heun) two. A move replaces x by x'. It also replaces m
-// by m' if .m_x or .m_x0 is not 0. The coefficients are members of Move, written here as .x, .x0 and so on:
+// A step is one Move, or (heun) two. Each sampler has a function for the coefficients of a Move, from x with sigma s to
+// x' with sigma n. m is an image that the sampler remembers, and z is new noise:
 //
 //   x' = (.x) x + (.x0) x0 + (.m) m + (.noise) z           m' = (.m_x) x + (.m_x0) x0
 //
-// One kernel (sampler_step) computes the steps of all samplers.
-//
-// The functions, in the order in which they run: make_sampler calls plan_sampler, which calls sampler_sigmas,
-// plan_route and, for each move, device_step; then sample_images calls sample_batch.
+// m stays as it is if .m_x and .m_x0 are 0. One kernel (sampler_step) computes the moves of all samplers.
 struct Move {
     double sigma;             // s, the sigma of x
     double x, x0;             // coefficients of x'
     double m = 0, noise = 0;  // coefficients of x', too
     double m_x = 0, m_x0 = 0; // coefficients of m'
-    double learned_low = 0;   // if the network chooses the noise's standard deviation: the smallest that it can choose
-    double learned_high = 0;  // the largest that it can choose. If learned_low is 0, the standard deviation is .noise
+    double learned_low = 0;   // if the network chooses the noise's standard deviation: the smallest; else 0
+    double learned_high = 0;  // the largest
     double known_until = -1;  // with --inpaint, in a step's last move: n, for keep_known (see device_step); else -1
 };
 
-// Euler's method: x' = x + (n - s) (x - x0) / s. The code writes x' as a weighted mean of x and x0 instead: if s is
-// much larger than n, the two terms of the formula are large numbers that nearly cancel.
+// Euler's method: x' = x + (n - s) (x - x0) / s, written as a weighted mean of x and x0. If s is much larger than n,
+// the two terms of the formula are large numbers that nearly cancel.
 static Move euler_step(double s, double n) { return Move{.sigma = s, .x = n / s, .x0 = 1 - n / s}; }
 
-// Returns the standard deviation of q(x_n | x_s, x_0). x_s is the image with noise of sigma s: x_0 + s noise. x_n has
-// the smaller sigma n. (In Ho et al. 2020, eq. 7, these images are called x_t and x_(t-1), and each is multiplied by
-// the signal of its timestep.)
+// The standard deviation of q(x_n | x_s, x_0): x_s is the image with noise of sigma s, and x_n has the smaller sigma n.
+// (In Ho et al. 2020, eq. 7, they are x_t and x_(t-1), each multiplied by the signal of its timestep.)
 static double posterior_deviation(double s, double n) { return n * std::sqrt(s * s - n * n) / s; }
 
 // DDIM (Song et al. 2021, eq. 12 and 16). With eta = 0 it is Euler's method. With eta > 0 a step goes to a sigma below
@@ -53,9 +45,8 @@ static Move ddim_step(double s, double n, double eta) {
 }
 
 // DDPM (Ho et al. 2020, eq. 6 and 7): x' is the mean of q(x_n | x_s, x_0) plus noise. Euler's step from s to the sigma
-// n^2 / s leads to this mean. The variance of the noise is one of two fixed values (section 3.2 of that paper;
-// --sigma_small chooses), or the network chooses a variance between these two (Nichol & Dhariwal 2021, eq. 15). The
-// last step adds no noise.
+// n^2 / s leads to this mean. The variance of the noise is one of two fixed values (section 3.2; --sigma_small), or the
+// network chooses one between them (Nichol & Dhariwal 2021, eq. 15). The last step adds no noise.
 static Move ddpm_step(const Config& c, double s, double n) {
     const double small = posterior_deviation(s, n);
     double large = 0;
@@ -70,12 +61,12 @@ static Move ddpm_step(const Config& c, double s, double n) {
 }
 
 // Heun's method (Karras et al. 2022, algorithm 1) uses the mean of the slopes at both ends of the step. So a step is
-// two moves. The first move is Euler's step from x to y, and x0 is remembered. In the second move the network is asked
-// about y, and y0 is its estimate of x_0:
+// two moves. The first is Euler's step from x to y, and x0 is remembered. Then the network is asked about y, and y0 is
+// its estimate of x_0:
 //   x' = x + (n - s) ((x - x0) / s + (y - y0) / n) / 2     (the mean of the two slopes)
 //      = y + (n - s) ((y - y0) / n - (x - x0) / s) / 2     (because y = x + (n - s) (x - x0) / s)
-//      = y + (n - s) / (2 n) (x0 - y0)                     (because (x - x0) / s = (y - x0) / n)
-// The last reason holds because y lies on the line from x to x0. A step to n = 0 is Euler's step alone.
+//      = y + (n - s) / (2 n) (x0 - y0)                     (because y lies on the line from x to x0)
+// A step to n = 0 is Euler's step alone.
 static void add_heun_step(std::vector<Move>* moves, double s, double n) {
     Move to_y = euler_step(s, n);
     if (n > 0) to_y.m_x0 = 1;
@@ -86,8 +77,7 @@ static void add_heun_step(std::vector<Move>* moves, double s, double n) {
 }
 
 // DPM-Solver++(2M) (Lu et al. 2022, algorithm 2; the paper's lambda is -log(sigma)): Euler's step with an x0 that is
-// extrapolated from this step's x0 and the x0 of the step before. sigma_before: the sigma at which the step before
-// began; 0: there is no step before.
+// extrapolated from this step's x0 and that of the step before, which began at sigma_before (0: there is none).
 static Move dpmpp_2m_step(double sigma_before, double s, double n) {
     Move move = euler_step(s, n);
     if (n == 0) return move;
@@ -104,15 +94,13 @@ static Move dpmpp_2m_step(double sigma_before, double s, double n) {
 static Move consistency_step(double s, double n) { return Move{.sigma = s, .x = 0, .x0 = 1, .noise = n}; }
 
 // --S_churn (Karras et al. 2022, algorithm 2): before a step of euler or heun, noise is added, which multiplies sigma
-// by 1 + gamma. Returns gamma, which is 0 if sigma is below --S_min or above --S_max. N: how many steps the sampler
-// has.
+// by 1 + gamma. N: the number of steps.
 static double churn_gamma(const Config& c, double sigma, int N) {
     const bool churns = sigma >= c.S_min && sigma <= c.S_max;
     return churns ? std::min((double)c.S_churn / N, std::sqrt(2.0) - 1) : 0;
 }
 
-// For --timestep_respacing ddimN: returns the N timesteps 0, stride, 2 stride and so on below T. If no whole stride
-// gives N timesteps, the program ends.
+// --timestep_respacing ddimN: the N timesteps 0, stride, 2 stride and so on below T.
 static std::vector<int> strided_timesteps(int T, const std::string& respacing) {
     const int wanted = std::clamp(atoi(&respacing[strlen("ddim")]), 2, T);
     const int stride = (T + wanted - 1) / wanted;
@@ -123,7 +111,7 @@ static std::vector<int> strided_timesteps(int T, const std::string& respacing) {
     return steps;
 }
 
-// Returns the timesteps of a sampler in ascending order, as guided-diffusion's space_timesteps does. respacing:
+// The timesteps of a sampler in ascending order, as guided-diffusion's space_timesteps. respacing:
 //   ""            all timesteps
 //   "ddimN"       N timesteps at equal distances, from 0 on
 //   "n1,n2,..."   [0, T) is divided into parts, whose lengths differ by 1 at most; n1 timesteps are kept in the first
@@ -137,16 +125,16 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
          "must be a number of steps, ddim and a number, or numbers with commas");
 
     const int parts = (int)counts.size();
-    const int least = parts == 1; // the smallest count that is allowed: 1, or 0 if there are several parts
+    const int least = parts == 1; // the smallest count that is allowed
     std::vector<int> steps;
     int start = 0; // where the part begins
     for (int i = 0; i < parts; i++) {
-        const bool one_more = i < T % parts; // if T is no multiple of `parts`, the first parts are longer
+        const bool one_more = i < T % parts;
         const int size = T / parts + one_more;
         const float count = counts[i];
         must(count >= least && count <= size && count == std::floor(count), flag,
              text("can't take %.9g of %d steps; use %d to %d", count, size, least, size));
-        // The kept steps are spread evenly, from the first step of this part to its last one.
+        // Spread evenly, from the first step of this part to its last one.
         const double stride = count <= 1 ? 1 : (size - 1) / (count - 1.0);
         double position = 0;
         for (int k = 0; k < count; k++) {
@@ -159,7 +147,7 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
     return steps;
 }
 
-// Returns sigma number i of the N sigmas of Karras's schedule (Karras et al. 2022, eq. 5), which fall from high to low.
+// Sigma number i of the N sigmas of Karras's schedule (Karras et al. 2022, eq. 5), which fall from high to low.
 static double karras_sigma(const Config& c, double high, double low, int i, int N) {
     if (N > 1 && i == N - 1) return low; // with a small rho, the formula's rounding errors could make this sigma 0
     const double start = std::pow(high, 1.0 / c.rho);
@@ -168,15 +156,11 @@ static double karras_sigma(const Config& c, double high, double low, int i, int 
     return std::pow(start + fraction * (end - start), c.rho);
 }
 
-// Returns the sigmas of a sampler: the sigma before each of its N steps, and 0 at the end. known: the sigmas of the T
-// timesteps. The sigmas depend on the sampler:
+// The sigma before each of a sampler's N steps, and 0 at the end. known: the sigmas of the T timesteps.
 //   ddpm, ddim    the sigmas of the timesteps that --timestep_respacing keeps
-//   consistency   Karras's schedule from sigma_max to mid_t. So if there are two steps, their sigmas are sigma_max and
-//                 mid_t. (Geng et al. 2024 take two steps, at 80 and 0.821.)
+//   consistency   Karras's schedule from sigma_max to mid_t. (Geng et al. 2024 take two steps, at 80 and 0.821.)
 //   others        Karras's schedule from sigma_max to sigma_min. For a model of flow instead: equal steps of
 //                 t = sigma / (1 + sigma), from sigma_max to 0
-// A model of ddpm is trained only on the sigmas from its first to its last timestep. So with such a model, Karras's
-// schedule stays in this range.
 static std::vector<double> sampler_sigmas(const Config& c, const std::vector<double>& known) {
     const std::vector<int> kept = space_timesteps(c.diffusion_steps, c.timestep_respacing);
     const int N = (int)kept.size();
@@ -206,45 +190,41 @@ static std::vector<double> sampler_sigmas(const Config& c, const std::vector<dou
     return sigmas;
 }
 
-// Returns the order in which a sampler takes its N steps, as a list of the steps' numbers. With --inpaint some steps
-// are taken again (Lugmayr et al. 2022, "RePaint"): after every --jump_length steps the sampler goes back by
-// --jump_length steps, until it has taken these steps --jump_n_sample times. Then it goes on with the next steps. The
-// last step is taken once. The first (N - 1) % jump_length steps are taken once, too. For example, with N = 8,
-// jump_length = 3 and jump_n_sample = 2, the order is 0, 1 2 3, 1 2 3, 4 5 6, 4 5 6, 7.
+// The order in which a sampler takes its N steps. With --inpaint (Lugmayr et al. 2022, "RePaint"), after every
+// --jump_length steps it goes back by as many, until it has taken them --jump_n_sample times. The last step is taken
+// once, and so are the first (N - 1) % jump_length. With N = 8, jump_length = 3 and jump_n_sample = 2, the order is:
+//   0, 1 2 3, 1 2 3, 4 5 6, 4 5 6, 7
 static std::vector<int> step_order(const Config& c, int N) {
-    // For each level of noise: how many times the sampler still has to go back from it. Level 0 is the least noise, and
-    // -1 is no noise.
+    // For each level of noise, how many times to go back from it. Level 0 is the least noise, and -1 is no noise.
     std::map<int, int> again;
     if (!c.inpaint.empty())
         for (int level = 0; level < N - c.jump_length; level += c.jump_length) again[level] = c.jump_n_sample - 1;
     std::vector<int> order;
     for (int level = N - 1; level >= 0; level--) {
         order.push_back(N - 1 - level);
-        int& left = again[level - 1]; // how many times to go back from level - 1, where this step ends
+        int& left = again[level - 1]; // from level - 1, where this step ends
         if (left > 0) level += c.jump_length;
         left--;
     }
     return order;
 }
 
-// With --start_from only the last steps of the N are taken (Meng et al. 2022, "SDEdit"). Returns the number of the
-// first step that is taken.
+// --start_from takes only the last steps (Meng et al. 2022, "SDEdit").
 static int first_step(const Config& c, int N) {
     if (c.start_from.empty()) return 0;
     const int steps = (int)std::lround((double)c.strength * N);
     return N - std::max(1, steps);
 }
 
-// All moves of a sampler.
 struct Route {
     double start = 0; // without --start_from: the first x is start z + churn z' (z, z': standard normal numbers)
     double churn = 0;
     std::vector<Move> moves;
-    int64_t first_move = 0; // the move that sampling begins with: the first move of the step that first_step returns
+    int64_t first_move = 0; // the first move of the step that first_step returns
 };
 
-// Adds the moves of a step from sigma s to sigma n. before: the sigma at which the step before this one began, or 0 if
-// this step is the first one, or follows a jump back (--inpaint).
+// Adds the moves of a step from sigma s to sigma n. before: the sigma at which the step before this one began; 0 at the
+// first step and after a jump back (--inpaint).
 static void add_step(std::vector<Move>* moves, const Config& c, double before, double s, double n) {
     if (c.sampler == "ddpm") moves->push_back(ddpm_step(c, s, n));
     else if (c.sampler == "ddim") moves->push_back(ddim_step(s, n, c.eta));
@@ -258,20 +238,19 @@ static void add_step(std::vector<Move>* moves, const Config& c, double before, d
 
 static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
     const int N = (int)sigmas.size() - 1;
-    // Samplers that go by timesteps begin with an x_t of variance 1, as in guided-diffusion. x_t is signal times x. So
+    // Samplers that go by timesteps begin with an x_t of variance 1, as in guided-diffusion. x_t is signal times x, so
     // the variance of x is 1 / signal^2 = 1 + sigma^2.
     const bool variance_1 = c.goes_by_timesteps();
     Route route;
     route.start = variance_1 ? std::sqrt(1 + sigmas[0] * sigmas[0]) : sigmas[0];
     const int first = first_step(c, N);
-    int last = -1; // the step that was taken before this one; -1: none
+    int last = -1; // the step before
     for (int i : step_order(c, N)) {
         double s = sigmas[i];
         if (i == first && i > last) route.first_move = (int64_t)route.moves.size();
         if (c.can_churn()) {
             const double gamma = churn_gamma(c, s, N);
-            // The noise raises sigma from s to s' = s (1 + gamma). Its standard deviation is S_noise sqrt(s'^2 - s^2).
-            // The next line computes the same in another form, without the rounding errors of a difference.
+            // This is S_noise sqrt(s'^2 - s^2) with s' = s (1 + gamma), without the rounding errors of a difference.
             const double noise = s * std::sqrt(gamma * (2 + gamma)) * c.S_noise;
             if (route.moves.empty()) route.churn = noise;
             else route.moves.back().noise = noise; // the noise is added at the end of the step before
@@ -285,13 +264,13 @@ static Route plan_route(const Config& c, const std::vector<double>& sigmas) {
     return route;
 }
 
-// Makes the level of any sigma: what the network sees, and what its answer means. known: the sigmas of the T timesteps.
-// A model of T timesteps (ddpm) is told a t between two of its timesteps. The t is interpolated linearly in log(sigma).
+// The level of any sigma. known: the sigmas of the T timesteps. A model of ddpm is told a t between two of its
+// timesteps, interpolated linearly in log(sigma).
 static NoiseLevel level_at(const Config& c, const std::vector<double>& known, double sigma) {
     const Frame frame = frame_of(c);
     if (frame != Frame::DDPM) return make_level(ask(frame, sigma, c.sigma_data));
-    // i is such that known[i] <= sigma < known[i + 1]. If sigma is below or above all of known, known[i] and
-    // known[i + 1] are the first two or the last two.
+    // known[i] <= sigma < known[i + 1]. If sigma is below or above all of known, these are the first two or the last
+    // two.
     const size_t last = known.size() - 1;
     const auto above = std::upper_bound(known.begin() + 1, known.begin() + last, sigma);
     const size_t i = (size_t)(above - known.begin()) - 1;
@@ -301,27 +280,23 @@ static NoiseLevel level_at(const Config& c, const std::vector<double>& known, do
     return ddpm_level(c, alpha_bar, std::min(std::max(t, 0.0), (double)last));
 }
 
-// Turns a move into a step of the device. A move computes x' from x. But a step of the device reads and writes the
-// network's input u = signal x, where the signal depends on sigma. known: the sigmas of the T timesteps. then: the
-// sigma of the next move; 0 after the last move.
+// A step of the device reads and writes the network's input u = signal x. known: the sigmas of the T timesteps. then:
+// the sigma of the next move; 0 after the last move.
 static SamplerStep device_step(const Config& c, const std::vector<double>& known, const Move& move, double then) {
     auto signal_at = [&](double sigma) { return sigma > 0 ? level_at(c, known, sigma).signal : 1.0; };
     const NoiseLevel level = level_at(c, known, move.sigma);
     const bool keeps_known = move.known_until >= 0;
     const double end = keeps_known ? move.known_until : then; // the sigma of x'
     const double next = signal_at(end);
-    // Guidance acts only where sigma lies between --guidance_min and --guidance_max (Kynkaanniemi et al. 2024); by
-    // default it acts at every sigma. At higher sigmas, guidance would make the images less varied. At lower ones, it
-    // would change nothing that can be seen. The limits are compared with the sigma at which the network is asked:
-    // move.sigma. (In a step of heun, each of the two moves has its own sigma.)
+    // Guidance acts only at some sigmas (Kynkaanniemi et al. 2024). At higher sigmas it would make the images less
+    // varied, and at lower ones it would change nothing that can be seen.
     const bool is_guided = move.sigma >= c.guidance_min && move.sigma <= c.guidance_max;
     SamplerStep step{};
     step.t = level.t;
     step.guidance = is_guided ? c.guidance_scale : 1;
     step.x0_x = level.x0_x;
     step.x0_out = level.x0_out;
-    // The coefficients of u' and m'. They follow from the formulas of a Move, because x = u / signal, and because
-    // u' = next x', where `next` is the signal at the sigma of x'.
+    // The coefficients of u' and m' follow from the formulas of a Move: x = u / signal, and u' = next x'.
     step.next_x = (float)(next * move.x / level.signal);
     step.next_x0 = (float)(next * move.x0);
     step.next_m = (float)(next * move.m);
@@ -333,10 +308,10 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
         step.range = (float)std::log(move.learned_high / move.learned_low);
     }
     // keep_known replaces the known part of x by the given image plus noise of sigma `end`. If an earlier step comes
-    // next, keep_known also adds noise to all of x, to go back to the sigma at which that step begins.
+    // next, it adds noise to all of x.
     if (keeps_known) {
         const double back = signal_at(then);
-        const double added = std::sqrt(std::max(then * then - end * end, 0.0)); // noise that raises x's sigma to `then`
+        const double added = std::sqrt(std::max(then * then - end * end, 0.0));
         step.known_x = (float)next;
         step.known_sigma = (float)(next * end);
         step.back_x = (float)(back / next);
@@ -345,13 +320,11 @@ static SamplerStep device_step(const Config& c, const std::vector<double>& known
     return step;
 }
 
-// A Route in the form that the device uses: the coefficients of the network's first input, and those of every step.
-// Here each Move of the Route is a step of its own. (So most steps of heun are two steps here.)
+// A Route in the form that the device uses. Each Move is a step of its own.
 struct SamplerPlan {
-    // The network's first input is image * (the image of --start_from) + start * normals + churn * other normals.
-    // (Normals are standard normal numbers.) Without --start_from, the factor `image` is 0.
+    // the network's first input: image * (the image of --start_from) + start * normals + churn * other normals
     float image, start, churn;
-    int64_t begin; // the index in `steps` of the step that sampling begins with
+    int64_t begin; // the step that sampling begins with
     std::vector<SamplerStep> steps;
 };
 
@@ -364,8 +337,7 @@ static SamplerPlan plan_sampler(const Config& c) {
     SamplerPlan plan{};
     plan.begin = route.first_move;
 
-    // With --start_from the first x is the given image plus noise. The standard deviation of this noise is the sigma of
-    // the first move that is made.
+    // With --start_from the first x is the given image plus noise of the first move's sigma.
     const double from = moves[plan.begin].sigma;
     const double signal = level_at(c, known, from).signal;
     const bool starts_from_image = !c.start_from.empty();
@@ -380,27 +352,24 @@ static SamplerPlan plan_sampler(const Config& c) {
     return plan;
 }
 
-// A sampler's memory. Members marked (device) point to device memory. B is the number of samples in the network's
-// batch. With guidance, an image is two samples (see make_sampler). One batch is sampled after the other, so the device
-// memory does not depend on the number of all images.
+// A sampler's memory. (device): in device memory. B: the samples in the network's batch, two for an image with
+// guidance.
 struct Sampler {
     SamplerPlan plan;
     SamplerStep* steps; // (device) the plan's steps
     Denoising denoising;
     float* all; // (device) the images of all ranks' batches, in the order of the ranks; null: there is one rank
     int64_t* k; // (device) the number of the sampler's next step
-    // (device) the numbers 0 and 1. A RandomKey holds the address of a step's number. The first x is drawn before all
-    // steps. So its two draws, of noise and of churn, take 0 and 1 as their steps' numbers.
+    // (device) the numbers 0 and 1: the steps of the two draws of the first x, of noise and of churn
     int64_t *zero, *one;
     float* t;                      // (device) (B): what the network is told of the noise
     int* labels;                   // (device) (B): the classes
     float* values;                 // (device) (B, num_values); null: the network reads no numbers
-    std::vector<float> value_rows; // rows of cond_dim numbers; when all are used, they are used again from the first on
+    std::vector<float> value_rows; // rows of cond_dim numbers, used in turns
     float* cond;                   // (device) a batch's pictures (B, H, W, cond_channels); null: there are none
-    std::vector<float> pictures;   // on the host: (count, H, W, cond_channels); they are used again like value_rows
-    std::vector<float> truth;      // on the host: the data's images that the pictures belong to; grids show them, too
-    // On the host: with --start_from or --inpaint, the given images (count, H, W, C); with --inpaint also masks of this
-    // shape. Like value_rows, they are used again when all are used.
+    std::vector<float> pictures;   // (count, H, W, cond_channels), used in turns
+    std::vector<float> truth;      // the data's images that the pictures belong to; grids show them, too
+    // --start_from or --inpaint: the given images (count, H, W, C), and the masks of --inpaint, used in turns
     std::vector<float> images, masks;
     float *known, *mask; // (device) with --inpaint: the images and masks of a batch (B, H, W, C)
 };
@@ -409,7 +378,7 @@ struct Sampler {
 static Sampler make_sampler(const Config& c, int B) {
     Sampler s{};
     s.plan = plan_sampler(c);
-    const size_t n = (size_t)c.H * c.W * c.in_channels; // the number of values of an image
+    const size_t n = (size_t)c.H * c.W * c.in_channels; // values of an image
     s.steps = device_copy(s.plan.steps);
     s.k = device_alloc<int64_t>(1);
     s.zero = device_alloc<int64_t>(1);
@@ -421,8 +390,7 @@ static Sampler make_sampler(const Config& c, int B) {
     if (c.cond_channels > 0) s.cond = device_alloc<float>((size_t)B * c.H * c.W * c.cond_channels);
     if (world.size > 1) s.all = device_alloc<float>(world.size * B * n);
     // --dynamic_threshold q: x0 is limited to the ceil(q n)-th smallest |x0| of an image's n values, or to 1 if 1 is
-    // larger. denoising.rank is the place of that |x0| in ascending order, counted from 0: ceil(q n) - 1. Without the
-    // flag, q is 0 and the rank is -1.
+    // larger. rank is its place in ascending order, counted from 0. Without the flag, q is 0 and the rank is -1.
     const int rank = (int)std::ceil(c.dynamic_threshold * (double)n) - 1;
     bool remembers = false; // whether some step writes m
     for (const SamplerStep& step : s.plan.steps) remembers = remembers || step.m_x != 0 || step.m_x0 != 0;
@@ -434,23 +402,21 @@ static Sampler make_sampler(const Config& c, int B) {
     return s;
 }
 
-// Returns the class of image number i. (Each seed has images 0, 1, 2 and so on.) The classes of --classes are used in
-// turn; without --classes, all classes are used in turn.
+// The class of image number i of a seed. The classes of --classes, or all, are used in turns.
 static int class_of_image(const Config& c, int64_t i) {
     if (!c.class_cond) return 0;
     const size_t listed = c.class_list.size();
     return listed ? (int)c.class_list[i % listed] : (int)(i % c.num_classes);
 }
 
-// Returns the numbers (--cond_dim) that image number i is conditioned on. The rows of value_rows are used in turn.
+// The numbers (--cond_dim) of image number i.
 static std::span<const float> values_of_image(const Config& c, const Sampler& s, int64_t i) {
     const size_t K = c.cond_dim;
     return std::span(s.value_rows).subspan(i * K % s.value_rows.size(), K);
 }
 
-// The next three functions write the conditions of B images, from number `first` on, to where the network reads them.
-// With guidance the batch holds every image twice (copies = 2, otherwise 1). For the second copy the class, the numbers
-// and the picture are left out, each of them only if it was sometimes left out in training.
+// These functions write the conditions of B images, from number `first` on. With guidance the batch holds every image
+// twice (copies = 2). For the second copy, what was sometimes left out in training is left out.
 
 static void put_labels(const Config& c, Sampler* s, int64_t first, int B, int copies) {
     std::vector<int> labels(B * copies);
@@ -461,8 +427,7 @@ static void put_labels(const Config& c, Sampler* s, int64_t first, int B, int co
     copy_to_device(s->labels, labels.data(), labels.size() * sizeof(int));
 }
 
-// s->values has a row for each sample: cond_dim numbers and then, with --augment, the numbers that describe an
-// augmentation. The numbers of the augmentation are zeros, because a sampled image is not changed.
+// A row is cond_dim numbers and then, with --augment, zeros: a sampled image is not changed.
 static void put_values(const Config& c, Sampler* s, int64_t first, int B, int copies) {
     const size_t row_size = c.num_values();
     std::vector<float> values(B * copies * row_size);
@@ -483,14 +448,11 @@ static void put_pictures(const Config& c, Sampler* s, int64_t first, int B, int 
     }
 }
 
-// With --start_from or --inpaint: multiplies a batch's given images by plan.image and writes them to the network's
-// input x (copies * B, n). n: the number of values of an image. With --inpaint, plan.image is 0, because sampling
-// begins with noise alone. Then the function also copies the given images and their masks to the arrays that keep_known
-// reads.
+// --start_from or --inpaint: writes plan.image times a batch's given images to the network's input x (copies * B, n).
+// With --inpaint, plan.image is 0, and the given images and masks are copied to where keep_known reads them.
 static void put_given_images(float* x, Sampler* s, int64_t first, int B, int copies, int n) {
     const size_t bytes = n * sizeof(float);
     for (int b = 0; b < B; b++) {
-        // When all images (or masks) are used, they are used again from the first on.
         const size_t position = (size_t)(first + b) * n;
         const float* const given = &s->images[position % s->images.size()];
         if (s->known) {
@@ -507,11 +469,9 @@ static void put_given_images(float* x, Sampler* s, int64_t first, int B, int cop
     }
 }
 
-// Samples B images of a seed, from number `first` on. The noise of an image does not depend on B. The images are left
-// in net's input tensor. With guidance, this tensor holds all images twice, because the network computes an answer with
-// the conditions and an answer without them. `tell` is called after each step, to show the progress. Its argument is B
-// times the share of the steps that are done: the work so far, counted in images. If a signal asks the program to stop
-// (stop_signal), the function returns early, with unfinished images.
+// Samples B images of a seed, from number `first` on, into net's input tensor (with guidance, twice). The noise of an
+// image does not depend on B. tell: shows the progress, and is called after each step with B times the share of the
+// steps that are done. After a signal (stop_signal) the images are unfinished.
 static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, int B, auto tell) {
     const Config& c = net->config;
     const int HW = c.H * c.W;
@@ -521,7 +481,6 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     float* const x = tensor_data<float>(net, net->input);
     float* const out = tensor_data<float>(net, net->output);
 
-    // Set what the network is told, and the images or the noise that sampling begins with.
     put_labels(c, s, first, B, copies);
     if (c.num_values() > 0) put_values(c, s, first, B, copies);
     if (c.cond_channels > 0) put_pictures(c, s, first, B, copies);
@@ -531,15 +490,15 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     net->cond = s->cond;
     if (!s->images.empty()) put_given_images(x, s, first, B, copies, n);
     auto key = [&](uint32_t purpose, const int64_t* step) { return RandomKey{seed, purpose, step, first}; };
-    const bool adds = !s->images.empty(); // true: noise is added to the given images in x; false: it overwrites x
+    const bool adds = !s->images.empty(); // the noise is added to the given images in x
     for (int copy = 0; copy < copies; copy++) {
         float* const images = x + (size_t)copy * B * n;
         draw_normals(images, B, n, key(RANDOM_SAMPLE_START, s->zero), s->plan.start, adds);
         if (s->plan.churn > 0) draw_normals(images, B, n, key(RANDOM_SAMPLE_START, s->one), s->plan.churn, true);
     }
 
-    // The steps. The device counts them in s->k, so that a recorded graph can be repeated: one graph for all steps that
-    // are guided, and one for all others.
+    // The device counts the steps in s->k, so that a recorded graph can be repeated: one for steps that are guided, and
+    // one for all others.
     copy_to_device(s->k, &s->plan.begin, sizeof(int64_t));
     Graph graphs[2];
     const int64_t steps = (int64_t)s->plan.steps.size() - s->plan.begin;
@@ -555,8 +514,8 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
             if (s->known) keep_known(x, s->known, s->mask, s->steps, known_noise, c.guided(), B, n);
             next_step(s->k);
         });
-        // The host only starts a GPU's work, and may be far ahead of the GPU. If progress is shown on a terminal, the
-        // host waits for the GPU at every 16th step, so that the progress shown is true.
+        // The host may be far ahead of the GPU. On a terminal it waits at every 16th step, so that the progress shown
+        // is true.
         int64_t reached;
         const bool waits = k % 16 == 15 && terminal_columns();
         if (waits) copy_to_host(&reached, s->k, sizeof reached);
@@ -565,13 +524,11 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
     for (Graph& graph : graphs) free_graph(&graph);
 }
 
-// Samples n images. Rank 0 returns them (n, H, W, C); most of their values lie between -1 and 1. Other ranks return an
-// empty vector. In each round of the loop, every rank samples at most one batch. A batch is up to net->B images, with
-// guidance up to half of that. After a signal (stop_signal) the function returns early, and the caller must not use the
-// images.
+// Samples n images. Rank 0 returns them (n, H, W, C), and other ranks an empty vector. In each round of the loop, every
+// rank samples at most one batch. After a signal (stop_signal) the caller must not use the images.
 static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, int n) {
     const Config& c = net->config;
-    const size_t size = (size_t)c.H * c.W * c.in_channels; // the number of values of an image
+    const size_t size = (size_t)c.H * c.W * c.in_channels; // values of an image
     const int N = world.size;
     const int room = c.guided() ? net->B / 2 : net->B;
     const int share = (n + N - 1) / N;
@@ -598,14 +555,12 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
         if (!world.rank) copy_to_host(&images[i * size], made, count * size * sizeof(float));
     }
     const bool terminal = terminal_columns() > 0;
-    if (told > start && (terminal || !stop_signal)) // progress was shown: wipe it, or (no terminal) print a last line
+    if (told > start && (terminal || !stop_signal)) // progress was shown
         show_status(terminal ? "" : "sampling: 100 %, took " + duration(now() - start));
     return images;
 }
 #ifdef __CUDACC__ // the GPU
 
-// Sets all B numbers t to the time that the network is told in step *k. k points to device memory, so a recorded graph
-// can be repeated for every step.
 static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t* k, int B) {
     each(B, [=] __device__(size_t b) {
         const SamplerStep& s = steps[*k];
@@ -613,18 +568,17 @@ static void sampler_timesteps(float* t, const SamplerStep* steps, const int64_t*
     });
 }
 
-// What a sampler's step reads. x is (B, HW, C), with n elements for each image. out is the network's answer, whose
-// pixels have Cout channels. In a guided step, the second half of out's batch holds the answers without the condition.
+// x is (B, HW, C), with n elements for each image. The pixels of out, the network's answer, have Cout channels. In a
+// guided step, the second half of out's batch holds the answers without the condition.
 struct SamplerView {
     const float *x, *out;
     int B, n, C, Cout;
 
-    // Returns the index of element e of image b in out.
+    // the index of element e of image b in out
     INLINE size_t place(int b, int e) const {
         const int p = e / C;
         return ((size_t)b * (n / C) + p) * Cout + e - p * C;
     }
-    // Returns the x0 that follows from the network's answer: x0_x x + x0_out answer.
     INLINE float predicted_x0(const SamplerStep& s, int b, int e) const {
         const size_t i = place(b, e);
         float answer = out[i];
@@ -636,12 +590,10 @@ struct SamplerView {
     }
 };
 
-// Computes the thresholds of dynamic thresholding (see sampler_step), one for each image. The threshold d.threshold[b]
-// of image b is the |x0| with rank d.rank among all |x0| of the image. Rank 0 is the smallest |x0|. A block works on
-// one image. Floats that are not negative have the same order as their bits, read as integers. So the threshold is
-// found 8 bits at a time, beginning with the highest bits. Each of four passes looks only at the |x0| that begin with
-// the bits found so far. The pass counts how often each of the 256 values of the next 8 bits occurs. From these counts
-// it finds the next 8 bits of the |x0| with the wanted rank.
+// Dynamic thresholding: d.threshold[b] is the |x0| with rank d.rank (0: the smallest) of image b. A block works on one
+// image. Floats that are not negative have the same order as their bits, read as integers. So four passes find the
+// threshold 8 bits at a time, beginning with the highest. A pass looks only at the |x0| that begin with the bits found
+// so far, and counts each of the 256 values of the next 8 bits.
 static __global__ void __launch_bounds__(1024)
     sampler_threshold_kernel(SamplerView view, const SamplerStep* steps, Denoising d, const int64_t* k) {
     __shared__ int count[256];
@@ -663,7 +615,7 @@ static __global__ void __launch_bounds__(1024)
             if (shift == 24 || bits >> (shift + 8) == known) atomicAdd(&count[bits >> shift & 255], 1);
         }
         __syncthreads();
-        if (threadIdx.x == 0) { // finds the next 8 bits: subtracts the counts of smaller values from the rank
+        if (threadIdx.x == 0) { // subtract the counts of smaller values from the rank
             int bin = 0;
             while (left >= count[bin]) {
                 left -= count[bin];
@@ -683,16 +635,8 @@ INLINE float limited(float x0, float limit) {
     return x0 / limit;
 }
 
-// Makes one step of a sampler, and overwrites x with the result. With dynamic thresholding (denoising.rank >= 0), a
-// kernel first computes the thresholds. In the step itself, each thread computes four elements. The formulas contain
-// the step's coefficients (SamplerStep), the sampler's memory m, and z, which is a standard normal number. x' and m'
-// are the new x and m. x0 is limited only if denoising.limit is true:
-//
-//   x0 = limited(x0_x x + x0_out answer)
-//   x' = next_x x + next_x0 x0 + next_m m + sigma z
-//   m' = m_x x + m_x0 x0
-//
-// With guidance the batch has a second half. The new x is also written to this half, so that both halves stay equal.
+// A thread computes four elements by the formulas of SamplerStep. With guidance, the new x is also written to the
+// second half of the batch.
 static void sampler_step(float* x, const float* out, const SamplerStep* steps, const Denoising& denoising,
                          RandomKey key, int B, int HW, int C, int Cout) {
     const int n = HW * C;
@@ -700,8 +644,8 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
     if (denoising.rank >= 0) launch_behind(sampler_threshold_kernel, B, 1024, 0, view, steps, denoising, key.step);
     each_quad(B, n, [=, d = denoising] __device__(int b, int e) {
         const SamplerStep s = steps[*key.step];
-        // Without dynamic thresholding (d.rank < 0) the limit is 1. With dynamic thresholding (Imagen, Saharia et al.
-        // 2022), an image with larger |x0| has a larger limit, and no image has a limit below 1.
+        // With dynamic thresholding (Imagen, Saharia et al. 2022), an image with larger |x0| has a larger limit, but
+        // none below 1.
         const float limit = d.rank < 0 ? 1.0f : fmaxf(d.threshold[b], 1.0f);
         float z[4] = {};
         if (s.sigma > 0) normals(z, random_words(key, e / 4, b));
@@ -711,15 +655,14 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
             float x0 = view.predicted_x0(s, b, e + k);
             if (d.limit) x0 = limited(x0, limit);
             float sigma = s.sigma;
-            // If sigma is learned, the second half of the answer's channels tells where log(sigma) lies: -1 stands for
-            // the least and 1 for the largest log(sigma) of this step.
+            // If sigma is learned, the second half of the answer's channels says where log(sigma) lies: from -1 (least)
+            // to 1.
             if (s.range > 0 && s.sigma > 0) {
                 const float variance = out[view.place(b, e + k) + C];
                 sigma = expf(s.log_sigma + s.range * 0.5f * (variance + 1));
             }
             float next = s.next_x * v + s.next_x0 * x0 + sigma * z[k];
-            // The memory m is read before it is overwritten. If no step of the sampler writes m, d.m is null, and
-            // next_m, m_x and m_x0 are 0 in every step.
+            // m is read before it is overwritten. If no step writes it, d.m is null.
             if (s.next_m != 0) next += s.next_m * d.m[i];
             if (s.m_x != 0 || s.m_x0 != 0) d.m[i] = s.m_x * v + s.m_x0 * x0;
             x[i] = next;
@@ -728,16 +671,10 @@ static void sampler_step(float* x, const float* out, const SamplerStep* steps, c
     });
 }
 
-// Inpainting. Where the mask is not above 0, the image is known. At those places x is replaced by the known image,
-// mixed with as much noise as x has after this step:
-//   x = known_x image + known_sigma z
-// (If a sampler's step consists of two moves, see Move, this happens only after the second one. After the first move
-// known_x is 0, and keep_known leaves x as it is.)
-// If the sampler then goes back to an earlier step, noise is added to all of x. So the steps that are made again can
-// make the known and the new part fit together (RePaint, Lugmayr et al. 2022):
-//   x' = back_x x + back_sigma z'     (if the sampler does not go back, back_x is 1 and back_sigma is 0)
-// The array `mask` has one value for each element of the image. A mask's file has only one channel, which read_images
-// repeats C times.
+// Inpainting. Where the mask is not above 0, x is replaced by the known image, mixed with as much noise as x has after
+// this step. In heun's first move known_x is 0, and nothing happens. If the sampler then goes back to an earlier step,
+// noise is added to all of x, so that the known and the new part can be made to fit together (RePaint, Lugmayr et al.
+// 2022).
 static void keep_known(float* x, const float* image, const float* mask, const SamplerStep* steps, RandomKey key,
                        bool guided, int B, int n) {
     each_quad(B, n, [=] __device__(int b, int e) {
