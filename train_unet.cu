@@ -2323,50 +2323,31 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 // Small operations: resampling, embeddings, diffusion
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- resample: statistics for group norm; average pool 2x2, nearest neighbour 2x, the even pixels
-// Used when: a tensor changes its size without a convolution. Two kinds of convolutions also call these functions. A
-//   convolution with stride 2 may be computed with stride 1. Then PICK keeps the pixels in even rows and columns of the
-//   result. In the backward pass, spread (the reverse of PICK) enlarges the gradient of the output. A convolution that
-//   upsamples its input calls REPEAT, if it first writes the whole upsampled input to memory, and upsample_backward,
-//   for the input's gradient.
-// How: a block loops over pixels of an image for a few pieces of channels. If statistics of the result are wanted, the
-//   block also sums what it writes. In the backward pass, a block computes one row of an image.
-// Costs: memory traffic. No element is read or written twice, with one exception: the backward pass of POOL reads each
-//   gradient four times, because four pixels of dx need it. (Most of these reads find it in a cache.)
-//
-// Statistics (Stats) are two numbers of each image and channel: the sums, over all pixels, of the result's elements and
-// of their squares. The group norm that reads the result computes mean and variance from them, and so needs no pass of
-// its own over this tensor.
+// --- resample: average pool 2x2, nearest neighbour 2x, the even pixels
+// A block loops over pixels of an image for a few pieces of channels. If a group norm reads the result, the block also
+// sums what it writes (Stats).
 
 // POOL writes the average of 2x2 pixels. REPEAT writes each pixel 2x2 times. PICK keeps the pixels of even rows and
 // columns: a convolution with stride 2 gives the same values as one with stride 1 followed by PICK.
 enum Resampling { POOL, REPEAT, PICK };
 
-// Returns where pixel k (0 to 3) of a 2x2 square begins, in elements from the square's first pixel. W is the number of
-// pixels in a row of the image that contains the square.
+// where pixel k (0 to 3) of a 2x2 square begins, in elements. W: pixels in a row of the image
 INLINE size_t in_square(int k, int W, int C) { return ((size_t)(k / 2) * W + k % 2) * C; }
 
-// Adds to sum one piece (16 bytes) of each of the four pixels of a 2x2 square. x is the address of the first pixel's
-// piece.
 template <class T> INLINE void add_square(float (&sum)[VEC<T>], const T* x, int W, int C) {
     UNROLL_FOR (int k = 0; k < 4; k++) {
         add_piece<T>(sum, load16(x + in_square(k, W, C)));
     }
 }
 
-// The grid is (blocks that share the pixels, slabs of channels, images). A block works on a slab of `columns` pieces
-// of channels. Its threads form THREADS / columns rows. Neighbouring rows work on neighbouring pixels. If one block
-// has all pixels of the slab, a thread's next pixel is THREADS / columns pixels further on. (If several blocks share
-// the pixels, they take turns, so the distance is gridDim.x times larger.)
+// grid (blocks that share the pixels, slabs of channels, images). A slab is `columns` pieces of channels. With stats,
+// one block has all pixels of its slab.
 //
-//                  columns
-//   pixel 0       [ thread 0     1     2     3 ]
-//   pixel 1       [        4     5     6     7 ]      then all go on to the next THREADS / columns pixels
+//                   columns
+//    pixel 0       [ thread 0     1     2     3 ]
+//    pixel 1       [        4     5     6     7 ]      then all go on, gridDim.x THREADS / columns pixels further
 //
-// A "pixel" p belongs to the smaller image, which is x for REPEAT, and `out` for POOL and PICK. In the larger image, p
-// is a square of 2x2 pixels. With stats, one block computes all pixels of its slab, and the sums of what it writes.
-// Each thread sums its pixels in fp32, and the threads' sums are added up in double. Shared memory is used only for
-// these sums, at the end.
+// A "pixel" p belongs to the smaller image: x for REPEAT, `out` for POOL and PICK.
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(512) resample_kernel(T* out,        // (B, new H, new W, C)
                                                               double* stats, // (B, C, 2), or null
@@ -2426,10 +2407,7 @@ static void launch_resample(act* out, Stats* stats, const act* x, int B, int H, 
     if (stats) stats->parts = 1;
     const int pieces = C / VEC<T>;
     const int pixels = R == REPEAT ? H * W : ((H + 1) / 2) * ((W + 1) / 2);
-    // Narrow slabs give more blocks, and wide slabs read longer contiguous parts of memory. Without stats, several
-    // blocks share a slab, so slabs are as wide as possible (up to 8 pieces). With stats, there is only one block for
-    // each slab of an image. So slabs are widened only as long as there are blocks for at least 3/4 of the
-    // multiprocessors.
+    // With stats a slab has only one block, so slabs are widened only while most multiprocessors still get a block.
     int columns = 2;
     while (columns < 8 && pieces % (2 * columns) == 0) {
         const int blocks = B * pieces / (2 * columns);
@@ -2449,12 +2427,9 @@ static void upsample_forward(act* out, Stats* stats, const act* x, int B, int H,
     with_act([&]<class T>(T) { launch_resample<T, REPEAT>(out, stats, x, B, H, W, C); });
 }
 
-// Computes the gradient of POOL or REPEAT. grid (B H): a block computes one row of an image. Each thread computes one
-// piece of a pixel at a time.
-//   POOL      dx is a quarter of the pooled pixel's gradient. In an odd last row or column, which was not pooled, dx
-//             is 0.
-//   REPEAT    dx is the sum of the four copies' gradients.
-// In both cases store_gradient adds the addends.
+// The gradient of POOL or REPEAT, plus addends. grid (B H): a block computes one row of an image.
+//   POOL      a quarter of the pooled pixel's gradient; 0 in an odd last row or column, which was not pooled
+//   REPEAT    the sum of the four copies' gradients
 template <class T, Resampling R>
 static __global__ void __launch_bounds__(256)
     resample_backward_kernel(GradOf<T> dx,  // (B, H, W, C)
@@ -2462,7 +2437,7 @@ static __global__ void __launch_bounds__(256)
                              int H, int W, int C) {
     static_assert(R == POOL || R == REPEAT, "another one needs its formula here; the gradient of PICK is spread");
     constexpr int V = VEC<T>;
-    const int pieces = C / V; // how many pieces a pixel has
+    const int pieces = C / V;
     const int b = blockIdx.x / H;
     const int h = blockIdx.x % H;
     const int Ho = H / 2;
@@ -2510,7 +2485,7 @@ static void from_patches(float* out, const float* x, int B, int H, int W, int C,
     each(n, [=] __device__(size_t i) { out[i] = x[place_in_patches(i, H, W, C, p)]; });
 }
 
-// out = [x | cond]: each pixel has the C channels of x and then the K channels of cond. Each thread writes one element.
+// out = [x | cond]: each pixel has the C channels of x and then the K channels of cond.
 static void join_channels(float* out, const float* x, const float* cond, int B, int HW, int C, int K) {
     each((size_t)B * HW * (C + K), [=] __device__(size_t i) {
         const size_t pixel = i / (C + K);
@@ -2521,41 +2496,24 @@ static void join_channels(float* out, const float* x, const float* cond, int B, 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- linear, silu, timestep and label embedding: fp32 (B, C) throughout
-// Used when: the embedding is computed (of t, and of the class and the numbers that the network is conditioned on), and
-//   projected for every residual block.
-// How: a warp computes partial sums for 32 images. In the forward pass, they are parts of 8 or 16 outputs of each
-//   image. In the backward pass, they are parts of the gradients of 64 inputs of each image. The partial sums are added
-//   in a fixed order. In the backward pass, the same warp computes weight gradients, too.
-// Costs: mostly latencies. Each weight is read once for every 32 images, and there are too few images to keep the GPU
-//   busy.
+// The embedding is computed, and projected for every residual block. There are too few images to keep the GPU busy, so
+// latencies are what this costs. Each weight is read once for 32 images.
 
-// Returns what is stored as dx: the gradient d of element i plus the addends.
 INLINE float with_addends(const GradOf<float>& g, size_t i, float d) {
     d += g.add1 ? g.add1[i] : 0.0f;
     return d + (g.add2 ? g.add2[i] : 0.0f);
 }
 
-// How many images a block works on at a time. The kernels below need a Cin that is a multiple of 4, and x, weight and
-// dweight that are aligned to 16 bytes.
+// images that a block works on at a time. Cin is a multiple of 4; x, weight and dweight are aligned to 16 bytes
 constexpr int LINEAR_ROWS = 32;
 
-// out (B, Cout) = x (B, Cin) weight^T + bias. grid (Cout / OUTPUTS, B / 32), both rounded up: a block computes OUTPUTS
-// outputs of 32 images.
-//   lane    works on one image
-//   warp    multiplies every eighth quad of an image's inputs. (A quad is 4 neighbouring inputs.)
-// Shared memory holds 64 quads of the weights of each of the block's outputs, and the same 64 quads of the inputs of
-// each of the block's images.
-//   1. All threads copy the next 64 quads of these weights and inputs to shared memory.
-//   2. Each warp multiplies its share of the quads: acc += x w. Steps 1 and 2 are repeated while inputs are left.
-//   3. The partial sums of the 8 warps are added, in the order of the warps, and stored.
-// All lanes read the same weight at once, and shared memory sends it to all of them in one access. The previous kernel
-// does not write weights. So the first copies of weights begin before that kernel has ended.
+// out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias. grid (Cout / OUTPUTS, B / 32), both rounded up: a block
+// computes OUTPUTS outputs of 32 images. A lane works on one image, and a warp on every eighth quad of its inputs (a
+// quad is 4 neighbouring inputs). The first weights are copied before the previous kernel has ended, because it does
+// not write weights.
 template <int OUTPUTS>
-static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out,          // (B, Cout)
-                                                                    const float* x,      // (B, Cin)
-                                                                    const float* weight, // (Cout, Cin)
-                                                                    const float* bias,   // (Cout)
-                                                                    int B, int Cin, int Cout) {
+static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, const float* x, const float* weight,
+                                                                    const float* bias, int B, int Cin, int Cout) {
     constexpr int WARPS = 8;
     constexpr int QUADS = 64; // how many quads of a row are in shared memory at a time
     __shared__ float4 weights[OUTPUTS][QUADS], rows[LINEAR_ROWS][QUADS];
@@ -2565,16 +2523,14 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
     const int b0 = blockIdx.y * LINEAR_ROWS;       // the block's first image
     const int column = n0 + threadIdx.x % OUTPUTS; // the output that this thread adds up and stores in the end
     const float shift = column < Cout ? bias[column] : 0;
-    // Copies a part of the array `from` (`end` rows, Cin columns) to the array `to` in shared memory. The part consists
-    // of rows `first`, `first + 1`, ... (as many as `to` has), and of 64 quads of each row, beginning with column k0.
-    // What lies beyond the array `from` becomes 0. Quad i of row r is stored at place i ^ (r & swap). For x, swap is 7:
-    // then lanes that read the same quad of different rows use different banks. For weights, swap is 0, because all
-    // lanes read the same quad.
+    // Copies 64 quads, from column k0 on, of rows `first`, `first + 1`, ... of `from` (`end` rows, Cin columns), and
+    // zeros beyond. Quad i of row r is stored at place i ^ (r & swap). With swap = 7, lanes that read the same quad of
+    // different rows use different banks.
     auto load = [&](auto& to, const float* from, int first, int end, int k0, int swap) {
         UNROLL_FOR (int i = threadIdx.x; i < (int)(sizeof(to) / sizeof(float4)); i += 256) {
-            const int r = i / QUADS; // the row
+            const int r = i / QUADS;
             const int quad = i % QUADS;
-            const int k = k0 + quad * 4; // the first of the quad's four inputs
+            const int k = k0 + quad * 4;
             const bool inside = first + r < end && k < Cin;
             const size_t place = inside ? (size_t)(first + r) * Cin + k : 0;
             copy_async_16(&to[r][quad ^ (r & swap)], from + place, inside);
@@ -2601,8 +2557,7 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
         }
         __syncthreads(); // all threads have read these quads, so the next ones may be copied
     }
-    // The warps' partial sums are written over the array `rows`, which nobody reads any more. Then each thread adds up
-    // and stores one output of some of the images.
+    // The warps' partial sums are written over the array `rows`, which nobody reads any more.
     typedef float PartialSums[WARPS][OUTPUTS][LINEAR_ROWS + 1];
     PartialSums& sums = *(PartialSums*)rows;
     UNROLL_FOR (int n = 0; n < OUTPUTS; n++) {
@@ -2618,24 +2573,16 @@ static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, 
     }
 }
 
-// Backward. For every 32 images, the weights are read once:
+// Backward:
 //   dweight = dout^T x      dbias = the sum of dout over images      dx = dout weight
 //
-//   warp    works on 64 inputs of 32 images, and on some groups of eight outputs
-//   lane    works on two of the inputs. For each of the 32 images, its registers hold x at these two inputs (64 numbers
-//           in all) and dx at these two inputs (64 numbers).
-//
-// A warp works on 8 outputs at a time. Their weights, their dout and their dweight (as summed over earlier images) are
-// copied to one of the warp's two stages in shared memory. For each output, a lane reads the weights of its two inputs
-// once. It also reads the dout of 32 images. All lanes read the same dout at the same time. A lane multiplies each dout
-// four times: by x at its two inputs (for dweight) and by its two weights (for dx). The 4 warps of a block work on the
-// same inputs and on different outputs. At the end the block adds up the dx of its warps. The outputs are also divided
-// into splits, and blocks of different splits work on different outputs. The dx of a split is stored as one of the
-// `parts` (splits, B, Cin). A second kernel adds up the parts.
+// A warp works on 64 inputs of 32 images, and on 8 outputs at a time. A lane has two of these inputs. Its registers
+// hold x and dx of both for all 32 images. For each output it reads its two weights once, and the dout of every image.
+// The outputs are divided among the 4 warps of a block, and among splits, which are different blocks. A split stores
+// its dx as one of the `parts` (splits, B, Cin). A second kernel adds up the parts.
 constexpr int LINEAR_OUTS = 8;
 constexpr int LINEAR_WARPS = 4;
-// What a warp reads for 8 outputs, 64 inputs and 32 images. `before` is the dweight summed over the images before these
-// 32. It is zero for the first 32 images.
+// What a warp reads for 8 outputs, 64 inputs and 32 images. before: dweight, summed over earlier images
 struct LinearStage {
     float weight[LINEAR_OUTS][64];
     float before[LINEAR_OUTS][64];
@@ -2654,9 +2601,7 @@ struct LinearBackward {
     int splits; // into how many splits the outputs are divided; different blocks work on different splits
 };
 
-// Starts to copy into a stage what belongs to outputs o0 ... o0 + 7 and images b0 ... b0 + 31. For every second output,
-// a lane copies 16 bytes of the weights and 16 bytes of the earlier dweight. It also copies dout (4 bytes) of one
-// output for every fourth image. If such an image or output does not exist, dout becomes 0.
+// Copies what belongs to outputs o0 ... o0 + 7 and images b0 ... b0 + 31. dout of others becomes 0.
 INLINE void load_linear_stage(LinearStage& to, const LinearBackward& p, int o0, int b0, int tile) {
     const int lane = threadIdx.x % 32;
     const int w_row = lane / 16;
@@ -2680,13 +2625,7 @@ INLINE void load_linear_stage(LinearStage& to, const LinearBackward& p, int o0, 
     copies_committed();
 }
 
-// grid (tiles * splits): a block works on one tile of 64 inputs and on one split of the outputs. For 32 images at a
-// time:
-//   1. Each lane loads its inputs x.
-//   2. Each warp goes through its outputs, 8 at a time. To dweight and, in the blocks of the first tile, to dbias of
-//      these outputs, it adds what the 32 images contribute. To its own dx of the 32 images, it adds what these outputs
-//      contribute.
-//   3. If dx is wanted, the block adds up the dx of its warps.
+// grid (tiles * splits): a block works on one tile of 64 inputs and on one split of the outputs.
 static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_kernel(const LinearBackward p) {
     extern __shared__ __align__(16) unsigned char memory[];
     LinearShared& shared = *(LinearShared*)memory;
@@ -2711,8 +2650,6 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
             x[b] = inside && b < rows ? *(const float2*)from : float2{};
             dx[b] = float2{};
         }
-        // There are two stages. While the warp reads one stage, the other stage is filled with what belongs to the
-        // warp's next eight outputs: their weights, their dout, and their dweight as summed over earlier images.
         int place = 0; // the stage that is read
         for (int o0 = first; o0 < p.Cout; o0 += stride, place ^= 1) {
             copies_arrived<0>();
@@ -2729,8 +2666,6 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
                 float* const bias = p.dbias + o0 + bias_output;
                 if (bias_row == 0 && o0 + bias_output < p.Cout) *bias = b0 ? *bias + sum : sum;
             }
-            // Each turn of this loop is for one output. It adds the output's share to the dx of the 32 images. It also
-            // adds the share of these images to the output's row of dweight, and stores this row.
             float* to = p.dweight + (size_t)o0 * p.Cin + i;
             const int outs = inside ? min(LINEAR_OUTS, p.Cout - o0) : 0;
             NO_UNROLL_FOR (int o = 0; o < LINEAR_OUTS; o++, to += p.Cin) {
@@ -2750,10 +2685,8 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
                 if (o < outs) *(float2*)to = dw;
             }
         }
-        // The warps' dx of these images are added up through shared memory.
         copies_arrived<0>();
-        // After this barrier, all warps have read their stages, and what shared.sums holds of the previous 32 images.
-        // So the stages and shared.sums may be overwritten.
+        // All warps have read their stages, and the shared.sums of the previous 32 images.
         __syncthreads();
         if (!p.parts) continue;
         UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) {
@@ -2774,22 +2707,19 @@ static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_k
 
 static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout,
                            Stream* stream = MAIN_STREAM) {
-    // How many outputs a block computes. With more outputs, x is read less often. With fewer outputs, there are more
-    // blocks.
     const int outputs = Cout <= 1024 ? 8 : 16;
     const dim3 grid(ceil_div(Cout, outputs), ceil_div(B, LINEAR_ROWS));
     auto kernel = outputs == 8 ? linear_forward_kernel<8> : linear_forward_kernel<16>;
     launch_on(stream, 1, kernel, grid, 256, 0, out, x, weight, bias, B, Cin, Cout);
 }
 
-// Returns the number of splits. There should be about two blocks for each multiprocessor, but not so many blocks that
-// some warps have no outputs.
+// about two blocks for each multiprocessor, but not so many that some warps have no outputs
 static int linear_splits(int Cin, int Cout) {
     const int two_blocks_an_sm = 2 * gpu.sms / ceil_div(Cin, 64);
     const int all_warps_busy = ceil_div(Cout, LINEAR_WARPS * LINEAR_OUTS);
     return std::max(1, std::min(two_blocks_an_sm, all_warps_busy));
 }
-static size_t linear_backward_workspace(int B, int Cin, int Cout) { // bytes of the parts of dx
+static size_t linear_backward_workspace(int B, int Cin, int Cout) {
     return (size_t)linear_splits(Cin, Cout) * B * Cin * sizeof(float);
 }
 
@@ -2802,7 +2732,6 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
     const LinearBackward call{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, tiles, splits};
     launch(linear_backward_kernel, tiles * splits, LINEAR_WARPS * 32, sizeof(LinearShared), call);
     if (!dx.dx) return;
-    // dx = the sum of the parts, in the order of the splits, + the addends
     each(n, [=] __device__(size_t i) {
         float sum = 0;
         _Pragma("unroll 12") for (int k = 0; k < splits; k++) sum += parts[k * n + i];
@@ -2810,8 +2739,7 @@ static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, cons
     });
 }
 
-// struct Silu (elements.h) holds the formulas of the function (f) and of its derivative (df). The argument of df is
-// Z_FACTOR<T> times x. Here this is x itself, because Z_FACTOR<float> is 1. Each thread computes one element.
+// struct Silu (elements.h) has the formulas. Z_FACTOR<float> is 1, so the argument of df is x itself.
 static void silu_forward(float* out, const float* x, size_t n, Stream* stream = MAIN_STREAM) {
     each_on(stream, n, [=] __device__(size_t i) { out[i] = Silu<float>::f(x[i]); });
 }
@@ -2822,9 +2750,8 @@ static void silu_backward(GradOf<float> dx, const float* dout, const float* x, s
     });
 }
 
-// out (B, dim) = [cos(t f_k), sin(t f_k)], where f_k = max_period^(-k / half) for k < half = dim / 2. Each thread
-// computes the cosine and the sine for one k. f_k is rounded to fp32, as in PyTorch. The angle t f_k is a double,
-// because a large angle in fp32 would have a large rounding error.
+// out (B, dim) = [cos(t f_k), sin(t f_k)], where f_k = max_period^(-k / half) for k < half = dim / 2. f_k is rounded to
+// fp32, as in PyTorch. The angle t f_k is a double, because a large angle in fp32 would have a large rounding error.
 static void timestep_embedding_forward(float* out, const float* t, int B, int dim, int max_period,
                                        Stream* stream = MAIN_STREAM) {
     const int half = dim / 2;
@@ -2848,9 +2775,8 @@ static void label_embedding_forward(float* out, const float* x, const float* tab
         out[i] = x[i] + table[(size_t)label * C + i % C];
     });
 }
-// dx = dout + the addends. dtable (rows, C): row r is the sum of dout over the samples whose label is r. A thread
-// computes one element of dx, and the element of dtable in the same place. For the element of dtable, the thread looks
-// through the labels of all samples. So there are no atomics, and the order of the sum is fixed.
+// dx = dout + the addends. dtable (rows, C): row r is the sum of dout over the samples whose label is r. Each thread
+// looks through all labels. So there are no atomics, and the order of the sum is fixed.
 static void label_embedding_backward(GradOf<float> dx, float* dtable, const float* dout, const int* labels, int B,
                                      int rows, int C) {
     const size_t n = (size_t)std::max(B, rows) * C;
@@ -2866,9 +2792,7 @@ static void label_embedding_backward(GradOf<float> dx, float* dtable, const floa
     });
 }
 
-// out (B, C) = x + values (B, K) weight (C, K)^T. The network is conditioned on K numbers for each image (--cond_dim).
-// `values` holds these numbers. Each thread computes one element of out. Its loop over K is short, because K is usually
-// small.
+// out (B, C) = x + values (B, K) weight (C, K)^T, where `values` are the K numbers of each image (--cond_dim)
 static void values_embedding_forward(float* out, const float* x, const float* weight, const float* values, int B, int K,
                                      int C, Stream* stream = MAIN_STREAM) {
     each_on(stream, (size_t)B * C, [=] __device__(size_t i) {
@@ -2879,8 +2803,6 @@ static void values_embedding_forward(float* out, const float* x, const float* we
         out[i] = x[i] + sum;
     });
 }
-// Thread i computes element i of dx and element i of dweight. For dweight the thread sums over the samples, in their
-// order.
 static void values_embedding_backward(GradOf<float> dx, float* dweight, const float* dout, const float* values, int B,
                                       int K, int C) {
     each((size_t)std::max(B, K) * C, [=] __device__(size_t i) {
@@ -2894,18 +2816,11 @@ static void values_embedding_backward(GradOf<float> dx, float* dweight, const fl
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- Diffusion: q_sample, losses, a sampler's step; images, noise, the network's input and output are fp32
-// Used when: most of these operations run once for each microbatch of a training step, or once in each step of a
-//   sampler. draw_levels runs once in each training step.
-// How: each(n, f) runs f(i) for every i < n, each in a thread of its own (gpu/shared.h). In q_sample and in a sampler's
-//   step, each thread works on four values, because one quartet of Philox gives four random numbers (each_quad). Losses
-//   are summed in double, in a fixed order. The formulas are in diffusion/ ("Diffusion") and in dev/reference.h. Only
-//   the images and pictures of a data file may be bytes instead of fp32 (image_value).
-// Costs: memory traffic. It is small, because images are much smaller than activations.
+// --- Diffusion: noise levels, q_sample, losses; images, noise, the network's input and output are fp32
+// each(n, f) runs f(i) for every i < n, each in a thread of its own. each_quad gives a thread four values, because one
+// quartet of Philox gives four random numbers. The formulas, and samplers' steps, are in diffusion/.
 
-// draw_levels draws a noise level for each sample. t is what the network is told of the level. The log shows a mean
-// loss for each quarter of all noise levels, and `quarters` holds the quarter that the sample's level lies in. With
-// --objective ect, draw_teachers draws the noise level of each sample's teacher. Each thread works on one sample.
+// t: what the network is told of a sample's level. quarters: which quarter of all levels it lies in, for the log
 static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, const Objective& o, RandomKey key) {
     each(B, [=] __device__(size_t b) {
         const NoiseLevel l = draw_level(o, random_words(key, 0, (int)b));
@@ -2915,8 +2830,7 @@ static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, cons
     });
 }
 
-// For each sample, draw_teachers uses the same random words as draw_levels. So it draws again the sigma that
-// draw_levels has drawn for the student. From this sigma it computes the teacher's smaller sigma.
+// --objective ect. The random words are those of draw_levels, so the student's sigma is drawn again.
 static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key) {
     each(B, [=] __device__(size_t b) {
         const NoiseLevel l = draw_teacher(o, random_words(key, 0, (int)b));
@@ -2925,12 +2839,9 @@ static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective
     });
 }
 
-// Used with --schedule_sampler loss-second-moment, which draws those t more often whose latest losses were large. Each
-// thread works on one t, and looks through the batch for samples with this t. So only one thread writes the row of
-// `history` that holds the losses of this t. The thread stores these losses in the order of the batch, each divided by
-// its sample's `importance` (remember_losses). rms_losses[t] is then the root mean square of the row's losses, or -1
-// while the row has fewer than HISTORY losses.
-// Every rank holds the losses of the whole batch, so all ranks compute the same rows.
+// --schedule_sampler loss-second-moment draws those t more often whose latest losses were large. Row t of `history`
+// holds the losses of this t, in the order of the batch. rms_losses[t] is their root mean square, or -1 while there are
+// fewer than HISTORY. All ranks compute the same rows.
 static void update_rms_losses(double* rms_losses, float* history, const NoiseLevel* levels, const double* loss,
                               const StepState* state, int T, int B) {
     each(T, [=] __device__(size_t t) {
@@ -2945,7 +2856,6 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
     each_quad(B, per_sample, [=] __device__(int b, int e) {
         float z[4];
         normals(z, random_words(key, e / 4, b));
-        // At the end of a sample there may be fewer than four elements.
         for (int k = 0; k < 4 && e + k < per_sample; k++) {
             float& v = out[(size_t)b * per_sample + e + k];
             v = scale * z[k] + (add ? v : 0.0f);
@@ -2954,11 +2864,8 @@ static void draw_normals(float* out, int B, int per_sample, RandomKey key, float
 }
 
 // x_t = signal x_0 + sigma z,   target = target_x0 x_0 + target_noise z [+ target_teacher teacher]
-// `teacher` is null, except with --objective ect in the call for the student: there it is the teacher's answer. The
-// summand in brackets exists only then.
-// A thread computes four consecutive elements of x_t and target, which are (B, H, W, C). In `images`, which is
-// (B, C, H, W), these four elements are not consecutive. bytes: the size of an element of `images` (1: uint8_t, 4:
-// float).
+// teacher: with --objective ect the teacher's answer, otherwise null. A thread computes four consecutive elements of
+// x_t and target, which are (B, H, W, C). `images` is (B, C, H, W); its elements have 1 byte (uint8_t) or 4 (float).
 static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels, const float* teacher,
                              const void* images, bool random_flip, RandomKey noise_key, RandomKey flip_key, int B,
                              int C, int H, int W, int bytes) {
@@ -2969,7 +2876,6 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
         float z[4]; // the noise; later the target
         float x[4];
         normals(z, random_words(noise_key, e / 4, b));
-        // Element e is channel c of the pixel in row h and column w.
         int p = e / C;
         int c = e - p * C;
         int h = p / W;
@@ -2978,11 +2884,9 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
             const int column = flip ? W - 1 - w : w;
             const size_t place = (((size_t)b * C + c) * H + h) * W + column;
             float x0 = 0;
-            // The last quad of an image may go beyond its end, where nothing may be read.
             if (e + k < n) x0 = image_value(images, bytes, place); // turns a byte v into v / 127.5 - 1
             x[k] = l.signal * x0 + l.sigma * z[k];
             z[k] = l.target_x0 * x0 + l.target_noise * z[k];
-            // Moves c, w and h on to the next element.
             if (++c == C) {
                 c = 0;
                 w++;
@@ -2996,7 +2900,7 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
         for (int k = 0; k < 4 && teacher && e + k < n; k++) {
             z[k] += l.target_teacher * teacher[i + k];
         }
-        // Both results are stored in pieces of 16 bytes if every image begins at a multiple of 16 bytes.
+        // in pieces of 16 bytes if every image begins at a multiple of 16 bytes
         if (n % 4 == 0) {
             *(float4*)(target + i) = make_float4(z[0], z[1], z[2], z[3]);
             *(float4*)(x_t + i) = make_float4(x[0], x[1], x[2], x[3]);
@@ -3008,13 +2912,11 @@ static void q_sample_forward(float* x_t, float* target, const NoiseLevel* levels
     });
 }
 
-// Computes the loss of an image, and its gradient. Let d = out - target, element by element. Then:
+// The loss of an image, and its gradient. Let d = out - target, element by element. Then:
 //   loss = the mean over all elements of (mse * d^2 + bound * term)
 //   dout = factor * (the derivative of loss with respect to out), with one exception: see d_bound
-// mse and bound are the weights of the two summands at this noise level. `term` is BoundTerm::value, the element's part
-// of the variational bound (only with BOUND; otherwise 0).
-// In training, factor is 1 / (the batch size). If Cout > C, the second half of out's channels is the predicted
-// variance, which only the bound uses.
+// mse and bound are weights at this noise level. `term` is the element's part of the variational bound (BoundTerm). If
+// Cout > C, the second half of out's channels is the predicted variance, which only the bound uses.
 // grid (LOSS_PARTS, B): LOSS_PARTS blocks share an image, and each writes its part of the loss.
 template <bool BOUND>
 static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
@@ -3027,7 +2929,7 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
     const size_t first = (size_t)blockIdx.y * HW * Cout;     // this image's first element in out and dout
     const size_t first_target = (size_t)blockIdx.y * HW * C; // this image's first element in target and x
     const NoiseLevel l = levels[blockIdx.y];
-    const float mse = o.mse * l.weight; // mse and bound: the weights of the two summands at this noise level
+    const float mse = o.mse * l.weight;
     const float bound = o.bound * l.importance;
     const float slope = factor / ((float)HW * C);
     double sum = 0;
@@ -3041,14 +2943,12 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
         BoundTerm term{};
         if (BOUND) { // the bound's term needs v, the answer for the variance (0 if it is not learned), and the true x0
             const float v = Cout > C ? out[at_variance] : 0.0f;
-            // The formula that computes x0 from an answer returns the true x0 if the answer equals the target. So here
-            // the formula is given the target in place of the answer.
+            // The formula that computes x0 from an answer gives the true x0 if the answer is the target.
             const float x0 = l.x0_x * x[first_target + i] + l.x0_out * wanted;
             term = bound_term(l, d, v, x0);
         }
         sum += (double)mse * d * d + (double)bound * term.value;
-        // If the loss has an mse term, the bound trains only the variance. So the bound adds nothing to the gradient of
-        // the mean.
+        // If the loss has an mse term, the bound trains only the variance.
         const float d_bound = o.mse > 0 ? 0.0f : bound * term.d_mean;
         dout[at_mean] = slope * (2 * mse * d + d_bound);
         if (Cout > C) dout[at_variance] = slope * bound * term.d_variance;
@@ -3056,7 +2956,7 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
     sum = block_sum(sum);
     if (threadIdx.x == 0) sums[blockIdx.y * LOSS_PARTS + blockIdx.x] = sum;
 }
-// The workspace holds LOSS_PARTS sums for each image. For the tuning loss it also holds one slope for each image.
+// LOSS_PARTS sums for each image, and for the tuning loss also one slope
 static size_t loss_workspace(int B) { return (size_t)B * (LOSS_PARTS + 1) * sizeof(double); }
 
 static void loss_forward_backward(double* loss, float* dout, const float* out, const float* target, const float* x,
@@ -3066,7 +2966,6 @@ static void loss_forward_backward(double* loss, float* dout, const float* out, c
     auto kernel = o.bound > 0 ? loss_kernel<true> : loss_kernel<false>;
     const dim3 grid(LOSS_PARTS, B);
     launch_behind(kernel, grid, 1024, 0, sums, dout, out, target, x, levels, o, factor, HW, C, Cout);
-    // A second launch adds up each image's LOSS_PARTS sums, in their order.
     each(B, [=] __device__(size_t b) {
         double sum = 0;
         for (int k = 0; k < LOSS_PARTS; k++) sum += sums[b * LOSS_PARTS + k];
@@ -3074,11 +2973,9 @@ static void loss_forward_backward(double* loss, float* dout, const float* out, c
     });
 }
 
-// The loss of consistency tuning is a function of an image's squared distance |x0_out (out - target)|^2. (x0_out is a
-// member of the image's NoiseLevel: if the network's answer grows by 1, the x0 that follows from it grows by x0_out.)
-// So the gradient of the loss is slope * (out - target). The slope is one number for each image, and depends on the
-// squared distance of the whole image (tuning_loss). So there are three launches. This kernel computes the squared
-// distances, the second launch computes the losses and the slopes, and the third launch computes the gradients.
+// The loss of consistency tuning is a function of an image's squared distance |x0_out (out - target)|^2 (tuning_loss).
+// So its gradient is slope * (out - target), with one slope for each image. There are three launches: the squared
+// distances (here), then the losses and the slopes, then the gradients.
 // grid (LOSS_PARTS, B). sums (B, LOSS_PARTS): each block's part of an image's squared distance
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     tuning_distance_kernel(double* sums, const float* out, const float* target, const NoiseLevel* levels, int n) {
@@ -3086,7 +2983,6 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     const float x0_out = levels[blockIdx.y].x0_out;
     double sum = 0;
     for (int i = blockIdx.x * 1024 + threadIdx.x; i < n; i += LOSS_PARTS * 1024) {
-        // d is the difference between the x0 that the student predicts and the x0 that the teacher predicts.
         const float d = x0_out * (out[first + i] - target[first + i]);
         sum += (double)d * d;
     }
@@ -3116,60 +3012,34 @@ static void tuning_loss_forward_backward(double* loss, float* dout, const float*
 // Group norm
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- groupnorm_forward, groupnorm_sums and groupnorm_backward: any size, any GPU
+// --- groupnorm_forward and groupnorm_backward: any size, any GPU
 // Group norm (Wu & He 2018) over [x1 | x2], for each image and each group of Cg channels:
 //
 //   mean = E[x]      rstd = 1 / sqrt(E[x^2] - mean^2 + eps)         E: over the group's channels and all pixels
 //   xhat = (x - mean) rstd
-//   z    = (xhat weight + bias) (1 + film scale) + film shift
+//   z    = (xhat weight + bias) (1 + film scale) + film shift       = x scale + shift, as the kernel computes it
 //   out  = dropout(nonlinearity(z))
 //
-// ("Film" is the scale and shift that are computed from the embedding, with --use_scale_shift_norm.) The forward kernel
-// needs no pass over x for mean and rstd: the kernel that wrote x also summed x and x^2 for each channel, and wrote
-// these sums to an array (struct Stats). The forward kernel reads the sums there.
-// To compute z, one multiplication and one addition are left for each element: z = x scale + shift. These two
-// coefficients follow from mean, rstd, weight, bias and film. They are the same for all pixels of a channel of an
-// image, so they are computed before the loop over the pixels.
-//
-// Backward. dz is the gradient of z: dout, multiplied by dropout's factors and by the nonlinearity's derivative.
-//
-//   dxhat = w dz                     w = weight (1 + film scale)
-//   dx    = rstd (dxhat - E[dxhat] - xhat E[dxhat xhat])
-//         = scale dz - (x_factor x + offset)                        scale = rstd w, as in the forward pass
-//   x_factor = rstd^2 E[dxhat xhat]    offset = rstd E[dxhat] - x_factor mean
-//
-// So each group has two more coefficients, x_factor and offset. They are computed from each channel's sums of dz and of
-// dz x (group_terms). The gradients of the parameters are computed from the same sums (put_gradients).
-//
-// Used when: forward always; backward where groupnorm_backward_whole (below) does not fit or is slower.
-// How: A block works on a chunk of one image's pixels, and there on a slab of 64 (or 32) channels. A thread works on
-//   VEC neighbouring channels (16 bytes) of one pixel after another. It loads PIXELS pixels in advance, by cp.async,
-//   into its own part of shared memory, so that these loads need no registers. The first loads begin before the
-//   coefficients are computed. The backward pass is two kernels. The first kernel computes the sums of dz and dz x over
-//   each chunk, and the second kernel computes dx. Each block of the second kernel adds up the chunks' sums for the
-//   groups of its slab. For each slab of an image, one block also computes the image's part of the parameters'
-//   gradients.
-// Costs: Memory traffic. Forward: x is read and out is written. Backward: x and dout are read twice, addends are read
-//   once, and dx is written. norm_grid limits the number of chunks so that all blocks can run at the same time. Then no
-//   block has to wait until another one has ended. (In a very large batch there are too many blocks even if each image
-//   is only one chunk. So some of them wait.)
+// The kernel that wrote x has summed x and x^2 (Stats). Film is computed from the embedding (--use_scale_shift_norm).
+// A block works on a chunk of one image's pixels, and there on a slab of 64 (or 32) channels. A thread loads PIXELS
+// pixels in advance, by cp.async into its own part of shared memory, so these loads need no registers and begin before
+// the coefficients are known. norm_grid divides an image only as far as all blocks can run at the same time.
+// Where gpu/groupnorm_whole.h is faster, it computes the backward pass.
 constexpr int MAX_GROUPS = 64;
 
 // What a thread works on: channels c ... c + VEC - 1 of image b, at the pixels `first`, `first + rows`, ... below
-// `end`. The threads of a block work on `rows` pixels of the slab at a time. Neighbouring threads work on neighbouring
-// pieces. For 64 bf16 channels:
+// `end`. For 64 bf16 channels:
 //
-//                       channels 0 - 7    8 - 15   ...   56 - 63
-//   pixel 0            [ thread 0         1        ...   7  ]
-//   pixel 1            [ thread 8         9        ...   15 ]        ...   up to pixel rows - 1 = 31
+//                        channels 0 - 7    8 - 15   ...   56 - 63
+//    pixel 0            [ thread 0         1        ...   7  ]
+//    pixel 1            [ thread 8         9        ...   15 ]        ...   up to pixel rows - 1 = 31
 //
 // x and dx lie in two tensors of C1 and C2 channels. out and dout lie in one tensor of C channels.
 template <class T, int PIXELS> struct NormColumn {
     const NormArgs& a;
     int b;
     int slab0 = blockIdx.y * a.slab; // the slab's first channel
-    // The block works on `rows` pixels at a time. The slab's elements in these pixels are numbered 0, 1, 2, ..., pixel
-    // after pixel. `place` is the number of this thread's first element.
+    // this thread's first element in `rows` pixels of the slab, counted pixel after pixel
     int place = threadIdx.x * VEC<T>;
     int c = slab0 + (place & (a.slab - 1));                   // this thread's first channel
     int rows = NORM_THREADS * VEC<T> >> a.log_slab;           // how many pixels the block works on at a time
@@ -3184,13 +3054,10 @@ template <class T, int PIXELS> struct NormColumn {
     size_t at_out = pixel * a.C + c;                      // index of the same element in out and dout
     const T* x = (const T*)(in_x1 ? a.x1 : a.x2) + at;
 
-    // begin and walk use a ring of PIXELS slots. A slot holds what has been loaded of one pixel.
-    // begin calls fetch(slot, inside) for this thread's first PIXELS pixels. `inside` says whether the pixel lies in
-    // the block's chunk, so that it has to be loaded.
-    // walk calls work(slot, p, more) for each pixel p, as soon as its loads have arrived. `more` says whether work has
-    // to load a later pixel into this slot. For each pixel, fetch or work must close exactly one group of copies
-    // (copies_committed), even if nothing is loaded. walk relies on this: before it calls work, it waits until all
-    // groups except the latest PIXELS - 1 have arrived.
+    // A ring of PIXELS slots, each of which holds what was loaded of one pixel. begin calls fetch for the first PIXELS
+    // pixels. walk calls work for each pixel as soon as its loads have arrived; `more`: it has to load a later pixel.
+    // For each pixel, fetch or work must close exactly one group of copies (copies_committed), even if nothing is
+    // loaded: before it calls work, walk waits until all groups except the latest PIXELS - 1 have arrived.
     template <class F> INLINE void begin(F fetch) const {
         UNROLL_FOR (int i = 0; i < PIXELS; i++) {
             fetch(i, first + i * rows < end);
@@ -3206,14 +3073,8 @@ template <class T, int PIXELS> struct NormColumn {
     }
 };
 
-// Eight lanes together add up a table whose rows have n entries. (In groupnorm_forward_kernel, the table holds a
-// group's statistics: a row for each part of Stats, and in each row an entry for each of n channels.) Lane i reads
-// entries i, i + 8, i + 16, ..., counted row by row. This struct holds where the lane's first entry is (row, column),
-// and how far the lane goes from an entry to its next one: `rows` rows down and `columns` columns to the right. (If
-// this leads to column n or beyond, the lane goes n columns back and one more row down.) The divisions take time. So
-// groupnorm_forward_kernel makes the struct for x1's channels before it calls await_previous_kernel. There the
-// divisions overlap the previous kernel, and a norm of 8x8 pixels takes 2.33 us. With the divisions after the call it
-// took 2.48 us (docs/LEARNT.md).
+// Eight lanes add up a table whose rows have n entries, lane i entries i, i + 8, i + 16, ..., counted row by row. For
+// x1 this is made before await_previous_kernel, where its divisions overlap the previous kernel.
 struct LaneShare {
     int n;
     int row = threadIdx.x % 8 / n;
@@ -3222,23 +3083,13 @@ struct LaneShare {
     int columns = 8 % n;
 };
 
-// The argument `out` of groupnorm_forward_kernel says where the kernel writes its output. It is a T* (the output is
-// written in type T) or an Fp8Copy (the output is written in FP8). place_of and store_out serve both types.
-// Returns where element i is written.
+// groupnorm_forward_kernel's `out` is a T* or, for FP8, an Fp8Copy. place_of: where element i is written
 template <class T> INLINE T* place_of(T* out, size_t i) { return out + i; }
 INLINE uint8_t* place_of(const Fp8Copy& out, size_t i) { return out.bytes + i; }
-// Stores the VEC<T> elements of a piece, rounded to T or to FP8. For FP8, they are first multiplied by `factor`.
 template <class T> INLINE void store_out(T* to, const float (&v)[VEC<T>], float) { store_whole(to, pack<T>(v)); }
 INLINE void store_out(uint8_t* to, const float (&v)[8], float factor) { store_whole(to, scaled_to_fp8(v, factor)); }
 
-// grid (chunks of pixels, slabs of channels, images). Each thread works on the channels and pixels of its NormColumn.
-// OUT: T* or Fp8Copy.
-// Shared memory: each thread's next PIXELS pieces of x; mean and rstd of the slab's groups.
-//   1. Every thread starts the loads of its first pixels.
-//   2. For each group of the slab, eight threads add up the sums of the group's channels, over all parts of Stats. Mean
-//      and rstd follow from these sums.
-//   3. Each thread computes scale and shift of its channels.
-//   4. Each thread walks down its pixels: out = dropout(nonlinearity(x scale + shift)).
+// grid (chunks of pixels, slabs, images). Eight threads together add up the statistics of one of the slab's groups.
 template <class T, bool DROPOUT, class OUT>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPOUT))
     groupnorm_forward_kernel(OUT out,            // (B, HW, C)
@@ -3251,8 +3102,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     constexpr int PIXELS = 4;
     __shared__ uint4 loads[PIXELS][NORM_THREADS];
     __shared__ float group_mean[MAX_GROUPS], group_rstd[MAX_GROUPS];
-    // Images are processed in reverse order: the last images of x were written last, so they may still be in the L2
-    // cache.
+    // In reverse order: the last images of x were written last, so they may still be in the L2 cache.
     const NormColumn<T, PIXELS> t{a, (int)(gridDim.z - 1 - blockIdx.z)};
     const T* x = t.x;
     auto fetch = [&](int slot, bool inside) {
@@ -3274,9 +3124,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     if (g <= a.group_of(t.slab0 + a.slab - 1)) {
         double sum = 0;    // the sum of x
         double square = 0; // the sum of x^2
-        // Adds this lane's share of the group's statistics in one tensor (x1 or x2) to `sum` and `square`. The table
-        // that eight lanes share (LaneShare) has a row for each part of Stats. A row has an entry for each of the
-        // group's channels in this tensor, of which `from` is the first.
+        // A table has a row for each part of Stats, with an entry for each channel. from: the group's first channel
         auto add = [&](const Stats& stats, int C, int from, const LaneShare& of) {
             const double2* const sums = (const double2*)stats.sums + (size_t)t.b * stats.parts * C + from;
             for (int part = of.row, c = of.column; part < stats.parts;) {
@@ -3300,9 +3148,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
             const float group_r = 1 / sqrtf((float)(variance + a.s.eps));
             group_mean[g] = (float)m;
             group_rstd[g] = group_r;
-            // mean and rstd are kept for the backward pass. Several blocks have computed them, but only one block
-            // writes them: a block of the first chunk of pixels. If the group lies in several slabs, this is the block
-            // of the slab in which the group begins.
+            // Several blocks have computed mean and rstd. One of them writes them, for the backward pass.
             if (blockIdx.x == 0 && c0 >= t.slab0) {
                 mean[t.b * a.s.groups + g] = (float)m;
                 rstd[t.b * a.s.groups + g] = group_r;
@@ -3311,8 +3157,7 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     }
     __syncthreads();
 
-    // Computes scale and shift of the thread's V channels. These channels may belong to several groups, each of which
-    // has its own mean and rstd.
+    // The thread's V channels may belong to several groups.
     float scale[V], shift[V];
     int group = a.group_of(t.c);         // the group that channel i belongs to
     int next = (group + 1) * a.Cg - t.c; // the i where the next group begins
@@ -3344,13 +3189,15 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_forward_blocks(DROPO
     });
 }
 
-// Backward, first pass: computes, for each channel, the sums of dz and of dz x over a block's chunk of pixels.
-// grid (chunks of pixels, slabs of channels, images). Each thread works on the channels and pixels of its NormColumn.
-// Shared memory: each thread's next PIXELS pieces of x and dout; scale and shift of the slab's channels.
-//   1. Every thread starts the loads of its first pixels. Thread i computes the coefficients of the slab's i-th
-//      channel.
-//   2. Each thread walks down its pixels, and adds up dz and dz x in fp32.
-//   3. The threads' sums are added up in double.
+// Backward. dz is the gradient of z: dout, multiplied by dropout's factors and by the nonlinearity's derivative.
+//
+//   dxhat = w dz                     w = weight (1 + film scale)
+//   dx    = rstd (dxhat - E[dxhat] - xhat E[dxhat xhat])
+//         = scale dz - (x_factor x + offset)                        scale = rstd w, as in the forward pass
+//   x_factor = rstd^2 E[dxhat xhat]    offset = rstd E[dxhat] - x_factor mean
+//
+// The first pass computes, for each channel, the sums of dz and of dz x over a block's chunk of pixels. From these
+// follow each group's x_factor and offset (group_terms) and the gradients of the parameters (put_gradients).
 template <class T, bool DROPOUT>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT))
     groupnorm_sums_kernel(float2* partial, // (B, chunks, C)
@@ -3372,9 +3219,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         next_d += t.stride_out;
         copies_committed();
     };
-    // The previous kernel has written neither x nor anything that `channel` loads. These are parameters, and results of
-    // the forward pass or, with --use_checkpoint, of layers that were computed again. So they can be read before
-    // await_previous_kernel (see launch_on).
+    // The previous kernel has written neither x nor the parameters and statistics that `channel` loads. So these loads
+    // need not wait for it.
     const NormChannel channel(a, t.b, t.slab0 + min(threadIdx.x, a.slab - 1));
     t.begin(fetch_x);
     const uint32_t step = DROPOUT ? (uint32_t)*a.dropout.step : 0;
@@ -3405,16 +3251,8 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
                                [&](int k, int column, double total) { to[column * 2 * V + k] = (float)total; });
 }
 
-// Backward, second pass: dx = scale dz - (x_factor x + offset) [+ addends, if ADD]. GRAD is GradOf<T>, or, if dx1 or
-// dx2 is also written in FP8, Fp8GradOf<T>.
-// grid (chunks of pixels, slabs of channels, images). Each thread works on the channels and pixels of its NormColumn.
-// `chunks` is the number of chunks in the first pass; this pass may divide the pixels into another number of chunks.
-// Shared memory: each thread's next PIXELS pieces of x, dout and, if ADD, the first addend (add1); the coefficients of
-// the slab's channels (scale, shift) and of their groups (x_factor, offset).
-//   1. Every thread starts the loads of its first pixels.
-//   2. For each group of the slab, eight threads add up the chunks' sums. x_factor and offset follow from these sums.
-//   3. The blocks of the first chunk also compute this image's part of the parameters' gradients.
-//   4. Each thread walks down its pixels. For each pixel it computes dz again, and then dx.
+// Backward, second pass: dx = scale dz - (x_factor x + offset) [+ addends, if ADD]. The blocks of its first chunk also
+// compute this image's part of the parameters' gradients. GRAD: GradOf<T> or, if dx is also wanted in FP8, Fp8GradOf<T>
 template <class T, bool DROPOUT, bool ADD, class GRAD>
 static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROPOUT || ADD))
     groupnorm_backward_kernel(GRAD dx1, GRAD dx2,
@@ -3427,16 +3265,13 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     constexpr int SOURCES = ADD ? 3 : 2;
     __shared__ uint4 loads[PIXELS][SOURCES][NORM_THREADS];
     __shared__ __align__(16) float2 coefficients[NORM_SLAB], terms[NORM_SLAB];
-    // Images are processed in reverse order: the first pass has read x and dout of the last images last, so they may
-    // still be in the L2 cache.
     NormColumn<T, PIXELS> t{a, (int)(gridDim.z - 1 - blockIdx.z)};
     const GRAD to = t.in_x1 ? dx1 : dx2;
     if (!to.dx) t.end = 0; // no pixels: nothing needs the gradient of this tensor
     const uint64_t policy = last_read();
     const T* next_x = t.x;
     const T* next_d = dout + t.at_out;
-    // add1 may be the same array as dx. This works, because each thread loads a piece of add1 before it writes the
-    // piece of dx at the same place.
+    // add1 may be the same array as dx: a thread loads a piece of add1 before it writes that piece of dx.
     const T* next_add = ADD && to.add1 ? to.add1 + t.at : nullptr;
     auto fetch = [&](int slot, bool inside) {
         if (inside) {
@@ -3472,7 +3307,6 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
         }
         const int group = t.b * a.s.groups + g;
         const float2 term = group_terms(sum, product, a.mean[group], a.rstd[group], a);
-        // Writes the group's x_factor and offset for each of its channels in the slab.
         const int begin = max(g * a.Cg - t.slab0, 0);
         const int end = min((g + 1) * a.Cg - t.slab0, a.slab);
         for (int c = begin + threadIdx.x % 8; c < end; c += 8) {
@@ -3509,15 +3343,13 @@ static __global__ void __launch_bounds__(NORM_THREADS, norm_backward_blocks(DROP
     });
 }
 
-// the norms whose gradients finish_gradients has to sum up
 static struct NormSumsList { NormSums norms[MAX_NORM_SUMS]; } norm_sums_list;
 
-// grid (channels of the widest norm / 32, norms). A block has 32 x 8 threads. It works on 32 channels of one norm, and
-// its 8 rows of threads share the images among them.
+// A block works on 32 channels of one norm. Its 8 rows of threads share the images.
 static __global__ void __launch_bounds__(256) norm_sums_kernel(NormSumsList list) {
     __shared__ double2 parts[8][32];
     const NormSums n = list.norms[blockIdx.y];
-    const int x = threadIdx.x; // the channel, counted within the block
+    const int x = threadIdx.x;
     const int y = threadIdx.y; // this thread adds up images y, y + 8, ...
     const int c = blockIdx.x * 32 + x;
     if ((int)blockIdx.x * 32 >= n.C) return;
@@ -3546,10 +3378,8 @@ static void finish_gradients() {
 }
 static size_t norm_sums_bytes(const NormShape& s) { return (size_t)s.B * (s.C1 + s.C2) * sizeof(float2); }
 
-// Returns how many bytes the chunks' sums need at most, for any batch of up to s.B images. A block writes a pair of
-// sums (of dz and of dz x) for each of its channels, at most NORM_SLAB pairs. norm_grid divides an image into
-// several chunks only if all blocks fit on the GPU at the same time. Then all blocks together write at most on_chip
-// pairs. Otherwise an image is one chunk, and there are of_batch pairs: one for each image and channel.
+// Bytes of the chunks' sums at most, for any batch of up to s.B images. An image has several chunks only if all blocks
+// fit on the GPU at the same time. Then they write at most on_chip pairs. Otherwise each image is one chunk.
 static size_t groupnorm_backward_workspace(const NormShape& s) {
     const int on_chip = norm_backward_blocks(false) * gpu.sms * NORM_SLAB;
     const int of_batch = s.B * (s.C1 + s.C2);
@@ -3575,41 +3405,27 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
 
 // =====================================================================================================================
 // Attention
-// Attention over T = H * W pixels. It reads the buffer qkv (B, T, 3C) as the convolution wrote it. qkv holds q, k and
-// v, each of which has C = heads * d channels. The formulas are for one image and one head. In them, q, k, v, out
-// and their gradients are matrices (T, d), and S, P, dP and dS are matrices (T, T). D has one number for each row of S.
-// The products dout * out and P (dP - D) are computed element by element:
+// Over T = H * W pixels. qkv (B, T, 3C) holds q, k and v, each of which has C = heads * d channels. The formulas are
+// for one image and one head: q, k, v, out and their gradients are matrices (T, d), and S, P, dP and dS are (T, T).
 //
 //   forward    S = q k^T / sqrt(d)      P = softmax(S), by rows      out = P v
-//   backward   D = rowsum(dout * out)   dP = dout v^T                dS = P (dP - D)
+//   backward   D = rowsum(dout * out)   dP = dout v^T                dS = P * (dP - D)       *: element by element
 //              dv = P^T dout            dq = dS k / sqrt(d)          dk = dS^T q / sqrt(d)
 //
-// The forward pass stores two numbers for each row of S (SoftmaxRow), from which the backward pass computes P again.
 // S and P are never written to the GPU's memory (FlashAttention, Dao et al. 2022). A block owns some rows of one head,
-// such as some of the queries: it computes the results of these rows. It reads the rows that its own rows are combined
-// with, such as all keys and values, tile by tile. We say that these rows "stream past" the block's own rows. Hopper's
-// kernels compute bf16 heads of 32 and 64 channels, if T is suitable ("Used when", at attention_forward_wgmma). Two
-// portable versions compute all other heads. In the backward pass of the portable versions, half of the blocks own
-// queries (and write dq). The other half own keys (and write dk and dv). So every sum is computed by one block, in one
-// order. Both halves run the same code, with own rows A1, A2 and streamed rows B1, B2:
-//
-//   own     A1   A2     B1   B2        S = A1 B1^T        dP = A2 B2^T
-//   queries q    dout   k    v         dq = dS B1
-//   keys    k    v      q    dout      dk = dS B1         dv = P B2        (S, P, dP, dS are transposed here)
-//
-// The hardware computes powers of 2, so e^x is computed as 2^(x log2(e)). In the kernels, scores are q k^T without the
-// division by sqrt(d). In the exponent the scores are multiplied by log2(e) / sqrt(d). dq and dk are multiplied by
-// 1 / sqrt(d) at the end, when they are stored.
+// such as queries, and the rows that these are combined with, such as keys and values, stream past in tiles. The
+// forward pass stores two numbers for each row of S (SoftmaxRow), from which the backward pass computes P again.
+// The hardware computes powers of 2. So scores are q k^T without the division, and get the factor log2(e) / sqrt(d) in
+// the exponent. dq and dk are multiplied by 1 / sqrt(d) when they are stored.
+// Hopper's kernels: gpu/hopper/attention_wgmma.h. Heads of any size: gpu/attention_general.h.
 
-// Copies the rows row0 ... row0 + ROWS - 1 of one head to shared memory (ROWS, PITCH). It writes zeros for elements
-// beyond T rows or d columns. Each thread copies a piece (16 bytes) of every ROWS_AT_ONCE-th row, by cp.async if
-// possible.
+// Copies rows row0 ... row0 + ROWS - 1 of one head to `to` (ROWS, PITCH), with zeros beyond T rows or d columns.
 template <class Tile, int ROWS, class T>
 INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const AttentionCall& a) {
-    constexpr int PIECES = Tile::DIM / VEC<T>; // how many pieces a row has
+    constexpr int PIECES = Tile::DIM / VEC<T>;
     constexpr int ROWS_AT_ONCE = Tile::THREADS / PIECES;
-    const int r = threadIdx.x / PIECES;          // this thread's first row
-    const int c = threadIdx.x % PIECES * VEC<T>; // this thread's first column
+    const int r = threadIdx.x / PIECES;
+    const int c = threadIdx.x % PIECES * VEC<T>;
     const T* piece = from.p + (size_t)(row0 + r) * from.pitch + c;
     to += r * Tile::PITCH + c; // where this thread's first piece is written
     if (a.d % VEC<T> == 0) {
@@ -3631,37 +3447,26 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention_forward and attention_backward: heads of up to 256 channels, in fp32 128, any GPU
-// Used when: d <= 256 (in fp32 d <= 128), and Hopper's kernels, attention_forward_wgmma and attention_backward_wgmma,
-//   can't be used: in fp32, on other GPUs, or if they do not support d or T. (Backward: also if the GPU can't run the
-//   cluster of blocks that Hopper's kernel needs.)
-// How: Each warp of a block owns 16 MT rows (queries; backward: queries or keys), so a block owns M = 16 MT x warps. MT
-//   is 1 or 2. The rows that they are combined with stream past through two stages of shared memory, N at a time: while
-//   one stage is multiplied, the other is loaded. SUB (at most 32) of a stage's N rows are multiplied at a time.
+// Each warp of a block owns 16 MT rows (queries; backward: queries or keys). Other rows stream past through two stages
+// of shared memory, N at a time, of which SUB are multiplied at a time:
 //
-//     S (M, SUB)  =  own rows (M, d) x streamed rows (SUB, d)^T       in registers: 16 MT rows of S for each warp
-//     out (M, d) +=  P (M, SUB) x streamed rows (SUB, d)              P: the registers of S (see load_score_fragments)
+//      S (M, SUB)  =  own rows (M, d) x streamed rows (SUB, d)^T       in registers: 16 MT rows of S for each warp
+//      out (M, d) +=  P (M, SUB) x streamed rows (SUB, d)              P: the registers of S (see load_score_fragments)
 //
-//   In mma.sync, two neighbouring tiles of a result lie in the registers just as a fragment of a first operand does. So
-//   P, which replaces S in its registers, need not go through shared memory before it is multiplied. In the forward
-//   pass, the softmax is computed while keys and values stream past. For each own query, the warp keeps the highest
-//   score so far and the sum of the exponentials. When a higher score comes, the earlier sums are multiplied by a
-//   factor below 1. (The backward pass computes P from the SoftmaxRows that the forward pass has stored.) In shared
-//   memory rows are padded by 16 bytes, so that the eight rows that ldmatrix reads at once lie in different banks.
-// Costs: For each head, the forward pass has 2 products of T x T x d, and the backward pass has 7. Five of these 7 are
-//   necessary. The other two are S and dP again: both the blocks that own queries and the blocks that own keys compute
-//   them. (If d > 128, the backward pass has 11 products: the columns of the gradients are divided into two chunks, and
-//   S and dP are computed for each chunk.)
+// In mma.sync, two neighbouring tiles of a result lie in the registers just as a fragment of a first operand does. So P
+// need not go through shared memory. There, rows are padded by 16 bytes, so that the eight rows that ldmatrix reads at
+// once lie in different banks.
+// In the backward pass, the blocks that own queries and those that own keys both compute S and dP. In return, every sum
+// is computed by one block, in one order.
 
-// Returns N, the number of streamed rows in a stage. The longer the rows are, the fewer fit into shared memory.
-// row_bytes: the bytes of a row in shared memory, without padding
+// N, the number of streamed rows in a stage. row_bytes: the bytes of a row in shared memory, without padding
 constexpr int attention_streamed_rows(int row_bytes, int MT) {
     if (row_bytes > 256) return 16;
     if (row_bytes > 128) return 32;
     if (row_bytes > 64 || MT == 1) return 64;
     return 128;
 }
-// These two functions return how many blocks of the forward and of the backward kernel a multiprocessor has room for.
-// This depends on the registers that a thread needs for the 16 MT rows of its warp, each of which has row_bytes bytes.
+// how many blocks fit on a multiprocessor: a thread needs registers for the 16 MT rows of its warp
 constexpr int attention_forward_blocks(int row_bytes, int MT) {
     if (row_bytes > 128) return 1;
     if (row_bytes * MT <= 64) return 6;
@@ -3673,7 +3478,6 @@ constexpr int attention_backward_blocks(int row_bytes, int MT) {
     return row_bytes * MT <= 128 ? 3 : 2;
 }
 
-// The sizes of what a block of the portable kernels works on.
 template <class T_, int DIM_, int MT_, bool KEEP_> struct AttentionTile {
     typedef T_ T;
     static constexpr int DIM = DIM_; // columns of a row in shared memory: at least d; those beyond d hold zeros
@@ -3682,22 +3486,18 @@ template <class T_, int DIM_, int MT_, bool KEEP_> struct AttentionTile {
     static constexpr int PARTS = ::PARTS<T>; // bf16: 1; fp32: 2, since each float is multiplied as two fp16 numbers
     // true: the fragments of own rows stay in registers; false: they are read again for each product
     static constexpr bool KEEP = KEEP_;
-    // Own rows. A warp owns 16 MT of them, and a block owns M of them. With MT = 2, the warp multiplies each streamed
-    // row that it has read by two tiles of 16 own rows. So a warp reads shared memory half as often for each product.
+    // With MT = 2 a warp multiplies each streamed row that it has read by two tiles of 16 own rows.
     static constexpr int MT = MT_;
     static constexpr int WARP_ROWS = 16 * MT;
     static constexpr int WARPS = ROW_BYTES > 256 ? 2 : 4;
     static constexpr int THREADS = 32 * WARPS;
     static constexpr int M = WARPS * WARP_ROWS;
-    // Streamed rows are loaded N at a time. They are multiplied SUB at a time. This gives SUB columns of S: NT tiles of
-    // 8 columns.
+    // Streamed rows are loaded N at a time, and multiplied SUB at a time: NT tiles of 8 columns of S.
     static constexpr int N = attention_streamed_rows(ROW_BYTES, MT);
     static constexpr int SUB = std::min(N, 32);
     static constexpr int NT = SUB / 8;
-    // Sizes of what lies in shared memory. PITCH, OWN and STREAMED are in elements.
-    // Forward: the own rows, and two stages of k and v.
-    // Backward: the own rows of two operands, and two stages of B1 and B2. If queries stream, a stage also holds their
-    // SoftmaxRow and D.
+    // Shared memory. Forward: the own rows, and two stages of k and v. Backward: the own rows of two operands, and two
+    // stages of B1 and B2 and, if queries stream, of their SoftmaxRow and D. PITCH, OWN, STREAMED are in elements.
     static constexpr int PITCH = DIM + V; // elements from one row to the next
     static constexpr int OWN = M * PITCH;
     static constexpr int STREAMED = N * PITCH;
@@ -3709,26 +3509,23 @@ template <class T_, int DIM_, int MT_, bool KEEP_> struct AttentionTile {
     static constexpr int BACKWARD_BLOCKS = attention_backward_blocks(ROW_BYTES, MT);
 };
 
-// What a block's shared memory and a warp's registers hold in the forward kernel. Here MT = 1, and there are four
-// warps:
+// What shared memory and a warp's registers hold in the forward kernel, for MT = 1 and four warps:
 //
-//     own rows (M, PITCH)        stage 0         stage 1              registers of warp 1
-//   [ q of warp 0: 16 rows ]   [ k: N rows ]   [ k: N rows ]        q      16 x d     OwnRows (KEEP)
-//   [ q of warp 1          ]   [ v: N rows ]   [ v: N rows ]        S, P   16 x SUB   Scores
-//   [ q of warp 2          ]    multiplied      being loaded        out    16 x d     RowSums
-//   [ q of warp 3          ]                                        top, sum of 16 rows
+//      own rows (M, PITCH)        stage 0         stage 1              registers of warp 1
+//    [ q of warp 0: 16 rows ]   [ k: N rows ]   [ k: N rows ]        q      16 x d     OwnRows (KEEP)
+//    [ q of warp 1          ]   [ v: N rows ]   [ v: N rows ]        S, P   16 x SUB   Scores
+//    [ q of warp 2          ]    multiplied      being loaded        out    16 x d     RowSums
+//    [ q of warp 3          ]                                        top, sum of 16 rows
 
 // A warp's own rows of one operand, as A fragments: kept[k][m] holds columns 16 k ... 16 k + 15 of the rows 16 m ... 16
-// m + 15. Without KEEP there is only one slot, kept[0]. Then each product reads the rows again, 16 columns at a time.
+// m + 15. Without KEEP there is only one slot, and each product reads the rows again.
 template <class Tile> struct OwnRows {
     static constexpr int SLOTS = Tile::KEEP ? Tile::DIM / 16 : 1;
     const typename Tile::T* rows; // the address that this lane gives to ldmatrix to read the first columns
     uint32_t kept[SLOTS][Tile::MT][4 * Tile::PARTS];
-    // take_apart_fragments scales the floats of a slot before it splits them. To undo this, the products of the slot
-    // are multiplied by scale[slot]. (For bf16, nothing is scaled, and scale[slot] is 1.)
+    // take_apart_fragments scales floats before it splits them. scale[slot] undoes this (in bf16 it is 1).
     float scale[SLOTS];
 
-    // own: the block's rows in shared memory
     __device__ void load(const typename Tile::T* own) {
         const int lane = threadIdx.x % 32;
         const int row = warp_row<Tile>() + lane % 16;
@@ -3737,7 +3534,6 @@ template <class Tile> struct OwnRows {
             UNROLL_FOR (int k = 0; k < SLOTS; k++) read(k);
         }
     }
-    // Reads the columns 16 k ... 16 k + 15 into their slot.
     __device__ void read(int k) {
         const int slot = Tile::KEEP ? k : 0;
         UNROLL_FOR (int m = 0; m < Tile::MT; m++)
@@ -3745,18 +3541,16 @@ template <class Tile> struct OwnRows {
                 uint32_t* const a = kept[slot][m] + 4 * h;
                 const auto* from = rows + 16 * m * Tile::PITCH + 16 * k + 8 * h;
                 ldmatrix(a, a + 2, shared_address(from));
-                // A float's fragment is read in two halves. After the swap, the registers of each pair belong to the
-                // same row, as take_apart_fragments expects.
+                // A float's fragment is read in two halves. Now each pair of registers belongs to the same row.
                 if (Tile::PARTS == 2) std::swap(a[1], a[2]);
             }
         scale[slot] = take_apart_fragments<typename Tile::T>(kept[slot]);
     }
 };
 
-// A warp's results, in mma.sync's layout: tiles of 16 rows x 8 columns. With g = lane / 4 and q = lane % 4, a thread
-// holds four numbers of tile [m][n]: columns 2q and 2q + 1 of row g ([0], [1]) and of row g + 8 ([2], [3]).
-// Scores: S, P, dP or dS of the warp's own rows and SUB streamed rows.
-// RowSums: a result such as out or dq, for the warp's own rows: 8 CT of the result's d columns.
+// mma.sync's layout: tiles of 16 rows x 8 columns. With g = lane / 4 and q = lane % 4, a thread holds four numbers of
+// tile [m][n]: columns 2q and 2q + 1 of row g ([0], [1]) and of row g + 8 ([2], [3]). Scores: S, P, dP or dS, for SUB
+// streamed rows. RowSums: a result such as out or dq, 8 CT of its d columns.
 template <class Tile> using Scores = float[Tile::MT][Tile::NT][4];
 template <class Tile, int CT> using RowSums = float[Tile::MT][CT][4];
 
@@ -3770,8 +3564,7 @@ INLINE void multiply_transposed(Scores<Tile>& scores, OwnRows<Tile>& own, const 
         const int slot = Tile::KEEP ? k : 0;
         if (!Tile::KEEP) own.read(k);
         uint32_t b[Tile::NT][2 * Tile::PARTS];
-        // Each ldmatrix loads four matrices of 8 rows x 16 bytes: two neighbouring matrices from 8 rows, and two from
-        // the next 8 rows.
+        // Each ldmatrix loads four matrices of 8 rows x 16 bytes: two from 8 rows, and two from the next 8 rows.
         UNROLL_FOR (int n = 0; n < Tile::NT; n += 2)
             UNROLL_FOR (int h = 0; h < Tile::PARTS; h++) {
                 const T* from = streamed + 8 * n * Tile::PITCH + 16 * k + 8 * h;
@@ -3782,9 +3575,7 @@ INLINE void multiply_transposed(Scores<Tile>& scores, OwnRows<Tile>& own, const 
     }
 }
 
-// Sets a to the columns 16 k ... 16 k + 15 of p, as fragments of a product's first operand. Each lane already holds the
-// numbers of its fragments, so lanes exchange nothing. For bf16 the numbers are rounded. Floats stay as they are, in
-// the order that take_apart_fragments expects.
+// a = columns 16 k ... 16 k + 15 of p, as A fragments. Each lane already holds the numbers of its fragments.
 template <class Tile, int REGISTERS>
 INLINE void load_score_fragments(uint32_t (&a)[Tile::MT][REGISTERS], const Scores<Tile>& p, int k) {
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
@@ -3799,8 +3590,7 @@ INLINE void load_score_fragments(uint32_t (&a)[Tile::MT][REGISTERS], const Score
         }
 }
 
-// sums += p * (columns c0 ... c0 + 8 CT - 1 of the streamed rows n0 ... n0 + SUB - 1), as in out += P v. For bf16, p is
-// rounded before it is multiplied (load_score_fragments).
+// sums += p * (columns c0 ... c0 + 8 CT - 1 of the streamed rows n0 ... n0 + SUB - 1), as in out += P v
 template <class Tile, int CT, class T>
 INLINE void multiply_add(RowSums<Tile, CT>& sums, const Scores<Tile>& p, const T* streamed, int n0, int c0) {
     constexpr int PARTS = Tile::PARTS;
@@ -3815,8 +3605,6 @@ INLINE void multiply_add(RowSums<Tile, CT>& sums, const Scores<Tile>& p, const T
         load_score_fragments<Tile>(a, p, k);
         const float a_scale = take_apart_fragments<T>(a);
         UNROLL_FOR (int n = 0; n < CT; n += AT_ONCE) {
-            // Loads the streamed rows n0 + 16 k ... n0 + 16 k + 15 as B fragments. For bf16 one ldmatrix loads two
-            // fragments.
             uint32_t b[AT_ONCE][2 * PARTS];
             UNROLL_FOR (int i = 0; i < AT_ONCE; i++) {
                 const int offset = 16 * k * Tile::PITCH + 8 * (n + i);
@@ -3837,19 +3625,16 @@ INLINE void multiply_add(RowSums<Tile, CT>& sums, const Scores<Tile>& p, const T
     }
 }
 
-// Writes factor * sums to columns c0 ... c0 + 8 CT - 1 of a warp's rows in global memory. The results are first written
-// to shared memory, over the warp's own rows, which no other warp reads. From there they are stored in pieces of 16
-// bytes.
+// Writes factor * sums to columns c0 ... c0 + 8 CT - 1 of a warp's rows. They go through shared memory, over the warp's
+// own rows, which no other warp reads. From there they are stored in pieces of 16 bytes.
 template <class Tile, int CT, class T>
 INLINE void store_rows(const HeadRows<T>& to, T* own, const RowSums<Tile, CT>& sums, const HeadTile& tile, int c0,
                        float factor = 1) {
     constexpr int V = Tile::V;
-    constexpr int PIECES = 8 * CT / V; // how many pieces a row has
+    constexpr int PIECES = 8 * CT / V;
     const int lane = threadIdx.x % 32;
     const int first = warp_row<Tile>();
     T* warp_rows = own + first * Tile::PITCH;
-    // 1. Each lane rounds its results and writes them to shared memory, in pairs. They replace the old contents of the
-    //    warp's own rows.
     __syncwarp();
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
         UNROLL_FOR (int n = 0; n < CT; n++)
@@ -3859,8 +3644,6 @@ INLINE void store_rows(const HeadRows<T>& to, T* own, const RowSums<Tile, CT>& s
                 const float* const two = sums[m][n] + 2 * r;
                 store_two(warp_rows + row * Tile::PITCH + column, factor * two[0], factor * two[1]);
             }
-    // 2. Each lane stores whole pieces. If d is not a multiple of V, the lane stores the elements of its pieces one by
-    //    one.
     __syncwarp();
     for (int i = lane; i < Tile::WARP_ROWS * PIECES; i += 32) {
         const int r = i / PIECES;
@@ -3877,8 +3660,7 @@ INLINE void store_rows(const HeadRows<T>& to, T* own, const RowSums<Tile, CT>& s
     }
 }
 
-// Only the first `valid` columns of the scores belong to streamed rows that exist (rows below T). Sets the scores of
-// all other columns to -infinity, so that P is 0 there.
+// Only the first `valid` columns belong to rows below T. The other scores become -infinity, so P is 0 there.
 template <class Tile> INLINE void mask_columns(Scores<Tile>& scores, int valid) {
     if (valid >= Tile::SUB) return;
     UNROLL_FOR (int m = 0; m < Tile::MT; m++)
@@ -3889,11 +3671,11 @@ template <class Tile> INLINE void mask_columns(Scores<Tile>& scores, int valid) 
             }
 }
 
-// The softmax over all scores that have been computed so far for a thread's rows (FlashAttention, algorithm 1). top is
-// the highest score of a row so far, and sum is the sum of the row's P so far. New scores S change top, sum and out:
+// The softmax over all scores so far of a thread's rows (FlashAttention, algorithm 1). top is a row's highest score,
+// and sum the sum of its P. New scores S change top, sum and out:
 //   top' = max(top, max S)    shrink = e^((top - top') / sqrt(d))    P = e^((S - top') / sqrt(d))
 //   sum' = shrink sum + rowsum(P)                                    out' = shrink out + P v (by multiply_add)
-// scale: log2(e) / sqrt(d). In top and in sum, [m][0] belongs to row g = lane / 4 of tile m, and [m][1] to row g + 8.
+// In top and in sum, [m][0] belongs to row g = lane / 4 of tile m, and [m][1] to row g + 8. scale: log2(e) / sqrt(d)
 template <class Tile> struct RunningSoftmax {
     float top[Tile::MT][2];
     float sum[Tile::MT][2] = {}; // the sum of P over this thread's columns
@@ -3921,8 +3703,7 @@ template <class Tile> struct RunningSoftmax {
                     out[m][n][2 * r] *= shrink;
                     out[m][n][2 * r + 1] *= shrink;
                 }
-                // The difference is computed first, and then multiplied by scale. If the scores themselves were
-                // multiplied by scale before the subtraction, the rounding errors of large scores would be larger.
+                // If large scores were scaled before the subtraction, the rounding errors would be larger.
                 UNROLL_FOR (int n = 0; n < NT; n++)
                     UNROLL_FOR (int i = 2 * r; i < 2 * r + 2; i++) {
                         p[m][n][i] = exp2_fast((p[m][n][i] - highest) * scale);
@@ -3932,14 +3713,8 @@ template <class Tile> struct RunningSoftmax {
     }
 };
 
-// grid (B * heads * tiles of T): a block works on M queries of one head. Each of its warps works on 16 MT of these
-// queries.
-// Shared memory: the block's queries; two stages, each with N keys and N values. For each stage:
-//   1. Start the copies for the next stage.
-//   2. S = q k^T, for SUB keys at a time
-//   3. P = e^((S - top) / sqrt(d)), as in RunningSoftmax
-//   4. out += P v
-// At the end each row of out is divided by the sum of its P.
+// grid (B * heads * tiles of T): a block works on M queries of one head. For each stage of N keys and values S = q k^T,
+// P = e^((S - top) / sqrt(d)), out += P v. At the end each row of out is divided by the sum of its P.
 template <class Tile, class T = typename Tile::T>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     attention_forward_kernel(AttentionCall a) {
@@ -3954,7 +3729,6 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     const auto k = tile.of_qkv<const T>(a.qkv, K_PART);
     const auto v = tile.of_qkv<const T>(a.qkv, V_PART);
     const float scale = LOG2E * rsqrtf((float)a.d);
-    // Starts the copies of N keys and N values into a stage. The first of them is row `first` of the head.
     auto load_stage = [&](int stage, int first) {
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, k, first, a);
         load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, v, first, a);
@@ -3965,8 +3739,6 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     OwnRows<Tile> q;
     RowSums<Tile, CT> out = {};
     RunningSoftmax<Tile> softmax;
-    // first: the first of the N keys that lie in `stage`. The copies into a stage are started one round before the
-    // stage is read.
     for (int first = 0, stage = 0; first < a.T; first += N, stage ^= 1) {
         copies_committed();
         copies_arrived<0>();
@@ -3975,7 +3747,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
         if (first + N < a.T) load_stage(stage ^ 1, first + N);
         const T* keys = streamed + stage * 2 * Tile::STREAMED;
         const T* values = keys + Tile::STREAMED;
-        // SUB keys are multiplied at a time, because a thread's registers have no room for the scores of N keys.
+        // A thread's registers have no room for the scores of N keys at once.
         NO_UNROLL_FOR (int sub = 0; sub < N && first + sub < a.T; sub += Tile::SUB) {
             Scores<Tile> p = {}; // S, and then P
             multiply_transposed<Tile>(p, q, keys, sub);
@@ -3984,8 +3756,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
             multiply_add<Tile, CT>(out, p, values, sub, 0);
         }
     }
-    // Divides out by sum, and stores the SoftmaxRow of each row for the backward pass. Four lanes share a row: each
-    // lane holds some of the row's columns of out, and a part of the row's sum.
+    // Divides out by sum. Four lanes share a row, and each of them holds a part of the row's sum.
     UNROLL_FOR (int m = 0; m < MT; m++)
         UNROLL_FOR (int r = 0; r < 2; r++) {
             const float total = lane_sum<1, 2>(softmax.sum[m][r]);
@@ -4000,9 +3771,8 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::FORWARD_BLOCKS)
     store_rows<Tile, CT>(tile.of_out<T>(a.to), own, out, tile, 0);
 }
 
-// If T is at most SHORT_T, each block of attention_backward_kernel computes D of all queries of its head itself, by
-// compute_dots, into shared memory. This saves a launch. For a larger T, attention_dots_kernel computes D before these
-// blocks run. In compute_dots, rows beyond T get the last row's D.
+// If T <= SHORT_T, each block of attention_backward_kernel computes D of its head itself, which saves a launch.
+// Otherwise attention_dots_kernel computes D before. Rows beyond T get the last row's D.
 constexpr int SHORT_T = 64;
 template <class T, int THREADS> INLINE void compute_dots(float* D, const HeadTile& tile, const AttentionCall& a) {
     const auto dout = tile.of_out<const T>(a.dout);
@@ -4015,18 +3785,15 @@ template <class T, int THREADS> INLINE void compute_dots(float* D, const HeadTil
     __syncthreads();
 }
 
-// The numbers from which a query's row of P and dS is computed: its SoftmaxRow and D.
 struct Query {
     float top, log_sum, D;
 };
 
-// On entry p holds the scores S, and ds holds dP. On return p holds P, and ds holds dS:
+// On entry p holds S, and ds holds dP. On return p holds P, and ds holds dS:
 //   P = e^((S - top) / sqrt(d)) / sum = 2^((S - top) scale2 - log_sum)      scale2 = log2(e) / sqrt(d)
 //   dS = P (dP - D)
-// If the block owns queries, each row belongs to a query: own_queries[m][0] is the Query of row g of tile m, and
-// own_queries[m][1] is the Query of row g + 8 (g = lane / 4). If the block owns keys (OWNS_KEYS), each column belongs
-// to a streamed query. The values of these queries lie in shared memory: rows (SUB, 2) holds their top and log_sum, and
-// dots (SUB) holds their D.
+// If the block owns queries, own_queries[m] holds the Query of rows g and g + 8 of tile m (g = lane / 4). If it owns
+// keys, each column is a streamed query: rows (SUB, 2) holds top and log_sum, and dots (SUB) holds D.
 template <class Tile, bool OWNS_KEYS>
 INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&own_queries)[Tile::MT][2],
                              const float* rows, const float* dots, float scale2) {
@@ -4049,17 +3816,15 @@ INLINE void softmax_gradient(Scores<Tile>& p, Scores<Tile>& ds, const Query (&ow
     }
 }
 
-// What a block of the backward pass does. The block owns keys (OWNS_KEYS) or queries. It computes the gradients of its
-// own rows in the DC columns that begin with column chunk * DC. (If heads have more than 128 channels, the registers
-// have no room for all columns.)
-// Shared memory: the block's own rows A1 and A2; two stages, each with N streamed rows B1 and B2. If the streamed rows
-// are queries, a stage also holds their SoftmaxRow and, if T > SHORT_T, their D. If T <= SHORT_T, the block computes D
-// of all queries itself, into short_D, and does not read the argument D. For each stage:
-//   1. Start the copies for the next stage.
-//   2. S = A1 B1^T and dP = A2 B2^T, for SUB streamed rows at a time
-//   3. Compute P from S, and dS from P and dP.
-//   4. Add to the gradients of own rows: sum1 += dS B1 (the gradient of q or k). With OWNS_KEYS also sum2 += P B2 (the
-//      gradient of v).
+// A block of the backward pass owns queries, and computes dq, or keys (OWNS_KEYS), and computes dk and dv. Both run
+// this code, with own rows A1, A2 and streamed rows B1, B2:
+//
+//   own     A1   A2     B1   B2        S = A1 B1^T        dP = A2 B2^T
+//   queries q    dout   k    v         dq = dS B1
+//   keys    k    v      q    dout      dk = dS B1         dv = P B2        (S, P, dP, dS are transposed here)
+//
+// It computes the DC columns from chunk * DC on: the registers have no room for more than 128 columns. If T <= SHORT_T,
+// it computes D itself, into short_D, and does not read the argument D.
 template <class Tile, bool OWNS_KEYS, class T = typename Tile::T>
 INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int chunk, float* short_D) {
     constexpr int N = Tile::N, MT = Tile::MT;
@@ -4068,7 +3833,6 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     extern __shared__ __align__(128) uint4 shared_memory[];
     T* own1 = (T*)shared_memory;
     T* own2 = own1 + Tile::OWN;
-    // Stage i: B1 begins at element 2 * i * STREAMED, and B2 at element (2 * i + 1) * STREAMED.
     T* streamed = own2 + Tile::OWN;
     float* query_values = (float*)(streamed + 4 * Tile::STREAMED); // each stage: SoftmaxRow[N], then D[N]
     const HeadTile tile{a, Tile::M};
@@ -4081,8 +3845,7 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
         load_rows<Tile, N>(streamed + stage * 2 * Tile::STREAMED, operands.B1, first, a);
         load_rows<Tile, N>(streamed + (stage * 2 + 1) * Tile::STREAMED, operands.B2, first, a);
         if (!OWNS_KEYS) return;
-        // The streamed rows are queries. Load their top, log_sum and D. Rows beyond T get the values of the last row:
-        // these are finite, so P and dS of rows beyond T, whose scores are -infinity (mask_columns), become 0.
+        // Rows beyond T get the last row's values. These are finite, so P and dS become 0 where scores are -infinity.
         float* values = query_values + stage * Tile::QUERY_VALUES;
         for (int i = threadIdx.x; i < N; i += Tile::THREADS) {
             const int t = min(first + i, a.T - 1);
@@ -4095,7 +3858,6 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
     load_rows<Tile, Tile::M>(own2, operands.A2, tile.row0, a);
     load_stage(0, 0);
     if (short_rows) compute_dots<T, Tile::THREADS>(short_D, tile, a);
-    // If the block owns queries: [m] holds the Query of rows lane / 4 and lane / 4 + 8 of the warp's m-th 16 rows.
     Query own_queries[MT][2];
     UNROLL_FOR (int m = 0; m < MT; m++)
         UNROLL_FOR (int r = 0; r < 2 && !OWNS_KEYS; r++) {
@@ -4118,7 +3880,6 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
             a2.load(own2);
         }
         if (first + N < a.T) load_stage(stage ^ 1, first + N);
-        // b1, b2: this stage's rows. If these are queries, stage_rows holds their SoftmaxRows, and dots holds their D.
         const T* b1 = streamed + stage * 2 * Tile::STREAMED;
         const T* b2 = b1 + Tile::STREAMED;
         const float* stage_rows = query_values + stage * Tile::QUERY_VALUES;
@@ -4134,15 +3895,12 @@ INLINE void attention_backward_rows(const AttentionCall& a, const float* D, int 
             multiply_add<Tile, CT>(sum1, ds, b1, sub, chunk * DC);
         }
     }
-    // dq or dk is multiplied by 1 / sqrt(d) only here, at the end. dv has no such factor.
     const auto d_own = tile.of_qkv<T>(a.to, OWNS_KEYS ? K_PART : Q_PART);
     store_rows<Tile, CT>(d_own, own1, sum1, tile, chunk * DC, scale);
     if constexpr (OWNS_KEYS) store_rows<Tile, CT>(tile.of_qkv<T>(a.to, V_PART), own2, sum2, tile, chunk * DC);
 }
 
-// grid (B * heads * tiles of T, 1, 2 * chunks): a chunk is up to 128 of the d columns. Blocks that own keys have more
-// work than blocks that own queries. So, for each chunk, the blocks that own keys are started first. The blocks that
-// start last then have less work, and the GPU waits a shorter time for them at the end.
+// grid (B * heads * tiles of T, 1, 2 * chunks). Blocks that own keys have more work, so they are started first.
 template <class Tile>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
     attention_backward_kernel(AttentionCall a, const float* D) {
@@ -4153,19 +3911,17 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
     else attention_backward_rows<Tile, false>(a, D, chunk, short_D);
 }
 
-// Launches the backward pass if a.dout is not null, and otherwise the forward pass, for heads of up to DIM channels. A
-// warp owns 32 rows (MT = 2) if a row has at most 128 bytes and a head has enough rows. Otherwise it owns 16 rows.
+// The backward pass if a.dout is not null, and otherwise the forward pass, for heads of up to DIM channels.
 template <class T, int DIM, int MT = DIM * sizeof(T) <= 128 ? 2 : 1>
 static void launch_attention(const AttentionCall& a) {
-    // Small images have few tokens, and so few rows. With MT = 2 there would be too few blocks to fill the GPU, so MT
-    // is 1 there.
+    // Small images have few rows. With MT = 2 there would be too few blocks to fill the GPU.
     const int few_rows = a.dout ? 64 : 256;
     if (MT == 2 && a.T <= few_rows) {
         launch_attention<T, DIM, 1>(a);
         return;
     }
     constexpr int ROW_BYTES = DIM * sizeof(T);
-    // AttentionTile's last argument is KEEP: true if own rows are so short that their fragments stay in registers
+    // AttentionTile's last argument is KEEP: own rows are so short that their fragments stay in registers.
     using Forward = AttentionTile<T, DIM, MT, (ROW_BYTES <= 128)>;
     using Backward = AttentionTile<T, DIM, MT, (ROW_BYTES * MT <= 128)>;
     const int tiles = a.all_heads * ceil_div(a.T, Forward::M);
@@ -4181,61 +3937,20 @@ static void launch_attention(const AttentionCall& a) {
 //
 //   out[pixel, co] = sum over taps and input channels ci of   weight[co, tap, ci] * x[source(pixel, tap), ci]
 //
-// source(pixel, tap) is the input pixel that output pixel `pixel` reads under this tap. As matrices:
-//
 //   weights (Cout, taps x Cin)   times   patches (taps x Cin, pixels)   =   out (Cout, pixels)
 //
-// Column p of the patches holds the inputs that the filter reads for output pixel p. The patches do not exist in global
-// memory (except those that conv_few_rows writes). A block copies the pixels that it needs to shared memory, with zeros
-// for the padding. The tensor cores' operands are read from there.
-//
-// Words of this section (tile, stage, ring, fragment and swizzle are explained at the head of this file):
-//   tap     a position (kh, kw) of the filter, which has 1 or 9 positions; a tap's number is kh * kernel + kw, where
-//           `kernel` (1 or 3) is the filter's width
-//   halo    the pixels of a tile and a border of one pixel around them: all that the nine taps read (see the drawing at
-//           conv_halo)
-//   slice   a part of the input channels (16 to 64 channels; in FP8 128). A stage of shared memory holds some pixels,
-//           and of each pixel one slice. Hopper's kernels divide the output channels into slices, too, of 64 channels.
-//   chunk   8 neighbouring channels of one pixel, or the weights of 8 neighbouring channels. In the kernels with
-//           mma.sync, a thread copies one chunk at a time. (In Hopper's kernels TMA copies whole boxes.)
-//   k       the index over which a product sums: for weight gradients it counts pixels, in all other kernels input
-//           channels. An instruction of the tensor cores sums over 16 values of k (in FP8 over 32).
-//
-// The kernels are listed here. Section 22 chooses between them: conv_product (in FP8 conv_product_fp8), and for weight
-// gradients conv_weight_batch. A table above conv_product shows the whole road from a layer to an instruction of the
-// tensor cores.
-//   mma.sync (sm_80 and later)   conv_halo, conv_gather; for weight gradients conv_weight_halo, conv_weight_gather.
-//                                Elements are bf16 or floats. A float is split into two fp16 numbers. Then a product
-//                                of two floats takes three products of fp16 numbers (take_apart_places).
-//   wgmma and TMA (Hopper)       conv_tiles, conv_small; for weight gradients conv_weight_tma and, in FP8,
-//                                conv_weight_fp8. Elements are bf16 or, in a 3x3 convolution, FP8. The stride is 1, and
-//                                the input is not upsampled.
-//   conv_few_rows,               serve the network's first layer, and the gradients of its last layer: the images and
-//   conv_few_gradient            the network's output have few channels. conv_few_rows writes each pixel's patch to
-//                                global memory. So the product becomes a 1x1 convolution, and one of the kernels above
-//                                can compute it. conv_few_gradient turns the weight gradient of the 1x1 convolution
-//                                into that of the layer.
-//
-// conv_halo, conv_gather, conv_tiles and conv_small also compute an input's gradient, if their template parameter
-// BACKWARD is true. This gradient is a convolution, too. Its input is dout, Cout and Cin change places, and the taps
-// have the reverse order. The weights need not be copied to another layout: ldmatrix.trans or wgmma transposes them on
-// their way to the tensor cores. (FP8 does not use BACKWARD. It has a second, transposed copy of the weights, see
-// conv_backward_input_fp8.)
-//
-// All kernels for outputs and for input gradients end in a similar way. Addends and, in the forward pass, bias and
-// embedding are added to the fp32 sums of a tile. (In FP8 the sums are first multiplied by ConvCall::factors.) Then the
-// result is rounded, once, unless it is stored in fp32. On its way to global memory, a tile goes through shared memory,
-// where its values are put into the order pixels x channels. The statistics for the next group norm (forward pass only)
-// are sums of the rounded values, because the norm will read the rounded values.
+// Column p of the patches holds the inputs that the filter reads for output pixel p. The kernels make patches in shared
+// memory, a part at a time, with zeros for the padding. A tap's number is kh * kernel + kw. A chunk is 8 neighbouring
+// channels of one pixel, or their weights. k is the index over which a product sums.
+// An input's gradient (BACKWARD) is a convolution, too: its input is dout, Cout and Cin change places, and the taps
+// have the reverse order. The result of any convolution is rounded once, after bias, embedding and addends. Statistics
+// are sums of the rounded values, because the next group norm reads these.
+// 1x1, stride 2, and the first and last layers: gpu/conv_any.h. Hopper's kernels: gpu/hopper/.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_halo: 3x3, stride 1, any GPU
-// Used when: Hopper's kernels, conv_tiles and conv_small, do not support the type (fp32), the shape, the GPU, or how
-//   results are to be stored (see conv_product). conv_halo can also read its input through a nearest-neighbour
-//   upsampling.
-// How: A block computes 16 x 16 pixels of one image, or 8 x 8 pixels of each of two images, for CHANNELS channels. It
-//   goes through the input channels slice by slice. Per slice it copies the tile's pixels with a border of one pixel
-//   (the halo) to shared memory, once for all nine taps.
+// A block computes 16 x 16 pixels of one image, or 8 x 8 pixels of each of two images, for CHANNELS channels. Slice by
+// slice, it copies the tile's pixels with a border of one pixel (the halo) to shared memory, once for all nine taps.
 //
 //     the part of the halo that a warp reads for its 8 x 8 pixels
 //       column 0 1 2 ...    9
@@ -4251,33 +3966,21 @@ static void launch_attention(const AttentionCall& a) {
 //     | slice s   | slice s + 1   | taps with kw = 0 | taps with kw = 1 | taps with kw = 2 |         |
 //     +-----------+---------------+------------------+------------------+------------------+---------+
 //
-//   A slice takes three steps, one for each kw. At the same time cp.async copies what later steps need:
+// A slice takes three steps, one for each kw. At the same time cp.async copies what later steps need:
 //
 //     step of slice s    kw = 0                   kw = 1                   kw = 2
 //     multiplies         kh = 0, 1, 2             kh = 0, 1, 2             kh = 0, 1, 2
 //     copies             weights kw = 2 of s      weights kw = 0 of s + 1  weights kw = 1 of s + 1
 //                        half of halo s + 1       the rest of halo s + 1
 //
-//   A warp computes 8 x 8 pixels x WARP_CHANNELS channels. Its products are weights (A) x pixels (B). One fragment B
-//   holds 16 input channels of 8 neighbouring pixels of an image row. In a step the warp loads the 10 rows of the halo
-//   that its pixels need under this kw. It uses most of these rows for all three taps of the step. (If pixels were A,
-//   one fragment would hold two image rows. Each kh would need other pairs of rows, so fragments could not be reused.)
-//   In the code, the instructions that copy stand between the products and have no branches. So the tensor cores do not
-//   wait for them.
-//   A pixel's row in shared memory is swizzled with a key that depends only on the pixel's COLUMN in the halo. So any 8
-//   neighbouring pixels of an image row can be read without bank conflicts, whatever kw is. And the distance in bytes
-//   from a pixel's chunk to the same chunk of the pixel below is always the same. So the code computes one address for
-//   each kw, and adds constants to it for the other rows.
-//   From the top down: conv_halo launches conv_halo_kernel. The kernel's main loop calls multiply_step for each step.
-//   multiply_step calls multiply_tap for each tap and each group of 16 output channels. multiply_tap has eight
-//   mma_bf16, one for each image row. (With floats it has 24 mma_fp16, three for each image row.)
-// Costs: a tile of 16 x 16 pixels reads (18 / 16)^2 times as many pixels as it has, once for all nine taps.
-//   Every tile reads all weights of its output channels again.
+// A warp computes 8 x 8 pixels x WARP_CHANNELS channels. Its products are weights (A) x pixels (B). A fragment B holds
+// 16 input channels of 8 neighbouring pixels of an image row. In a step the warp loads the 10 rows of the halo that its
+// pixels need under this kw, and uses most of them for all three taps. (If pixels were A, a fragment would hold two
+// image rows. Each kh would need other pairs of rows.) The copies stand between the products and have no branches, so
+// the tensor cores do not wait for them.
 
-// A K group is a set of warps that sum over the same input channels (ProductTile). If IMAGES is 1, it is 2 x 2 warps,
-// each with 8 x 8 pixels of the tile. If IMAGES is 2, a K group has one warp for each of two images. Every warp
-// computes all CHANNELS. PER_SM: the compiler gives a thread no more registers than allow PER_SM blocks on a
-// multiprocessor. (On some GPUs shared memory has room for fewer blocks.)
+// With one image a K group (ProductTile) is 2 x 2 warps, each with 8 x 8 pixels of the tile. With two images it has a
+// warp for each. PER_SM: blocks on a multiprocessor, which limits a thread's registers
 template <class T_, int IMAGES_, int CHANNELS_, int K_GROUPS_, int PER_SM_>
 struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS_, K_GROUPS_> {
     typedef ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS_, K_GROUPS_> Base;
@@ -4287,25 +3990,22 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static constexpr int PER_SM = PER_SM_;
     static constexpr int WARPS_DOWN = IMAGES == 1 ? 2 : 1; // warps of an image, one below the other
     static constexpr int WARPS_ACROSS = WARPS_DOWN;
-    static constexpr int TILE_H = WARPS_DOWN * 8; // how many rows of pixels a tile has
+    static constexpr int TILE_H = WARPS_DOWN * 8;
     static constexpr int TILE_W = WARPS_ACROSS * 8;
     // A slice is 64 bytes of a pixel. It has more bytes if a K group would otherwise have fewer than 16 channels.
     static constexpr int PIXEL_BYTES = std::max(64, 16 * (int)sizeof(T) * K_GROUPS_);
     static constexpr int SLICE = PIXEL_BYTES / sizeof(T);
     static constexpr int K16 = SLICE / 16 / K_GROUPS_; // a K group has 16 * K16 input channels of a slice
-    // The halo's sizes, in pixels.
     static constexpr int H = TILE_H + 2;
     static constexpr int W = TILE_W + 2;
     static constexpr int PIXELS = IMAGES * H * W;
-    // Shared memory: the sizes of its parts, and where they begin (_AT), in bytes.
     static constexpr int HALO_BYTES = PIXELS * PIXEL_BYTES;
     static constexpr int WEIGHT_BYTES = 3 * CHANNELS * PIXEL_BYTES; // bytes of the weights of the three taps of one kw
     static constexpr int WEIGHTS_AT = 2 * HALO_BYTES;
     static constexpr int SOURCES_AT = WEIGHTS_AT + 3 * WEIGHT_BYTES;
-    // `sources` has 4 bytes for each pixel. + 64: for the last values of i, HaloCopies::copy reads `sources` beyond
-    // PIXELS, but then it copies nothing.
+    // + 64: for the last values of i, HaloCopies::copy reads `sources` beyond PIXELS, but then it copies nothing.
     static constexpr int MAIN_BYTES = SOURCES_AT + (PIXELS + 64) * 4;
-    // At the end the results are written to the same memory. If it is too small for all results, there are two rounds.
+    // At the end the results are written to the same memory, in two rounds if there are too many.
     static constexpr int ROUNDS = Base::STAGED_BYTES > MAIN_BYTES ? 2 : 1;
     static constexpr int SHARED_BYTES = std::max(MAIN_BYTES, Base::STAGED_BYTES / ROUNDS);
     static_assert(HALO_BYTES % 128 == 0 && WEIGHT_BYTES % 128 == 0, "swizzled rows begin at multiples of 128 bytes");
@@ -4314,10 +4014,10 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
                   "at the end, the statistics are summed in shared memory");
 };
 
-// Returns one number, which holds both the place of a halo's pixel in the input and the swizzle key of the pixel's row
-// in shared memory: the pixel's index in the input * 8 + the key, which depends on `column`. The number is negative if
-// the pixel lies outside the image, or if there is no image n. h is the pixel's row in the image. `column` is the
-// pixel's column in the halo, and w0 is the image column of the halo's column 0.
+// A halo pixel's index in the input * 8 + the swizzle key of its row in shared memory; negative if there is no such
+// pixel. The key depends only on `column`, the pixel's column in the halo. So any 8 neighbouring pixels of an image row
+// are read without bank conflicts, whatever kw is. And a chunk of the pixel below is always the same distance away: one
+// address for each kw, plus constants, reaches all rows. h: row in the image. w0: the image column of column 0.
 template <class Tile> INLINE int halo_source(const ConvCall& p, int n, int h, int w0, int column) {
     const int w = w0 + column;
     const int up = p.s.upsample; // 1: the input has half of the output's rows and columns
@@ -4326,13 +4026,11 @@ template <class Tile> INLINE int halo_source(const ConvCall& p, int n, int h, in
     return (inside ? index << 3 : (int)0x80000000) | swizzle_key<Tile::PIXEL_BYTES / 16>(column);
 }
 
-// The halos in shared memory, and the part of the halos that one thread copies: the same chunk (8 channels) of every
-// PIXELS_AT_ONCE-th pixel.
+// The two halos in shared memory. A thread copies the same chunk of every PIXELS_AT_ONCE-th pixel.
 template <class Tile> struct HaloCopies {
     typedef typename Tile::T T;
     static constexpr int CHUNKS = Tile::SLICE / 8;                // chunks of a pixel
     static constexpr int PIXELS_AT_ONCE = Tile::THREADS / CHUNKS; // pixels that all threads together copy at a time
-    // How many chunks each thread copies for half a halo.
     static constexpr int HALF_COPIES = ceil_div(Tile::PIXELS / 2, PIXELS_AT_ONCE);
     const ConvCall& p;
     const uint32_t halos; // the address in shared memory where the two halos begin
@@ -4343,8 +4041,7 @@ template <class Tile> struct HaloCopies {
     INLINE HaloCopies(const ConvCall& p, unsigned char* shared)
         : p(p), halos(shared_address(shared)), sources((int*)(shared + Tile::SOURCES_AT)) {}
 
-    // Fills `sources` for the tile that begins at image n0, row h0, column w0. The caller has to call __syncthreads
-    // before the first copy.
+    // For the tile that begins at image n0, row h0, column w0. Call __syncthreads before the first copy.
     INLINE void find_sources(int n0, int h0, int w0) const {
         for (int i = threadIdx.x; i < Tile::PIXELS; i += Tile::THREADS) {
             const int n = n0 + i / Tile::W / Tile::H;
@@ -4352,8 +4049,7 @@ template <class Tile> struct HaloCopies {
             sources[i] = halo_source<Tile>(p, n, h, w0 - 1, i % Tile::W);
         }
     }
-    // Returns the address in shared memory that this thread's i-th chunk of the slice's halo is written to,
-    // i < 2 HALF_COPIES.
+    // the address in shared memory of this thread's i-th chunk of the slice's halo, i < 2 HALF_COPIES
     INLINE uint32_t place(int slice, int i) const {
         uint32_t first_place = halos + first_pixel * Tile::PIXEL_BYTES;
         asm volatile("" : "+r"(first_place)); // otherwise the compiler would keep an address in a register for every i
@@ -4371,11 +4067,9 @@ template <class Tile> struct HaloCopies {
         const T* const from = pixel_of(x, valid ? (uint32_t)source >> 3 : 0, p.Cin1);
         copy_channels(place(slice, i), 0, from, valid, pixel < Tile::PIXELS);
     }
-    // Returns the place in a halo, in bytes, of the row that this lane gives to ldmatrix: 8 channels of one pixel.
-    // ldmatrix loads two fragments B: 8 neighbouring pixels of row r of the halo, and the 8 pixels below them.
-    // row_begin: the index, in the halo, of the pixel in column 0 of row r. first_column: the halo's column of the
-    // first of the 8 pixels. first_k: the first of the fragments' 16 channels, within the slice. The matrices are (row
-    // r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15), where k is counted from first_k.
+    // The place in a halo, in bytes, of the 8 channels that this lane gives to ldmatrix. It loads two fragments B, of 8
+    // pixels each, one below the other: the matrices (row r, k 0-7), (r, k 8-15), (r + 1, k 0-7), (r + 1, k 8-15),
+    // where k counts from first_k, a channel of the slice.
     static INLINE uint32_t lane_place(int row_begin, int first_column, int first_k) {
         const int lane = threadIdx.x & 31;
         const int row_of_matrix = lane & 7;
@@ -4386,8 +4080,7 @@ template <class Tile> struct HaloCopies {
         const int key = swizzle_key<Tile::PIXEL_BYTES / 16>(column);
         return channels_on<T>(pixel * Tile::PIXEL_BYTES + chunk_place<T>(upper_k, key), first_k);
     }
-    // Returns a function for take_apart_copies. That function calls f(address) for each chunk of the slice's halo that
-    // this thread copies.
+    // for take_apart_copies: a function that calls f(address) for each chunk of a halo that this thread copies
     INLINE auto places(int slice) const {
         return [this, slice](auto f) {
             UNROLL_FOR (int i = 0; i < 2 * HALF_COPIES; i++)
@@ -4396,14 +4089,11 @@ template <class Tile> struct HaloCopies {
     }
 };
 
-// The ring of weights in shared memory, with a stage for each kw, and the part of a stage that one thread copies: the
-// same chunk of every ROWS_AT_ONCE-th row. A stage holds three matrices, for the taps kh = 0, 1, 2:
-//   forward    weight is (Cout, taps, Cin1) in global memory. A row is an output channel; its chunks are the channels
-//              of the slice.
-//   BACKWARD   weight is (Cin1, taps, Cout) in global memory. As in ConvCall, Cin1 is the number of channels of dout,
-//              and Cout that of the input's gradient. The taps have the reverse order: tap t of the stages is tap 8 - t
-//              in global memory. A row is a channel of dout, in the slice; its chunks are the channels of the input's
-//              gradient that the block computes.
+// The ring of weights in shared memory: a stage for each kw, with three matrices, for kh = 0, 1, 2. A thread copies the
+// same chunk of every ROWS_AT_ONCE-th row.
+//   forward    weight is (Cout, taps, Cin1). A row is an output channel; its chunks are the channels of the slice.
+//   BACKWARD   weight is (Cin1, taps, Cout), where Cin1 is the number of channels of dout (ConvCall). Tap t of the
+//              stages is tap 8 - t in global memory. A row is a channel of dout; its chunks are the input gradient's.
 template <class Tile, bool BACKWARD> struct HaloWeights {
     typedef typename Tile::T T;
     static constexpr int ROWS = BACKWARD ? Tile::SLICE : Tile::CHANNELS;
@@ -4437,9 +4127,8 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         return NO_THREAD_LEFT_OVER || (first_row < ROWS_AT_ONCE && row(i) + first_row < ROWS);
     }
     INLINE uint32_t place(int kw, int i) const {
-        // If the block copies a multiple of 8 rows at once, all rows that this thread copies have the same key, because
-        // the keys repeat after 8 rows. Otherwise the XOR with `toggled` replaces the key of first_row by that of the
-        // i-th chunk's row.
+        // The keys repeat after 8 rows. If rows are not copied a multiple of 8 at once, the XOR with `toggled` replaces
+        // the key of first_row by that of the i-th chunk's row.
         const bool same_key = ROWS_AT_ONCE % 8 == 0;
         const uint32_t toggled = same_key ? 0 : (key(first_row) ^ key(row(i) + first_row)) << 4;
         return (first_place ^ toggled) + kw * Tile::WEIGHT_BYTES + kh(i) * TAP_BYTES + row(i) * ROW_BYTES;
@@ -4458,9 +4147,8 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         const uint32_t index = valid ? first_weight + further : 0;
         copy_channels(place(kw, i), 0, weight + index, valid, owns(i));
     }
-    // Returns the place in a tap's weights, in bytes, of the row that this lane gives to ldmatrix. first_k: the first
-    // channel, within the slice, of the K group's part of the slice. The matrices of a fragment are (channels 0-7, k
-    // 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15), where k is counted from first_k.
+    // The place in a tap's weights, in bytes, of the row that this lane gives to ldmatrix. The matrices are (channels
+    // 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15), where k counts from first_k, a channel of the slice.
     static INLINE uint32_t lane_place(int first_k) {
         const int lane = threadIdx.x & 31;
         const int row_of_matrix = lane & 7;
@@ -4473,28 +4161,23 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
         const int c = row_of_matrix + upper_c * 8;
         return channels_on<T>(c * ROW_BYTES + chunk_place<T>(upper_k, key(c)), first_k);
     }
-    // Loads one fragment: the weights of tap (kh, kw), for 16 output channels (BACKWARD: of dx) from m * 16 on, and for
-    // 16 input channels (BACKWARD: of dout). The first of these input channels is channel k * 16 of the K group's part
-    // of the slice. lane: the address of the row that this lane would give to ldmatrix if kw, kh, m and k were 0.
+    // The weights of tap (kh, kw), for 16 output channels (BACKWARD: of dx) from m * 16 on, and for 16 input channels
+    // from k * 16 on, counted in the K group. lane: this lane's address for kw = kh = m = k = 0
     static INLINE void load(FragmentA<T>& a, uint32_t lane, int kw, int kh, int m, int k) {
         const int tap = kw * Tile::WEIGHT_BYTES + kh * TAP_BYTES;
         if (!BACKWARD) {
             load_fragment<T, false>(a, channels_on<T>(lane, 16 * k), tap + m * 16 * ROW_BYTES);
             return;
         }
-        // The fragment begins m * 16 channels after `lane` in the same row. 16 channels are two chunks. If a row has 2
-        // or 6 chunks, the swizzle moves nothing out of its pair of chunks. So the bytes of m * 16 channels can simply
-        // be added. If the number of chunks is a multiple of 4, the swizzle moves pieces within 128 bytes (or within
-        // the row, if the row is shorter). So whole multiples of 128 bytes are added, and the remaining bytes are
-        // XORed, as in channels_on.
+        // m * 16 channels further in the same row. If a row has 2 or 6 chunks, the swizzle moves nothing out of its
+        // pair of chunks, so bytes can be added. If the number of chunks is a multiple of 4, it moves pieces within 128
+        // bytes. So multiples of 128 bytes are added, and the rest is XORed, as in channels_on.
         const int channel_bytes = m * 16 * sizeof(T);
         uint32_t columns;
         if (CHUNKS % 4) columns = lane + channel_bytes;
         else columns = (lane ^ channel_bytes % 128) + channel_bytes / 128 * 128;
         load_fragment<T, true>(a, columns, tap + k * 16 * ROW_BYTES);
     }
-    // Returns a function for take_apart_copies. That function calls f(address) for each chunk that this thread copies
-    // to the stage of kw.
     INLINE auto places(int kw) const {
         return [this, kw](auto f) {
             UNROLL_FOR (int i = 0; i < COPIES; i++)
@@ -4503,11 +4186,9 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
     }
 };
 
-// Computes acc[r][m] += a x b[r + kh] for the warp's image rows r = 0 .. 7. a: weights of tap kh. b[i]: pixels of row i
-// of the warp's halo.
-// With floats, the tensor cores first add up the products of all three taps in `sum`. Then the fp32 units multiply
-// `sum` by `scale`, which undoes the scales of both operands, and add the result to acc (see `multiply`). So this
-// function must be called for kh = 0, 1, 2 in this order, with the same `sum`.
+// acc[r][m] += a x b[r + kh] for the warp's image rows r = 0 .. 7. a: weights of tap kh. b[i]: pixels of row i of the
+// warp's halo. With floats, the products of all three taps are first added up in `sum`. Then `scale` undoes the scales
+// of both operands. So call this for kh = 0, 1, 2, in this order, with the same `sum`.
 template <class T, int M>
 INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int kh, const FragmentA<T>& a,
                          const FragmentB<T> (&b)[10], float scale) {
@@ -4530,17 +4211,13 @@ INLINE void multiply_tap(float (&acc)[8][M][4], float (&sum)[8][4], int m, int k
         }
 }
 
-// Computes a warp's products of one step: the weights of the three taps of one kw, times the pixels of one slice.
-// Between the products the function calls copy_in_gap(0), copy_in_gap(1) and so on, which copy for later steps. x: the
-// address of the pixel that this lane gives to ldmatrix for rows 0 and 1 of the warp's halo, under this kw. weights:
-// the argument `lane` of HaloWeights::load.
+// A warp's products of one step. Between them copy_in_gap(0), copy_in_gap(1) and so on copy for later steps. x: this
+// lane's address for ldmatrix, of rows 0 and 1 of the warp's halo. weights: the argument `lane` of HaloWeights::load
 template <class Tile, bool BACKWARD, int M, class Copy>
 INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, int kw, float scale, Copy copy_in_gap) {
     typedef typename Tile::T T;
     typedef HaloWeights<Tile, BACKWARD> Weights;
-    // Product i is that of tap kh_of(i) and the m_of(i)-th group of 16 output channels. With bf16, the loop over output
-    // channels is the inner one. With floats, the loop over taps is the inner one, because the three taps are summed
-    // before the sum is added to acc.
+    // In bf16 output channels are the inner loop. With floats it is taps, whose sum is then added to acc.
     auto kh_of = [](int i) { return PARTS<T> == 1 ? i / M : i % 3; };
     auto m_of = [](int i) { return PARTS<T> == 1 ? i % M : i / 3; };
     UNROLL_FOR (int k = 0; k < Tile::K16; k++) {
@@ -4561,13 +4238,7 @@ INLINE void multiply_step(float (&acc)[8][M][4], uint32_t x, uint32_t weights, i
     }
 }
 
-// A block computes a tile of pixels x CHANNELS channels. A warp computes 8 x 8 of these pixels. If there are several K
-// groups, a warp multiplies only its K group's part of each slice. Phases:
-//   1. The first copies are started.
-//   2. Each slice has three steps, one for each kw. In each step the block waits for the operands. Then it multiplies,
-//      and at the same time copies for later steps.
-//   3. store_product makes results of the sums, and stores them.
-// TO: the type of the output.
+// If there are several K groups, a warp multiplies only its K group's part of each slice. TO: the type of the output
 template <class Tile, bool BACKWARD, class TO>
 static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_kernel(const ConvCall p) {
     typedef typename Tile::T T;
@@ -4576,7 +4247,6 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     extern __shared__ __align__(128) unsigned char shared[];
     const uint32_t base = shared_address(shared);
 
-    // The block's tile: channels from c0 on, pixels from (h0, w0) on, images from n0 on.
     const int c0 = blockIdx.x % p.channel_blocks * Tile::CHANNELS;
     const int tile = blockIdx.x / p.channel_blocks;
     const auto [n0, h0, w0] = tile_origin(tile, p.tiles_h, p.tiles_w, Tile::TILE_H, Tile::TILE_W, Tile::IMAGES);
@@ -4598,8 +4268,6 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
     }
     copies_committed();
 
-    // Which pixels of the tile this warp computes, and the first channel of its K group's part of a slice. Then the
-    // addresses of the rows that this lane gives to ldmatrix.
     constexpr int M = Tile::WARP_CHANNELS / 16;
     const int warp = (int)threadIdx.x >> 5;
     const int pixel_warp = Tile::pixel_warp(warp);
@@ -4621,8 +4289,7 @@ static __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) conv_halo_
                                                      kw == 0);
             __syncthreads(); // all threads' copies for this step have arrived, and all have finished the previous step
 
-            // A step has GAPS gaps between its products. In these gaps it copies the weights of the step after the next
-            // one. The steps kw = 0 and kw = 1 each also copy half of the next slice's halo.
+            // Copies the weights of the step after the next one, and for kw = 0 and 1 half of the next slice's halo
             auto copy_in_gap = [&](int gap) {
                 constexpr int GAPS = 3 * Tile::K16;
                 UNROLL_FOR (int i = 0; i < Weights::COPIES; i++)
@@ -4660,17 +4327,11 @@ template <class Tile, bool BACKWARD, class TO = typename Tile::T> static void co
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- conv_weight_halo, conv_weight_gather: weight gradients, any GPU
+// --- conv_weight_halo: weight gradients of 3x3 with stride 1, any GPU (others: conv_weight_gather, gpu/conv_any.h)
 // dweight[co, tap, ci] = sum over the output's pixels p of dout[p, co] * x[source(p, tap), ci]
 //
-// Used when: conv_weight_tma can't be used for the type (fp32), the shape or the GPU. conv_weight_halo computes 3x3
-//   with stride 1, and conv_weight_gather computes everything else.
-// How: This is a product of matrices that sums over many pixels. Its result has few tiles. With only one block for each
-//   tile, most of the GPU would be idle. So the pixels are divided into ranges, and each block sums over one range. It
-//   goes through the range in pixel tiles of 64 pixels. A block of conv_weight_halo computes a tile of 64 x 64 weights
-//   (output x input channels) of all nine taps. A block of conv_weight_gather computes one tap of one such tile or, for
-//   large layers in bf16, of 2 x 2 tiles (plan_weight). The weights of a tap are divided among four warps. If a block
-//   has one tile, each of these warps computes 32 x 32 weights, which are 2 x 4 fragments of mma.
+// The result has few tiles, and each is a sum over many pixels. So the pixels are divided into ranges, and a block sums
+// over one range, in pixel tiles of 64 pixels:
 //
 //     dout (pixels, 64 co) ^T      x (pixels, 64 ci)         partial sums of 64 x 64 weights
 //     +----+----+----+             +----+----+----+          range 0   range 1   range 2
@@ -4678,30 +4339,21 @@ template <class Tile, bool BACKWARD, class TO = typename Tile::T> static void co
 //     | pixel tiles   |            | pixel tiles  |
 //     +----+----+----+             +----+----+----+
 //
-//   If there is more than one range, the blocks write partial sums to the workspace, and conv_weight_sum adds them up
-//   in a fixed order. The bias gradient is the sum of dout over all pixels. It is computed as dout^T times a matrix of
-//   ones. Several warps read the same part of dout, but only one of them computes this product. There is one partial
-//   of the bias for each pair of a range and an image that have common pixels, because the sum over one image is
-//   wanted, too: it is the gradient of the image's embedding (demb). Small layers share a launch (WeightBatch), because
-//   one of them alone would not keep the GPU busy.
-// Costs: Each block reads its channels of x and of dout. So conv_weight_halo reads x once for every 64 output channels,
-//   and dout once for every 64 input channels. conv_weight_gather does the same for every tap (with 2 x 2 tiles, for
-//   every 128 channels). The partials are written and read once.
+// The bias gradient is dout^T times a matrix of ones. It has a partial for each pair of a range and an image that have
+// common pixels, because the sum over one image is wanted, too: the gradient of its embedding (demb).
 
-// conv_weight_halo: 3x3, stride 1. A block computes 64 x 64 weights of all nine taps. It has 12 warps: four for each
-// kw. Each of these four warps computes a quarter of the 64 x 64 weights, for all three kh. A pixel tile is 8 x 8
-// pixels of dout, and the 10 x 10 pixels of x that the taps read for them. An instruction mma sums over 16 pixels,
-// which are two image rows of 8 pixels. Pixel tiles pass through a ring of STAGES stages in shared memory:
+// A block computes 64 x 64 weights of all nine taps. It has 12 warps: four for each kw, each with a quarter of the
+// weights, for all three kh. A pixel tile is 8 x 8 pixels of dout, and the 10 x 10 pixels of x that the taps read for
+// them. An mma sums over 16 pixels: two image rows of 8. Shared memory is a ring:
 //
 //     a stage:   | x: 10 x 10 pixels of 64 channels | dout: 8 x 8 pixels of 64 channels |
 constexpr int WEIGHT_HALO_BYTES = 4 * 164 * 128; // bytes of 4 stages in bf16, 2 in fp32, each of 100 + 64 pixels
 
-// The part of each pixel tile that one thread copies: one chunk of one column, in every X_ROWS-th row of x and in every
-// DOUT_ROWS-th row of dout. There are no branches around the copies: a thread that has nothing to copy passes false to
-// copy_channels. So the compiler can place the copies between products.
+// A thread copies one chunk of one column, in every X_ROWS-th row of x and in every DOUT_ROWS-th row of dout. There are
+// no branches around the copies, so the compiler can place them between products.
 template <class T> struct WeightHaloCopies {
-    static constexpr int CHUNKS = 8;                   // chunks of a pixel, which has 64 channels here
-    static constexpr int PIXEL_BYTES = 64 * sizeof(T); // bytes of a pixel
+    static constexpr int CHUNKS = 8; // chunks of a pixel, which has 64 channels here
+    static constexpr int PIXEL_BYTES = 64 * sizeof(T);
     static constexpr int STAGES = 4 / PARTS<T>;
     static constexpr int X_BYTES = 100 * PIXEL_BYTES;
     static constexpr int STAGE_BYTES = X_BYTES + 64 * PIXEL_BYTES;
@@ -4734,8 +4386,7 @@ template <class T> struct WeightHaloCopies {
     INLINE bool owns_dout(int k) const { return dout_row < min(DOUT_ROWS, 8 - k * DOUT_ROWS); }
     INLINE uint32_t stage(int pixel_tile) const { return (uint32_t)(pixel_tile - first) % STAGES * STAGE_BYTES; }
 
-    // The caller must pass the pixel tiles `first`, `first` + 1, ... in this order, because each call moves `next` on.
-    // For tiles from `end` on, the function writes zeros.
+    // Pass the pixel tiles in order, because each call moves `next` on. Tiles from `end` on become zeros.
     INLINE void copy_tile(int pixel_tile) {
         const uint32_t stage = this->stage(pixel_tile);
         UNROLL_FOR (int k = 0; k < X_COPIES; k++) {
@@ -4755,7 +4406,6 @@ template <class T> struct WeightHaloCopies {
             copy_channels(dout_place, offset, pixel_of(dout, source, p.shape.Cout), valid, owns_dout(k));
         }
         copies_committed();
-        // Go on to the next pixel tile: to the right, or first in the next row of tiles, or first in the next image.
         next.w += 8;
         if (next.w < W) return;
         next.w = 0;
@@ -4764,8 +4414,6 @@ template <class T> struct WeightHaloCopies {
         next.h = 0;
         next.n++;
     }
-    // x_places and dout_places each return a function for take_apart_copies. That function calls f(address) for each
-    // chunk of x, or of dout, that this thread copies.
     INLINE auto x_places(uint32_t stage) const {
         return [this, stage](auto f) {
             UNROLL_FOR (int k = 0; k < X_COPIES; k++)
@@ -4780,10 +4428,6 @@ template <class T> struct WeightHaloCopies {
     }
 };
 
-// A block of conv_weight_halo_kernel has these phases:
-//   1. The copies of the first STAGES - 1 pixel tiles are started.
-//   2. For each pixel tile: wait for it, start the copies of a later pixel tile, multiply.
-//   3. The sums are stored in dweight or in the partials.
 template <class T, int WORKS>
 static __global__ void __launch_bounds__(384, 1)
     conv_weight_halo_kernel(const __grid_constant__ WeightBatch<ConvWeight, WORKS> batch) {
@@ -4798,7 +4442,6 @@ static __global__ void __launch_bounds__(384, 1)
     const int ci_warp = warp >> 1 & 1;
     const int kw = warp >> 2;
 
-    // Which tile of weights the block computes, and over which range of pixel tiles it sums: first .. end - 1.
     const auto [p, block] = batch.work_of_this_block();
     const int tile = block % p.tiles;
     const int split = block / p.tiles;
@@ -4809,8 +4452,7 @@ static __global__ void __launch_bounds__(384, 1)
     Copies copies{p, base, co0, ci_tile * 64, first, end};
     for (int i = 0; i < STAGES - 1; i++) copies.copy_tile(first + i);
 
-    // ldmatrix loads four matrices at once. Each matrix has 8 channels of 8 pixels of one image row. Each lane gives
-    // ldmatrix the address of one pixel of one matrix. The four matrices are (image row, channels):
+    // ldmatrix loads four matrices, each of 8 channels of 8 pixels of one image row. They are (image row, channels):
     // Of x:    (row, ci 0-7), (row + 1, ci 0-7), (row, ci 8-15), (row + 1, ci 8-15).
     // Of dout: (row, co 0-7), (row, co 8-15), (row + 1, co 0-7), (row + 1, co 8-15).
     const int row_of_matrix = lane & 7;
@@ -4823,8 +4465,7 @@ static __global__ void __launch_bounds__(384, 1)
     // Without this line the compiler would compute lane_x and lane_dout again for every tile.
     asm volatile("" : "+r"(lane_x), "+r"(lane_dout));
 
-    // acc[kh][i][j]: a fragment of sums, for tap (kh, kw), the warp's i-th group of 16 output channels, and its j-th
-    // group of 8 input channels.
+    // acc[kh][i][j]: sums of the warp's i-th group of 16 output channels and j-th group of 8 input channels
     float acc[3][2][4][4] = {};
     float x_scale = 1, dout_scale = 1;
     BiasSum<T, 2> bias{p, ci_tile == 0 && ci_warp == 0 && kw == 0, split, co0 + co_warp * 32, first};
@@ -4836,8 +4477,7 @@ static __global__ void __launch_bounds__(384, 1)
         copies.copy_tile(pixel_tile + STAGES - 1);
         bias.next_tile();
 
-        // The rows of x that are needed for kh = 2 are needed again for kh = 0, in the next round (two image rows
-        // further down). With bf16 they stay in registers (`below`). With floats this would take too many registers.
+        // The rows of x for kh = 2 are needed again for kh = 0 of the next round. Floats leave no registers for that.
         constexpr bool KEEP_ROWS = PARTS<T> == 1;
         FragmentB<T> below[4];
         UNROLL_FOR (int r = 0; r < 4; r++) { // each round has two image rows of dout
@@ -4871,32 +4511,24 @@ static __global__ void __launch_bounds__(384, 1)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- adamw: norm of the gradient, the step's verdict, AdamW, averages
-// Used when: after every microbatch (sum_gradients), and at the end of every training step.
-// How: The squares of the gradient are summed in stretches of a fixed size. So the norm has the same bits for any
-//   number of GPUs (see the comments above step_gradients). The GPU itself decides whether and how to update the
-//   weights (judge_step), so the host need not wait for the norm.
-// Costs: memory traffic. adamw_kernel reads sum, params, ema, m and v. It writes params, ema, m and v and, if
-//   activations are not fp32, the copy. With --optimizer muon the kernels of `muon` run before it.
+// The squares of the gradient are summed in stretches of a fixed size. So the norm has the same bits for any number of
+// GPUs (step_gradients). The GPU itself decides whether to update the weights (judge_step), so the host need not wait
+// for the norm. --optimizer muon has kernels of its own (muon.h).
 
-// Adds up the gradients of all ranks, in the order of the ranks, and writes the result to `sum`. If `add` is true, the
-// old content of `sum` is the first term: the sum over the earlier microbatches of this step. The kernel also writes
-// |sum|^2 of each stretch to the array `squares` of this rank, and to the same array of every rank whose memory this
-// rank can write to. This rank's slice is the part of the flat arrays that this rank updates (Slice). There is one
-// block for each stretch of this slice. A stretch has STRETCH floats. A quad is 4 neighbouring floats. A thread works
-// on QUADS quads of the stretch, which are 1024 quads apart: for each of them, it adds up the ranks' gradients.
+// sum = the old sum (if `add`) + the gradients of all ranks, in the order of the ranks. The kernel also writes |sum|^2
+// of each stretch to `squares`, of this rank and of every rank whose memory this rank can write to. There is one block
+// for each stretch of this rank's Slice. A thread works on QUADS quads (of 4 floats), 1024 quads apart.
 static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
     sum_gradients_kernel(float* sum,                                         // a flat array
                          const __grid_constant__ Everywhere<double> squares, // one number for each stretch
-                         RankGradients grads,
-                         bool add,     // whether the old sum is added
-                         bool write) { // false: the only term is `sum` itself, so it need not be written
+                         RankGradients grads, bool add,
+                         bool write) { // false if the only term is `sum` itself
     await_previous_kernel();
     constexpr int QUADS = STRETCH / 4 / 1024;
     const size_t n = grads.slice.n;
     const size_t at = grads.slice.flat(blockIdx.x * STRETCH); // the stretch's place in the flat arrays
     const size_t first = at / 4 + threadIdx.x;                // this thread's first quad
-    // How many quads the stretch has from this thread's first quad on. Quads after the array's n floats must not be
-    // read, so they are not counted.
+    // the stretch's quads from this thread's first one on; beyond the array's n floats nothing may be read
     const int quads_left = (int)(min(at + STRETCH, n) / 4 - min(at, n) / 4) - (int)threadIdx.x;
     const int first_source = -(int)add; // source -1 is the old sum; source r >= 0 is rank r
     float4 g[QUADS];
@@ -4908,7 +4540,6 @@ static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
             g[k] = r == first_source ? v : g[k] + v;
         }
     }
-    // Squares are added up in double, in a fixed order: first each thread's squares, then the sums of all threads.
     double total = 0;
     UNROLL_FOR (int k = 0; k < QUADS; k++) {
         if (write && k * 1024 < quads_left) ((float4*)sum)[first + k * 1024] = g[k];
@@ -4929,10 +4560,7 @@ static void sum_gradients(float* sum, const Everywhere<double>& squares, const R
     launch(sum_gradients_kernel, blocks, 1024, 0, sum, squares, grads, add, write);
 }
 
-// Computes the gradient's norm and the batch's losses, both over all ranks, and decides whether this step is good or is
-// skipped. There is one block. It adds up in a fixed order: first each thread adds up its numbers, then each warp adds
-// up the sums of its threads, and then thread 0 adds up the sums of the 8 warps. At the end thread 0 calls judge_batch,
-// which decides, and sets the learning rate and the counters.
+// One block adds up squares and losses of all ranks, in a fixed order. judge_batch decides if the step is skipped.
 static __global__ void __launch_bounds__(256)
     judge_step_kernel(StepState* state,      // the norm, the losses and the decision are written to it
                       const double* squares, // (stretches): |gradient|^2 of each stretch
@@ -4975,18 +4603,16 @@ static void judge_step(StepState* state, const double* squares, size_t stretches
     launch(judge_step_kernel, 1, 256, 0, state, squares, stretches, loss, quarters, h, B);
 }
 
-// Adds 1 to *step. It is called after all kernels that draw random numbers for this step, because they read *step.
+// Call this after all kernels that draw random numbers for this step, because they read *step.
 static void next_step(int64_t* step) {
     each(1, [=] __device__(size_t) { ++*step; });
 }
 
-// Copies the state of this step to records, a ring of `count` states. Some steps later the host reads from the ring
-// what the log needs. next_step has already added 1 to state->step, so this step's number is state->step - 1.
+// next_step has already added 1 to state->step, so this step's number is state->step - 1.
 static void record_step(StepState* records, const StepState* state, int count) {
     each(1, [=] __device__(size_t) { records[(state->step - 1) % count] = *state; });
 }
 
-// to = params, rounded to the type of `to`. A thread rounds 4 weights.
 template <class T> static void round_params(T* to, const float* params, size_t n) {
     each(n / 4, [=] __device__(size_t quad) { ((Four<T>*)to)[quad] = from_floats<T>(((const float4*)params)[quad]); });
 }
@@ -5002,14 +4628,10 @@ static void cast_params(act* copy, const float* params, size_t n) {
 //   p   = decay p - step_size m / (sqrt(v) / root + eps)      p: the parameter
 //   ema = ema + share (p - ema)                               share: average_share
 //
-// A thread updates four neighbouring weights at a time. They are elements 4 i ... 4 i + 3 of the slice's arrays (ema, m
-// and v), and elements 4 k ... 4 k + 3 of the flat arrays (params, copy, sum).
-// With MUON, the elements of Muon's matrices have another update: p = decay p - lr direction. Their directions are in
-// `sum`, their m has been updated by muon_momentum_kernel, and their v is not used.
-// u is a __grid_constant__, so it stays in constant memory. Without this the compiler would copy u to local memory,
-// because the index r in u.params.at[r] is only known at run time.
-// T is the activations' type, in which convolutions read the weights. If it is float, there is no copy: u.copy is the
-// same array as u.params.
+// A thread updates four weights at a time: quad i of the slice's arrays (ema, m, v), and quad k of the flat arrays
+// (params, copy, sum). With MUON, the elements of matrices have another update: p = decay p - lr direction, with their
+// directions in `sum`. T is the type in which convolutions read the weights. If it is float, u.copy is u.params.
+// u is a __grid_constant__, because u.params.at[r] would otherwise make the compiler copy it to local memory.
 template <class T, bool MUON>
 static __global__ void __launch_bounds__(256)
     adamw_kernel(const __grid_constant__ Update u, const StepState* state, AdamW h, Slice own) {
@@ -5057,10 +4679,8 @@ static __global__ void __launch_bounds__(256)
         ema[i] = e;
         ms[i] = m;
         vs[i] = v;
-        // The new weights go to this rank and to all ranks whose memory this rank can write to. The network reads the
-        // first `plain` weights (all except the weights of convolutions) in fp32, and all other weights from the copy.
-        // So the other ranks need only the first `plain` weights in fp32. (If there is no copy, `plain` includes all
-        // weights.)
+        // The new weights go to all ranks whose memory this rank can write to. The network reads the first `plain`
+        // weights in fp32 (without a copy these are all), and the weights of convolutions from the copy.
         const Four<T> rounded = from_floats<T>(p);
         for (int r = 0; r < u.params.ranks; r++) {
             if (r == 0 || 4 * k < u.plain) ((float4*)u.params.at[r])[k] = p;
@@ -5077,16 +4697,15 @@ static void adamw_update(const Update& u, const StepState* state, AdamW h, Slice
     });
 }
 
-// adamw_kernel updates the first average of the parameters. This kernel updates one of the other averages, by the
-// same formula. Each thread updates one element.
+// Updates one of the further averages of the parameters, by the same formula.
 static __global__ void __launch_bounds__(256)
     ema_kernel(float* ema, const float* params, const StepState* state, float rate, Slice own) {
     __shared__ float share;
     await_previous_kernel();
     if (threadIdx.x == 0) share = average_share(rate, state->updates);
     __syncthreads();
-    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; // index in the slice
-    const size_t k = own.flat(i);                            // index in the flat array
+    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
+    const size_t k = own.flat(i);
     if (k < own.n && state->ok) ema[i] += share * (params[k] - ema[i]);
 }
 static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own) {
@@ -5120,9 +4739,7 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
     const bool drop = dropout.p > 0;
     const bool addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2;
 
-    // The gradients of weight and bias are sums over the images. Each image's term stays in memory until
-    // finish_gradients adds up the terms. In general this happens later, for many group norms together. But if there is
-    // no room for one more group norm, finish_gradients is called here. After that the memory can be used again.
+    // The terms of all images stay in memory until finish_gradients adds up those of many group norms.
     const size_t bytes = norm_sums_bytes(s);
     if (norm_sums_count == MAX_NORM_SUMS || norm_sums_used + bytes > device.norm_sums_bytes) finish_gradients();
     float2* const sums = (float2*)(device.norm_sums + norm_sums_used);
@@ -5137,10 +4754,8 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
             const dim3 grid(w.chunks, a.C / w.slab, s.B);
             return launch_on(MAIN_STREAM, w.chunks, kernel, grid, w.threads, w.bytes(), to1, to2, dout, a, w);
         }
-        // Two passes: the first computes sums over chunks of an image's pixels, the second computes the gradient. Each
-        // block of the second pass reads the sums of all chunks of its image. To keep these sums few, the first pass
-        // has at most 64 chunks. With addends, the second pass divides the pixels into other chunks than the first
-        // pass, since a multiprocessor may have registers for fewer blocks of the second pass (norm_backward_blocks).
+        // Each block of the second pass reads all chunks' sums of its image, so the first pass has at most 64 chunks.
+        // With addends, fewer blocks of the second pass may fit on a multiprocessor, so its chunks are others.
         auto first_pass = norm_first_pass<T>(drop);
         auto second_pass = norm_second_pass<T, GRAD>(drop, addends);
         float2* const partial = (float2*)device.workspace;
@@ -5162,8 +4777,7 @@ static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention: forward and, where a has dout, backward
-// Picks the kernel for heads of a.d channels. If Hopper's kernels can't be used, it picks the smallest kernel that has
-// room for a.d channels.
+// Hopper's kernel (gpu/hopper/), or the smallest kernel that has room for a.d channels.
 template <class T> static void attention(const AttentionCall& a) {
     if (hopper_attention(a)) return;
     constexpr int LARGEST = 32 * VEC<T>; // channels of the largest head that launch_attention can compute: 512 bytes
@@ -5175,7 +4789,6 @@ template <class T> static void attention(const AttentionCall& a) {
     decide(a, ways);
 }
 
-// Both passes fill an AttentionCall and call attention(). A call that has dout is a backward pass.
 static void attention_forward(act* out, SoftmaxRow* rows, const act* qkv, int B, int T, int C, int heads) {
     const AttentionCall call{out, rows, qkv, nullptr, nullptr, B, T, C, heads};
     with_act([&]<class A>(A) { attention<A>(call); });
@@ -5194,13 +4807,9 @@ static void attention_backward(act* dqkv,              // (B, T, 3C)
 // --- convolution: forward and input gradient
 
 // Hopper's kernels can compute neither stride 2 nor upsampling. So such a 3x3 convolution takes a detour: it is
-// replaced by a convolution with stride 1, whose output has the size of its input. For upsampling, the forward pass and
-// the weight gradient first write the upsampled input to the workspace. The input gradient first writes the gradient of
-// the upsampled input there, and then sums it over 2 x 2 pixels. For stride 2, both gradients first write the gradient
-// of the output to the workspace, with zeros between its pixels. (A forward pass of stride 2 has a detour of another
-// kind, see conv_forward.) The detour moves more bytes. But it can use wgmma, so it is two to four times as fast.
-// Without wgmma (with mma.sync) only the gradient of an upsampled input takes the detour, which saves 17 to 45 % of the
-// time.
+// replaced by one with stride 1, whose output has the size of its input. Upsampling: x is first upsampled; the input
+// gradient is first that of the upsampled input, which is then summed over 2 x 2 pixels. Stride 2: gradients read dout
+// with zeros between its pixels. A detour moves more bytes, but wgmma more than makes up for that.
 static ConvShape conv_without_detour(ConvShape s) { // returns the convolution that replaces s
     s.H <<= s.upsample;
     s.W <<= s.upsample;
@@ -5216,23 +4825,19 @@ static size_t conv_detour_bytes(const ConvShape& s) {
     if (conv_is_few(s)) return few_bytes(s);
     if (!s.upsample && !conv_takes_detour(s)) return 0;
     const ConvShape one = conv_without_detour(s);
-    // What the workspace holds: with upsampling, the upsampled input or its gradient, which have the channels of the
-    // input. With stride 2, the output of the convolution with stride 1 (forward), or the output's gradient with zeros
-    // put in (backward), which have the channels of the output.
+    // upsampling: the upsampled input or its gradient. Stride 2: the output at stride 1, or dout with zeros put in.
     const int channels = s.upsample ? s.C1 : s.Cout;
     const size_t bytes = (size_t)one.B * one.H * one.W * channels * act_bytes();
     return (bytes + 255) / 256 * 256;
 }
 
-// Must this layer's weight gradient be computed alone, without sharing a launch with those of other layers? Such a
-// layer is first replaced by another convolution, whose shape conv_weight_shape returns.
+// a layer that is first replaced by another one (conv_weight_shape), and so shares no launch with others
 static bool conv_weight_alone(const ConvShape& s) { return conv_is_few(s) || conv_takes_detour(s); }
 static ConvShape conv_weight_shape(const ConvShape& s) {
     return conv_is_few(s) ? few_shape(s, true) : conv_without_detour(s);
 }
 
-// Returns a measure of conv_halo's time with this tile: the number of rounds of blocks times a block's channels. In a
-// round as many blocks run as fit on the GPU at once. The last round may have fewer blocks, but takes as long.
+// A measure of time: rounds of blocks x a block's channels. The last round may be smaller, but takes as long.
 template <class Tile> static int halo_rounds(const ConvCall& c) {
     const int tiles = count_tiles(c, Tile::IMAGES, Tile::TILE_H, Tile::TILE_W);
     const int blocks = tiles * ceil_div(c.Cout, Tile::CHANNELS);
@@ -5240,13 +4845,9 @@ template <class Tile> static int halo_rounds(const ConvCall& c) {
     const int rounds = ceil_div(blocks, fit * gpu.sms);
     return rounds * Tile::CHANNELS;
 }
-// Does Tile take at least 10 % less time than Other?
 template <class Tile, class Other> static bool halo_is_faster(const ConvCall& c) {
     return halo_rounds<Tile>(c) * 10 <= halo_rounds<Other>(c) * 9;
 }
-// The choice of conv_halo's tile depends on three questions. Is this the network's last convolution, which has few
-// channels? Are the images at most 8 pixels high or wide? Do tiles of 16 x 16 pixels x 64 channels fill the GPU? (In
-// bf16 the choice also depends on Cout: see pick_conv_halo_bf16.)
 static bool halo_is_last(const ConvCall& c) { return c.s.out == Element::FP32 && conv_is_last(c.s); }
 static bool halo_is_small(const ConvCall& c) { return c.H <= 8 || c.W <= 8; }
 static bool halo_fills_gpu(const ConvCall& c) {
@@ -5255,7 +4856,6 @@ static bool halo_fills_gpu(const ConvCall& c) {
     return tiles > enough * gpu.sms;
 }
 
-// Picks the tile of conv_halo, for 3x3, stride 1, bf16 on any GPU.
 template <bool BACKWARD> static void pick_conv_halo_bf16(const ConvCall& c) {
     // HaloTile<type, images, channels, K groups, blocks per multiprocessor>
     using Last = HaloTile<bf16, 1, 16, 1, 4>;
@@ -5271,22 +4871,18 @@ template <bool BACKWARD> static void pick_conv_halo_bf16(const ConvCall& c) {
     const bool small_48 = small && halo_is_faster<Small48, Small32>(c);
     const bool large_48 = many && halo_is_faster<Large48, Large64>(c);
     const Way<ConvCall> ways[] = {
-        // the network's last convolution has few channels
         {halo_is_last(c), conv_halo<Last, false, float>},
-        // images at most 8 pixels high or wide: a block has two images, and K groups give the block more warps. (Each K
-        // group, which ProductTile explains, is a set of warps that sums over a part of the input channels.)
+        // a block has two images, and K groups (ProductTile) give the block more warps
         {small_48, conv_halo<Small48, BACKWARD>},
         {small, conv_halo<Small32, BACKWARD>},
-        // the largest tiles: there are enough of them to fill the GPU
         {large_48, conv_halo<Large48, BACKWARD>},
         {many, conv_halo<Large64, BACKWARD>},
-        // few tiles: a block has fewer channels, and two sets of warps (K groups, see ProductTile) share a tile
+        // few tiles: a block has fewer channels, and two K groups share a tile
         {c.Cout <= 128, conv_halo<Few32, BACKWARD>},
         {true, conv_halo<Few48, BACKWARD>},
     };
     decide(c, ways);
 }
-// Picks the tile of conv_halo in fp32. It asks the same three questions as in bf16.
 template <bool BACKWARD> static void pick_conv_halo_fp32(const ConvCall& c) {
     using Last = HaloTile<float, 1, 16, 1, 2>;
     using Small = HaloTile<float, 2, 32, 2, 2>;
@@ -5301,11 +4897,9 @@ template <bool BACKWARD> static void pick_conv_halo_fp32(const ConvCall& c) {
     decide(c, ways);
 }
 
-// Picks the tile of conv_gather, which computes all convolutions that no other kernel can compute. A tile has 64 or 128
-// pixels x 64 channels or, for elements of 2 bytes, 128 pixels x 128 channels.
 template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c) {
     const int HW = c.H * c.W;
-    const int tiles_of_128 = c.B * ceil_div(HW, 128); // how many tiles of 128 pixels there are
+    const int tiles_of_128 = c.B * ceil_div(HW, 128);
     const bool many_128 = HW > 64 && tiles_of_128 * ceil_div(c.Cout, 64) >= gpu.sms;
     // GatherTile<type, pixels / 64, channels, channels of a warp, stages>
     using Pixels64 = GatherTile<T, 1, 64, 32, 3>;
@@ -5322,36 +4916,23 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
     else conv_gather<Pixels64, BACKWARD>(c);
 }
 
-// Decides which kernel computes a convolution. A pick_ function, above, chooses the kernel's tile, by measured costs or
-// by a table of its own. Such a table in general chooses the largest tile with which every multiprocessor still has a
-// block. On small images pick_conv_small may choose conv_tiles in place of conv_small. The table below shows how a
-// layer of the network's list leads to an instruction of the tensor cores. Each function calls the next one below it.
-// Brackets hold another name, or another end of the name:
-//   in the first two columns it is for FP8, except _1x1, which is for 1x1 convolutions
-//   in the last two columns it is for fp32
-// In FP8, conv_product_fp8 stands in place of conv_product.
+// Decides which kernel computes a convolution. A pick_ function chooses the kernel's tile, in general the largest with
+// which every multiprocessor still has a block. The way from a layer to an instruction (in brackets: fp32):
 //
-//   forward_conv ("The network")     what a layer of kind CONV calls
-//   conv_forward                 fills a ConvCall. For upsampling, stride 2 or few channels it may first replace the
-//                                convolution by another one
-//   conv_product                 chooses the kernel, by the first row of its table whose condition holds
+//   forward_conv                     what a layer of kind CONV calls
+//   conv_forward                     fills a ConvCall; upsampling, stride 2, few channels: may replace the convolution
+//   conv_product                     asks hopper_conv, then takes the first row of its table whose condition holds
 //
-//   Hopper, bf16, 3x3 and 1x1;   Hopper, bf16, small images;  any GPU, 3x3, stride 1       any GPU, all others
-//   FP8, 3x3                     FP8
-//   pick_conv_tiles_3x3 (_1x1)   pick_conv_small              pick_conv_halo_bf16 (_fp32)  pick_conv_gather
-//   conv_tiles                   conv_small                   conv_halo                    conv_gather
-//   conv_tiles_kernel            conv_small_kernel            conv_halo_kernel             conv_gather_kernel
-//                                multiply_small               multiply_step, multiply_tap  multiply
-//   Accumulators::multiply (_fp8)                             mma                          mma
-//   Wgmma<N>::add (WgmmaFp8)     Wgmma<N>::add (WgmmaFp8)     mma_bf16 (mma_fp16)          mma_bf16 (mma_fp16)
-//   wgmma m64nNk16 (k32)         wgmma m64nNk16 (k32)         mma.sync m16n8k16            mma.sync m16n8k16
+//   3x3, stride 1                    all others
+//   pick_conv_halo_bf16 (_fp32)      pick_conv_gather
+//   conv_halo                        conv_gather
+//   conv_halo_kernel                 conv_gather_kernel
+//   multiply_step, multiply_tap      multiply
+//   mma_bf16 (mma_fp16)              mma_bf16 (mma_fp16)
+//   mma.sync m16n8k16                mma.sync m16n8k16
 //
-// In conv_tiles N is the number of pixels of a tile (8 for each of its rows), in conv_small it is SmallTile::N. In fp32
-// there is no `mma` between multiply_tap, or multiply, and mma_fp16.
-//
-// For an input's gradient, conv_backward_input calls conv_product, and the functions below it have BACKWARD = true. In
-// FP8 conv_backward_input_fp8 calls conv_product_fp8, with BACKWARD = false. (The network's last convolution has few
-// channels. Its input gradient is computed by conv_forward, as a 1x1 convolution of rows: see ConvFew.)
+// Hopper's conv_tiles and conv_small, in bf16 or FP8, end in wgmma (gpu/hopper/choose.h). For an input's gradient,
+// conv_backward_input calls conv_product with BACKWARD = true.
 template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const ConvShape& s = c.s;
     if (hopper_conv<BACKWARD>(c)) return;
@@ -5382,10 +4963,8 @@ static void conv_forward(act* out, Stats* stats, const act* x1, const act* x2, c
         const ConvShape one = conv_without_detour(s);
         return conv_forward(out, stats, workspace, nullptr, weight, bias, emb, emb_stride, residual, one);
     }
-    // Stride 2: one way is to compute all pixels with stride 1, and to keep one of every 2 x 2 pixels. This takes four
-    // times as many products, but by the faster kernels, which use wgmma (so the activations are bf16). If there are
-    // few pixels, these products take so little time that this way is faster. It can't add a residual. The other way is
-    // conv_gather, which computes only the pixels that are kept (conv_product).
+    // Stride 2: one way is to compute all pixels with stride 1, and to keep one of every 2 x 2. This takes four times
+    // as many products, but by wgmma. With few pixels this is faster. It can't add a residual.
     const bool few_pixels = s.B * s.H * s.W <= 1 << 16;
     if (detour && !residual && few_pixels) {
         const ConvShape one = conv_without_detour(s);
@@ -5430,9 +5009,7 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         spread(workspace, dout, s.B, s.H, s.W, s.Cout);
         return conv_backward_input(dx1, Grad{}, workspace, weight, conv_without_detour(s));
     }
-    // unet_backward computes the gradient of a tensor only if needs_grad is set (add_layer). It is not set for the
-    // first convolution's input: the images, or what layers without a backward pass make of them (JOIN, PATCHES). So
-    // the next line ends the program only if somebody adds a layer with a backward pass before the first convolution.
+    // needs_grad is never set for the first convolution's input (add_layer).
     if (conv_is_first(s)) die("internal error: the gradient of the images, which nobody needs");
     if (conv_is_last(s)) {
         if (dx1.add2) die("a convolution to %d channels has one addend to its input's gradient at most", s.Cout);
@@ -5440,7 +5017,7 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
         const ConvShape rows = few_shape(s);
         return conv_forward(dx1.dx, nullptr, p.rows, nullptr, p.weight_rows, nullptr, nullptr, 0, dx1.add1, rows);
     }
-    // The kernel's input is dout. The kernel's output has the channels of both inputs of the layer.
+    // The kernel's input is dout. Its output has the channels of both inputs of the layer.
     ConvCall call{.s = s, .B = s.B, .H = s.H, .W = s.W};
     call.Cin1 = s.Cout;
     call.Cin2 = 0;
@@ -5454,30 +5031,23 @@ static void conv_backward_input(Grad dx1, Grad dx2, const act* dout, const act* 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- convolution: weight gradients
-// conv_backward_weights is called with several layers at once, so that small layers share a launch:
+// Several layers are computed at once, because one small layer alone would not keep the GPU busy:
 //
 //   conv_backward_weights
-//     conv_weight_batch       plans each layer (plan_weight), sorts the layers by kind (weight_kind), plans each kind
-//                             as a whole (plan_weights), gives out the workspace (put_partials), and launches:
-//       conv_weight_tma, conv_weight_fp8, conv_weight_halo or conv_weight_gather     once for each kind
-//       conv_weight_sum                                             once, for the partials of all kinds
-//     conv_weight_one         a layer that is first replaced by another one: few channels or, if the new one can use
-//                             wgmma, stride 2 or upsampling (conv_takes_detour)
+//     conv_weight_batch       plans each layer, sorts the layers by kind, plans each kind as a whole, and launches:
+//       one kernel for each kind (Hopper's: gpu/hopper/weights.h), and conv_weight_sum once for all partials
+//     conv_weight_one         a layer that is first replaced by another one (conv_weight_alone)
 //
-// A plan is the number of ranges (splits) into which the pixels are divided and, for conv_weight_tma, the number of
-// warpgroups of a block (conv_weight_fp8's always have three). More ranges keep more multiprocessors busy, but each
-// range writes partial sums, which a second kernel has to add up.
-// Returns how many bytes of the side stream's workspace conv_backward_weights needs for this layer. (conv_detour_bytes
-// returns how many bytes of the main stream's workspace conv_forward and conv_backward_input need.)
+// A plan (gpu/conv_weight_plan.h) is mainly the number of ranges into which the pixels are divided.
+
+// bytes of the side stream's workspace that conv_backward_weights needs for this layer
 static size_t conv_workspace(ConvShape s) {
     if (conv_weight_alone(s)) return conv_detour_bytes(s) + conv_workspace(conv_weight_shape(s));
     ConvWeight p = plan_weight(s);
     return put_partials(&p, nullptr);
 }
 
-// Launches a portable kernel, which has two versions: `alone` for a single layer, `together` for several. In `alone`
-// the compiler knows that the layer is entry 0 of the batch. So a block need not search for its layer, and reads the
-// layer's arguments at fixed places among the kernel's parameters.
+// With `alone` the compiler knows that the layer is entry 0 of the batch, so a block need not search for it.
 static void launch_portable(auto* alone, auto* together, const WeightPlans& works, Stream* stream, int threads,
                             int bytes) {
     stream->joined = true; // the kernel must not overlap the work before it: it does not call await_previous_kernel
@@ -5504,7 +5074,6 @@ static WeightKind weight_kind(const ConvWeight& p) {
     return p.block_co == 2 ? GATHER_WIDE : GATHER;
 }
 
-// Launches the kernel of a kind.
 static void launch_weight_kind(WeightKind kind, const WeightPlans& works, Stream* stream) {
     switch (kind) {
     case TMA_1X1:
@@ -5522,9 +5091,8 @@ static void launch_weight_kind(WeightKind kind, const WeightPlans& works, Stream
     }
 }
 
-// A launch for weight gradients should have a certain amount of work (WEIGHT_LAUNCH_CYCLES). Returns what fraction of
-// this amount the layer's weight gradient is. If the fraction is 1 or more, the launch needs no other layers. The
-// fraction is at least 1 / WEIGHT_BATCH, because a launch can't compute more than WEIGHT_BATCH layers.
+// What fraction of the work of a good launch this layer is. From 1 on, it needs no other layers in its launch. A launch
+// has at most WEIGHT_BATCH layers.
 static double conv_weight_load(const ConvShape& s) {
     if (conv_weight_alone(s)) return 1;
     ConvWeight p = plan_weight(s);
@@ -5535,19 +5103,16 @@ static double conv_weight_load(const ConvShape& s) {
         if (s.kernel == 1) cost.tile = 160 + 180 * std::min(3, p.channel_tiles);
         else cost.tile = s.out_W() > 8 ? 830 : 430;
     }
-    // A block of a portable kernel takes longer. So a launch of such a kernel must be larger. Otherwise the last round
-    // of blocks, which does not fill the GPU, costs too much.
+    // A portable kernel's blocks take longer. Its launch must be larger, for the last round does not fill the GPU.
     const double enough = WEIGHT_LAUNCH_CYCLES * (tma ? 1 : 6);
     const double cycles = (double)(range_blocks(p) * cost.tile) * p.pixel_tiles / cost.slots;
     return std::max(1.0 / WEIGHT_BATCH, cycles / enough);
 }
 
-// Computes the weight gradients of at most WEIGHT_BATCH layers: with one launch for each kind, and one launch that adds
-// up all partials. It leaves out the layers that conv_weight_one computes (conv_weight_alone). If the workspace has no
-// room for the partials of all layers, this function computes the layers in two halves.
+// At most WEIGHT_BATCH layers, without those of conv_weight_one. In two halves if the workspace is too small.
 static void conv_weight_batch(const std::vector<WeightWork>& works, Stream* stream) {
-    std::map<WeightKind, WeightPlans> kinds; // the works of each kind
-    WeightPlans sums;                        // the works whose partials have to be added up
+    std::map<WeightKind, WeightPlans> kinds;
+    WeightPlans sums; // the works whose partials have to be added up
     for (const WeightWork& w : works) {
         if (conv_weight_alone(w.shape)) continue;
         ConvWeight p = plan_weight(w.shape);
@@ -5555,7 +5120,6 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Stream* stre
         p.bias_images = conv_is_wgmma(w.shape) && !w.demb ? 1 : w.shape.B;
         kinds[weight_kind(p)].push_back(p);
     }
-    // Each kind is planned as a whole, and the partials of each work are given a place in the workspace.
     size_t workspace_used = 0;
     for (auto& [kind, plans] : kinds) {
         if (plans.size() > 1) plan_weights(plans);
@@ -5578,13 +5142,10 @@ static void conv_weight_batch(const std::vector<WeightWork>& works, Stream* stre
     });
 }
 
-// Computes the weight gradient of a layer that is first replaced by another one (conv_weight_alone). Layers with
-// upsampling or stride 2 come here only if the new layer can use wgmma (conv_takes_detour):
-//   few channels   The layer becomes a 1x1 convolution of rows (see the comments above ConvFew). The weight gradient of
-//                  that convolution is computed first. From it, conv_few_gradient computes the layer's own gradient.
-//   upsampling     x is first upsampled. Then the layer is a convolution without upsampling.
-//   stride 2       dout is first spread out: zeros are put between its pixels. Then the layer is a convolution with
-//                  stride 1.
+// A layer that is first replaced by another convolution:
+//   few channels   by a 1x1 convolution of rows (ConvFew); then conv_few_gradient computes the layer's gradient
+//   upsampling     x is first upsampled
+//   stride 2       dout is first spread out, with zeros between its pixels; then the stride is 1
 static void conv_weight_one(WeightWork w, Stream* stream) {
     const ConvShape s = std::exchange(w.shape, conv_weight_shape(w.shape));
     char* const detour = stream->workspace + conv_workspace(w.shape); // after the workspace of the new convolution
@@ -5607,8 +5168,6 @@ static void conv_weight_one(WeightWork w, Stream* stream) {
     conv_weight_batch({w}, stream);
 }
 
-// The operation of the interface: computes weight gradients. First come all layers that can share launches: one launch
-// for each kind of kernel, and one that adds up partial sums in a fixed order. Then come the other layers, one by one.
 static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* stream) {
     conv_weight_batch(works, stream);
     for (const WeightWork& w : works)
@@ -5618,32 +5177,24 @@ static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* 
 // =====================================================================================================================
 // The GPU: memory, copies, repeated work
 //
-// There are three streams. The main stream has a high priority and runs nearly everything. The side stream has a low
-// priority: its kernels fill multiprocessors that the main stream leaves free. The copy stream copies the next batch to
-// the GPU while the current batch is computed. (With several GPUs there is a fourth stream, `sender` in section 24.)
-// CUDA events order the work of different streams: a stream waits for an event of another stream, while the host goes
-// on.
+// The main stream has a high priority and runs nearly everything. The side stream has a low priority: its kernels fill
+// multiprocessors that the main stream leaves free. The copy stream copies the next batch to the GPU while the current
+// batch is computed. CUDA events order their work. With several GPUs there is a fourth (gpu/ranks.h).
 
-// Returns the largest number of parts that a tensor's Stats can have for an image of H x W pixels. How large a part is
-// depends on the kernel that writes the tensor: the pixels of a part may be those of a tile, only some of these, or all
-// pixels of the image. The smallest parts are squares of 8 x 8 pixels, or 64 consecutive pixels (conv_gather).
+// The smallest part that a kernel writes is a square of 8 x 8 pixels, or 64 consecutive pixels (conv_gather).
 static int max_stat_parts(int H, int W) { return ceil_div(H, 8) * ceil_div(W, 8); }
 
-// A kernel that does nothing. code_version asks the runtime for which architecture this kernel was compiled. All
-// kernels of this binary were compiled for the same architecture.
+// code_version asks for which architecture this kernel, like all of this binary, was compiled.
 static __global__ void nothing_kernel() { await_previous_kernel(); }
 
 static cudaDeviceProp properties; // the properties of this process's GPU, as CUDA reports them
 static cudaStream_t side_queue;   // the queue of low priority, which the side stream uses if allowed.beside is true
 
-// Returns how many GPUs the program can use. Without a driver this is 0.
 static int count_gpus() {
     int count = 0;
     return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
 }
 
-// Returns the number of the GPU that this process uses. If there is only one process, this is the argument `number`
-// (--device). If the process can't use this GPU, the function ends the program with a message that tells the reason.
 static int choose_device(int number) {
     int count = 0, driver = 0;
     const cudaError_t error = cudaGetDeviceCount(&count);
@@ -5656,7 +5207,6 @@ static int choose_device(int number) {
     if (error != cudaSuccess || !count)
         die("this is the GPU build and there is no GPU that it can use (%s); make train_unet_cpu needs none",
             cudaGetErrorString(error));
-    // If several processes run on a machine, each of them uses a different GPU.
     if (world.size > 1 && count == 1) number = 0; // some launchers show each process only its own GPU
     else if (world.size > 1) number += world.local_rank;
     if (world.size > 1 && number >= count)
@@ -5667,8 +5217,7 @@ static int choose_device(int number) {
     return number;
 }
 
-// Returns the architecture of the code that GPU `number` runs: 80 if the code was compiled for compute capability 8.0,
-// and so on. On a newer GPU the driver may translate this code, but the result is still 80.
+// of the code that the GPU runs, such as 80; it stays 80 where a driver translates the code for a newer GPU
 static int code_version(int number) {
     cudaFuncAttributes code;
     const cudaError_t found = cudaFuncGetAttributes(&code, nothing_kernel);
@@ -5683,8 +5232,6 @@ static int code_version(int number) {
     return code.ptxVersion;
 }
 
-// Chooses the GPU, fills in `gpu` (the properties that the choice of kernels depends on), sets act_element, and makes
-// the streams.
 static void start_device(const std::string& precision, int number) {
     number = choose_device(number);
     CUDA_CHECK(cudaSetDevice(number));
@@ -5695,14 +5242,13 @@ static void start_device(const std::string& precision, int number) {
            .shared_per_block = (int)properties.sharedMemPerBlockOptin,
            .overlap = version >= 90,
            .clusters = version >= 90 && allowed.clusters,
-           // Code for compute capability 9.0 is always compiled for sm_90a, which has wgmma. The #error at the head of
-           // gpu/shared.h makes sure of that.
+           // 9.0 is always compiled for sm_90a, which has wgmma (the #error in gpu/shared.h)
            .wgmma = version == 90 && allowed.hopper && BUILT_WITH_HOPPER};
     act_element = element_named(precision, Element::BF16);
     if (precision == "fp8" && !gpu.wgmma)
         die("--precision fp8: needs an H100 or H200 (compute capability 9.0), and GPU %d has %d.%d; use bf16", number,
             properties.major, properties.minor);
-    int low, high; // the lowest and the highest priority of a stream
+    int low, high;
     CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&device.queue, cudaStreamDefault, high));
     CUDA_CHECK(cudaStreamCreateWithPriority(&side_queue, cudaStreamNonBlocking, low));
@@ -5712,7 +5258,7 @@ static void start_device(const std::string& precision, int number) {
 
 static std::string device_name() { return properties.name; }
 
-// Returns memory that the main stream fills with zeros.
+// memory that the main stream fills with zeros
 static void* device_alloc_bytes(size_t bytes) {
     void* p = nullptr;
     const cudaError_t error = cudaMalloc(&p, bytes);
@@ -5735,7 +5281,7 @@ static size_t device_available() {
     return available;
 }
 
-// copy_to_device and copy_to_host wait until the main stream has done all its work so far and the copy is complete.
+// Both wait until the main stream has done all its work so far and the copy is complete.
 static void copy_to_device(void* to, const void* host, size_t bytes) {
     CUDA_CHECK(cudaMemcpyAsync(to, host, bytes, cudaMemcpyHostToDevice, device.queue));
     CUDA_CHECK(cudaStreamSynchronize(device.queue));
@@ -5745,11 +5291,9 @@ static void copy_to_host(void* host, const void* from, size_t bytes) {
     CUDA_CHECK(cudaStreamSynchronize(device.queue));
 }
 
-// Runs work() as a CUDA graph. The first call for a graph g calls work() and records its launches, without running
-// them. Every call, including the first, then launches the whole recording at once. This saves time: a training step
-// has hundreds of launches, and each launch costs the host microseconds. The arguments of a launch (pointers, sizes)
-// stay as they were recorded. So everything that changes from step to step lies in device memory. If allowed.graphs is
-// false, replay only calls work().
+// Runs work() as a CUDA graph. The first call records its launches without running them. Every call then launches the
+// whole recording at once, because each of hundreds of launches costs the host microseconds. The arguments of a launch
+// stay as recorded. So everything that changes from step to step lies in device memory.
 template <class F> static void replay(Graph* g, F work) {
     if (!allowed.graphs) return work();
     if (!g->exec) {
@@ -5764,16 +5308,15 @@ template <class F> static void replay(Graph* g, F work) {
     CUDA_CHECK(cudaGraphLaunch((cudaGraphExec_t)g->exec, device.queue));
 }
 
-// Destroys a graph. First waits for the main stream, because a graph must not be destroyed while it runs.
+// A graph must not be destroyed while it runs.
 static void free_graph(Graph* g) {
     CUDA_CHECK(cudaStreamSynchronize(device.queue));
     if (g->exec) CUDA_CHECK(cudaGraphExecDestroy((cudaGraphExec_t)g->exec));
     g->exec = nullptr;
 }
 
-// Calls work(side stream), which launches kernels on the side stream. These kernels begin after the main stream has
-// done all its work so far. Later, wait_for_side(ticket) makes the main stream wait until these kernels have ended. The
-// ticket is a number that the caller chooses. It tells wait_for_side which call of run_beside is meant.
+// The kernels that work(side stream) launches begin after all of the main stream's work so far. wait_for_side(ticket)
+// makes the main stream wait for their end. ticket: a number that the caller chooses
 static std::map<int, cudaEvent_t> side_events; // for each ticket: the event that its kernels have ended
 template <class F> static void run_beside(int ticket, F work) {
     follow(&device.side, device);
@@ -5782,12 +5325,8 @@ template <class F> static void run_beside(int ticket, F work) {
 }
 static void wait_for_side(int ticket) { follow(MAIN_STREAM, side_events[ticket]); }
 
-// An Upload u is used again and again, in three steps:
-//   1. The host fills u->host.
-//   2. send copies u->host to u->device, in the copy stream. The copy begins when the main stream has done all the work
-//      before the latest call of release, because this work still reads the old content of u->device.
-//   3. The main stream waits for the copy and reads u->device. When the host has launched all kernels that read
-//      u->device, it calls release.
+// An Upload is used again and again: the host fills u->host, `send` copies it to u->device, the main stream reads
+// u->device. The host calls `release` when it has launched all kernels that read it.
 //
 //   host           fill        fill (waits until `sent`)
 //   copy stream        copy         copy (waits until `released`)
@@ -5808,19 +5347,15 @@ static void send(Upload* u) {
     CUDA_CHECK(cudaStreamWaitEvent(device.queue, (cudaEvent_t)u->sent));
 }
 
-// If *memory has fewer than `wanted` bytes, replaces it by an allocation of `wanted` bytes. The old content is lost.
+// The old content is lost.
 static void grow(char** memory, size_t* bytes, size_t wanted) {
     if (wanted <= *bytes) return;
     if (*memory) device_free(*memory);
     *bytes = wanted;
     *memory = device_alloc<char>(wanted);
 }
-// Allocates memory that operations need: a workspace for the main stream, which all its operations share, and for
-// training also a workspace for the side stream, and memory for the sums of group norms.
 static void reserve(const Workspace& most, bool training) {
-    // Here a batch is up to WEIGHT_BATCH layers whose weight gradients are computed together. The side stream's
-    // workspace has room for the partials of most batches. A partial has 16384 bytes. If the partials of a batch need
-    // more room, conv_weight_batch computes first one half of the batch's layers, and then the other half.
+    // room for the partials (16384 bytes each) of most batches of layers; larger ones are computed in halves
     const size_t for_most_batches = (size_t)2 * MAX_WEIGHT_PARTIALS * 16384;
     if (training) {
         grow(&device.norm_sums, &device.norm_sums_bytes, most.sums);
