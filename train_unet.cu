@@ -5,47 +5,34 @@
 //
 // This file is the whole trainer, for any GPU, to be read from top to bottom:
 //
-//   The program    data loader; the network, a list of layers; the memory plan; forward and backward, two walks over
-//                  the list; DDPM's noise levels; a training step; the loop over the steps; main
-//   The kernels    small operations, group norm, attention, the tiled 3x3 convolution, AdamW; which kernel runs when;
-//                  the GPU's memory, streams and graphs
+//   Part I.  The program    data; the network, a list of layers; the plan of its memory; forward and backward, two
+//                           walks over the list; DDPM's noise levels and loss; a training step; the loop; main
+//   Part II. The device     kernels: small operations, group norm, attention, the tiled 3x3 convolution, AdamW; which
+//                           kernel runs when; memory, streams and graphs
 //
-// What stands between the two is an interface of some eighty operations (unet/interface.h), such as conv_forward and
-// groupnorm_backward. nvcc compiles the kernels below; g++ takes the same operations from dev/reference.h, as plain
-// loops, which are also the oracle of the tests. Read those loops first if you want to know what an operation computes.
+// Between the two stands an interface of some eighty operations, such as conv_forward (unet/interface.h). nvcc compiles
+// the kernels of Part II. g++ takes the same operations from dev/reference.h, as plain loops, which are also the oracle
+// of the tests. Read those loops first if you want to know what an operation computes.
 //
-// Headers in unet/ are pages that one opens when one wants them. None of them is needed to follow this file:
-//
-//   unet/          interface.h (operations), network.h and trainer.h (structs), config.h and flags.h, elements.h,
-//                  random.h; fp8.h and muon.h, a feature each; cpu.h
-//   diffusion/     objectives beside DDPM, samplers, conditions: a formula and its code side by side
-//   run/           a run and its folder: settings, model files, log, checkpoints, the page
-//   gpu/           what kernels share, and kernels for special shapes; hopper/: sm_90a (TMA, wgmma, clusters, FP8)
-//   host/          files, PNG, processes: what any program needs
-//
-// make one writes the program as one file. docs/READING.md is a route for an evening, and says how to add things.
+// The headers in unet/ are pages to open when you want them. You can follow this file without them. docs/READING.md is
+// a route for an evening, and says how to add things. make one writes the program as one file.
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; a d in front of a name: the gradient of it.
-//   activation          a tensor between two layers, or its gradient
 //   element             a number of a tensor as it lies in memory: fp32, bf16 or FP8; kernels know it as a type T
 //   piece               16 bytes: 8 neighbouring channels in bf16, 4 in fp32
-//   level               of noise: how noisy a sample is (NoiseLevel); of resolution: the layers between two changes of it
+//   level               of noise: how noisy a sample is (NoiseLevel). Of resolution: the layers that have the same one
 //   picture             what a model is conditioned on (--cond_file, --cond). What it learns to make is an image
-//   skip connection     the 1x1 convolution on a residual block's way past its 3x3 convolutions (ConvSkip)
 //   skipped step        a training step that changes nothing, because its loss or gradient looked wrong
 //   rank                a process of a run, which has one GPU
 //   flat array          all parameters one after the other, or their gradients, moments or averages, at the same places
-//   arena, buffer       the memory of all activations; a part of it that lives as long as a tensor is in use
 //   workspace           an operation's own memory, which the next operation may overwrite
-//   stream              a queue of a GPU's operations
-//   statistics          of each image and channel, the sums over pixels of x and x^2, of which a group norm makes its
-//                       mean and variance
+//   statistics          per image and channel, the sums of x and x^2 over pixels, for a group norm's mean and variance
 //   addend              a gradient from another reader of the same tensor, added to the gradient that a kernel stores
 //   tile                the part of a result that a block or a warp computes at a time
 //   tap, halo, slice    of a convolution: one of a filter's nine positions; a tile's pixels with a border around them;
 //                       64 channels. (A rank's slice is the part of the weights that it updates: Slice)
 //   stage, ring         a part of shared memory that is filled while others are read; several of them in turn
-//   epilogue            what a kernel does with a tile's sums before it stores them: bias, embedding, addend, statistics
+//   epilogue            what a kernel does with a tile's sums before it stores them: bias, embedding, statistics
 //   partial             a sum over a part of the pixels or keys; a second kernel adds partials up in a fixed order
 //   fragment            the part of a tensor-core operand or result that lies in one thread's registers
 //   swizzle             an order of a row's pieces in shared memory that brings a column of 8 rows into different banks
@@ -53,68 +40,54 @@
 // Layouts: activations (B, H, W, C); convolution weights (Cout, kh, kw, Cin); files hold PyTorch's layouts.
 // An empty // at the end of a line of code keeps clang-format from joining it with the next line.
 
-// The program: what the story needs to know, and what a paper or a feature adds.
-// structs of the data and the trainer; includes network.h (the list of layers), config.h (flags), interface.h (operations)
-#include "unet/trainer.h"
-// the learning rate, the verdict on a step, averages of the weights
-#include "unet/diffusion/verdict.h"
-// objectives beside DDPM: EDM, flow, consistency; the bound; losses by noise level
-#include "unet/diffusion/objectives.h"
-// pictures and numbers that a model is conditioned on; augmentation
-#include "unet/diffusion/conditions.h"
-#include "unet/diffusion/pictures.h"
-// from noise to images: ddpm, ddim, euler, heun, dpmpp_2m, consistency
-#include "unet/diffusion/samplers.h"
-// --precision fp8
-#include "unet/fp8.h"
-// A run and its folder: flags that are left open, model files, the log, checkpoints, grids, the page, begin and end.
-#include "unet/run/begin_end.h"
-#include "unet/run/prepare.h"
-#include "unet/run/samples.h"
-#include "unet/run/settings.h"
-
-// The device. The CPU's operations are dev/reference.h; what follows is for GPUs.
-#include "unet/cpu.h"
-// what kernels share: single instructions, pieces of 16 bytes, sums, tensor cores
-#include "unet/gpu/shared.h"
-// Hopper's kernels (sm_90a: TMA, wgmma, clusters, FP8), which main's kernels ask first: if (hopper_conv<BACKWARD>(c)) return;
+// clang-format off
+// The program: structs, and what papers add to DDPM
+#include "unet/trainer.h"              // Dataset, UNet, Trainer; brings network.h, config.h (flags), interface.h
+#include "unet/diffusion/verdict.h"    // the learning rate, the verdict on a step, averages of the weights
+#include "unet/diffusion/objectives.h" // objectives beside DDPM: EDM, flow, consistency; the variational bound
+#include "unet/diffusion/conditions.h" // what else the network is told about an image; augmentation
+#include "unet/diffusion/pictures.h"   // pictures that a model is conditioned on
+#include "unet/diffusion/samplers.h"   // from noise to images: ddpm, ddim, euler, heun, dpmpp_2m, consistency
+#include "unet/fp8.h"                  // --precision fp8: FP8 in the plan: buffers, factors, weights
+// A run and its folder
+#include "unet/run/begin_end.h" // how a run begins and ends; brings checkpoints, grids, log.csv, the page index.html
+#include "unet/run/prepare.h"   // --data_dir: a folder of pictures becomes a data file
+#include "unet/run/samples.h"   // --sample: images of a trained model, without a run
+#include "unet/run/settings.h"  // what the command line leaves open: presets, model files and the data decide it
+// The device: a CPU with dev/reference.h, or a GPU
+#include "unet/cpu.h"        // a CPU's operations
+#include "unet/gpu/shared.h" // what kernels share: launches, pieces of 16 bytes, sums, tensor cores
+// Hopper's kernels (sm_90a: TMA, wgmma, clusters, FP8). Part II asks them first: if (hopper_conv<BACKWARD>(c)) return;
 #ifndef NO_HOPPER
-#include "unet/gpu/hopper/attention_wgmma.h"
-#include "unet/gpu/hopper/weights.h"
+#include "unet/gpu/hopper/attention_wgmma.h" // attention
+#include "unet/gpu/hopper/weights.h"         // weight gradients; brings the convolutions
 #else
-#include "unet/gpu/no_hopper.h"
+#include "unet/gpu/no_hopper.h" // nothing is Hopper's
 #endif
-// what norms, attention and convolutions share, and kernels for special shapes
-#include "unet/gpu/attention_general.h"
-#include "unet/gpu/conv_any.h"
-#include "unet/gpu/conv_weight_plan.h"
-#include "unet/gpu/groupnorm_whole.h"
-// between GPUs or processes
-#include "unet/gpu/ranks.h"
-// --optimizer muon, and its kernels
-#include "unet/muon.h"
+// Kernels of any GPU for special shapes
+#include "unet/gpu/attention_general.h" // attention for heads of any size
+#include "unet/gpu/conv_any.h"          // convolutions of any kernel size and stride; the first and the last layer
+#include "unet/gpu/conv_weight_plan.h"  // how a weight gradient's pixels are divided among blocks
+#include "unet/gpu/groupnorm_whole.h"   // group norm's backward pass with an image's slab in shared memory
+#include "unet/gpu/ranks.h"             // between ranks, from device to device: NVLink, NCCL, MPI
+#include "unet/muon.h"                  // --optimizer muon, and its kernels
+// clang-format on
 
 // =====================================================================================================================
 // Part I. The program
 
 // =====================================================================================================================
 // Data: .bin files that may be larger than memory, the order of their images
-// A data file begins with a header and images (N, C, H, W) of uint8 or float32. After them, a file may have labels (N),
-// K numbers for each image (N, K) that a model may be conditioned on (--cond_dim), the names of these numbers, and
-// checksums of the images (docs/FORMATS.md). The images stay on the disk: a step reads only its own images. The
-// operating system is asked to fetch them into memory a few batches before the step. Labels and numbers are kept in
-// memory. The program also reads data files of unet.cu, another program that trains UNets.
-//
-// The functions, in the order in which they run: if --data_dir names a folder of pictures, take_data_dir makes a data
-// file of them. open_dataset checks the file, once. For each step, load_batch sends the images to the device; it calls
-// image_at_position and read_image for each image.
+// A run begins with its data. A data file is a header and images (N, C, H, W) of uint8 or float32. Behind the images
+// may follow labels (N), K numbers for each image (N, K) that a model may be conditioned on (--cond_dim), the names of
+// these numbers, and checksums of the images (docs/FORMATS.md). Labels and numbers are kept in memory. The images stay
+// on the disk: a step reads only its own, which the operating system is asked to fetch a few batches earlier.
+// open_dataset checks a file, once. load_batch sends the images of a step to the device.
 
-// Reads image i into memory at `to`. Returns true if it could be read and its checksum is right (or not known).
-// Otherwise d->error is the reason. With one rank, this function does not end the program, because a run first saves
-// what it has trained (finish_stopped).
+// Reads image i to memory at `to`. Returns whether it could be read and its checksum, if known, is right. If not,
+// d->error says why. With one rank the program goes on then, to save what it has trained.
 static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
     const size_t n = d->image_bytes();
-    // A file that was intact when it was opened may be changed, cut or damaged later.
     const char* why = d->try_read(to, n, d->image_at(i));
     const bool has_crc = !d->image_crc.empty();
     if (!why && has_crc && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
@@ -124,8 +97,8 @@ static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
     return false;
 }
 
-// Reads all images once. If their checksums are known, each image is compared with its checksum, and the result is 0.
-// If not, the checksum of each image is stored in image_crc, and the result is the checksum of all images together.
+// Reads all images once. If their checksums are known, compares them and returns 0. Otherwise stores them, and returns
+// the checksum of all images together.
 static uint32_t check_images(Dataset* d) {
     std::vector<uint8_t> image(d->image_bytes());
     std::vector<uint32_t> found;
@@ -140,15 +113,12 @@ static uint32_t check_images(Dataset* d) {
     return all;
 }
 
-// Returns the header of a data file. Files of unet.cu, another program, have another header: there is no version, so
-// every field lies one slot before its place in our header, and some fields are missing. Such a header is turned into
-// a header of our format, with version 0.
+// A header of unet.cu, another program, has no version: its fields lie one slot earlier. It becomes one of ours.
 static Header data_header(const Dataset& d, const char* hint) {
     const int* s = d.header.slot;
     const int magic = s[SLOT_MAGIC];
     const int version = s[SLOT_VERSION];
-    // s[1] to s[4] are the number of images, channels, height and width. There are no classes (0), and values are
-    // floats (4 bytes).
+    // s[1] to s[4]: images, channels, height, width. There are no classes, and values are floats.
     if (magic == UNET_CU_DATA_MAGIC) return Header{{DATA_MAGIC, 0, s[1], s[2], s[3], s[4], 0, 4}};
     must(magic == DATA_MAGIC, d.path,
          text("is not a data file (it starts with %d, not %d); %s", magic, DATA_MAGIC, hint));
@@ -158,8 +128,7 @@ static Header data_header(const Dataset& d, const char* hint) {
     return d.header;
 }
 
-// Copies the fields of a header that describe the images, and checks them. This comes before any memory is requested
-// for labels or images. Otherwise a damaged number could make the program ask for any amount of memory.
+// Checks the fields before any memory is requested: a damaged number could ask for any amount of it.
 static void take_data_fields(Dataset* d, const Header& h, const char* hint) {
     auto field = [&](int slot, const char* name, int low, int high) {
         const int value = h.slot[slot];
@@ -186,8 +155,6 @@ static void take_data_fields(Dataset* d, const Header& h, const char* hint) {
             d->name_bytes, hint);
 }
 
-// Copies the images' numbers and the names of these numbers into d. behind: all words that follow the images in the
-// file.
 static void take_values(Dataset* d, const std::vector<int32_t>& behind) {
     const float* const numbers = (const float*)(behind.data() + d->label_words());
     const char* const names = (const char*)(numbers + d->value_words());
@@ -199,17 +166,13 @@ static void take_values(Dataset* d, const std::vector<int32_t>& behind) {
             refuse(d->path + text(": image %zu has a number that is not finite; make the file again", i / d->K));
 }
 
-// Reads what follows the images in the file: labels if there are classes, the images' numbers and their names if there
-// are numbers, and in version 2 each image's checksum.
-// body_crc: a checksum from the header. It covers all that follows the images; in version 1 it also covers the images.
+// body_crc: the header's checksum of all that follows the images. In version 1 it also covers the images.
 static void read_behind_images(Dataset* d, uint32_t body_crc) {
     std::vector<int32_t> behind(d->words_behind());
     const size_t bytes = behind.size() * sizeof(int32_t);
     d->read(behind.data(), bytes, d->image_at(d->count));
     if (d->version == 2) d->image_crc.assign(behind.end() - d->count, behind.end());
-    // In version 1, body_crc covers the images and then `behind`, so it can only be checked if all images are read. In
-    // version 2, check_images compares each image with its own checksum and returns 0, and body_crc covers only
-    // `behind`. So images_crc is 0, the value that the checksum of `behind` alone starts from.
+    // In version 2, check_images returns 0, the value that the checksum of `behind` alone starts from.
     const bool reads_all = d->size <= READ_AT_START;
     const uint32_t images_crc = reads_all ? check_images(d) : 0;
     const bool can_check = d->version == 2 || (d->version == 1 && reads_all);
@@ -225,9 +188,7 @@ static void read_behind_images(Dataset* d, uint32_t body_crc) {
     take_values(d, behind);
 }
 
-// Opens a data file and checks it. If the file is longer than READ_AT_START, its images are not read here. read_image
-// checks an image's checksum each time that a step reads the image. But a long file of version 1 or of unet.cu has no
-// checksums of single images, so its images are not checked.
+// The images of a file longer than READ_AT_START are not read here. In version 2, read_image checks them later.
 static Dataset open_dataset(const std::string& path) {
     const char* hint = "prepare_data.py makes such files; make unpacks data/fashion32.bin and data/emoji64.bin";
     Dataset d;
@@ -244,13 +205,10 @@ static Dataset open_dataset(const std::string& path) {
     must(right, path, "its header's checksum is wrong, so it was damaged; make it again");
 
     read_behind_images(&d, (uint32_t)h.slot[DATA_SLOT_BODY_CRC]);
-    // From here on images are read in a random order. So the system should not read what follows an image in advance.
     posix_fadvise(d.file, 0, 0, POSIX_FADV_RANDOM);
     return d;
 }
 
-// Opens the file of the pictures that the images of d are conditioned on. flag: the flag that names the file. path: its
-// path; "" if there are no pictures.
 static void open_pictures(Dataset* d, const char* flag, const std::string& path) {
     if (path.empty()) return;
     d->cond = std::make_shared<Dataset>(open_dataset(path));
@@ -263,21 +221,17 @@ static void open_pictures(Dataset* d, const char* flag, const std::string& path)
               cond.W, d->path.c_str(), d->H, d->W));
 }
 
-// Returns the number of the first sample of this rank's k-th microbatch. micro: how many samples a microbatch has.
-// Counted over all ranks, this microbatch is number k * ranks + rank of the step; step_gradients explains why.
+// Returns the first sample of this rank's k-th microbatch. Of all ranks' microbatches, it is number k * ranks + rank.
 static int64_t first_sample(int k, int micro) { return ((int64_t)k * world.size + world.rank) * micro; }
 
-// Images come from an endless stream. Returns which image of the file is at a position of the stream. In training the
-// stream consists of epochs: an epoch is all images of the file, in a new random order. Otherwise the stream is the
-// file's images in the order of the file, again and again.
+// Returns which image is at a position of an endless stream. In training the stream consists of epochs, each in a new
+// random order. Otherwise it is the file, again and again.
 static int64_t image_at_position(const Dataset& d, const Config& c, bool training, int64_t position) {
     const int64_t epoch = position / d.count;
     const int64_t in_epoch = position % d.count;
     return training ? permuted_index(c.seed, in_epoch, epoch, d.count) : in_epoch;
 }
 
-// Reads the picture that belongs to image i (its condition), and writes it to memory at `to`. Returns whether it could
-// be read and all its values are finite. If not, d->error says why.
 static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
     Dataset* const cond = d->cond.get();
     if (!read_image(cond, i, to)) {
@@ -293,26 +247,16 @@ static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
     return false;
 }
 
-// Sends n samples of a batch to the device: images (n, C, H, W), labels (n), numbers (n, num_values) and, with
-// --cond_file, the pictures (n, cond_channels, H, W) that the images are conditioned on. Images and pictures are sent
-// as their files hold them, as bytes or floats. The device turns bytes into floats where it reads them (image_value,
-// canvas_value). With --augment, a row of the numbers ends with the numbers that describe the image's augmentation.
-// They are zeros here. In training, the device then overwrites them (augment_if_asked). Validation keeps the zeros,
-// because it does not change its images.
-// The batch is the B samples from position `first` of the stream on. This rank sends n = own_images of them.
-// In training, these are the rank's microbatches, one after the other, and some images lose their class and their
-// numbers (--class_dropout). Outside of training the rank sends all B samples.
-// Returns whether all images could be used. If not, nothing was sent.
+// Sends this rank's n samples of a batch to the device: images (n, C, H, W), labels (n), numbers (n, num_values) and
+// pictures (n, cond_channels, H, W). The batch is the B samples from position `first` of the stream on. In training n
+// is B / ranks, otherwise B. Returns false if an image can't be used: then nothing was sent.
 static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training, int64_t first, int B) {
     const int micro = c.micro();
     const int own_images = training ? B / world.size : B;
-    // Returns which sample of the batch this rank's k-th sample is.
     auto sample = [&](int k) { return training ? first_sample(k / micro, micro) + k % micro : k; };
     auto image = [&](int64_t position) { return image_at_position(*d, c, training, position); };
 
-    // Ask the operating system to fetch the images of later batches, unless it was asked before. The first call asks
-    // for the images of this batch and of the next BATCHES_AHEAD batches. In training, later calls ask for one more
-    // batch each.
+    // Ask the operating system to fetch the images of this batch and of the next BATCHES_AHEAD, each batch once.
     const int64_t ahead = first + (BATCHES_AHEAD + 1) * (int64_t)B;
     for (d->asked = std::max(d->asked, first); d->asked < ahead; d->asked += B)
         for (int k = 0; k < own_images; k++) {
@@ -321,20 +265,16 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
                 if (file) posix_fadvise(file->file, file->image_at(i), file->image_bytes(), POSIX_FADV_WILLNEED);
         }
 
-    // Wait until the batch that the host's buffer held before has been sent, because this call fills the buffer again.
     wait_for_host_side(batch);
     int* labels = (int*)(batch->host + d->labels_at(own_images));
     float* values = (float*)(batch->host + d->values_at(own_images));
     uint8_t* pictures = batch->host + d->pictures_at(own_images, c);
-    // An image loses its class and its numbers if the image's random word is smaller than this.
     const uint32_t classless = dropout_threshold(training ? c.class_dropout : 0);
-    // In training, the argument `first` is the step's number times B (train_step). So this quotient is the step's
-    // number.
+    // In training, `first` is the step's number times B.
     const uint32_t step = (uint32_t)(first / B);
     for (int k = 0; k < own_images; k++) {
         const int64_t b = sample(k);
         const int64_t i = image(first + b);
-        // Reads the image from the file, and checks it, if its checksum is known (Dataset::image_crc).
         if (!read_image(d, i, batch->host + k * d->image_bytes())) return false;
         if (d->cond && !read_picture(d, i, pictures + k * d->cond->image_bytes())) return false;
         labels[k] = d->labels.empty() ? 0 : d->labels[i];
@@ -352,9 +292,9 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
 
 // =====================================================================================================================
 // The network: a list of layers, made of guided-diffusion's flags
-// build_unet goes through the architecture once, as guided-diffusion's UNetModel does. It appends to two lists:
-// parameters (in state_dict order) and layers (in the order of the forward pass). Different configurations
-// have different lists.
+// What learns from these images is a U-Net. build_unet goes through the architecture once, as guided-diffusion's
+// UNetModel does. It appends to two lists: parameters, in state_dict order, and layers, in the order of the forward
+// pass. A layer has a kind (LayerKind), which says what it computes, and indices of tensors, parameters and buffers.
 //
 //   t, labels, values -> sinusoids, linear, SiLU, linear [+ label] [+ linear of the values], SiLU, linear:
 //                        the embedding (B, columns): each residual block reads columns of its own
@@ -370,29 +310,13 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
 //                              -> norm, SiLU, dropout -> conv 3x3 + shortcut
 //   attention block  x -> norm -> qkv (conv 1x1) -> attention -> conv 1x1 + x
 //
-// [ | ] stands for the channels of the layer before, followed by those of the skip. The other brackets, except
-// [x1 | x2], enclose what only some networks or blocks have. The numbers are the resolutions for images of 64 x 64.
-// With --use_scale_shift_norm the embedding is not added after the first convolution: it scales and shifts the result
-// of the second norm instead.
-// The shortcut is the block's input, at half or double its resolution if the block changes the resolution. If the
-// number of channels changes, the shortcut is a 1x1 convolution of that input (a skip connection, see Words).
-// The drawing of the network is simplified. At the resolution of `middle` there are also residual blocks with skips.
-// The output of each `half` is also a skip. In the drawing, the uppermost skip seems to end behind the residual blocks.
-// But every skip ends in a residual block: in the second half of the network, a level has one residual block more than
-// in the first half (add_output_blocks). With --resblock_updown, `half` and `double` are residual blocks, too, but
-// these have no skip as an input.
-//
-// A layer has a kind (LayerKind): what it computes. It also has indices of tensors, parameters and buffers. An index is
-// -1 if the layer has no such tensor, parameter or buffer.
-//
-// The functions run in this order: build_unet calls add_embedding, add_input_blocks, add_resblock and
-// add_attention_block (for `middle`), add_output_blocks, choose_fp8 (with --precision fp8) and place_params; "The plan"
-// plans the memory; then "Forward and backward" walks over the list, and calls a function of each layer's kind (its forward or its
-// backward function) with what layer_args returns for the layer.
+// [ | ] stands for the channels of the layer before, followed by those of the skip. Other brackets, except [x1 | x2],
+// enclose what only some networks have. The numbers are the resolutions for images of 64 x 64. The shortcut is the
+// block's input or, if the number of channels changes, a 1x1 convolution of it (a skip connection).
+// The drawing is simplified. The output of each `half` is a skip, too, and every skip ends in a residual block. So in
+// the second half of the network, a level has one residual block more than in the first half.
 
-// Looks up all that a layer's functions need. If the network has no memory yet (plan_memory), the pointers to tensors
-// and gradients are null. If the walk has no weights, the pointers to weights are null. The shapes are right even then:
-// build_unet calls this function for the shapes alone.
+// The shapes are right even if the network has no memory and the walk has no weights. build_unet needs only them.
 static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     UNet* const net = walk.net;
     const Tensor x = net->tensor(layer.x1), out = net->tensor(layer.out);
@@ -400,7 +324,6 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     a.net = net;
     a.layer = &layer;
     a.stream = walk.stream;
-    // Shapes.
     a.B = walk.B;
     a.H = x.H;
     a.W = x.W;
@@ -420,8 +343,6 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     a.stats2 = stats(layer.x2);
     a.out_stats = stats(layer.out);
 
-    // A parameter begins at the same index in all flat arrays. The elements of the copy may be smaller than floats, so
-    // the weight's address in the copy is computed in bytes.
     if (layer.weight >= 0) {
         const size_t weight = net->params[layer.weight].offset;
         const bool last = layer.weight + 1 == (int)net->params.size(); // no parameter follows, so there is no bias
@@ -437,8 +358,7 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
         }
     }
 
-    // The embedding's projections for all residual blocks lie side by side in one tensor. This layer's columns begin at
-    // emb_byte.
+    // All residual blocks' projections of the embedding are one tensor. This layer's columns begin at emb_byte.
     const size_t emb_byte = layer.emb_offset * sizeof(float);
     a.emb = buffer_data<float>(net, net->tensor(layer.emb).buffer, emb_byte);
     a.emb_stride = net->tensor(net->emb).C; // how many columns all blocks have together
@@ -452,7 +372,6 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
         a.skip = {skip.x1, skip.x2, skip.copy, skip.bias, skip.Cin, skip.C2};
     }
 
-    // The backward pass: where the gradients of the output and of the inputs lie.
     auto grad = [&](const GradPlan& g) {
         return Grad{buffer_data(net, g.d), buffer_data(net, g.add1), buffer_data(net, g.add2)};
     };
@@ -463,9 +382,6 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     return a;
 }
 
-// The layers of the embedding. Their tensors are in fp32 and have B rows.
-
-// Makes sinusoids of t. This is the first layer of the embedding.
 static void forward_timestep(LayerArgs& a) {
     const int max_period = a.net->config.max_period;
     timestep_embedding_forward(a.out_fp32(), a.net->t, a.B, a.Cout, max_period, a.stream);
@@ -476,15 +392,11 @@ constexpr LayerKind TIMESTEP{
     .embedding = true,
 };
 
-// A linear layer.
 static void forward_linear(LayerArgs& a) {
-    linear_forward(a.out_fp32(), a.x_fp32(), a.weight, a.bias, // out, x, weight, bias
-                   a.B, a.Cin, a.Cout, a.stream);
+    linear_forward(a.out_fp32(), a.x_fp32(), a.weight, a.bias, a.B, a.Cin, a.Cout, a.stream);
 }
 static void backward_linear(LayerArgs& a) {
-    linear_backward(a.d1_fp32(), a.dweight, a.dbias,     // gradients of x, weight, bias
-                    a.dout_fp32(), a.x_fp32(), a.weight, // dout, x, weight
-                    a.B, a.Cin, a.Cout);
+    linear_backward(a.d1_fp32(), a.dweight, a.dbias, a.dout_fp32(), a.x_fp32(), a.weight, a.B, a.Cin, a.Cout);
 }
 static double linear_flops(const LayerArgs& a) { return 2.0 * a.B * a.Cin * a.Cout; }
 static Workspace linear_workspace(const LayerArgs& a) {
@@ -500,7 +412,6 @@ constexpr LayerKind LINEAR{
     .workspace = linear_workspace,
 };
 
-// The nonlinearity between linear layers. (Where a nonlinearity follows a group norm, the norm computes it.)
 static void forward_silu(LayerArgs& a) {
     const size_t n = (size_t)a.B * a.Cin;
     silu_forward(a.out_fp32(), a.x_fp32(), n, a.stream);
@@ -517,7 +428,6 @@ constexpr LayerKind SILU{
     .embedding = true,
 };
 
-// Adds a row of a table to the embedding: the row of the image's class.
 static void forward_label(LayerArgs& a) {
     const float* const table = a.weight;
     label_embedding_forward(a.out_fp32(), a.x_fp32(), table, a.net->labels, a.B, a.Cin, a.stream);
@@ -534,7 +444,6 @@ constexpr LayerKind LABEL{
     .embedding = true,
 };
 
-// Adds a projection of the image's numbers (--cond_dim) to the embedding.
 static void forward_values(LayerArgs& a) {
     const int K = a.net->config.num_values();
     values_embedding_forward(a.out_fp32(), a.x_fp32(), a.weight, a.net->values, a.B, K, a.Cin, a.stream);
@@ -552,17 +461,13 @@ constexpr LayerKind VALUES{
     .flops = values_flops,
 };
 
-// The layers between the images and the network's output.
-
-// A convolution, 3x3 or 1x1, with all that is added to its result: bias, embedding, and residual or skip connection.
-// Its backward function only computes the input's gradient: the weight gradients of several layers are computed
-// together (see unet_backward).
+// A convolution, with all that is added to its result. backward_conv computes only the input's gradient: unet_backward
+// computes the weight gradients of several convolutions together.
 static void forward_conv(LayerArgs& a) {
     ConvShape s = a.conv();
     if (a.weight_fp8) s.in = Element::FP8;
-    conv_forward(a.out, a.stats(), // what it writes
-                 a.x1, a.x2, a.weight_fp8 ? a.weight_fp8 : a.copy, a.bias, a.emb, a.emb_stride, a.residual, s, a.skip,
-                 a.factors_fp8);
+    conv_forward(a.out, a.stats(), a.x1, a.x2, a.weight_fp8 ? a.weight_fp8 : a.copy, a.bias, a.emb, a.emb_stride,
+                 a.residual, s, a.skip, a.factors_fp8);
 }
 static void backward_conv(LayerArgs& a) {
     ConvShape s = a.conv();
@@ -577,8 +482,7 @@ static double conv_flops(const LayerArgs& a) {
 static Workspace conv_layer_workspace(const LayerArgs& a) {
     ConvShape s = a.conv();
     size_t side = conv_workspace(s);
-    // In training, the weight gradient may be in FP8 (LayerArgs::weight_work). Then the pixels are divided among blocks
-    // in another way, so it may need a larger workspace.
+    // A weight gradient in FP8 divides the pixels among blocks in another way, and may need a larger workspace.
     if (a.layer->fp8) {
         s.in = Element::FP8;
         s.out = Element::FP8_GRADIENT;
@@ -596,10 +500,9 @@ constexpr LayerKind CONV{
     .workspace = conv_layer_workspace,
 };
 
-// A group norm, with the nonlinearity and the dropout that follow it.
 static void forward_norm(LayerArgs& a) {
     float* const mean = a.saved;
-    // If a convolution reads the result in FP8, the norm writes it in FP8 alone (plan_fp8).
+    // If a convolution reads the result in FP8, the norm writes it in FP8 alone.
     groupnorm_forward(a.out_fp8.bytes ? nullptr : a.out, mean, a.rstd(), // what it writes, besides a.out_fp8
                       a.x1, a.stats1, a.x2, a.stats2,                    // its inputs and the sums of their channels
                       a.weight, a.bias, a.emb, a.emb_stride, a.dropout, a.norm(), a.out_fp8);
@@ -621,7 +524,6 @@ constexpr LayerKind GROUPNORM{
     .workspace = norm_workspace,
 };
 
-// Attention between the pixels of an image.
 static void forward_attention(LayerArgs& a) {
     SoftmaxRow* const rows = (SoftmaxRow*)a.saved;
     attention_forward(a.out, rows, a.x1, a.B, a.tokens(), a.Cout, a.layer->heads);
@@ -629,11 +531,10 @@ static void forward_attention(LayerArgs& a) {
 static void backward_attention(LayerArgs& a) {
     const SoftmaxRow* const rows = (SoftmaxRow*)a.saved;
     act* const dqkv = a.d1.dx;
-    attention_backward(dqkv, a.dout, a.x1, a.out, rows, // what it writes, then what it reads
-                       a.B, a.tokens(), a.Cout, a.layer->heads);
+    attention_backward(dqkv, a.dout, a.x1, a.out, rows, a.B, a.tokens(), a.Cout, a.layer->heads);
 }
 static double attention_flops(const LayerArgs& a) {
-    // For each of the T x T pairs of tokens and each channel there are two products: q k^T and P v.
+    // Two products for each of the T x T pairs of tokens and each channel: q k^T and P v.
     const double products = 2;
     return products * 2 * a.B * a.tokens() * a.tokens() * a.Cout;
 }
@@ -649,7 +550,6 @@ constexpr LayerKind ATTENTION{
     .workspace = attention_workspace,
 };
 
-// Halves the resolution: each new pixel is the average of 2 x 2 pixels.
 static void forward_downsample(LayerArgs& a) { downsample_forward(a.out, a.stats(), a.x1, a.B, a.H, a.W, a.Cin); }
 static void backward_downsample(LayerArgs& a) { downsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }
 constexpr LayerKind DOWNSAMPLE{
@@ -659,7 +559,6 @@ constexpr LayerKind DOWNSAMPLE{
     .sums = true,
 };
 
-// Doubles the resolution: each pixel becomes 2 x 2 equal pixels.
 static void forward_upsample(LayerArgs& a) { upsample_forward(a.out, a.stats(), a.x1, a.B, a.H, a.W, a.Cin); }
 static void backward_upsample(LayerArgs& a) { upsample_backward(a.d1, a.dout, a.B, a.H, a.W, a.Cin); }
 constexpr LayerKind UPSAMPLE{
@@ -679,9 +578,7 @@ constexpr LayerKind JOIN{
     .fp32 = true,
 };
 
-// --patch_size: squares of pixels become channels (PATCHES), and at the end channels become squares of pixels (PIXELS).
-// The backward pass of PIXELS turns the output's gradient into patches. It passes Hout and Wout to to_patches, which
-// needs the size in pixels.
+// --patch_size: squares of pixels become channels (PATCHES), and at the end channels become squares again (PIXELS).
 static void forward_patches(LayerArgs& a) {
     const int p = a.net->config.patch();
     to_patches(a.out_fp32(), a.x_fp32(), a.B, a.H, a.W, a.Cin, p);
@@ -715,7 +612,6 @@ static int add_tensor(UNet* net, int H, int W, int C, Element element) {
 }
 
 typedef std::vector<int> Shape;
-// Adds a parameter, and returns its index in net->params. Its place in the flat arrays is chosen later (place_params).
 static int add_param(UNet* net, const std::string& name, Shape shape, ParamInit init, int heads = 0) {
     size_t size = 1;
     for (int n : shape) size *= n;
@@ -724,8 +620,7 @@ static int add_param(UNet* net, const std::string& name, Shape shape, ParamInit 
     return (int)net->params.size() - 1;
 }
 
-// Adds the parameters NAME.weight and NAME.bias. Returns the weight's index; the bias has the next index. shape: the
-// weight's shape, (outputs, inputs ...).
+// Adds the parameters NAME.weight, whose index it returns, and NAME.bias, which has the next index.
 static int add_params(UNet* net, const std::string& name, Shape shape, ParamInit init = INIT_UNIFORM, int heads = 0) {
     const ParamInit bias_init = init == INIT_ONE ? INIT_ZERO : init;
     const int weight = add_param(net, name + ".weight", shape, init, heads);
@@ -733,18 +628,14 @@ static int add_params(UNet* net, const std::string& name, Shape shape, ParamInit
     return weight;
 }
 
-// Adds the weight and the bias of a layer of kind CONV. The weight is special in three ways. Unless activations are
-// fp32, kernels read a copy of it in the activations' type (param_group). Its gradient is not computed by the layer's
-// backward function, but together with those of other convolutions (WeightGradients). Files hold its elements in
-// another order (permute_param).
+// Adds the weight and the bias of a CONV. Such a weight is special: kernels read a copy of it in the activations' type,
+// its gradient is computed together with others (WeightGradients), and files hold it in another order (permute_param).
 static int add_conv_params(UNet* net, const std::string& name, Shape shape, ParamInit init, int heads = 0) {
     const int weight = add_params(net, name, shape, init, heads);
     net->params[weight].of_conv = true;
     return weight;
 }
 
-// Ends the program if a convolution's weight was not added by add_conv_params, or if add_conv_params has added a weight
-// that no convolution reads.
 static void check_conv_params(const UNet& net) {
     for (size_t i = 0; i < net.params.size(); i++) {
         auto reads_it = [&](const Layer& l) { return l.kind == &CONV && l.weight == (int)i; };
@@ -755,7 +646,6 @@ static void check_conv_params(const UNet& net) {
     }
 }
 
-// Appends a layer and the new tensor (H, W, C) that the layer writes. Returns the tensor's index.
 static int add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1, Element element = act_element) {
     const LayerKind& kind = *l.kind;
     if (l.weight >= 0 && !kind.backward) die("internal error: %s has weights but no backward pass", l.name.c_str());
@@ -765,8 +655,7 @@ static int add_layer(UNet* net, Layer l, int C, int H = 1, int W = 1, Element el
     return l.out;
 }
 
-// Adds a convolution. l: a layer with its name, its input, and all that differs from a plain 1x1 convolution. If
-// l.weight is not -1, the parameters have been added already.
+// Adds a convolution. l: all that differs from a plain 1x1 convolution. Its parameters may exist already (l.weight).
 static int add_conv(UNet* net, Layer l, int Cout, ParamInit init = INIT_UNIFORM, Element element = act_element) {
     l.kind = &CONV;
     const ConvShape s = layer_args(Walk{.net = net, .B = 1}, l).conv();
@@ -778,8 +667,7 @@ static int add_conv(UNet* net, Layer l, int Cout, ParamInit init = INIT_UNIFORM,
 // The nonlinearity after the norms of residual blocks, and after the norm before the last convolution.
 constexpr Nonlinearity BEHIND_NORMS = Nonlinearity::SILU;
 
-// Adds a group norm over [x1 | x2]. The norm needs sums of its inputs' channels (Stats). The layers that write these
-// inputs also compute the sums, so each input gets a buffer for its sums.
+// Adds a group norm over [x1 | x2]. It needs sums of its inputs' channels, which the layers that write them compute.
 static int add_norm(UNet* net, Layer l) {
     for (int input : {l.x1, l.x2}) {
         if (input < 0 || net->tensors[input].stats >= 0) continue; // no input, or its sums have a buffer already
@@ -800,8 +688,6 @@ static int add_norm(UNet* net, Layer l) {
 
 enum Resample { SAME, UP, DOWN };
 
-// DOWN: adds an average pool. UP: adds a nearest neighbour upsampling. SAME: adds nothing, and returns x. None of these
-// has parameters.
 static int add_resample(UNet* net, Resample resample, const std::string& name, int x) {
     const Tensor t = net->tensors[x];
     switch (resample) {
@@ -812,12 +698,9 @@ static int add_resample(UNet* net, Resample resample, const std::string& name, i
     ALL_CASES_RETURN
 }
 
-// Ends a residual block or an attention block. The block consists of the layers from `first` on. Returns its output.
-// With --use_checkpoint (Chen et al. 2016, arXiv:1604.06174) only the input tensors and the output tensor of such a
-// block are kept. Before the block's backward pass its layers are computed again, except for two layers, whose results
-// the backward passes of the block's layers do not read. One is the last layer. The other is the layer of the block
-// whose result the last layer adds to its own, if there is such a layer: the 1x1 convolution of the shortcut or,
-// without it, the layer that changes the resolution of the block's input (see add_resblock).
+// Ends a block: the layers from `first` on. With --use_checkpoint (Chen et al. 2016, arXiv:1604.06174) they are
+// computed again before the block's backward pass, except the last one and the one whose result that one adds. No
+// backward pass of the block reads what these two write.
 static int end_block(UNet* net, size_t first) {
     const Layer last = net->layers.back();
     const int end = (int)net->layers.size() - 1;
@@ -828,26 +711,21 @@ static int end_block(UNet* net, size_t first) {
     return last.out;
 }
 
-// Adds a residual block: group norm, SiLU, convolution, embedding; then group norm, SiLU, dropout, convolution, plus
-// the block's input. If the number of channels changes, the input goes through a 1x1 convolution before it is added.
-// The embedding is added after the first convolution. With --use_scale_shift_norm it scales and shifts the result of
-// the second norm instead. With UP or DOWN, the resolution changes after the first SiLU. The resolution of the input
-// that is added at the end changes, too.
+// Adds a residual block. With --use_scale_shift_norm the embedding is not added: it scales and shifts the second norm's
+// result. With UP or DOWN, the resolution changes after the first SiLU, and so does the shortcut's.
 static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int Cout, Resample resample = SAME) {
     const Config& c = net->config;
     const int Cin = net->tensor(x1).C + net->tensor(x2).C;
     const size_t first = net->layers.size();
 
-    // The first norm and the change of resolution. With UP, the first convolution enlarges its input as it reads it.
+    // With UP, the first convolution enlarges its input as it reads it.
     Layer norm1{.name = name + ".in_layers.0", .x1 = x1, .x2 = x2};
     norm1.nonlinearity = BEHIND_NORMS;
     int h = add_norm(net, norm1);
     if (resample == DOWN) h = add_resample(net, DOWN, name + ".h_upd", h);
     x1 = add_resample(net, resample, name + ".x_upd", x1);
 
-    // The first convolution and the second norm. One of these two reads the projection of the embedding. A single
-    // linear layer makes the projections for all residual blocks, side by side. Here this block's columns are added to
-    // that layer, and the parameters for these columns are added to the network.
+    // One linear layer makes all blocks' projections of the embedding. This block's columns are added to it here.
     Layer conv1{.name = name + ".in_layers.2", .x1 = h, .kernel = 3};
     conv1.upsample = resample == UP;
     Layer norm2{.name = name + ".out_layers.0"};
@@ -863,8 +741,7 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
     add_params(net, name + ".emb_layers.1", {columns, 4 * c.num_channels});
     h = add_norm(net, norm2);
 
-    // The second convolution adds the block's input to its result. In the state_dict its parameters come before those
-    // of the shortcut's 1x1 convolution. So they are added first here, although its layer is the last one of the block.
+    // conv2 comes last in the block, but the state_dict has its parameters before those of the shortcut.
     Layer conv2{.name = name + ".out_layers.3", .x1 = h, .kernel = 3};
     conv2.weight = add_conv_params(net, conv2.name, {Cout, Cout, 3, 3}, INIT_ZERO);
     const Layer shortcut{.name = name + ".skip_connection", .x1 = x1, .x2 = x2};
@@ -873,8 +750,6 @@ static int add_resblock(UNet* net, const std::string& name, int x1, int x2, int 
     return end_block(net, first);
 }
 
-// Adds an attention block: group norm, a 1x1 convolution that makes q, k and v, attention, and another 1x1 convolution.
-// The block's input is added to the result.
 static int add_attention_block(UNet* net, const std::string& name, int x, int num_heads) {
     const Config& c = net->config;
     const Tensor t = net->tensors[x];
@@ -890,8 +765,6 @@ static int add_attention_block(UNet* net, const std::string& name, int x, int nu
     return end_block(net, first);
 }
 
-// Adds the embedding's layers. The last one projects the embedding for all residual blocks at once. Each residual block
-// later adds its own columns to that layer.
 static void add_embedding(UNet* net) {
     const Config& c = net->config;
     const int F = c.num_channels; // how many sinusoids there are
@@ -913,7 +786,6 @@ static void add_embedding(UNet* net) {
     net->emb = add_layer(net, {.kind = &LINEAR, .name = "emb_layers.1", .x1 = h}, 0); // it has no columns yet
 }
 
-// Halves the resolution: by a residual block, a convolution or an average pool, as the flags choose.
 static int add_downsample(UNet* net, const std::string& name, int x, int ch) {
     const Config& c = net->config;
     if (c.resblock_updown) return add_resblock(net, name + ".0", x, -1, ch, DOWN);
@@ -922,7 +794,6 @@ static int add_downsample(UNet* net, const std::string& name, int x, int ch) {
     return add_resample(net, DOWN, op, x);
 }
 
-// Doubles the resolution: by a residual block, by a convolution of the enlarged input, or without any parameters.
 static int add_upsample(UNet* net, const std::string& name, int x, int ch) {
     const Config& c = net->config;
     if (c.resblock_updown) return add_resblock(net, name, x, -1, ch, UP);
@@ -930,11 +801,8 @@ static int add_upsample(UNet* net, const std::string& name, int x, int ch) {
     return add_resample(net, UP, name, x);
 }
 
-// Adds the encoder: the first convolution, and at each level residual blocks (at some levels with attention). After
-// each level except the lowest one, a layer or block halves the resolution. Returns the tensors that the decoder reads.
-// guided-diffusion numbers the blocks of all levels, beginning with input_blocks.0, which is the first convolution.
-// After this number, .0 stands for the convolution, the residual block, or what halves the resolution, and .1 stands
-// for attention.
+// Adds the encoder, and returns the tensors that the decoder reads. guided-diffusion numbers residual blocks and
+// halvings in one row. Behind a number, .0 is the residual block or the halving, and .1 is attention.
 static std::vector<int> add_input_blocks(UNet* net, int x) {
     const Config& c = net->config;
     int input_block = 0;
@@ -955,11 +823,8 @@ static std::vector<int> add_input_blocks(UNet* net, int x) {
     return encoder_outputs;
 }
 
-// Adds the decoder. Each of its residual blocks reads [h | a tensor of the encoder], where h is the output of the
-// previous block. (With --resblock_updown, add_upsample adds residual blocks, too. They read h alone, and are not
-// counted here.) The decoder reads the encoder's tensors in reverse order. A level of the decoder has one residual
-// block more than the same level of the encoder. The encoder's tensor that this additional block reads is the output of
-// the encoder's first convolution, or of the layer or block that halved the resolution before this level.
+// Adds the decoder. Its residual blocks read [h | a tensor of the encoder], in reverse order. A level has one block
+// more than in the encoder. This one reads what the encoder had before the level's blocks.
 static int add_output_blocks(UNet* net, int h, std::vector<int> encoder_outputs) {
     const Config& c = net->config;
     const int heads = c.num_heads_upsample == -1 ? c.num_heads : c.num_heads_upsample;
@@ -968,8 +833,6 @@ static int add_output_blocks(UNet* net, int h, std::vector<int> encoder_outputs)
         const int ch = c.channels(level);
         const bool attention = c.has_attention(level);
         for (int i = 0; i <= c.num_res_blocks; i++) {
-            // A residual block reads [h | the encoder's tensor], and attention may follow. After the last residual
-            // block of each level except level 0, add_upsample doubles the resolution.
             const std::string name = "output_blocks." + std::to_string(output_block++);
             h = add_resblock(net, name + ".0", h, encoder_outputs.back(), ch);
             encoder_outputs.pop_back();
@@ -981,8 +844,8 @@ static int add_output_blocks(UNet* net, int h, std::vector<int> encoder_outputs)
     return h;
 }
 
-// Returns which of four groups a parameter belongs to. In the flat arrays the groups follow each other:
-//   0, 1  the projections of the embedding for all blocks. 0: the weights, which together are one matrix. 1: the biases
+// Returns a parameter's group. In the flat arrays the groups follow each other:
+//   0, 1  the projections of the embedding for all blocks. 0: the weights, which are one matrix. 1: the biases
 //   2     all other parameters that kernels read in fp32
 //   3     convolutions' weights, if the kernels read a copy of them
 static int param_group(const Param& p) {
@@ -991,15 +854,12 @@ static int param_group(const Param& p) {
     return p.of_conv && weights_have_copy() ? 3 : 2;
 }
 
-// Chooses where in the flat arrays each parameter lies. Each parameter of groups 2 and 3 begins at a multiple of 64
-// elements. So kernels can read it in pieces of 16 bytes, whatever its element is. make_muon needs this, too, because
-// is_matrix has one byte for 64 elements. (The weights of group 0 also begin at multiples of 64, because their sizes
-// are such multiples.)
+// Chooses each parameter's place in the flat arrays. Those of groups 2 and 3 begin at multiples of 64 elements. So
+// kernels can read them in pieces of 16 bytes, and Muon's is_matrix needs only one byte for 64 elements.
 static void place_params(UNet* net) {
     auto round_to_64 = [](size_t floats) { return (floats + 63) / 64 * 64; };
     size_t end = 0;
     for (int group = 0; group < 4; group++) {
-        // Within a group the parameters follow each other in the order of net->params.
         for (Param& p : net->params) {
             if (param_group(p) != group) continue;
             p.offset = end;
@@ -1011,14 +871,11 @@ static void place_params(UNet* net) {
     net->flat_size = end;
 }
 
-// Makes the network of a configuration that check_model accepts. It has no memory yet (plan_memory).
 static UNet build_unet(const Config& c) {
     UNet net;
     net.config = c;
     add_embedding(&net);
 
-    // From the images to the network's output. With --patch_size the layers between PATCHES and PIXELS work on patches
-    // in place of pixels.
     const int H = c.H, W = c.W;
     const int p = c.patch();
     net.input = add_tensor(&net, H, W, c.in_channels, Element::FP32);
@@ -1038,15 +895,13 @@ static UNet build_unet(const Config& c) {
     if (p > 1) h = add_layer(&net, {.kind = &PIXELS, .name = "pixels", .x1 = h}, c.out_channels(), H, W);
     net.output = h;
 
-    // All blocks have been added now, so the width of the layer that projects the embedding for all blocks is known: it
-    // is emb.C floats a sample. The layer's weight consists of the projection weights of all blocks, one after the
-    // other. The flat array begins with these weights (param_group).
+    // All blocks have been added now, so the number of the embedding's columns is known.
     const Tensor& emb = net.tensors[net.emb];
     net.buffers[emb.buffer].bytes = emb.C * sizeof(float);
     check_conv_params(net);
     if (c.precision == "fp8") choose_fp8(&net);
     place_params(&net);
-    // All blocks' projections of the embedding are one matrix, which lies at offset 0 (group 0, see param_group).
+    // All blocks' projections of the embedding are one matrix, which lies at offset 0 (param_group).
     Layer& projection = *std::ranges::find(net.layers, net.emb, &Layer::out);
     const auto first_param = std::ranges::find(net.params, 0u, &Param::offset);
     projection.weight = (int)(first_param - net.params.begin());
@@ -1057,25 +912,22 @@ static UNet build_unet(const Config& c) {
 
 // =====================================================================================================================
 // The plan: what the backward pass adds where, and where in memory each buffer lies
-// All of a network's activations, and the gradients of activations, lie in one allocation, the arena. Two buffers may
-// share a place if they are never in use at the same time. Time is counted in layers. L is the number of layers. Time 0
-// is when the batch is drawn, time 1 + i is the forward pass of layer i, L + 1 is the loss, and 2 L + 1 - i is the
-// backward pass of layer i.
+// The list is complete, but has no memory. plan_memory gives it one allocation for all activations and their gradients,
+// the arena. A buffer is a part of it, for a tensor. Two buffers may share a place if they are never in use at the same
+// time. Time is counted in layers:
 //
-// The functions run in this order: plan_memory calls plan_fp8; for training plan_gradients, plan_fp8_gradients and
-// plan_waits; then plan_fusions, plan_lifetimes, place_buffers and check_memory.
+//   0            1 ... L                     L + 1    L + 2 ... 2 L + 1
+//   the batch    forward, layers 0 to L - 1  loss     backward, layers L - 1 to 0
+//
+// So layer i runs at time 1 + i, and backward at time 2 L + 1 - i.
 
-// ---------------------------------------------------------------------------------------------------------------------
-// --- gradients, and buffers
-// A tensor's gradient is the sum of what its readers contribute. The last reader in the list contributes first. Each
-// reader writes a buffer of its own: its contribution plus the buffers of later readers that wait to be added. If a
-// layer adds the tensor as its residual, the layer's contribution is the gradient of the layer's output, unchanged.
-// That gradient already lies in a buffer. So it is not copied: this buffer itself waits to be added.
+// A tensor's gradient is the sum of what its readers contribute, the last one in the list first. Each reader writes its
+// contribution plus the buffers that wait to be added to a new buffer. If a layer adds the tensor as its residual, it
+// contributes the gradient of its output, unchanged. So nothing is copied: that buffer itself waits to be added.
 static void plan_gradients(UNet* net) {
     // For each tensor: the buffers that the next contribution has to add.
     std::vector<std::vector<int>> waiting(net->tensors.size());
-    // Plans a contribution to the gradient of tensor x, in a new buffer. The contribution is not added in place to a
-    // buffer that waits, because weight gradients may still have to read that buffer.
+    // A contribution gets a new buffer, because weight gradients may still have to read a buffer that waits.
     auto contribute = [&](int x) {
         if (!net->tensor(x).needs_grad) return GradPlan{};
         const Buffer& values = net->buffers[net->tensors[x].buffer];
@@ -1086,8 +938,7 @@ static void plan_gradients(UNet* net) {
         adds.resize(2, -1);
         return GradPlan{d, adds[0], adds[1]};
     };
-    // The loss writes the gradient of the network's output. When the loop comes to a layer, the gradient of this
-    // layer's output is complete, because all layers that read the output come later in the list.
+    // The loss contributes first. When the loop comes to a layer, all readers of its output have contributed.
     contribute(net->output);
     for (int i = (int)net->layers.size() - 1; i >= 0; i--) {
         Layer& l = net->layers[i];
@@ -1095,8 +946,7 @@ static void plan_gradients(UNet* net) {
         if (waiting[l.out].size() != 1) die("internal error: the gradient of %s is not complete", l.name.c_str());
         l.dout = waiting[l.out][0];
         if (l.residual >= 0) waiting[l.residual].push_back(l.dout);
-        // The embedding's projections for all residual blocks are the columns of one tensor. So their gradient is one
-        // buffer. Each layer that reads columns of the tensor writes the same columns of this buffer.
+        // All blocks' projections of the embedding have one gradient buffer. Each reader writes its own columns of it.
         if (l.emb >= 0) {
             if (waiting[l.emb].empty()) contribute(l.emb);
             l.demb = waiting[l.emb][0];
@@ -1104,7 +954,7 @@ static void plan_gradients(UNet* net) {
         l.d1 = contribute(l.x1);
         l.d2 = contribute(l.x2);
     }
-    // --use_checkpoint: the backward pass computes some tensors again. It writes them to new buffers.
+    // --use_checkpoint: tensors that are computed again get new buffers.
     for (const Layer& l : net->layers) {
         if (l.block_end < 0) continue;
         const Tensor& out = net->tensors[l.out];
@@ -1117,28 +967,22 @@ static void plan_gradients(UNet* net) {
     }
 }
 
-// A convolution's weight gradient runs at the same time as the layers that follow in the backward pass, in one launch
-// with the weight gradients of other convolutions. So the tensors that the weight gradient reads must stay in memory
-// for some time, which is counted in layers (see the head of this section). When that time is over, the backward pass
-// waits until the weight gradient is complete. Tensors of low resolution (up to 16 x 16 pixels) need little memory. So
-// they may stay longer, and more weight gradients share a launch.
-// Returns how many layers after the backward pass of convolution l its weight gradient is complete at the latest.
+// Returns how many layers after the backward pass of convolution l its weight gradient is complete at the latest. So
+// long, what it reads must stay in memory. Small tensors may stay longer, so that more weight gradients share a launch.
 static int weights_lag(const UNet* net, const Layer& l) {
     const Tensor& x = net->tensors[l.x1];
     if (x.H * x.W <= 16 * 16) return 20;
     return net->config.use_checkpoint ? 2 : 6;
 }
 
-// Returns the index of the first layer that reads the embedding's projections.
 static int first_emb_reader(const UNet* net) {
     int i = 0;
     while (net->layers[i].emb < 0) i++;
     return i;
 }
 
-// Plans which weight gradients each layer waits for in the backward pass. A layer that waits for the weight gradient of
-// layer k also waits for the weight gradients of all layers after k in the list, because the side stream computes these
-// earlier, or in the same launch.
+// Plans which weight gradients each layer waits for in the backward pass. Who waits for layer k also waits for all
+// layers after k in the list: the side stream computes these earlier, or in the same launch.
 static void plan_waits(UNet* net) {
     const int L = (int)net->layers.size();
     int done = L; // some layer already waits for the weight gradients of all layers from index `done` on
@@ -1149,9 +993,7 @@ static void plan_waits(UNet* net) {
             const Layer& conv = net->layers[k];
             if (conv.kind != &CONV) continue;
             const bool too_old = k > i + weights_lag(net, conv);
-            // If l makes the embedding's projections, its dout is the gradient of all projections. When l's backward
-            // pass begins, dout must be complete. The columns of dout that belong to conv (demb) are computed together
-            // with conv's weight gradient. So l waits for this weight gradient.
+            // The columns of the projections' gradient (demb) are computed together with conv's weight gradient.
             const bool has_demb = l.out == net->emb && conv.demb >= 0;
             if (!too_old && !has_demb) continue;
             l.after = k;
@@ -1161,8 +1003,7 @@ static void plan_waits(UNet* net) {
     }
 }
 
-// Plans which convolutions also compute the skip connection whose result they add. (The convolution and the skip
-// connection belong to the same residual block.)
+// Plans which convolutions also compute the skip connection whose result they add.
 static void plan_fusions(UNet* net) {
     const Walk walk{.net = net, .B = net->B};
     for (size_t i = 1; i < net->layers.size(); i++) {
@@ -1180,15 +1021,12 @@ static void plan_fusions(UNet* net) {
     }
 }
 
-// Finds out when each buffer is in use: from the first to the last time at which a layer reads or writes it.
 static void plan_lifetimes(UNet* net) {
     const int L = (int)net->layers.size();
     auto use = [&](int time, std::initializer_list<int> buffers) {
         for (int buffer : buffers) {
             if (buffer < 0) continue;
-            // Time L + 1 is the loss, and later times are the backward pass. With --use_checkpoint, the backward pass
-            // computes some tensors again, writes them to new buffers, and reads these buffers. `again` is the number
-            // of the new buffer. For all other tensors, `again` is the number of the buffer itself.
+            // --use_checkpoint: after the loss, a tensor that is computed again lies in another buffer, `again`.
             const bool after_loss = time > L + 1;
             Buffer& b = net->buffers[after_loss ? net->buffers[buffer].again : buffer];
             b.first_use = std::min(b.first_use, time);
@@ -1197,27 +1035,21 @@ static void plan_lifetimes(UNet* net) {
     };
     auto data = [&](int tensor) { return net->tensor(tensor).buffer; };
     auto stats = [&](int tensor) { return net->tensor(tensor).stats; };
-    // Notes that all buffers which the forward pass of a layer reads or writes are in use at `time`. A fused layer
-    // writes no result to memory.
     auto use_forward = [&](const Layer& l, int time) {
         use(time, {data(l.x1), data(l.x2), data(l.residual), data(l.emb), l.saved});
         if (l.kind == &GROUPNORM) use(time, {stats(l.x1), stats(l.x2)});
         if (!l.fused) use(time, {data(l.out), stats(l.out)});
     };
-    // The network's input is written before the first layer runs. After the last layer, the sampler or the loss uses
-    // the input and the output.
     use(0, {data(net->input)});
     use(L + 1, {data(net->input), data(net->output)});
     for (int i = 0; i < L; i++) {
         const Layer& l = net->layers[i];
         const LayerKind& kind = *l.kind;
         use_forward(l, 1 + i + l.fused); // a fused layer is computed by the next layer, so at the next layer's time
-        // The embedding's layers run at the same time as the layers that follow them. They may still be running just
-        // before the first layer that reads the embedding. So their buffers are in use until then.
+        // The embedding's layers may still be running just before the first layer that reads the embedding.
         if (kind.embedding) use_forward(l, 1 + first_emb_reader(net));
 
-        // `back` is the time of the layer's backward pass. `done` is the latest time at which a convolution's weight
-        // gradient may run. (For all other layers, `done` is the same as `back`.)
+        // `done` is the latest time at which a convolution's weight gradient may run.
         if (l.dout < 0) continue; // not in training, or it has no backward pass
         const int back = 2 * L + 1 - i;
         const int done = l.kind == &CONV ? back + weights_lag(net, l) : back;
@@ -1233,20 +1065,18 @@ static void plan_lifetimes(UNet* net) {
         use(back, {l.d2.d, l.d2.add1, l.d2.add2, l.d2.fp8});
         if (l.out == net->output) use(L + 1, {l.dout}); // the loss writes the gradient of the network's output
         const bool again = l.block_end >= 0;
-        // The layer is computed again just before the backward pass of its block's last layer (block_end).
         if (again) use_forward(l, 2 * L + 1 - l.block_end);
     }
 }
 
-// Chooses the offsets of all buffers for batches of B samples. The buffers are placed one after the other, from the
-// largest to the smallest. Each buffer gets the lowest place that is free at all times at which the buffer is in use.
-// Sizes are rounded up, so that each buffer begins at a multiple of 256 bytes.
+// Chooses the offsets of all buffers for batches of B samples. From the largest buffer to the smallest, each gets the
+// lowest place that is free as long as it is in use. Offsets are multiples of 256 bytes.
 static void place_buffers(UNet* net, int B) {
     auto bytes = [&](const Buffer* b) { return (b->bytes * B + 255) / 256 * 256; };
     std::vector<Buffer*> order;
     for (Buffer& b : net->buffers)
         if (b.last_use >= 0) order.push_back(&b); // it is in use at some time
-    // A stable sort, so that buffers of equal size have the same order, and the same places, on every machine.
+    // Stable: buffers of equal size have the same places on every machine.
     std::ranges::stable_sort(order, std::greater{}, bytes);
 
     std::multimap<size_t, const Buffer*> placed; // the buffers that have a place, sorted by offset
@@ -1254,7 +1084,6 @@ static void place_buffers(UNet* net, int B) {
     for (Buffer* b : order) {
         b->offset = 0;
         for (const auto& [offset, other] : placed) {
-            // Are b and the other buffer in use at the same time?
             const bool overlap = other->first_use <= b->last_use && b->first_use <= other->last_use;
             if (!overlap) continue;
             if (b->offset + bytes(b) <= offset) break; // b fits into the gap before the other buffer
@@ -1267,21 +1096,15 @@ static void place_buffers(UNet* net, int B) {
     }
 }
 
-// Ends the program if the arena, the weights and, in training, the other arrays of the same length (gradients, moments,
-// averages, copies) need more than the device's free memory. The message says which batch would fit.
 static void check_memory(UNet* net, bool training) {
     const double GIB = 0x1p30;
     const Config& c = net->config;
     const double fp8_bytes = c.precision == "fp8" ? bytes_of(Element::FP8) : 0;
     const double muon_bytes = c.muon() ? 3 * act_bytes() : 0;
     const double copy_bytes = weights_have_copy() ? act_bytes() : 0;
-    // Returns how many GiB the weights need, together with the other arrays of the same length. images: how many images
-    // are computed at a time. For sampling, a parameter needs at most a weight, its copy in bf16, and a copy in FP8.
-    // For training it needs at most a weight, a gradient, two moments, its averages, copies of the weight and of the
-    // first average in bf16, and two copies in FP8. If gradients of several microbatches or ranks are added up, there
-    // is a second array of gradients. Ranks share the moments and averages. Muon also needs a copy of the momentum and,
-    // for each matrix, two squares (MuonMatrix), of which each is at most as large as its matrix. Workspaces are not
-    // counted.
+    // GiB of the weights and of all arrays of their length, at most. Sampling: weights, copies in bf16 and FP8.
+    // Training: also gradients (twice if several are added up), two moments and the averages (shared by ranks), the
+    // first average in bf16, a second FP8 copy. Muon: a copy of the momentum, and two squares of each matrix.
     auto weights_of = [&](int images) {
         const bool adds_up = world.size > 1 || c.batch_size > images;
         const double shared_arrays = (2.0 + (double)c.emas.size()) / world.size;
@@ -1304,8 +1127,6 @@ static void check_memory(UNet* net, bool training) {
         die("a batch of %d needs %s; %s %d fits", B, both.c_str(), training ? "--microbatch" : "--batch_size", fits);
 }
 
-// Gives the network its device memory for batches of up to B samples. If there is too little memory, the program ends
-// with a message that says which batch would fit.
 static void plan_memory(UNet* net, int B, bool training) {
     const double pixels = (double)B * net->config.H * net->config.W;
     const char* const flag = training && net->config.given("microbatch") ? "microbatch" : "batch_size";
@@ -1317,8 +1138,7 @@ static void plan_memory(UNet* net, int B, bool training) {
         die("--%s %d: a GPU computes at most %d images at a time; "
             "a smaller --microbatch (or --batch_size) works",
             flag, B, MOST_IMAGES);
-    // The order matters. For example, plan_gradients reads the `residual` that plan_fusions removes, and plan_lifetimes
-    // must know all buffers and all fused layers.
+    // plan_gradients reads the `residual` that plan_fusions removes. plan_lifetimes must know all buffers and fusions.
     net->B = B;
     plan_fp8(net, training);
     if (training) {
@@ -1332,9 +1152,8 @@ static void plan_memory(UNet* net, int B, bool training) {
     check_memory(net, training);
     net->arena = device_alloc<char>(net->arena_bytes);
 
-    // The operations of a stream use its workspace one after the other, so the workspace is as large as the largest
-    // operation needs. But what an operation leaves for finish_gradients (Workspace::sums) must be kept until
-    // finish_gradients runs at the end of the backward pass. So the sizes of all operations' sums are added up.
+    // A stream's operations share a workspace, one after the other. But what they leave for finish_gradients
+    // (Workspace::sums) is kept until the end of the backward pass, so these sizes are added up.
     Workspace most{loss_workspace(B)};
     const Walk walk{.net = net, .B = B};
     for (const Layer& l : net->layers) {
@@ -1348,36 +1167,29 @@ static void plan_memory(UNet* net, int B, bool training) {
 
 // =====================================================================================================================
 // Forward and backward: two walks over the list
-// A training step calls unet_forward, which calls forward_layer for each layer. Then it calls unet_backward, which goes
-// from the last layer to the first. unet_backward does not compute the weight gradient of each convolution at once: it
+// Now the list can run. unet_forward calls each layer's forward function, unet_backward goes from the last layer to the
+// first and calls the backward functions. It does not compute the weight gradient of each convolution at once: it
 // collects several of them, and computes these together on the side stream (WeightGradients). Samplers and validation
 // call unet_forward alone.
 
 static void forward_layer(const Walk& walk, const Layer& l) {
     if (l.fused) return; // the next layer also computes this one
     mark({.layer = &l});
-    // The shapes, and the addresses of the layer's tensors and weights. (Convolutions read the copy of their weights,
-    // which is bf16 if activations are. Those that multiply in FP8 read another copy, in FP8. All other layers read
-    // weights in fp32.)
     LayerArgs a = layer_args(walk, l);
-    l.kind->forward(a); // for example forward_conv ("The network")
-    // If a norm reads the output, l.kind->forward has also summed the output and its square over the pixels, in one or
-    // more parts (Stats). It has set a.out_stats.parts to the number of these parts. The number is kept in the tensor,
-    // where layer_args finds it when the norm is computed.
+    l.kind->forward(a); // for example forward_conv
+    // If a norm reads the output, l.kind->forward has also summed it over the pixels, in this many parts (Stats).
     walk.net->tensors[l.out].parts = a.out_stats.parts;
 }
 
-// The forward pass. It computes net's output (B, H, W, out_channels) from its input, net->t (B) and, if the model uses
-// them, net->labels (B), net->values (B, num_values) and net->cond (B, H, W, cond_channels). The embedding's layers
-// come first in the list. They run on the side stream, at the same time as the layers after them on the main stream.
-// Before the first layer that reads the embedding, the main stream waits for the embedding's layers.
+// Computes net's output (B, H, W, out_channels) from its input, net->t (B) and, if the model uses them, net->labels
+// (B), net->values (B, num_values) and net->cond (B, H, W, cond_channels). The embedding's layers come first in the
+// list. They run on the side stream, beside other layers, until the first layer that reads the embedding.
 static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     const int L = (int)net->layers.size();
     const int reader = first_emb_reader(net);
     Walk walk{net, weights, dropout, B};
     int i = 0;
-    // 0 is a ticket: wait_for_side(0) waits for this work. For its tickets, WeightGradients uses the indices of
-    // convolutions. Layer 0 is not a convolution, so 0 is free.
+    // 0 is this work's ticket. WeightGradients' tickets are the indices of convolutions, and layer 0 is none.
     run_beside(0, [&](Stream* stream) {
         walk.stream = stream;
         for (; net->layers[i].kind->embedding; i++) forward_layer(walk, net->layers[i]);
@@ -1389,32 +1201,23 @@ static void unet_forward(UNet* net, Weights weights, Dropout dropout, int B) {
     }
 }
 
-// Returns the buffer that the loss writes: the gradient with respect to the network's output.
 static float* output_gradient(UNet* net) { return buffer_data<float>(net, net->layers.back().dout); }
 
-// Collects the weight gradients of convolutions during the backward pass. They wait until they fill the GPU together,
-// or until some layer needs one of them to be complete (plan_waits), or until the backward pass reaches the network's
-// first convolution or its own end (unet_backward). Then all that wait are computed together, on the side stream. (If
-// allowed.batches is false, each is computed alone, without waiting.)
+// Collects weight gradients during the backward pass. They are computed together, on the side stream, when they fill
+// the GPU or when a layer waits for one of them (plan_waits).
 struct WeightGradients {
     UNet* net;
     const std::function<void(size_t, Stream*)>& done; // see unet_backward
     std::vector<WeightWork> waiting{};
     double load = 0; // how much of the device the waiting weight gradients would fill together; 1: all of it
     int last = -1;   // the layer whose weight gradient was added last
-    // For each layer: the ticket with which wait_for_side waits for the layer's weight gradient. -1: this weight
-    // gradient was not launched yet.
+    // For each layer: the ticket with which wait_for_side waits for its weight gradient. -1: not launched yet.
     std::vector<int> ticket{};
 
-    // Launches the weight gradients that wait. After that, the weight gradients of all layers from `last` on have been
-    // launched.
     void launch_waiting() {
-        // When this launch's work is finished, the flat array of the gradients is complete from index complete_from on.
-        // So complete_from must lie after the weights of every convolution whose weight gradient is not launched yet.
-        // These are the convolutions before `last` in the list, because the backward pass goes from the last layer to
-        // the first. From plain_size on, the flat array holds nothing but convolutions' weights, in the order of
-        // net->params. This is not always the order of the list, so the loop looks for the last of these weights. Of
-        // the gradients before plain_size, some are only complete at the end of the backward pass (finish_gradients).
+        // When this launch is finished, the gradients from complete_from on are complete. It lies after the weights of
+        // every convolution before `last`, which are not launched yet. From plain_size on, the flat array holds nothing
+        // but convolutions' weights, but not always in the order of the list.
         size_t complete_from = net->plain_size;
         for (int i = 0; i < last; i++) {
             const Layer& l = net->layers[i];
@@ -1430,24 +1233,21 @@ struct WeightGradients {
         waiting.clear();
         load = 0;
     }
-    // Adds a layer's weight gradient to those that wait.
     void add(int layer, const LayerArgs& a) {
         waiting.push_back(a.weight_work());
         last = layer;
         load += conv_weight_load(waiting.back().shape);
         if (load >= 1 || !allowed.batches) launch_waiting();
     }
-    // Makes the operations that follow on the main stream wait for this layer's weight gradient.
     void wait_for(int layer) {
         if (ticket[layer] < 0) launch_waiting();
         wait_for_side(ticket[layer]);
     }
 };
 
-// The backward pass. It computes grads, the gradients of the parameters, from output_gradient and from what the forward
-// pass of these B samples left in memory. If `done` is given, done(n, stream) is called each time that weight gradients
-// have been launched on `stream`. When these are finished, the gradients from grads[n] on are complete. So with several
-// ranks, `done` can begin to send these gradients while the backward pass computes the others (step_gradients).
+// Computes grads, the gradients of the parameters, from output_gradient and from what the forward pass of these B
+// samples left in memory. done(n, stream), if given, is called after each launch of weight gradients on `stream`. When
+// that launch is finished, the gradients from grads[n] on are complete. So ranks can begin to send them.
 static void unet_backward(UNet* net, Weights weights, float* grads, Dropout dropout, int B,
                           const std::function<void(size_t, Stream*)>& done = nullptr) {
     const Walk walk{net, weights, dropout, B, grads};
@@ -1457,18 +1257,13 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
         const Layer& l = net->layers[i];
         if (l.dout < 0) continue; // this layer has no backward pass
         if (l.after >= 0) weight_gradients.wait_for(l.after);
-        // With --use_checkpoint: if l is the last layer of a block, the backward pass of this block needs results that
-        // were not kept. The layers that make these results are computed again now (end_block).
+        // --use_checkpoint: if l ends a block, the results that were not kept are computed again now.
         for (const Layer& before : net->layers)
             if (before.block_end == i) forward_layer(walk, before);
         LayerArgs a = layer_args(walk, l);
         if (l.kind == &CONV) {
-            // Without --use_scale_shift_norm, convolutions read the embedding. Then the embedding's gradient (demb) is
-            // computed together with their weight gradients. If l is the network's first convolution (it reads
-            // net->input), only the backward passes of the embedding's layers come after that of l. They need demb. So
-            // the weight gradients that wait are launched now. If the weight gradient of l were in the same launch,
-            // demb would be complete later. (With --cond_channels or --patch_size, the first convolution reads another
-            // tensor than net->input. Then this launch is not made.)
+            // After the network's first convolution only the embedding's backward passes come, and they wait for demb.
+            // In one launch with the weight gradient of l, demb would be complete later.
             if (l.x1 == net->input && !weight_gradients.waiting.empty()) weight_gradients.launch_waiting();
             mark({.layer = &l, .pass = BACKWARD_WEIGHT});
             if (l.rounds_dout) round_gradient(a.dout_fp8, a.dout, (size_t)B * a.Hout * a.Wout * a.Cout);
@@ -1485,11 +1280,18 @@ static void unet_backward(UNet* net, Weights weights, float* grads, Dropout drop
 
 // =====================================================================================================================
 // DDPM: noise levels and the loss
-// A training sample is an image x_0 with noise: x_t = signal x_0 + sigma noise (q_sample_forward). For DDPM (Ho et al.
-// 2020) signal = sqrt(alpha_bar[t]) and sigma = sqrt(1 - alpha_bar[t]), and t is drawn uniformly. The network's target
-// is the noise, x_0 or v (--predict), and the loss is the mean of weight * (answer - target)^2
-// (loss_forward_backward). All that depends on t is a NoiseLevel (unet/interface.h), so kernels know no objective.
-// unet/diffusion/objectives.h holds the objectives beside DDPM: EDM, flow, consistency.
+// The walks compute an answer and its gradient. DDPM (Ho et al. 2020) says what the network is asked, and what it
+// should answer. A sample is an image x_0 with noise. Its timestep t is drawn uniformly from 0 to T - 1, and sets
+// signal = sqrt(alpha_bar[t]) and sigma = sqrt(1 - alpha_bar[t]).
+//
+//   x_t    = signal x_0 + sigma noise               what the network is shown
+//   target = target_x0 x_0 + target_noise noise     the noise, or x_0, or v = signal noise - sigma x_0 (--predict)
+//   loss   = mean of weight * (answer - target)^2   over the values of an image
+//
+// A NoiseLevel (unet/interface.h) holds all that depends on t. q_sample_forward uses it to compute x_t and the target,
+// loss_forward_backward to compute the loss. They know no objective. EDM, flow and consistency, the other objectives
+// (unet/diffusion/objectives.h), fill a NoiseLevel in other ways: they make a Question, its numbers in double, which
+// make_level rounds.
 
 HD static inline NoiseLevel make_level(const Question& q) {
     return NoiseLevel{.t = (float)q.t,
@@ -1502,8 +1304,7 @@ HD static inline NoiseLevel make_level(const Question& q) {
                       .weight = 1};
 }
 
-// Returns alpha_bar (T), where T is --diffusion_steps. alpha_bar[t] is the product of 1 - beta over all timesteps from
-// 0 to t.
+// Returns alpha_bar (T): the products of 1 - beta over the timesteps 0 to t.
 //   linear: beta rises from 0.0001 to 0.02 (Ho et al. 2020, section 4); both limits are multiplied by 1000 / T
 //   cosine: 1 - beta = f(t + 1) / f(t), where f(t) = cos^2((t / T + 0.008) / 1.008 pi / 2); beta is at most 0.999
 //           (Nichol & Dhariwal 2021, eq. 17). In the code, `cosine` is f as a function of t / T
@@ -1523,16 +1324,14 @@ static std::vector<double> alpha_bars(const Config& c) {
     return result;
 }
 
-// What --predict decides: four members of a NoiseLevel, and `error`, which ddpm_level needs for the weight of the loss.
-// If the network's answer is wrong by e, the x_0 that is computed from it is wrong by some d. `error` is e^2 / d^2.
+// What --predict decides. If the network's answer is wrong by e, the x_0 that is computed from it is wrong by d.
 struct Prediction {
     double target_x0, target_noise; // as in NoiseLevel
     double x0_x, x0_out;            // as in NoiseLevel
     double error;                   // e^2 / d^2
 };
 
-// Makes the level where x_t = sqrt(alpha_bar) x_0 + sqrt(1 - alpha_bar) noise. The network is told t, or 1000 t / T
-// with --rescale_timesteps.
+// Makes the level of an alpha_bar. The network is told t, or 1000 t / T with --rescale_timesteps.
 static NoiseLevel ddpm_level(const Config& c, double alpha_bar, double t) {
     const double signal = std::sqrt(alpha_bar), sigma = std::sqrt(1 - alpha_bar);
     const double snr = alpha_bar / (1 - alpha_bar);
@@ -1548,14 +1347,12 @@ static NoiseLevel ddpm_level(const Config& c, double alpha_bar, double t) {
     level.target_noise = (float)p.target_noise;
     level.x0_x = (float)p.x0_x;
     level.x0_out = (float)p.x0_out;
-    // Min-SNR (Hang et al. 2023): the squared error of x_0 should have the weight min(snr, gamma). But the loss is the
-    // squared error of the answer, which is p.error times the squared error of x_0. So the weight is divided by
-    // p.error.
+    // Min-SNR (Hang et al. 2023): the squared error of x_0 has the weight min(snr, gamma). The loss is the squared
+    // error of the answer, which is p.error times as large.
     level.weight = c.min_snr_gamma > 0 ? (float)(std::min(snr, (double)c.min_snr_gamma) / p.error) : 1;
     return level;
 }
 
-// Makes the levels of all t, for training.
 static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
     const int T = c.diffusion_steps;
     const std::vector<double> alpha_bar = alpha_bars(c);
@@ -1566,9 +1363,8 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
         level.index = t;
         level.importance = 1;
         level.quarter = 4 * t / T;
-        // The variational bound compares q(x_s | x_t, x_0), where s = t - 1, with the network's normal distribution.
-        // `small` is the variance of q (Ho et al. 2020, eq. 7). At t = 0 this variance is 0, so the variance at t = 1
-        // replaces it.
+        // The variational bound compares q(x_s | x_t, x_0), s = t - 1, with the network's normal distribution. `small`
+        // is q's variance (Ho et al. 2020, eq. 7). At t = 0 it would be 0, so that of t = 1 replaces it.
         const double a = alpha_bar[t], b = t ? alpha_bar[t - 1] : 1;
         const double beta = 1 - a / b, next = alpha_bar[1];
         double small = beta * (1 - b) / (1 - a);
@@ -1584,8 +1380,6 @@ static std::vector<NoiseLevel> ddpm_levels(const Config& c) {
     return levels;
 }
 
-// Draws the noise level of a sample of training or validation. With --objective ect, it is the student's level. words:
-// the sample's random words.
 HD static inline NoiseLevel draw_level(const Objective& o, const Words& words) {
     if (o.rms_losses) return draw_weighted_level(o, words.w[0] * 0x1p-32);
     if (o.levels) return o.levels[((uint64_t)words.w[0] * o.steps) >> 32]; // all t have the same probability
@@ -1606,6 +1400,9 @@ HD static inline NoiseLevel draw_level(const Objective& o, const Words& words) {
 
 // =====================================================================================================================
 // The trainer: the network, and all arrays of a run
+// A Trainer (unet/trainer.h) is the network with its plan, the objective, and all that a step reads or changes:
+// weights, gradients, AdamW's moments, averages of the weights, two batches. With several ranks, each rank owns a slice
+// of the flat arrays: it updates these weights, and keeps moments and averages only of them.
 
 static AdamW optimiser_settings(const Config& c) {
     AdamW h{};
@@ -1624,8 +1421,7 @@ static AdamW optimiser_settings(const Config& c) {
     return h;
 }
 
-// Makes the network and all arrays of a trainer. The weights, averages and moments are zero here. start_weights or
-// restore fills them, but the moments of a new run stay zero.
+// Weights, averages and moments are zero here. start_weights or restore fills them.
 static Trainer make_trainer(const Config& c, const Dataset& data) {
     Trainer tr{};
     tr.net = build_unet(c);
@@ -1635,14 +1431,12 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.objective = make_objective(c);
     tr.adamw = optimiser_settings(c);
     const int N = world.size;
-    // t, levels, quarters and loss have room for this many samples: those of a step, or of one validation batch of each
-    // rank.
+    // Room for the samples of a step, or of one validation batch of each rank.
     const int samples = std::max(c.batch_size, N * tr.net.B);
     tr.own = slice_of(tr.net.flat_size, world.rank, N);
     const size_t whole = tr.own.whole(), stretches = whole / STRETCH;
     tr.grads = device_alloc<float>(whole);
-    // open_alloc is for arrays to which other ranks write: params, squares, loss, copy and received. The first three
-    // share one allocation.
+    // open_alloc is for arrays to which other ranks write. params, squares and loss share one allocation.
     tr.params = (float*)open_alloc(whole * sizeof(float) + (stretches + samples) * sizeof(double));
     tr.squares = (double*)(tr.params + whole);
     tr.loss = tr.squares + stretches;
@@ -1657,10 +1451,7 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     tr.m = device_alloc<float>(tr.own.owned());
     tr.v = device_alloc<float>(tr.own.owned());
     if (c.muon()) make_muon(&tr);
-    // To draw samples, the network reads the first average from ema_copy. If activations are fp32, there is no copy,
-    // and make_copy returns its argument. So the argument is the array in which save_grid finds the whole average in
-    // fp32: with one rank this is emas[0], and with several ranks it is grads, in which whole_array gathers the
-    // average.
+    // If activations are fp32, make_copy returns its argument: the array in which save_grid finds the average.
     tr.ema_copy = make_copy(N > 1 ? tr.grads : tr.emas[0], whole);
     tr.state = device_alloc<StepState>(1);
     tr.records = device_alloc<StepState>(RECORDS);
@@ -1697,9 +1488,8 @@ static Trainer make_trainer(const Config& c, const Dataset& data) {
     return tr;
 }
 
-// Returns a whole flat array, of which each rank holds a slice. The slices are gathered in tr.grads, where they stay
-// until the next call or the next step. The weights are an exception: they are gathered in tr.params itself. (With one
-// rank, the slice is the whole array, and is returned as it is.)
+// Returns a whole flat array. Its slices are gathered in tr.grads, where they stay until the next call or the next
+// step, except those of the weights: they are gathered in tr.params itself.
 static float* whole_array(const Trainer& tr, float* array) {
     if (world.size == 1) return array;
     float* const flat = array == tr.params ? array : tr.grads;
@@ -1710,8 +1500,9 @@ static float* whole_array(const Trainer& tr, float* array) {
 
 // =====================================================================================================================
 // A training step, the loop over the steps, and main
-// Functions stand above those that call them. So read this section from its end upwards: main, run_program, train,
-// run_step, train_step, step_gradients, forward_and_loss. A training step runs like this:
+// All parts are there. main opens the data, and train loops over the steps. Functions stand above those that call them,
+// so you may also read this section from its end upwards: main, run_program, train, run_step, train_step,
+// step_gradients, forward_and_loss. A training step runs like this:
 //
 //   copy stream   images of the next batch -> device
 //   main stream   t | noise; q_sample | first ... last layer | loss | last ... first layer back | sum | judge | AdamW
@@ -1723,28 +1514,19 @@ static float* whole_array(const Trainer& tr, float* array) {
 //   host          reads images; launches all of this, except the copies, as one graph (replay). The host may start up
 //                 to STEPS_AHEAD steps before it reads the results of these steps for the log
 //
-// Time goes from left to right. Each ^ is a place where the main stream waits for the side stream: first for the
-// embedding, and later for weight gradients, before the memory that they read is used for something else (plan_waits).
-// Gradients are sent during the backward pass only if the GPUs write into each other's memory. With NCCL and MPI they
-// are sent after it (step_gradients). In the CPU build there are no streams: all of this runs one after the other.
-//
-// The functions, in the order in which they run: train calls make_trainer once. Then run_step calls train_step for each
-// step. The main calls of train_step are load_batch, step_gradients (which calls take_microbatch, forward_and_loss and
-// unet_backward), judge_step, update_slice and record_step. From time to time validation_loss is called.
+// Time goes from left to right. At each ^ the main stream waits for the side stream. Gradients are sent during the
+// backward pass only if GPUs write into each other's memory, otherwise after it. A CPU does all of this in order.
 
 // ---------------------------------------------------------------------------------------------------------------------
-// --- a step
+// --- what a step is given: images, and what the network is told about them
 
-// Images of a batch, or the pictures that these images are conditioned on, in device memory.
 struct Pixels {
     const void* data; // (B, channels, H, W)
     int bytes;        // the size of a value, 1 or 4
 };
 
-// --augment: changes B images, each of `channels` channels, and returns the result, which is written to `out`. The
-// changes depend only on the key, so an image and its picture are changed in the same way. told: where the numbers that
-// describe the first image's change are written, for the network to read (UNet::values). Those of each next image are
-// written num_values() floats later. Without --augment, the images are returned as they are.
+// --augment: changes B images into `out`. Only the key decides how, so an image and its picture change alike. told:
+// where the network reads the numbers that describe the first image's change (UNet::values).
 static Pixels augment_if_asked(Trainer* tr, float* out, Pixels images, float* told, int channels, int B,
                                RandomKey key) {
     const Config& c = tr->net.config;
@@ -1755,9 +1537,9 @@ static Pixels augment_if_asked(Trainer* tr, float* out, Pixels images, float* to
     return Pixels{out, sizeof(float)};
 }
 
-// Puts B pictures where the network reads them (net->cond). With --cond they are made of the images; otherwise they are
-// copied from `pictures`. In training, a picture is mirrored if its image is mirrored, some pictures are left out
-// (--cond_dropout), and the small pictures of --cond lowres get noise (--cond_noise).
+// Puts B pictures where the network reads them: `pictures` or, with --cond, pictures made of the images. In training
+// they are mirrored like their images, some are left out (--cond_dropout), and those of lowres get noise
+// (--cond_noise).
 static void put_pictures(Trainer* tr, Pixels images, Pixels pictures, int B, RandomKey key, bool training) {
     const Config& c = tr->net.config;
     const int C = c.in_channels;
@@ -1777,8 +1559,7 @@ static void put_pictures(Trainer* tr, Pixels images, Pixels pictures, int B, Ran
     }
 }
 
-// Prepares microbatch k of this rank's images for a training step. Sets what the network is told about these images
-// (labels, values, cond), and returns the images. With --augment, the images and their pictures are changed.
+// Returns microbatch k of this rank's images, and sets what the network is told about them: labels, values, cond.
 static Pixels take_microbatch(Trainer* tr, const Upload& batch, int k, RandomKey key) {
     const Config& c = tr->net.config;
     const Dataset& data = tr->data;
@@ -1799,12 +1580,13 @@ static Pixels take_microbatch(Trainer* tr, const Upload& batch, int k, RandomKey
     return x0;
 }
 
-// Computes the loss of samples first .. first + B - 1 of a step, or of a round of validation. images: the images of
-// these samples. bytes: the size of a value of an image. Before the call, the samples' noise levels have been drawn,
-// and what the network is told about the samples has been set in tr->net (labels, values, cond). Writes the losses to
-// tr->loss + first, and the gradient of the loss to output_gradient(net). In training, this is the gradient of the mean
-// loss of the step's whole batch. Validation does not use the gradient. It uses other random draws, and neither dropout
-// nor flips nor FP8. With --objective ect, the teacher's answer is computed first, with the same draws.
+// --------------- TRAINING SECTION BEGIN -----------------
+// One training step: forward, loss, backward, sum, judge, update. Then the loop over the steps.
+
+// Computes the losses of samples first .. first + B - 1 of a step or of a round of validation (tr->loss + first), and
+// the loss's gradient (output_gradient): in training, that of the mean loss of the step's whole batch. bytes: the size
+// of an image's value. The caller has drawn the samples' noise levels, and set labels, values and cond in tr->net.
+// Validation has random draws of its own, and neither dropout, nor flips, nor FP8.
 static void forward_and_loss(Trainer* tr, const Objective& o, const void* images, int bytes, int first, int B,
                              RandomKey key, Dropout dropout, bool training) {
     const Config& c = tr->net.config;
@@ -1812,18 +1594,15 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
     RandomKey level_key = key;
     RandomKey noise_key = key;
     RandomKey flip_key = key;
-    // level_key is only for --objective ect. A teacher's level depends on the level of its sample. So draw_teachers
-    // draws the level of the sample once more: with level_key it gets the same random words as draw_levels.
+    // The level of a teacher (--objective ect) depends on that of its sample, which draw_teachers draws once more.
     level_key.purpose = training ? RANDOM_TIMESTEP : RANDOM_VAL_TIMESTEP;
     noise_key.purpose = training ? RANDOM_NOISE : RANDOM_VAL_NOISE;
     flip_key.purpose = RANDOM_FLIP;
     const bool flips = training && c.random_flip;
     float* const x = tensor_data<float>(net, net->input);
     float* const out = tensor_data<float>(net, net->output);
-    // Adds noise to the images, as `levels` defines it, and computes the network's answer. t: what the network is told
-    // about the noise. teacher: the teacher's answer, which is a part of the target. It is null if there is no teacher,
-    // and also while the teacher's own answer is computed. The teacher's answer lies in `out`. q_sample_forward reads
-    // it there, before unet_forward writes the new answer to the same place.
+    // t: what the network is told about the noise. teacher: the teacher's answer, a part of the target, or null. It
+    // lies in `out`: q_sample_forward reads it there, before unet_forward writes the new answer to the same place.
     auto forward = [&](float* t, const NoiseLevel* levels, const float* teacher) {
         q_sample_forward(x, tr->target, levels, teacher, images, flips, noise_key, flip_key, B, c.in_channels, c.H, c.W,
                          bytes);
@@ -1849,19 +1628,15 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
     else loss_forward_backward(loss, dout, out, tr->target, x, levels, o, factor, B, HW, C, c.out_channels());
 }
 
-// Returns the mean loss of a data set's first 512 images (or of all, if there are fewer). Returns NaN if an image can't
-// be read (with several ranks, load_batch ends the program instead). t and noise are the same in every call, so that
-// the losses of different calls can be compared. With --objective ect, the gap between the noise levels of student and
-// teacher shrinks from stage to stage of the training. Here the gap is always that of the last stage, for the same
-// reason.
+// Returns the mean loss of a data set's first 512 images, or NaN if one can't be read. Every call draws the same t and
+// noise, and uses teachers' levels (--objective ect) of the last step, so that losses can be compared.
 static double validation_loss(Trainer* tr, Dataset* val) {
     const Config& c = tr->net.config;
     const int count = (int)std::min<int64_t>(val->count, 512);
     const int most = tr->net.B; // the largest number of images in a rank's batch
     const int N = world.size;
     std::vector<double> losses(count);
-    // zero points to the number 0. All random draws here take it as the step's number, so every call draws the same.
-    // zero and batch are allocated once, at the first call.
+    // All random draws take *zero, the number 0, as the step's number.
     static int64_t* const zero = device_alloc<int64_t>(1);
     static Upload batch = make_upload(val->batch_bytes(most, c));
     val->asked = 0; // ask for the images again: the system may have dropped them from memory since the last call
@@ -1892,58 +1667,32 @@ static double validation_loss(Trainer* tr, Dataset* val) {
         }
         copy_to_host(&losses[i], tr->loss, std::min(N * most, count - i) * sizeof(double));
     }
-    // With direct copies (world.direct), wait until all ranks have read tr->loss, because in the next step every rank
-    // writes to tr->loss of all ranks.
+    // Wait until all ranks have read tr->loss: in the next step, every rank writes to it (world.direct).
     meet();
     return std::accumulate(losses.begin(), losses.end(), 0.0) / count;
 }
 
-// Computes this rank's slice of the gradient of a step. The result is in tr->sum.
+// Computes this rank's slice of the gradient of a step, in tr->sum.
 //
-// Why do N ranks compute the same bits as one rank? Sums of floats depend on their order, so the results of a run on N
-// ranks could be rounded differently from those of a run on one rank. But they are rounded in the same way, because all
-// that is computed depends only on the batch and the microbatch, and not on which rank computes it. So the runs must
-// have the same microbatch. Without --microbatch, the microbatch is a rank's share of the batch, which depends on N.
-// Then the runs do not compute the same bits. (All ranks begin with the same weights: each rank makes or reads all of
-// them, in start_weights or restore.)
-//
-// 1. The same draws. Each random draw (for noise, noise levels, flips, dropout, the choice of a sample's image, and so
-//    on) is a function of the seed, the step and the sample's index in the step. No draw depends on the rank that draws
-//    it, or on earlier draws. (Only with --schedule_sampler loss-second-moment, the noise levels also depend on the
-//    losses of earlier steps. All ranks have these losses: see 5.)
-// 2. The same parts. A microbatch is the smallest unit of work. One rank computes it as a whole, by the same kernels on
-//    the same number of images. Each of these kernels adds floats in a fixed order. (Atomic additions come in no fixed
-//    order. So they are used only to count, in integers.) So the gradient of a microbatch is the same whichever rank
-//    computes it. (WeightGradients launches some weight gradients together. Only the network, the microbatch and the
-//    kind of device decide which ones these are, and how large their workspace is. So they are the same on all ranks,
-//    too.) The loss's gradient is divided by the size of the whole batch before the backward pass, and no later factor
-//    depends on N. (With --precision fp8, numbers are multiplied by factors before they are rounded. These factors are
-//    constants, or depend on the configuration alone: choose_gradient_factor.)
-// 3. The same order of the sum. Let g0, g1, g2, ... be the gradients of the step's microbatches, in the order of the
-//    samples. The step's gradient is ((g0 + g1) + g2) + ..., rounded to fp32 after each addition. A single rank
-//    computes the gradients one after the other, and adds each to the sum (the first one becomes the sum). With N
-//    ranks, rank r computes g(r), g(N + r), g(2 N + r), ... (first_sample). So in round k of the loop below, the ranks
-//    hold g(k N) to g(k N + N - 1), which are the next terms of the sum. Every rank sends each part of its gradient to
-//    the rank that owns this part. The owner adds its own part and the received parts to its sum, in the order of the
-//    ranks (sum_gradients). So each float is summed by one rank, in the order in which a single rank would sum it. The
-//    kernels that compute a microbatch's gradient never add it to the sum. If they did, they would add the old sum and
-//    their own partial sums in another order.
-// 4. The same norm. The squares are summed by stretches of STRETCH floats at fixed places of the flat array. A stretch
-//    belongs to one rank. The order in which the rank adds up the squares of a stretch does not depend on its other
-//    stretches. All ranks receive the sums of all stretches and add them up in the same fixed order (judge_step). A
-//    flat array has padding at its end, whose length depends on N. So more ranks may have more stretches. But the
-//    additional stretches come last, and their sums are zero; and x + 0 = x.
-// 5. The same decision. Every rank has received the loss of every sample, in the order of the samples, and the sums
-//    that the norm is made of. So all ranks compute the same norm, the same verdict on the step, the same clipping and
-//    the same statistics. They need not send each other more for this.
-// 6. The same update. AdamW and the averages treat each parameter separately, so it does not matter which rank owns it.
-//    The owner sends the new weight to all ranks. Muon does not treat parameters separately: it multiplies whole
-//    matrices. So every rank receives the momentum of all matrices and computes the directions of all matrices, by the
-//    same kernels in the same order (update_by_muon). Of these directions, a rank uses those of its slice.
-//
-// This holds under two conditions: the same microbatch and batch, and the same kind of device and build. A run that is
-// resumed on another number of ranks keeps its microbatch if it divides a rank's share of the batch. Otherwise the
-// program prints that the microbatch is another one or, if the user has given --microbatch, ends (check_microbatch).
+// N ranks compute the same bits as one rank, although sums of floats depend on their order. They need the same batch
+// and microbatch (without --microbatch it depends on N), the same kind of device and the same build. The reasons:
+// 1. The same draws. Each random draw is a function of the seed, the step and the sample's index in the step.
+//    (--schedule_sampler loss-second-moment also reads losses of earlier steps, which all ranks have: see 5.)
+// 2. The same parts. One rank computes a microbatch as a whole, by kernels that add floats in a fixed order. (Atomic
+//    additions only count integers.) What runs in one launch depends only on the network, the microbatch and the kind
+//    of device. No factor depends on N: the loss is divided by the size of the whole batch.
+// 3. The same order of the sum. Let g0, g1, ... be the microbatches' gradients, in the order of the samples. The step's
+//    gradient is ((g0 + g1) + g2) + ..., rounded to fp32 after each addition. Rank r computes g(r), g(N + r), ...
+//    (first_sample), so in each round the ranks hold the next N terms. Each part of the gradient has one owner, which
+//    adds the parts of all ranks to its sum, in the order of the ranks (sum_gradients). Kernels that compute a gradient
+//    never add it to the sum: they would add in another order.
+// 4. The same norm. Squares are summed by stretches of STRETCH floats at fixed places, each by one rank. All ranks add
+//    the sums of all stretches in the same order (judge_step). Padding depends on N, but comes last and adds zeros.
+// 5. The same decision. Every rank has the losses of all samples and the sums of all stretches. So all compute the same
+//    norm, verdict, clipping and statistics.
+// 6. The same update. AdamW and the averages treat each parameter separately. The owner sends the new weight to all.
+//    Muon multiplies whole matrices. So every rank computes the directions of all matrices, by the same kernels in the
+//    same order (update_by_muon), and uses those of its slice.
 static void step_gradients(Trainer* tr, const Upload& batch) {
     const Config& c = tr->net.config;
     const int B = c.micro(); // the images of a microbatch
@@ -1953,9 +1702,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
     const Slice& own = tr->own;
     mark({"draw t, noise; q_sample"});
     const int64_t* const step = &tr->state->step;
-    // Draw the noise level of each sample of the whole batch, also of the samples of other ranks. (In the default
-    // objective, this is a timestep t, and all t are equally likely: see draw_level.) judge_step reads in which quarter
-    // each of these levels lies (tr->quarters), and update_rms_losses reads the levels.
+    // Draw the levels of the whole batch, also of other ranks' samples: judge_step and update_rms_losses read all.
     const RandomKey level_key{.seed = seed, .purpose = RANDOM_TIMESTEP, .step = step, .sample0 = 0};
     draw_levels(tr->levels, tr->t, tr->quarters, c.batch_size, tr->objective, level_key);
     if (!tr->fp8_works.empty()) {
@@ -1967,22 +1714,16 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
         const int first = (int)first_sample(k, B);
         const Dropout dropout{c.dropout, seed, step, first};
         const RandomKey key{.seed = seed, .purpose = 0, .step = step, .sample0 = first}; // each draw sets the purpose
-        // On a single rank, the gradients of the first microbatch are written to the sum directly.
         float* const grads = N == 1 && k == 0 ? tr->sum : tr->grads;
         if (k > 0) {
             mark({"draw t, noise; q_sample"});
-            // With several ranks, this round overwrites `received` of all ranks. So with direct copies (world.direct),
-            // wait until all ranks have read what the round before has written there. With NCCL and MPI, meet does
-            // nothing: there a rank receives only when it is ready to.
+            // With world.direct, wait until all ranks have read `received`, which this round overwrites.
             meet();
         }
-        // The images of this microbatch. What the network is told about them (classes, numbers, pictures) is set, too.
         const Pixels x0 = take_microbatch(tr, batch, k, key);
         forward_and_loss(tr, tr->objective, x0.data, x0.bytes, first, B, key, dropout, true);
 
-        // The backward pass goes from the last layer to the first, and completes gradients in this order. So the last
-        // segment of the flat array is sent first. (A segment has a part for each rank: see Slice.) complete_from: from
-        // this place of the flat array on, all gradients are complete.
+        // The backward pass completes the last segment first. From complete_from on, all gradients are complete.
         int unsent = own.segments; // segments 0 to unsent - 1 are not sent yet
         const std::function<void(size_t, Stream*)> send_gradients = [&](size_t complete_from, Stream* stream) {
             while (unsent && own.at(unsent - 1, 0) >= complete_from) {
@@ -1992,9 +1733,7 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
                 all_to_all(tr->received + begin, grads + begin, own.each() * sizeof(float), stream);
             }
         };
-        // Only direct copies between GPUs (world.direct) run during the backward pass. NCCL would take multiprocessors
-        // from the kernels of that pass, and a call of MPI (in the CPU build) would stop the pass until it returns. So
-        // with NCCL and MPI the gradients are sent after the pass.
+        // NCCL would take multiprocessors from the backward pass, and MPI would stop it. So they send after it.
         unet_backward(&tr->net, Weights{tr->params, tr->copy, tr->fp8}, grads, dropout, B,
                       world.direct ? send_gradients : nullptr);
         if (N > 1) {
@@ -2004,21 +1743,16 @@ static void step_gradients(Trainer* tr, const Upload& batch) {
             send_gradients(0, MAIN_STREAM);
             end_exchange();
         }
-        // sum_gradients adds the gradients of this round to tr->sum. In the first round (k = 0) it replaces the old
-        // content of tr->sum. (On a single rank, the first gradients are there already.) Then it adds up the squares
-        // of tr->sum, of which judge_step makes the norm after the last round.
         mark({"gradient norm"});
         sum_gradients(tr->sum, everywhere(tr->squares), RankGradients{grads, tr->received, own}, k > 0);
     }
-    // judge_step needs the squares of all ranks. With world.direct, sum_gradients of each rank writes them to all
-    // ranks, and meet waits until all ranks have done this. Otherwise gather sends them.
+    // judge_step needs the squares of all ranks. With world.direct, sum_gradients has written them to all ranks.
     if (world.direct) meet();
     else if (N > 1) gather(tr->squares, nullptr, sizeof(double), own, own.n);
 }
 
-// Does the optimiser's part of a step, for this rank's slice. All ranks get the new weights in the form that kernels
-// read: the first plain_size weights in fp32, and the other weights in the copy. With world.direct, adamw_update itself
-// writes the new weights to all ranks. Without world.direct, several ranks gather the new weights after adamw_update.
+// Updates this rank's slice of the weights and the averages. All ranks get the new weights as kernels read them: the
+// first plain_size in fp32, the others in the copy. With world.direct, adamw_update itself writes them to all ranks.
 static void update_slice(Trainer* tr) {
     const Config& c = tr->net.config;
     const Slice& own = tr->own;
@@ -2044,8 +1778,7 @@ static void update_slice(Trainer* tr) {
     end_exchange();
 }
 
-// Starts a training step. step: the number of steps that were started before. Returns false if an image of the step
-// can't be read (with several ranks, load_batch ends the program instead).
+// Starts a training step. step: the number of steps before it. Returns false if an image of the step can't be read.
 static bool train_step(Trainer* tr, int64_t step) {
     const Config& c = tr->net.config;
     const size_t stretches = tr->own.whole() / STRETCH; // the number of stretches of a whole flat array
@@ -2054,17 +1787,13 @@ static bool train_step(Trainer* tr, int64_t step) {
     Upload* batch = &tr->batch[step % 2];
     come_to("a training step"); // with several ranks: notes that this rank has come here (unet/host/ranks.h)
     if (!load_batch(batch, &tr->data, c, true, step * B, B)) return false;
-    // In the CPU build, replay just calls this lambda. On a GPU, replay records the lambda's launches as a graph, and
-    // then launches the graph. It records only twice in a run, once for each of the two batches.
-    // (`mark` is for dev/bench, which measures how long each part of a step takes.)
+    // On a GPU, replay records the launches as a graph, once for each of the two batches. On a CPU it calls the lambda.
     replay(&tr->graph[step % 2], [&] {
         step_gradients(tr, *batch);
-        // Computes the gradient's norm, the step's loss and learning rate, and decides whether the step is good:
-        // whether its loss and its norm are finite, and not far larger than usual (judge_batch).
+        // The gradient's norm, loss and learning rate. Are loss and norm finite, and not far larger than usual?
         mark({"judge the step"});
         judge_step(tr->state, tr->squares, stretches, tr->loss, tr->quarters, tr->adamw, B);
         if (tr->history) update_rms_losses(tr->rms_losses, tr->history, tr->levels, tr->loss, tr->state, T, B);
-        // Clips the gradient, and updates the weights and their averages.
         mark({c.muon() ? "Muon" : "AdamW, EMA"});
         update_slice(tr);
         mark({"record the step"});
@@ -2079,9 +1808,8 @@ static bool train_step(Trainer* tr, int64_t step) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the loop over the steps
 
-// Waits until all issued steps are done, and logs those that are not logged yet. validate: the validation loss is
-// measured after the last of these steps. show: the status line is printed for the last of these steps. Then log.csv is
-// written and, when they are due, waiting pictures and the page.
+// Waits until all issued steps are done, and logs them. The last one gets a validation loss if `validate` is true, and
+// a status line if `show` is true.
 static void collect_steps(Run* run, bool validate, bool show) {
     StepState records[RECORDS]; // the results of the latest steps, which the device has stored (record_step)
     const int64_t logged = run->state.step;
@@ -2089,15 +1817,11 @@ static void collect_steps(Run* run, bool validate, bool show) {
     const double ended = now();
     const double elapsed = ended - run->steps_began;
     const double val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
-    // The validation loss is rounded as in log.csv, from which a resumed run reads it (open_log). So a resumed run
-    // makes the same decision about best.bin as a run without a pause.
+    // Rounded as in log.csv, from which a resumed run reads it. So it makes the same decision about best.bin.
     run->val_loss = atof(text("%.9g", val).c_str());
 
     const double count = (double)(run->issued - logged);
-    // per_step is a mean over recent steps. Each new step has a weight of 0.1 in it, and the mean so far has a weight
-    // of 0.9. So if ten steps are logged together, the mean so far keeps a weight of 0.9^10 = 0.35. The first three
-    // steps are slower than the others. So if fewer than three steps were logged before this call, the mean so far is
-    // dropped.
+    // A running mean, in which each new step has a weight of 0.1. The first three steps are slower: they are dropped.
     const double kept = logged < run->first_step + 3 ? 0 : std::pow(0.9, count);
     run->per_step = kept * run->per_step + (1 - kept) * elapsed / count;
     run->seconds += elapsed;
@@ -2120,14 +1844,12 @@ static void collect_steps(Run* run, bool validate, bool show) {
     run->steps_began = now();
 }
 
-// Finds out whether the last checkpoint of a finished run is good, if that is needed. Old checkpoints are removed only
-// when a good step has followed the newest checkpoint. So if there are too many checkpoints now, one more step is done.
-// The weights after this step are not saved.
+// Old checkpoints are removed only when a good step has followed the newest one. So if a finished run has too many
+// checkpoints, it does one more step. The weights after this step are not saved.
 static void prove_last_checkpoint(Run* run) {
     const int keep = run->config.keep_checkpoints;
     const bool too_many = !world.rank && keep && (int)run->folder.list().size() > keep;
-    // Only rank 0 has opened the folder. But all ranks must do the step together, because they exchange gradients. So
-    // rank 0 tells the other ranks whether the step is needed.
+    // Only rank 0 has opened the folder. But all ranks must do the step together, because they exchange gradients.
     if (!any_rank("the question whether a checkpoint is to spare", too_many)) return;
     if (!train_step(&run->trainer, run->issued)) return;
     StepState after;
@@ -2136,8 +1858,7 @@ static void prove_last_checkpoint(Run* run) {
 }
 
 // Returns whether one more step is needed before a stopped run can end. With --keep_best, the last checkpoint needs a
-// validation loss. The validation loss is measured when a step is logged. So if all steps are logged already, and the
-// last of them has no validation loss, the run does one more step.
+// validation loss, which is measured only when a step is logged.
 static bool lacks_validation(const Run& run) {
     const Config& c = run.config;
     const bool all_logged = run.state.step == run.issued;
@@ -2145,11 +1866,8 @@ static bool lacks_validation(const Run& run) {
     return c.keep_best && run.stop && unsaved && std::isnan(run.val_loss) && run.issued < c.max_steps;
 }
 
-// Returns whether a signal ends the run. Several ranks must stop after the same step. So they exchange messages to
-// agree on this step. The messages take time, so they are sent only every STEPS_AGREED steps, and once for each of
-// these steps. (If they were sent once more after the same step, some ranks might have logged this step by then,
-// because run_step also logs steps when the rank's own clock says that a new status line is due. Then only these ranks
-// would do one more step: lacks_validation.)
+// Ranks must stop after the same step, so they ask each other, every STEPS_AGREED steps and once for a step. If they
+// asked twice, some might have logged the step by then, and only these would do one more (lacks_validation).
 static bool is_stopped(Run* run) {
     const bool is_due = run->issued % STEPS_AGREED == 0 && run->issued != run->asked_step;
     if (world.size == 1 || is_due) run->stop = any_rank("the question whether to stop", stop_signal);
@@ -2157,26 +1875,18 @@ static bool is_stopped(Run* run) {
     return run->stop;
 }
 
-// Does one turn of the loop: issues a step, and then does all that is due, such as a checkpoint. If nothing is due, the
-// host does not wait until the step is done.
+// Issues a step, and then does all that is due. If nothing is due, the host does not wait until the step is done.
 static void run_step(Run* run) {
     const Config& c = run->config;
     if (!train_step(&run->trainer, run->issued)) return; // unreadable images end the run (data_error, in train)
     run->issued++;
     const int64_t step = run->issued;
     const bool last = is_stopped(run) || step >= c.max_steps;
-    // A new status line shall appear every ten seconds or so. So if the last line would be more than ten seconds old
-    // when four more steps have ended, a new line is printed now, even if --log_interval asks for fewer lines. The four
-    // steps are a margin: a line is printed only when its step has ended.
+    // A status line shall appear every ten seconds or so. It waits for the end of its step: four steps are a margin.
     const bool slow = now() - run->status_shown + 4 * run->per_step > 10;
-    // Returns whether something is due that happens after every `interval` steps, and after the last step. If interval
-    // is 0, it never happens.
     auto due = [&](int interval) { return interval && (step % interval == 0 || last); };
-    // Returns whether a file is due that is written after every `interval` steps, and after the last step. After a
-    // skipped step, or on a full disk, the file is not written. Then it stays due until it is written. written: the
-    // step of the newest file of this kind.
+    // A file that is not written, after a skipped step or on a full disk, stays due. written: the newest one's step.
     auto file_due = [&](int interval, int64_t written, const Retries& retries) {
-        // The divisions round down: is_behind is true if a multiple of `interval` lies in written + 1 .. step.
         const bool is_behind = interval && step / interval > written / interval;
         return interval && (last || (is_behind && step >= retries.next_step));
     };
@@ -2184,19 +1894,16 @@ static void run_step(Run* run) {
     const bool snapshot = file_due(c.ema_snapshots, run->snapshot_step, run->snapshot_retries);
     const bool show = slow || due(c.log_interval);
     const bool draw = due(c.sample_interval) && !last; // finish_complete draws the last grid
-    // With --keep_best, every checkpoint needs a validation loss. A grid may be followed by a checkpoint: if a signal
-    // comes while the grid is drawn, the run ends, and its last checkpoint is of this step.
+    // With --keep_best every checkpoint needs a validation loss, also the last one if a signal comes during the grid.
     const bool wants_val_loss = due(c.val_interval) || (c.keep_best && (save || draw));
     const bool validate = run->val.count && wants_val_loss;
     const bool records_full = step - run->state.step >= STEPS_AHEAD;
     if (!show && !save && !validate && !draw && !snapshot && !records_full) return;
 
     collect_steps(run, validate, show || validate);
-    // If the newest step was skipped, the weights may be broken, so they are not saved. Files stay due (file_due), but
-    // the grid of this step is left out.
+    // If the newest step was skipped, the weights may be broken. Files stay due, but this step's grid is left out.
     if (run->state.bad_in_row) return;
-    // The snapshot comes first. If the process is killed between the two files, the resumed run goes on from an earlier
-    // checkpoint, comes to this step again, and writes the snapshot again.
+    // The snapshot comes first. If the process is killed between the two files, the resumed run writes it again.
     if (snapshot) save_snapshot(run);
     if (save) save_checkpoint(run);
     if (draw) save_grid(run);
@@ -2204,14 +1911,14 @@ static void run_step(Run* run) {
     run->steps_began = now(); // so the time that writing took is not part of a step's time
 }
 
+// --------------- TRAINING SECTION END -------------------
+
 // ---------------------------------------------------------------------------------------------------------------------
 // --- train and main: a whole run, from the command line to the exit code
 
-// Does a whole run. data: the training data. output: the folder of --output_dir, if it exists. resume: the path of the
-// checkpoint to go on from; "": the run is new. start: that checkpoint. In a new run, start is the file of --init;
-// without --init its size is 0.
-// Returns the program's exit code. After a signal the exit code is 128 + the number of the signal, as in a shell. So
-// the command "./train_unet && next" does not start `next` with a model that is half trained.
+// Does a whole run. resume: the checkpoint to go on from, or "". start: that checkpoint or, in a new run, the file of
+// --init (size 0: none). Returns the exit code. After a signal it is 128 + the signal's number, as in a shell. So in
+// "./train_unet && next", `next` does not start with a model that is half trained.
 static int train(const Config& c, const Dataset& data, Folder output, const std::string& resume,
                  const ModelFile& start) {
     // First find errors in the settings, before the program allocates memory or writes a file.
@@ -2221,16 +1928,13 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
     Run run{c, make_trainer(c, data), val, output};
     if (!begin_run(&run, data, resume, start)) return 0; // all steps are done already
 
-    // The loop over the steps. (run_step, too, asks is_stopped. For the same step, ranks exchange messages only once.)
     run.steps_began = now();
     while (run.issued < c.max_steps && !is_stopped(&run) && data_error(run).empty()) run_step(&run);
     if (lacks_validation(run) && data_error(run).empty()) run_step(&run);
-    // Some steps may not be logged yet, for example after a signal.
     const bool validate = c.keep_best && data_error(run).empty();
     if (run.state.step < run.issued) collect_steps(&run, validate, validate);
     // A signal may have come after the last step was issued. Then the run ends without its last grid.
     if (!run.stop) run.stop = any_rank("the end of the steps", stop_signal);
-    // At the end: write the last files, print the last line, and write the rows and pictures that wait for the disk.
     save_at_the_end(&run);
     end_line(&run);
     if (run.stop || !data_error(run).empty()) finish_stopped(&run); // after an error of the data, this does not return
@@ -2244,9 +1948,7 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
     return run.stop ? 128 + run.stop : 0;
 }
 
-// Does all that the program does, and returns its exit code.
 static int run_program(int argc, char** argv) {
-    // Read the command line, and find out how many processes there are.
     start_process(argv);
     find_ranks();
     Config c;
@@ -2265,15 +1967,13 @@ static int run_program(int argc, char** argv) {
     std::string resume;
     if (!world.rank) {
         output = open_folder(c.output_dir);
-        // This ends the program at once if another run trains in the folder. A new folder is made and locked later
-        // (take_folder).
+        // Ends the program if another run trains in the folder. A new folder is locked later (take_folder).
         if (!c.sample) lock_folder(output, false);
         resume = resume_path(c, output);
     }
     resume = broadcast_host("the choice of a checkpoint", resume);
     if (!world.rank && c.sample) samples = open_output(c, resume);
 
-    // The model file, the preset and the data file fill in what the command line leaves open.
     const bool resumes = !resume.empty();
     ModelFile model;
     if (resumes || !c.init.empty()) model = open_model(resumes ? resume : c.init);
@@ -2289,8 +1989,7 @@ static int run_program(int argc, char** argv) {
         if (!model.size) die("--sample %d: needs --init FILE, a model to sample from", c.sample);
         const std::string error = check_model(&c);
         if (!error.empty()) refuse(where + error);
-        // Ranks are compared before their devices are joined: the comparison needs only the hosts' connections
-        // (unet/host/ranks.h).
+        // Ranks are compared before their devices are joined: that needs only the hosts' connections.
         compare_ranks(c, model.path);
         join_devices(directly);
         sample_and_stop(c, samples, model);
@@ -2300,8 +1999,7 @@ static int run_program(int argc, char** argv) {
     // A run: its data, all checks, and then the training.
     take_data_dir(&c, resumes, where);
     check_run(&c, where);
-    // If the data decided which preset is used, complete_config has opened the data file already. (The images of a
-    // training step are read later, in load_batch.)
+    // If the data decided which preset is used, complete_config has opened the data file already.
     if (!data.size) data = open_dataset(c.data_file);
     open_pictures(&data, "cond_file", c.cond_file);
     take_data_shape(&c, data, where);
