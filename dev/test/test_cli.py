@@ -479,8 +479,8 @@ def test_numbers_that_fit_no_int(refused: Callable, data: Path, words: list[str]
 
 def test_data_and_flags_that_do_not_fit(refused: Callable, data: Path, make_data: Callable) -> None:
     plain = make_data("plain.bin", make_images())
-    refused([*TINY, "--data_file", data, "--image_size", "8x12"], "--image_size")
-    refused([*TINY, "--data_file", data, "--in_channels", "3"], "--in_channels")
+    refused([*TINY, "--data_file", data, "--image_size", "8x12"], data)
+    refused([*TINY, "--data_file", data, "--in_channels", "3"], data)
     for size in (64, 16, 12):  # attention at 8 does not occur in all of them, which nobody asked for
         assert "attention" not in refused(["--preset", "fashion32", "--data_file", data, "--image_size", size], "--image_size")
     refused([*TINY, "--data_file", data, "--class_cond", "True", "--num_classes", "2"], "--num_classes")
