@@ -487,7 +487,7 @@ def test_data_and_flags_that_do_not_fit(refused: Callable, data: Path, make_data
     refused([*TINY, "--data_file", plain, "--class_cond", "True"], "--class_cond")
     refused([*TINY, "--data_file", plain, "--class_cond", "True", "--num_classes", "5"], "--class_cond", "plain.bin")
     refused([*TINY, "--data_file", "none.bin"], "none.bin")
-    refused([*TINY, "--data_file", "."], "--data_file")
+    refused([*TINY, "--data_file", "."])
     refused([*TINY, "--data_file", data, "--output_dir", plain], plain)
     refused([*TINY, "--data_file", "./" * 255 + "plain.bin"], "--data_file")  # a checkpoint could not hold it
     odd = make_data("odd.bin", make_images(4, 1, 30, 30))  # nobody asked for attention at 7

@@ -491,6 +491,7 @@ def test_cifar10_batches(tmp_path, capsys):
     images, labels, num_classes = read_data(str(output))
     assert np.array_equal(images.reshape(5, -1), records[:, 1:])
     assert labels.tolist() == [6, 9, 9, 4, 0] and num_classes == 10
+    capsys.readouterr()
     for damaged in (records.tobytes()[:-1], b"", b"\x0a" + records.tobytes()[1:]):
         (tmp_path / "1.bin").write_bytes(damaged)
         assert "1.bin" in fails(capsys, "--cifar10", tmp_path / "1.bin", "--output_name", output)
