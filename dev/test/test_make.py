@@ -151,7 +151,7 @@ def test_a_mac(make: Callable, tmp_path: Path) -> None:
     (tmp_path / "uname").write_text('#!/bin/sh\n[ "$1" = -m ] && echo arm64 || echo Darwin\n')
     (tmp_path / "uname").chmod(0o755)
     done = make("train_unet_cpu")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "brew install libomp" in done.stderr
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "libomp" in done.stderr
     for words in (["train_unet_cpu"], ["-C", "dev", "silu"]):
         told = make(*words, f"LIBOMP={tmp_path}").stdout
         assert f" -Xclang -fopenmp -I{tmp_path}/include -L{tmp_path}/lib -lomp " in told and " -mcpu=native " in told and "-march" not in told

@@ -843,13 +843,13 @@ def test_the_twin_notices_other_pictures(trainer: Trainer, tmp_path: Path, monke
     words = ["--preset", "fashion32", *PETS, "--in_channels", "1", "--num_channels", "32", "--attention_resolutions", "", "--batch_size", "2"]
     words += ["--sample_interval", "0", "--device", "cpu"]
     assert train_unet.run([*words, "--max_steps", "1"]) == 0
-    resume = ["--resume_checkpoint", "auto", "--sample_interval", "0", "--device", "cpu", "--max_steps"]
-    assert train_unet.run([*resume, "2"]) == 0
+    resume = ["--resume_checkpoint", f"out/{model_name(1)}", "--sample_interval", "0", "--device", "cpu", "--max_steps", "2", "--output_dir"]
+    assert train_unet.run([*resume, "on"]) == 0
     assert convert("--data_dir", "pets", "--output_name", "same.bin", "--image_size", 8, "--channels", 1) == 0
-    assert read_model(f"out/{model_name(2)}").state.data_crc == data_files.open_data("same.bin").crc
+    assert read_model(f"on/{model_name(2)}").state.data_crc == data_files.open_data("same.bin").crc
     save(tmp_path / "pets/cat/1.png", RED)
     with pytest.raises(train_unet.UserError, match="pets"):
-        train_unet.run([*resume, "3"])
+        train_unet.run([*resume, "again"])
 
 
 def test_train_unet_passes_on_what_is_wrong_with_pictures(trainer: Trainer, tmp_path: Path) -> None:
