@@ -1,10 +1,9 @@
-"""The command line: help, presets, defaults that come from the data, and every kind of value that cannot work."""
+"""The command line: presets, defaults that come from the data, and every kind of value that cannot work."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
-import fcntl
 import gzip
 import io
 import os
@@ -13,10 +12,8 @@ import resource
 import select
 import shutil
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -51,61 +48,23 @@ from common.data_files import open_data
 from common.flags import MANY_IMAGES, NOT_HERE, PRESETS, TABLE, Own, format_value
 from common.formats import read_model
 
-FLAGS = """image_size in_channels patch_size num_channels num_res_blocks channel_mult attention_resolutions num_heads num_head_channels
-    num_heads_upsample dropout class_cond num_classes learn_sigma use_scale_shift_norm resblock_updown conv_resample
-    use_new_attention_order max_period diffusion_steps noise_schedule sampler timestep_respacing eta clip_denoised max_steps batch_size
-    microbatch lr lr_schedule optimizer weight_decay adam_beta1 adam_beta2 adam_eps grad_clip warmup_steps ema_rate max_bad_steps seed data_file data_dir
-    random_flip val_data_file val_interval init resume_checkpoint output_dir save_interval keep_checkpoints keep_best sample_interval num_samples
-    log_interval sample output use_ema preset class_dropout rescale_timesteps objective predict predict_xstart min_snr_gamma vlb_weight
-    rescale_learned_sigmas use_kl sigma_small sigma_data P_mean P_std ect_frame ect_q
-    ect_k ect_b ect_d ect_c ect_weight mid_t sigma_min sigma_max rho S_churn S_min S_max S_noise dynamic_threshold
-    classes guidance_scale guidance_min guidance_max noise_seed use_checkpoint use_fp16 device lr_anneal_steps schedule_sampler fp16_scale_growth""".split()
-
-
-def test_help_lists_every_flag(run: Callable) -> None:
-    text = run(["--help"]).out
-    listed = re.findall(r"^  --(\w+) ", text, re.MULTILINE)
-    assert sorted(FLAGS) == sorted(set(listed) & set(FLAGS)), set(FLAGS) - set(listed)
-    ours = ["quick32", "quick64", "photos32", "fashion32", "emoji64", "unet64", "cifar10", "latent32"]
-    for preset in (*ours, "adm", "adm64", "adm128", "adm256", "lsun256", "adm64_256", "adm128_512"):
-        assert re.search(rf"^  {preset} .*--num_channels \d+ .*--lr ", text, re.MULTILINE)
-    assert run(["-h"]).out == text
-
-
-def test_help_shows_every_default(run: Callable) -> None:
-    """Zeros and empty ones too, and what the preset that is taken without --preset has instead."""
-    text = run(["--batch_size", "7", "--help"]).out
-    shown = dict(re.findall(r"^  --(\w+) .*\[(.*)\]$", text, re.MULTILINE))
-    assert shown.keys() == set(re.findall(r"^  --(\w+) ", text, re.MULTILINE))
-    assert shown["dropout"] == shown["sample"] == shown["seed"] == "0" and shown["classes"] == '""' and shown["random_flip"] == "False"
-    preset = re.search(r"^Presets: without --preset (\w+)", text, re.MULTILINE)[1]
-    settings = dict(re.findall(r"--(\w+) (\S+)", re.search(rf"^  {preset} (.*)", text, re.MULTILINE)[1]))
-    assert settings.keys() == {name for name, value in shown.items() if f"; {preset}: " in value}
-    for name, value in settings.items():
-        told = shown[name].split(f"; {preset}: ")[1]
-        assert told == value or float(told) == float(value)
-    assert shown["batch_size"].startswith("16") and shown["lr"].startswith("0.001; ")
-
 
 def test_both_programs_read_one_table(run: Callable) -> None:
-    """What common/flags.py makes of unet/flags.h is what the compiler makes of it: names and their order, headings, defaults, words, limits."""
+    """What common/flags.py makes of unet/flags.h is what the compiler makes of it: names and their order, defaults, words, limits."""
     text = run(["--help"]).out.partition("\nPresets")[0]
     listed = dict(re.findall(r"^  --(\w+) (.*)", text, re.MULTILINE))
     assert [name for name, *_ in TABLE] == list(listed)
-    parts = re.split(r"\n\n(\w[\w ]*)\n(?=  --)", text)
-    headings = {name: heading for heading, part in zip(parts[1::2], parts[2::2]) for name in re.findall(r"^  --(\w+)", part, re.MULTILINE)}
     for name, type_, flag in TABLE:
-        assert listed[name].strip().startswith(flag.metadata["help"]) and headings[name] == flag.metadata["heading"]
         default = re.search(r"\[([^\]]*?)(; .*)?\]$", listed[name])[1].replace('""', "")
         assert default == format_value(name, flag.default) or float(default) == flag.default, name
         if flag.metadata["words"]:
-            assert f"({'|'.join(flag.metadata['words'])})" in listed[name]
+            assert all(word in listed[name] for word in flag.metadata["words"])
         if type_ in ("int", "float"):
             low, high = flag.metadata["limits"]
-            form = ".0f" if type_ == "int" else "g"
-            assert f"from {low:{form}} to {high:{form}}" in run([f"--{name}", "x"], code=1).err
+            form, told = ".0f" if type_ == "int" else "g", run([f"--{name}", "x"], code=1).err
+            assert f"{low:{form}}" in told and f"{high:{form}}" in told
     assert train_unet.FLAGS.keys() == {name for name, *_ in TABLE} - set(NOT_HERE) | {f.name for f in dataclasses.fields(Own)}
-    with pytest.raises(train_unet.UserError, match="--bench: .*dev/benchmarks/bench_torch.py"):
+    with pytest.raises(train_unet.UserError, match="--bench"):
         train_unet.parse_flags(["--bench", "20"], train_unet.FLAGS)
 
 
@@ -141,8 +100,7 @@ def test_a_word_without_a_meaning_is_a_sentence(with_unheard_words: Path, data: 
         words = [*command, *flags(TINY, "--data_file", data, "--max_steps 1", given)]
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
         flag = next(word for word, value in zip(given.split(), given.split()[1:]) if value == "unheard")
-        assert done.returncode == 1 and f"{flag} unheard: a part of this program does not know that word yet" in done.stderr, done
-        assert done.stderr.count("\n") == 1, done
+        assert done.returncode == 1 and f"{flag} unheard" in done.stderr and done.stderr.count("\n") == 1, done
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
 
@@ -193,10 +151,7 @@ def test_the_preset_by_the_size_of_the_images(run: Callable, make_data: Callable
     (height, width, more), (preset, patch) = case, BY_SIZE[case]
     file = make_data("d.bin", make_images(4, 3, height, width))
     out = run(["--data_file", file, *more.split(), "--max_steps", 1, "--sample_interval", 0, "--batch_size", 1]).out
-    assert f"preset {preset}: " in out
-    said = "preset emoji64 draws better pictures than fashion32, but does not fit: --image_size 100: must be a multiple of 16"
-    assert (said in out) == (height == 100)
-    assert (f", in squares of {patch}x{patch} pixels" in out) == (patch > 0)
+    assert f"preset {preset}" in out
     trained = read_model(str(tmp_path / "out" / model_name(1))).config
     assert (trained.patch_size, trained.image_size) == (patch, (height, width))
     given = train_unet.parse_flags(["--data_file", str(file), "--device", "cpu", *more.split()], train_unet.FLAGS)
@@ -233,8 +188,7 @@ def test_the_flags_by_the_labels_and_the_number_of_images(run: Callable, make_da
     file = make_data("d.bin", make_images(count, 1, 32, 48), *((np.arange(count) % 3, 3) if labels else ()))
     small = "--num_channels 32 --channel_mult 1,1 --attention_resolutions 8 --max_steps 1 --sample_interval 0 --batch_size 1 --warmup_steps 0"
     words = ["--data_file", str(file), *small.split(), *more.split()]
-    told = run(words).out
-    assert ("classes: none, because the data has no labels" in told) == (not labels)
+    run(words)
     trained = read_model(str(tmp_path / "out" / model_name(1))).config
     config = make_config(train_unet.parse_flags([*words, "--device", "cpu"], train_unet.FLAGS), open_data(str(file)))
     assert (config.class_cond, config.class_dropout, config.guidance_scale, config.min_snr_gamma) == (wanted[0], np.float32(wanted[1]), *wanted[2:])
@@ -256,8 +210,8 @@ def test_the_preset_of_a_folder() -> None:
 @pytest.mark.parametrize("name", ["data_dir", "data_file", "init"])
 def test_an_empty_path_is_no_default(run: Callable, name: str) -> None:
     """As a script gives it whose variable is not set: the program does not train on its own data then."""
-    assert f"--{name}: is empty; give a path" in run([f"--{name}", "", "--max_steps", 1], code=1).err
-    with pytest.raises(train_unet.UserError, match=f"--{name}: is empty; give a path"):
+    assert f"--{name}" in run([f"--{name}", "", "--max_steps", 1], code=1).err
+    with pytest.raises(train_unet.UserError, match=f"--{name}"):
         train_unet.run([f"--{name}", "", "--max_steps", "1"])
 
 
@@ -303,13 +257,10 @@ def test_a_preset_with_classes(
     file = make_data("d.bin", make_images(8, 1, 32, 32), *((np.arange(8) % 3, 3) if labels else ()))
     words = [*(["--preset", "quick32"] if labels else []), *given.split()]
     if not labels:
-        assert "use --class_cond False" in run(["--preset", "quick32", "--data_file", file], code=1).err
-        with pytest.raises(
-            train_unet.UserError, match="--class_cond True: .*d.bin has no labels; use data that has, or, for a new model, --class_cond False"
-        ):
+        assert "--class_cond" in run(["--preset", "quick32", "--data_file", file], code=1).err
+        with pytest.raises(train_unet.UserError, match="--class_cond"):
             open_data(str(file)).check(make_config({"preset": "quick32", "num_classes": 3}))
-    told = run([*words, "--data_file", file, "--max_steps", 3, "--batch_size", 1, "--sample_interval", 0]).out
-    assert ("classes: none, because the data has no labels" in told) == (not labels)
+    run([*words, "--data_file", file, "--max_steps", 3, "--batch_size", 1, "--sample_interval", 0])
     header = read_checkpoint(tmp_path / "out/model_0000003.bin").header
     assert (header[14], header[15], header[50:51].view("<f4")) == (classes > 0, classes, np.float32(class_dropout))
     config = make_config(train_unet.parse_flags([*words, "--data_file", str(file), "--device", "cpu"], train_unet.FLAGS), open_data(str(file)))
@@ -321,8 +272,7 @@ def test_a_preset_with_classes(
     guided = class_dropout > 0 and "ect" not in given
     # Of three steps, only the second one begins at a sigma where the preset guides: at 2.5. A --guidance_scale of one's own acts in all of them.
     sample = ["--preset", "quick32", "--sample", 1, "--init", f"out/{model_name(3)}", "--use_ema", "False", "--timestep_respacing", 3]
-    said = "1 images with heun, churn 20, guidance 2 where sigma is 0.2 to 5, 5 evaluations" if guided else "1 images with "
-    assert said in run([*sample, "--output", "s.bin"]).out
+    run([*sample, "--output", "s.bin"])
     run([*sample, "--output", "one.bin", "--guidance_scale", 1])
     assert np.array_equal(read_samples(tmp_path / "s.bin"), read_samples(tmp_path / "one.bin")) == (not guided)
     if guided:
@@ -341,7 +291,7 @@ def test_edm_with_a_preset_for_ddpm(run: Callable, data: Path, tmp_path: Path) -
     given = ["--preset", "emoji64", "--objective", "edm", *small.split(), "--data_file", data, "--image_size", "8x8", "--in_channels", "1"]
     run([*given, "--output_dir", tmp_path / "out"])
     done = run([*given, "--predict", "v", "--output_dir", tmp_path / "out2"], code=1)
-    assert "--predict v: is for --objective ddpm" in done.err
+    assert "--predict" in done.err
     for preset in ("emoji64", "adm64"):
         config = make_config({"preset": preset, "objective": "edm"})
         assert (config.predict, config.min_snr_gamma, config.learn_sigma) == ("eps", 0, False)
@@ -386,7 +336,7 @@ def test_recipes_run_as_published(run: Callable, refused: Callable, data: Path, 
     }
     for flag, value in (defaults | published).items():
         assert train_unet.format_value(flag, getattr(config, flag)) == train_unet.format_value(flag, value), flag
-    refused([*words, "--data_dir", "path/to/images"], "--data_dir path/to/images: ", "No such file")
+    refused([*words, "--data_dir", "path/to/images"], "path/to/images")
 
     both = [
         "--preset",
@@ -397,8 +347,7 @@ def test_recipes_run_as_published(run: Callable, refused: Callable, data: Path, 
     ]
     at = both.index("--lr_anneal_steps") if "--lr_anneal_steps" in both else 0
     both = [*both[:at], "--lr_anneal_steps", "2", *both[at + 2 :]] if at else [*both, "--max_steps", "2"]
-    out = run(both).out
-    assert ("no loss scale" in out) == ("fp16_scale_growth" in RECIPES[name])
+    run(both)
     header = read_checkpoint(tmp_path / "out" / model_name(2)).header
     twins = make_config(train_unet.parse_flags(both, train_unet.FLAGS), opened := train_unet.open_data(str(data)))
     weights = np.zeros(train_unet.parameter_count(twins), np.float32)
@@ -411,194 +360,92 @@ def test_recipes_run_as_published(run: Callable, refused: Callable, data: Path, 
 
 
 def test_what_other_programs_have(refused: Callable, data: Path) -> None:
-    """guided-diffusion's other scripts: each ends in a sentence that says what there is instead."""
-    classifier = "--iterations 300000 --anneal_lr True --batch_size 256 --lr 3e-4 --save_interval 10000 --weight_decay 0.05 --image_size 128"
-    for words, told in {
-        classifier: "no classifiers here",
-        "--classifier_attention_resolutions 32,16,8 --classifier_depth 2": "--guidance_scale",
-        "--base_samples 64_samples.npz --large_size 256": "--cond_file",
-        "--large_size 256 --learn_sigma True": "an upsampler needs both",
-        "--small_size 60 --large_size 256": " 60: must divide --large_size 256",
-        "--small_size 64 --large_size 256 --cond gray": "means --cond lowres:4",
-        "--model_path model.pt --use_ddim True": "generate.py",
-        "--lr_anneal_steps 100 --max_steps 200": "means --max_steps 100",
-        "--lr_anneal_steps 100 --lr_schedule cosine": "means --lr_schedule linear",
-    }.items():
-        name = words.split(" ")[0]
-        assert name in refused([*words.split(" "), "--data_file", data], told)
-        with pytest.raises(train_unet.UserError, match=f"{name}.*{told}"):
-            make_config(train_unet.parse_flags(words.split(" "), train_unet.FLAGS))
-    for words in "--timestep_respacing 0,0", "--ema_rate 0.9,1.1", "--ema_rate 1,1,1,1,1,1,1,1,1", "--ema_rate ,":
-        refused([*words.split(" "), "--data_file", data], words)
-        with pytest.raises(train_unet.UserError, match=words.split(" ")[0]):
-            make_config(train_unet.parse_flags(words.split(" "), train_unet.FLAGS))
+    """guided-diffusion's other scripts, and lists of which one entry cannot work: each ends in a sentence that names the flag, in both programs."""
+    for words in (
+        "--iterations 300000 --anneal_lr True --batch_size 256 --lr 3e-4 --save_interval 10000 --weight_decay 0.05 --image_size 128",
+        "--classifier_attention_resolutions 32,16,8 --classifier_depth 2",
+        "--base_samples 64_samples.npz --large_size 256",
+        "--large_size 256 --learn_sigma True",
+        "--small_size 60 --large_size 256",
+        "--small_size 64 --large_size 256 --cond gray",
+        "--model_path model.pt --use_ddim True",
+        "--lr_anneal_steps 100 --max_steps 200",
+        "--lr_anneal_steps 100 --lr_schedule cosine",
+        *("--timestep_respacing 0", "--timestep_respacing 1001", "--timestep_respacing 0,501", "--timestep_respacing 0,0"),
+        *("--ema_rate 0.9,1.1", "--ema_rate 1,1,1,1,1,1,1,1,1", "--ema_rate ,"),
+    ):
+        name, *_ = given = words.split(" ")
+        refused([*given, "--data_file", data], name)
+        with pytest.raises(train_unet.UserError, match=name):
+            make_config(train_unet.parse_flags(given, train_unet.FLAGS))
 
 
 def test_a_part_that_keeps_no_step(run: Callable, data: Path) -> None:
     assert train_unet.space_timesteps(30, "3,0,2") == [0, 4, 9, 20, 29]  # as guided-diffusion's space_timesteps gives them
     run([*TINY, "--data_file", data, "--max_steps", 1])
     sample = ["--preset", "fashion32", "--sample", 1, "--init", f"out/{model_name(1)}"]
-    assert "5 evaluations" in run([*sample, "--timestep_respacing", "3,0,2"]).out
+    assert " 5 evaluations" in run([*sample, "--timestep_respacing", "3,0,2"]).out
 
 
-@pytest.mark.parametrize(
-    "args, words",
-    [
-        # what is no flag, or has no value
-        (["--batchsize", "4"], ["--batchsize", "did you mean --batch_size?", "--help"]),
-        (["--max_step=4"], ["--max_step: ", "did you mean --max_steps?"]),
-        (["--learningrate", "4"], ["--learningrate: there is no such flag; --help"]),
-        (["--profile", "20"], ["--profile: ", "dev/bench"]),
-        (["batch_size", "4"], ["batch_size", "--batch_size 16"]),
-        (["-batch_size", "4"], ["-batch_size"]),
-        (["--batch_size"], ["--batch_size", "missing"]),
-        (["--batch_size", "4", "--batch_size=4"], ["--batch_size", "twice"]),
-        (["--"], ["--"]),
-        (["--=4"], ["--"]),
-        # numbers
-        (["--batch_size", ""], ["--batch_size", "1 to 1000000"]),
-        (["--batch_size", "four"], ["--batch_size four", "1 to 1000000"]),
-        (["--batch_size", "4.5"], ["--batch_size 4.5", "whole"]),
-        (["--batch_size", "0"], ["--batch_size 0"]),
-        (["--batch_size", "-3"], ["--batch_size -3"]),
-        (["--batch_size", "4294967300"], ["--batch_size 4294967300"]),
-        (["--max_steps", "99999999999999999999"], ["--max_steps 99999999999999999999"]),
-        (["--seed", "-1"], ["--seed -1"]),
-        (["--device", "1"], ["--device 1", "CPU build"]),
-        (["--device", "-1"], ["--device -1", "0 to"]),
-        (["--lr", "fast"], ["--lr fast"]),
-        (["--lr", "nan"], ["--lr nan"]),
-        (["--lr", "inf"], ["--lr inf"]),
-        (["--lr", "-1e-3"], ["--lr -1e-3"]),
-        (["--lr", "1e-3x"], ["--lr 1e-3x"]),
-        (["--lr", "1e999"], ["--lr 1e999"]),
-        (["--lr", "0x1p-9"], ["--lr 0x1p-9"]),
-        (["--max_steps", "1_0"], ["--max_steps 1_0"]),
-        (["--channel_mult", "1,0x2"], ["--channel_mult 1,0x2"]),
-        (["--dropout", "1"], ["--dropout 1"]),
-        (["--ema_rate", "1.5"], ["--ema_rate 1.5"]),
-        (["--adam_beta2", "1"], ["--adam_beta2 1"]),
-        (["--adam_eps", "0"], ["--adam_eps 0"]),
-        (["--eta", "2"], ["--eta 2"]),
-        (["--max_bad_steps", "0"], ["--max_bad_steps 0"]),
-        # words
-        (["--class_cond", "maybe"], ["--class_cond maybe", "True or False"]),
-        (["--preset", "imagenet"], ["--preset imagenet", "fashion32", "unet64", "adm64"]),
-        (["--noise_schedule", "quadratic"], ["--noise_schedule quadratic", "linear", "cosine"]),
-        (["--noise_schedule", "linear|cosine"], ["--noise_schedule linear|cosine"]),
-        (["--sampler", ""], ["--sampler", "ddim", "ddpm"]),
-        (["--lr_schedule", "Cosine"], ["--lr_schedule Cosine", "cosine"]),
-        # the shape of the model
-        (["--num_channels", "48"], ["--num_channels 48", "64"]),
-        (["--num_channels", "16"], ["--num_channels 16", "32"]),
-        (["--channel_mult", "1,2,x"], ["--channel_mult 1,2,x"]),
-        (["--channel_mult", "1,,2"], ["--channel_mult 1,,2"]),
-        (["--channel_mult", "1,2,"], ["--channel_mult 1,2,"]),
-        (["--channel_mult", "1,1.3"], ["--channel_mult 1,1.3", "multiple of 32"]),
-        (["--channel_mult", "1,-1"], ["--channel_mult 1,-1"]),
-        (["--channel_mult", "1,nan"], ["--channel_mult 1,nan"]),
-        (["--channel_mult", "1,1e30"], ["--channel_mult 1,1e30", "32"]),
-        (["--channel_mult", "1,-1e30"], ["--channel_mult 1,-1e30", "32"]),
-        (["--channel_mult", "1,1,1,1,1,1,1,1,1"], ["--channel_mult", "8"]),
-        (["--channel_mult", "1,1,1,1,1"], ["--image_size 8", "16", "channel_mult"]),
-        (["--channel_mult", ""], ["--channel_mult", "1,2,2"]),
-        (["--attention_resolutions", "5"], ["--attention_resolutions 5", "8, 4"]),
-        (["--attention_resolutions", "4;8"], ["--attention_resolutions 4;8"]),
-        (["--attention_resolutions", "4,4,4,4,4,4,4,4,4"], ["--attention_resolutions", "8"]),
-        (["--num_head_channels", "24"], ["--num_head_channels 24", "32"]),
-        (["--num_head_channels", "0"], ["--num_head_channels 0", "32"]),
-        (["--num_head_channels", "-1", "--num_heads", "5"], ["--num_heads 5", "32"]),
-        (["--num_head_channels", "-1", "--num_heads_upsample", "5"], ["--num_heads_upsample 5", "32"]),
-        (["--num_head_channels", "-1", "--num_heads_upsample", "0"], ["--num_heads_upsample 0", "-1"]),
-        (["--image_size", "x8"], ["--image_size x8"]),
-        (["--image_size", "8x"], ["--image_size 8x"]),
-        (["--image_size", "8x8x8"], ["--image_size 8x8x8"]),
-        (["--image_size", "2"], ["--image_size 2", "4"]),
-        (["--image_size", "-8"], ["--image_size -8"]),
-        (["--image_size", "4294967304"], ["--image_size 4294967304", "4096"]),
-        (["--image_size", "9"], ["--image_size 9", "8", "multiple of 2"]),
-        (["--image_size", "10", "--patch_size", "2"], ["--image_size 10", "multiple of 4", "in patches", "8x8"]),
-        (["--in_channels", "3", "--patch_size", "5"], ["--patch_size 5", "75", "64"]),
-        (["--num_classes", "3", "--class_cond", "True", "--num_classes=3"], ["--num_classes", "twice"]),
-        # the diffusion and its samplers
-        (["--diffusion_steps", "1"], ["--diffusion_steps 1"]),
-        (["--diffusion_steps", "10"], ["--diffusion_steps 10", "linear"]),
-        (["--diffusion_steps", "20"], ["--diffusion_steps 20", "linear"]),
-        (["--timestep_respacing", "0"], ["--timestep_respacing 0"]),
-        (["--timestep_respacing", "1001"], ["--timestep_respacing 1001", "1000"]),
-        (["--timestep_respacing", "ddim400"], ["--timestep_respacing ddim400"]),
-        (["--timestep_respacing", "ddim"], ["--timestep_respacing ddim"]),
-        (["--timestep_respacing", "ddim25x"], ["--timestep_respacing ddim25x"]),
-        (["--timestep_respacing", "ten"], ["--timestep_respacing ten"]),
-        (["--timestep_respacing", "10,,20"], ["--timestep_respacing 10,,20"]),
-        (["--timestep_respacing", "10,-20"], ["--timestep_respacing 10,-20"]),
-        (["--timestep_respacing", "2.5"], ["--timestep_respacing 2.5"]),
-        (["--timestep_respacing", "1e30"], ["--timestep_respacing 1e30", "1000"]),
-        (["--timestep_respacing", "600,10"], ["--timestep_respacing 600,10", "500"]),
-        (["--objective", "score"], ["--objective score", "ddpm", "edm"]),
-        (["--predict", "noise"], ["--predict noise", "eps", "x0", "v"]),
-        (["--predict_xstart", "True", "--predict", "v"], ["--predict_xstart True", "--predict is v"]),
-        (["--use_fp16", "True", "--precision", "fp32"], ["--use_fp16 True", "--precision is fp32"]),
-        (["--use_fp16", "True"], ["--precision bf16", "CPU build"]),
-        (["--use_fp16", "False", "--precision", "bf16"], ["--use_fp16 False", "--precision is bf16"]),
-        (["--rescale_learned_sigmas", "True", "--vlb_weight", "1"], ["--rescale_learned_sigmas", "--vlb_weight"]),
-        (["--objective", "edm", "--predict", "x0"], ["--predict", "--objective ddpm"]),
-        (["--objective", "edm", "--learn_sigma", "True"], ["--learn_sigma", "--objective ddpm"]),
-        (["--objective", "edm", "--use_kl", "True"], ["--use_kl", "--objective ddpm"]),
-        (["--objective", "edm", "--min_snr_gamma", "5"], ["--min_snr_gamma", "--objective ddpm"]),
-        (["--objective", "edm", "--rescale_timesteps", "True"], ["--rescale_timesteps", "--objective ddpm"]),
-        (["--objective", "edm", "--sigma_data", "0"], ["--sigma_data 0"]),
-        (["--use_kl", "True", "--min_snr_gamma", "5"], ["--min_snr_gamma", "--use_kl"]),
-        (["--min_snr_gamma", "-1"], ["--min_snr_gamma -1"]),
-        (["--class_dropout", "0.1"], ["--class_dropout 0.1", "--class_cond True"]),
-        (["--classes", "1"], ["--classes 1", "not conditioned"]),
-        (["--classes", "1,x", "--class_cond", "True"], ["--classes 1,x", "3,5"]),
-        (["--classes", "1,3", "--class_cond", "True"], ["--classes 1,3", "0 to 2"]),
-        (["--classes", "0.5", "--class_cond", "True"], ["--classes 0.5", "0 to 2"]),
-        (["--guidance_scale", "3"], ["--guidance_scale 3", "--class_dropout"]),
-        (["--guidance_min", "3", "--guidance_max", "2"], ["--guidance_min 3", "above --guidance_max 2"]),
-        (["--guidance_scale", "3", "--class_cond", "True"], ["--guidance_scale 3", "--class_dropout"]),
-        (["--sigma_min", "1", "--sigma_max", "0.5"], ["--sigma_min 1", "--sigma_max 0.5"]),
-        (["--sampler", "dpmpp_2m", "--S_churn", "10"], ["--S_churn 10", "heun"]),
-        (["--dynamic_threshold", "1.5"], ["--dynamic_threshold 1.5"]),
-        (["--noise_seed", "-2"], ["--noise_seed -2"]),
-        # the run
-        (["--microbatch", "3"], ["--microbatch 3", "--batch_size 4"]),
-        (["--microbatch", "8"], ["--microbatch 8", "--batch_size 4"]),
-        (["--output_dir", ""], ["--output_dir"]),
-        (["--precision", "bf16"], ["--precision bf16", "fp32"]),
-        (["--init", "a.bin", "--resume_checkpoint", "b.bin"], ["--init", "--resume_checkpoint"]),
-        (["--resume_checkpoint", "latest"], ["--resume_checkpoint latest", "out"]),
-        (["--sample", "4"], ["--sample 4", "--init"]),
-        (["--val_data_file", "missing.bin"], ["missing.bin"]),
-        (["--init", "missing.bin"], ["missing.bin"]),
-    ],
-    ids=lambda v: " ".join(v) if isinstance(v, list) else None,
-)
-def test_what_cannot_work_is_refused(refused: Callable, data: Path, args: list[str], words: list[str]) -> None:
-    """In one sentence with the flag, the value and what would work; nothing is created."""
-    if len(args) % 2 == 0 and "twice" not in words and all(name.startswith("--") and "=" not in name for name in args[::2]):
+# What cannot work, and where that is not the first flag, the flag or the file to be named
+REFUSED = [
+    # what is no flag, or has no value
+    "--batchsize 4", "--max_step=4", "--learningrate 4", "--profile 20", "batch_size 4", "-batch_size 4", "--batch_size",
+    "--batch_size 4 --batch_size=4", "--", "--=4",
+    # numbers
+    "--batch_size ", "--batch_size four", "--batch_size 4.5", "--batch_size 0", "--batch_size -3", "--batch_size 4294967300",
+    "--max_steps 99999999999999999999", "--seed -1", "--device 1", "--device -1", "--lr fast", "--lr nan", "--lr inf", "--lr -1e-3", "--lr 1e-3x",
+    "--lr 1e999", "--lr 0x1p-9", "--max_steps 1_0", "--channel_mult 1,0x2", "--dropout 1", "--ema_rate 1.5", "--adam_beta2 1", "--adam_eps 0",
+    "--eta 2", "--max_bad_steps 0",
+    # words
+    "--class_cond maybe", "--preset imagenet", "--noise_schedule quadratic", "--noise_schedule linear|cosine", "--sampler ", "--lr_schedule Cosine",
+    # the shape of the model
+    "--num_channels 48", "--num_channels 16", "--channel_mult 1,2,x", "--channel_mult 1,,2", "--channel_mult 1,2,", "--channel_mult 1,1.3",
+    "--channel_mult 1,-1", "--channel_mult 1,nan", "--channel_mult 1,1e30", "--channel_mult 1,-1e30", "--channel_mult 1,1,1,1,1,1,1,1,1",
+    ("--channel_mult 1,1,1,1,1", "--image_size"), "--channel_mult ", "--attention_resolutions 5", "--attention_resolutions 4;8",
+    "--attention_resolutions 4,4,4,4,4,4,4,4,4", "--num_head_channels 24", "--num_head_channels 0",
+    ("--num_head_channels -1 --num_heads 5", "--num_heads"), ("--num_head_channels -1 --num_heads_upsample 5", "--num_heads_upsample"),
+    ("--num_head_channels -1 --num_heads_upsample 0", "--num_heads_upsample"), "--image_size x8", "--image_size 8x", "--image_size 8x8x8",
+    "--image_size 2", "--image_size -8", "--image_size 4294967304", "--image_size 9", "--image_size 10 --patch_size 2",
+    ("--in_channels 3 --patch_size 5", "--patch_size"), "--num_classes 3 --class_cond True --num_classes=3",
+    # the diffusion and its samplers
+    "--diffusion_steps 1", "--diffusion_steps 10", "--diffusion_steps 20", "--timestep_respacing 0", "--timestep_respacing 1001",
+    "--timestep_respacing ddim400", "--timestep_respacing ddim", "--timestep_respacing ddim25x", "--timestep_respacing ten",
+    "--timestep_respacing 10,,20", "--timestep_respacing 10,-20", "--timestep_respacing 2.5", "--timestep_respacing 1e30",
+    "--timestep_respacing 600,10", "--objective score", "--predict noise", "--predict_xstart True --predict v", "--use_fp16 True --precision fp32",
+    ("--use_fp16 True", "--precision"), "--use_fp16 False --precision bf16", "--rescale_learned_sigmas True --vlb_weight 1",
+    ("--objective edm --predict x0", "--predict"), ("--objective edm --learn_sigma True", "--learn_sigma"),
+    ("--objective edm --use_kl True", "--use_kl"), ("--objective edm --min_snr_gamma 5", "--min_snr_gamma"),
+    ("--objective edm --rescale_timesteps True", "--rescale_timesteps"), ("--objective edm --sigma_data 0", "--sigma_data"),
+    ("--use_kl True --min_snr_gamma 5", "--min_snr_gamma"), "--min_snr_gamma -1", "--class_dropout 0.1", "--classes 1",
+    "--classes 1,x --class_cond True", "--classes 1,3 --class_cond True", "--classes 0.5 --class_cond True", "--guidance_scale 3",
+    "--guidance_min 3 --guidance_max 2", "--guidance_scale 3 --class_cond True", "--sigma_min 1 --sigma_max 0.5",
+    ("--sampler dpmpp_2m --S_churn 10", "--S_churn"), "--dynamic_threshold 1.5", "--noise_seed -2",
+    # the run
+    "--microbatch 3", "--microbatch 8", "--output_dir ", "--precision bf16", "--init a.bin --resume_checkpoint b.bin", "--resume_checkpoint latest",
+    "--sample 4", ("--val_data_file missing.bin", "missing.bin"), ("--init missing.bin", "missing.bin"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", REFUSED, ids=str)
+def test_what_cannot_work_is_refused(refused: Callable, data: Path, given: str | tuple[str, str]) -> None:
+    """In one sentence with the flag; nothing is created."""
+    given, named = given if isinstance(given, tuple) else (given, given.split(" ")[0].split("=")[0])
+    args = given.split(" ")
+    if len(args) % 2 == 0 and all(name.startswith("--") and "=" not in name for name in args[::2]):
         args = flags(TINY, "--data_file", data, args)
-    refused(args, *words)
+    refused(args, named)
 
 
 @pytest.mark.parametrize(
     "words",
-    [
-        "junk",
-        "--data_file --output_dir x",
-        "--output_dir --junk",
-        "--data_file",
-        "--model_path x",
-        "--base_samples x",
-        "--iterations 3",
-        "--qqqqqqqq 3",
-    ],
+    ["junk", "--data_file --output_dir x", "--output_dir --junk", "--data_file", "--model_path x", "--iterations 3", "--qqqqqqqq 3"],
 )
-def test_both_programs_say_the_same_of_a_wrong_word(refused: Callable, words: str) -> None:
-    with pytest.raises(train_unet.UserError) as twin:
+def test_both_programs_refuse_a_wrong_word(refused: Callable, words: str) -> None:
+    name = words.split()[0]
+    refused(words.split(), name)
+    with pytest.raises(train_unet.UserError, match=name):
         train_unet.parse_flags(words.split(), train_unet.FLAGS)
-    assert refused(words.split()) == f"train_unet: {twin.value}\n"
 
 
 @pytest.mark.parametrize(
@@ -606,17 +453,10 @@ def test_both_programs_say_the_same_of_a_wrong_word(refused: Callable, words: st
 )
 def test_numbers_that_only_one_language_reads(refused: Callable, data: Path, words: str) -> None:
     """Python reads 1_0, and C reads 0x2."""
-    with pytest.raises(train_unet.UserError, match=words):
+    name = words.split()[0]
+    with pytest.raises(train_unet.UserError, match=name):
         train_unet.parse_flags(words.split(), train_unet.FLAGS)
-    refused([*words.split(), "--data_file", data], words)
-
-
-def test_data_that_is_missing_is_not_always_what_make_unpacks(refused: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hint = "prepare_data.py makes such files; make unpacks data/fashion32.bin and data/emoji64.bin"
-    refused(["--preset", "adm64"], "data/imagenet64.bin: ", hint)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(train_unet.UserError, match=f"data/imagenet64.bin: .*{hint}"):
-        train_unet.run(["--preset", "adm64"])
+    refused([*words.split(), "--data_file", data], name)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -629,38 +469,29 @@ def test_the_memory_line_adds_up(run: Callable, make_data: Callable, optimizer: 
     assert len(parts) == 5 and min(parts) >= 0 and abs(total - sum(parts)) < 0.005 * (len(parts) + 1)
 
 
-def test_how_many_steps_a_sampler_may_take(refused: Callable, data: Path) -> None:
-    for respacing, told in {"0": "1 to 1000", "1001": "1 to 1000", "0,501": "0 to 500"}.items():
-        said = refused(flags(TINY, "--data_file", data, "--timestep_respacing", respacing), f"--timestep_respacing {respacing}: ", told)
-        with pytest.raises(train_unet.UserError) as error:
-            make_config({"timestep_respacing": respacing})
-        assert said == f"train_unet: {error.value}\n"
-
-
 @pytest.mark.parametrize(
     "words", [["--channel_mult", "1,1e30"], ["--channel_mult", "1,-1e30"], ["--timestep_respacing", "1e30"], ["--channel_mult", "x"]]
 )
 def test_numbers_that_fit_no_int(refused: Callable, data: Path, words: list[str]) -> None:
     """The sanitizers watch."""
-    refused(flags(TINY, "--data_file", data, words), *words, binary="asan")
+    refused(flags(TINY, "--data_file", data, words), words[0], binary="asan")
 
 
 def test_data_and_flags_that_do_not_fit(refused: Callable, data: Path, make_data: Callable) -> None:
     plain = make_data("plain.bin", make_images())
-    refused([*TINY, "--data_file", data, "--image_size", "8x12"], "8x12", "8x8")
-    refused([*TINY, "--data_file", data, "--in_channels", "3"], "1 channels", "3")
+    refused([*TINY, "--data_file", data, "--image_size", "8x12"], data)
+    refused([*TINY, "--data_file", data, "--in_channels", "3"], data)
     for size in (64, 16, 12):  # attention at 8 does not occur in all of them, which nobody asked for
-        told = refused(["--preset", "fashion32", "--data_file", data, "--image_size", size], f"{size}x{size}", "8x8")
-        assert "attention" not in told
-    refused([*TINY, "--data_file", data, "--class_cond", "True", "--num_classes", "2"], "--num_classes 2", "3 classes")
-    refused([*TINY, "--data_file", plain, "--class_cond", "True"], "class")
-    refused([*TINY, "--data_file", plain, "--class_cond", "True", "--num_classes", "5"], "--class_cond True", "plain.bin")
-    refused([*TINY, "--data_file", "none.bin"], "none.bin", "No such file")
-    refused([*TINY, "--data_file", "."], "is not a file")
+        assert "attention" not in refused(["--preset", "fashion32", "--data_file", data, "--image_size", size], "--image_size")
+    refused([*TINY, "--data_file", data, "--class_cond", "True", "--num_classes", "2"], "--num_classes")
+    refused([*TINY, "--data_file", plain, "--class_cond", "True"], "--class_cond")
+    refused([*TINY, "--data_file", plain, "--class_cond", "True", "--num_classes", "5"], "--class_cond", "plain.bin")
+    refused([*TINY, "--data_file", "none.bin"], "none.bin")
+    refused([*TINY, "--data_file", "."])
     refused([*TINY, "--data_file", data, "--output_dir", plain], plain)
-    refused([*TINY, "--data_file", "./" * 255 + "plain.bin"], "--data_file ./", "511")  # a checkpoint could not hold it
+    refused([*TINY, "--data_file", "./" * 255 + "plain.bin"], "--data_file")  # a checkpoint could not hold it
     odd = make_data("odd.bin", make_images(4, 1, 30, 30))  # nobody asked for attention at 7
-    refused(["--data_file", odd, "--preset", "fashion32"], "30", "multiple of 4")
+    assert "attention" not in refused(["--data_file", odd, "--preset", "fashion32"], "30")
 
 
 @pytest.mark.parametrize("problem", ["shape", "no labels", "too many classes"])
@@ -683,15 +514,15 @@ def test_output_of_sample(refused: Callable, run: Callable, data: Path, tmp_path
 
 def test_more_samples_than_memory(refused: Callable, run: Callable, data: Path) -> None:
     run([*TINY, "--data_file", data, "--max_steps", "1"])
-    refused(["--sample", "100000000", "--init", "out/model_0000001.bin"], "memory")
-    refused(["--sample", "100000000", "--init", "out/model_0000001.bin", "--batch_size", "1000000"], "memory")
+    refused(["--sample", "100000000", "--init", "out/model_0000001.bin"])
+    refused(["--sample", "100000000", "--init", "out/model_0000001.bin", "--batch_size", "1000000"])
 
 
 def test_a_model_that_does_not_fit_into_memory(refused: Callable, make_data: Callable) -> None:
     """Sizes whose product wraps around 64 bits must not pass for small ones. (Data: one image of 4096x4096.)"""
     big = make_data("big.bin", np.zeros((1, 1, 4096, 4096), np.uint8))
-    refused(flags(TINY, "--data_file", big, "--num_channels 8192 --channel_mult 64 --attention_resolutions 4096"), "memory")
-    refused(flags(TINY, "--data_file", big, "--channel_mult 1 --attention_resolutions 4096 --batch_size 1000000"), "--batch_size 1000000")
+    refused(flags(TINY, "--data_file", big, "--num_channels 8192 --channel_mult 64 --attention_resolutions 4096"))
+    refused(flags(TINY, "--data_file", big, "--channel_mult 1 --attention_resolutions 4096 --batch_size 1000000"), "--batch_size")
 
 
 @pytest.mark.parametrize("megabytes", range(15, 100, 14))
@@ -707,7 +538,7 @@ def test_memory_that_runs_out(make_data: Callable, tmp_path: Path, megabytes: in
     if p.returncode == 0:
         assert checkpoints(tmp_path / "out") == [1]
     else:
-        assert p.returncode == 1 and p.stderr.startswith("train_unet: ") and p.stderr.count("\n") == 1 and "memory" in p.stderr, p.stderr
+        assert p.returncode == 1 and p.stderr.startswith("train_unet: ") and p.stderr.count("\n") == 1, p.stderr
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -767,18 +598,7 @@ def test_threads_wait_briefly(set_by_user: dict[str, str], count: str | None) ->
     if "GOMP_SPINCOUNT" not in told.stderr:
         pytest.skip("this is not libgomp, or one that doesn't tell")
     last = re.findall(r"GOMP_SPINCOUNT = '(\w+)'", told.stderr)[-1]
-    assert told.returncode == 0 and "--batch_size" in told.stdout and (last == count if count else last != "3000")
-
-
-def test_start_prints_preset_flags_and_model(run: Callable, data: Path) -> None:
-    out = run([*TINY, "--data_file", data, "--max_steps", 3, "--log_interval", 2]).out
-    assert re.search(r"preset fashion32: .*--num_channels 32 .*--lr ", out)
-    assert re.search(rf"flags: .*--channel_mult 1,1.*--data_file {data}", out)
-    assert re.search(r"8x8x1, [\d.]+ M parameters", out) and re.search(r"24 images", out)
-    lines = re.findall(
-        r"^step (\d+)/3 \| loss [\d.]+ \(mean [\d.]+\) \| lr 1.00e-03 \| norm [\d.]+ \| .* images/s \| .* GFLOP/s \| ETA", out, re.MULTILINE
-    )
-    assert lines == ["1", "2", "3"]
+    assert told.returncode == 0 and (last == count if count else last != "3000")
 
 
 def test_parameters_and_flops_are_pytorchs(run: Callable, data: Path) -> None:
@@ -801,57 +621,15 @@ def test_equals_sign_and_booleans(run: Callable, data: Path, tmp_path: Path) -> 
         assert read_checkpoint(tmp_path / f"{i}/model_0000002.bin").header[80] == 1
         assert read_log(tmp_path / f"{i}") == read_log(tmp_path / "0")
     for value in ("False", "false", "0"):
-        assert "True or False" not in run(["--random_flip", value, "--data_file", "none"], code=1).err
+        assert "--random_flip" not in run(["--random_flip", value, "--data_file", "none"], code=1).err
 
 
 def test_fewer_diffusion_steps_than_the_sampler_takes(run: Callable, data: Path, tmp_path: Path) -> None:
     """Where nobody gave --timestep_respacing, all of them are taken."""
     tiny = flags(TINY_MODEL, TINY_RUN, "--num_samples 2")
     run([*tiny, "--data_file", data, "--max_steps", "1", "--sample_interval", "1", "--diffusion_steps", "40"])
-    assert ", 40 evaluations each" in run(["--preset", "fashion32", "--sample", "1", "--init", "out/model_0000001.bin"]).out
+    assert " 40 evaluations" in run(["--preset", "fashion32", "--sample", "1", "--init", "out/model_0000001.bin"]).out
     assert (tmp_path / "samples.png").exists()
-
-
-def on_terminal(args: list, cwd: Path, columns: int, narrower: int = 0) -> bytes:
-    """What a terminal of this width gets; after the first steps it may be made narrower."""
-    reader, writer = os.openpty()
-    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    process = subprocess.Popen([binary_path("cpu"), *map(str, args)], cwd=cwd, env=environment(), stdout=writer)
-    text = b""
-    while process.poll() is None or select.select([reader], [], [], 0)[0]:
-        if select.select([reader], [], [], 0.02)[0]:
-            text += os.read(reader, 65536)
-        if narrower and text.count(b"\rstep ") + text.count(b"\x1b[Kstep ") >= 3:
-            fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, narrower, 0, 0))
-            text, narrower = text + b"<narrower>", 0
-    os.close(writer)
-    os.close(reader)
-    assert process.wait() == 0
-    return text
-
-
-def test_a_terminal_gets_one_line_that_is_redrawn(data: Path, tmp_path: Path) -> None:
-    text = on_terminal([*TINY, "--data_file", data, "--max_steps", "6", "--log_interval", "1"], tmp_path, 0)
-    assert text.count(b"\r\x1b[Kstep ") == 6 and len(re.findall(rb"\nstep ", text)) == 0
-    assert checkpoints(tmp_path / "out") == [6]
-
-
-@pytest.mark.parametrize(
-    "columns, kept, dropped", [(200, "norm", ""), (100, "val", "norm"), (80, "ETA", "images/s"), (30, "loss", "ETA"), (9, "step", "loss")]
-)
-def test_the_line_fits_the_terminal(data: Path, tmp_path: Path, columns: int, kept: str, dropped: str) -> None:
-    """Of what there is no room for, the least important goes first."""
-    args = [*TINY, "--data_file", data, "--max_steps", "4", "--log_interval", "1", "--val_data_file", data, "--val_interval", "1"]
-    lines = re.findall(r"\r\x1b\[K(step [^\r]*)", on_terminal(args, tmp_path, columns).decode())
-    assert len(lines) == 4 and all(len(line) < columns and kept in line for line in lines), lines
-    assert not dropped or all(dropped not in line for line in lines)
-
-
-def test_the_line_fits_a_terminal_that_is_made_narrower(data: Path, tmp_path: Path) -> None:
-    args = [*TINY, "--data_file", data, "--max_steps", "250", "--log_interval", "1"]
-    after = on_terminal(args, tmp_path, 150, 60).decode().split("<narrower>")[1]
-    lines = re.findall(r"\r\x1b\[K(step [^\r]*)", after)[100:]  # what was in the pipe is as wide as it was
-    assert lines and max(map(len, lines)) < 60
 
 
 @pytest.mark.long  # lines come every ten seconds
@@ -878,7 +656,7 @@ def test_slow_steps_and_slow_samplers_are_told_by_time(run: Callable, data: Path
     training.send_signal(signal.SIGCONT)
     told = sampling.stdout.read()  # whose last words are no half-done sampling
     assert time.monotonic() - began > 10
-    assert re.fullmatch(rf"(sampling: \d+ %, \d:\d\d:\d\d left\n)+sampling: 100 %, took 0:\d\d:\d\d\n{count} images with .*\n", told), told
+    assert told.count("\n") >= 3, told  # how far it was, perhaps several times; that it is done; how long it took
     lines += training.stdout.readlines()
     assert training.wait() == 0 and sampling.wait() == 0
     steps = [line for line in lines if line.startswith("step ")]
@@ -887,29 +665,6 @@ def test_slow_steps_and_slow_samplers_are_told_by_time(run: Callable, data: Path
     # On a busy machine the stop may fall into the first three steps: then the next look as slow, and some 15 of them get lines, too.
     assert steps[0].startswith("step 1/120 ") and steps[-1].startswith("step 120/120 ") and 3 <= len(steps) <= 30, steps
     assert max(ms) > 10000 and min(ms[60:]) < float(re.search(r"([\d.]+) ms ", steps[-1])[1]) < max(ms[60:])
-
-
-def test_sampling_shows_progress_on_a_terminal(run: Callable, data: Path, tmp_path: Path) -> None:
-    run([*TINY, "--data_file", data, "--max_steps", "1"])
-    args = ["--sample", "30", "--timestep_respacing", "100", "--init", "out/model_0000001.bin"]
-    text = on_terminal(args, tmp_path, 80).decode()
-    shares = [int(share) for share in re.findall(r"\r\x1b\[Ksampling: (\d+) %, 0:\d\d:\d\d left", text)]
-    assert shares and shares == sorted(shares) and shares[-1] <= 100
-    assert text.rsplit("left", 1)[1].startswith("\r\x1b[K\r\x1b[K30 images") or text.rsplit("left", 1)[1].startswith("\r\x1b[K30 images")
-
-
-def test_a_long_run_says_so_once(run: Callable, data: Path, tmp_path: Path) -> None:
-    assert "this run will take" not in run([*TINY, "--data_file", data, "--max_steps", "5", "--log_interval", "1", "--output_dir", "short"]).out
-    command = [binary_path("cpu"), *TINY, "--data_file", data, "--max_steps", "2000000000", "--log_interval", "1"]
-    process = subprocess.Popen(list(map(str, command)), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True)
-    lines: list[str] = []
-    while not any(line.startswith("step 9/") for line in lines):
-        lines.append(process.stdout.readline())
-    process.send_signal(signal.SIGTERM)
-    process.communicate()
-    told = [i for i, line in enumerate(lines) if line.startswith("this run will take ")]
-    assert len(told) == 1 and lines[told[0] + 1].startswith("step 3/"), lines
-    assert re.match(r"this run will take \d+ days \d+:\d\d:\d\d: --max_steps \d+ .*--batch_size.*--num_channels", lines[told[0]])
 
 
 @pytest.mark.long
@@ -1029,20 +784,3 @@ def test_profile_adds_up(run: Callable) -> None:
         total = float(re.search(r"^ *[-\d.]+ +([\d.]+) +[\d.]+$", "\n".join(table), re.MULTILINE)[1])
         assert abs(sum(float(us) for us, _, _ in rows) - total) < 0.1 * len(rows) + 0.5
         assert set(wanted) <= {name for _, _, name in rows}
-
-
-@pytest.mark.parametrize(
-    "columns, kept, dropped", [(0, "norm", ""), (110, "val", "norm"), (80, "ETA", "images/s"), (30, "loss", "ETA"), (9, "step", "loss")]
-)
-def test_the_twins_line_fits_the_terminal(
-    columns: int, kept: str, dropped: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    import train_unet as twin
-
-    line = twin.progress_line(twin.Config(), twin.StepResult(500, 0.1243, 1e-3, 0.334, [], ""), 3, 0.1586, 0.0847, 0.123)
-    screen = twin.Screen([])
-    screen.terminal = columns > 0
-    monkeypatch.setenv("COLUMNS", str(columns))
-    screen.status(line)
-    line = capsys.readouterr().out.removeprefix("\r\033[K").removesuffix("\n")
-    assert kept in line and (not dropped or dropped not in line) and (not columns or len(line) < columns), line

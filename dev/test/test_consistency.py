@@ -157,25 +157,25 @@ def test_microbatches_and_checkpointing_change_nothing(run: Callable, tmp_path: 
 def test_what_cannot_be_tuned(refused: Callable, run: Callable, data: Path, tmp_path: Path) -> None:
     write_parity_files(tmp_path, (1, 8, 8), PLAIN)  # of ddpm
     tune = flags("--preset fashion32 --data_file d.bin --init init.bin --objective ect")
-    refused(tune, "--objective ect", "edm and flow", "init.bin", "ddpm")
-    with pytest.raises(twin.UserError, match=r"edm and flow, and .*init\.bin was made with ddpm"):
+    refused(tune, "--objective", "init.bin")
+    with pytest.raises(twin.UserError, match="--objective"):
         make_config({"objective": "ect"}, None, twin.read_model(str(tmp_path / "init.bin")))
     write_parity_files(tmp_path, (1, 8, 8), PLAIN | dict(objective="flow"))
-    refused([*tune, "--ect_frame", "edm"], "--ect_frame edm", "init.bin", "flow")
-    refused(flags("--preset fashion32 --data_file d.bin --init init.bin --objective edm"), "--objective edm", "flow")
-    refused(flags(tune, "--max_steps 1000 --ect_d 10"), "--ect_d 10", "a grow to 100", "--ect_q 2", "53 is enough")
-    refused(flags(tune, "--ect_q 256"), "--ect_d 0", "a grow to 8", "--ect_q 256", "500 is enough")
-    refused(flags(tune, "--ect_q 1"), "--ect_q 1")
-    refused(flags(tune, "--ect_weight sum"), "--ect_weight sum", "gap", "snr")
-    refused(flags("--preset fashion32 --data_file d.bin --objective ect --predict v"), "--predict v", "--objective ddpm")
-    refused(flags("--init init.bin --sample 1 --sampler consistency --mid_t 90"), "--mid_t 90", "--sigma_max 80")
-    for words, named in (("--ect_d 10", "53 is enough"), ("--ect_q 256", "500 is enough"), ("--sampler consistency --mid_t 90", "sigma_max 80")):
-        with pytest.raises(twin.UserError, match=named):
+    refused([*tune, "--ect_frame", "edm"], "--ect_frame", "init.bin")
+    refused(flags("--preset fashion32 --data_file d.bin --init init.bin --objective edm"), "--objective")
+    refused(flags(tune, "--max_steps 1000 --ect_d 10"), "--ect_d")
+    refused(flags(tune, "--ect_q 256"), "--ect_q")
+    refused(flags(tune, "--ect_q 1"), "--ect_q")
+    refused(flags(tune, "--ect_weight sum"), "--ect_weight")
+    refused(flags("--preset fashion32 --data_file d.bin --objective ect --predict v"), "--predict")
+    refused(flags("--init init.bin --sample 1 --sampler consistency --mid_t 90"), "--mid_t")
+    for words in "--ect_d 10", "--ect_q 256", "--mid_t 90 --sampler consistency":
+        with pytest.raises(twin.UserError, match=words.split()[0]):
             make_config({"preset": "fashion32", "objective": "ect"} | twin.parse_flags(words.split(), twin.FLAGS))
     make_config({"preset": "fashion32", "objective": "ect", "ect_q": 256.0, "ect_d": 500})
     # a run of edm is not resumed as one of ect
     run(flags(TINY, "--data_file", data, "--objective edm --max_steps 1"))
-    refused(flags("--resume_checkpoint latest --max_steps 2 --objective ect"), "--objective ect", "edm")
+    refused(flags("--resume_checkpoint latest --max_steps 2 --objective ect"), "--objective")
 
 
 def test_gap_of_each_step() -> None:

@@ -80,7 +80,6 @@ def test_arch(make: Callable) -> None:
     assert compiled(make("train_unet_cuda", "ARCH=120 86")) == ["86+", "120+"]
     assert compiled(make("train_unet_cuda", "ARCH=all")) == "80+ 86+ 89+ 90a 100+ 120+".split()
     assert compiled(make("train_unet_cuda", "ARCH=all", nvcc=CUDA_12_4)) == "80+ 86+ 89+ 90a".split()
-    assert "compute capability 8.0 8.6 8.9 9.0 10.0 12.0; newer GPUs' drivers compile 12.0's" in make("train_unet_cuda", "ARCH=all").stdout
     assert "x86_64" in sentence(make("train_unet_cuda", "ARCH=x86_64")) and "120" in sentence(make("train_unet_cuda", "ARCH=120", nvcc=CUDA_12_4))
 
 
@@ -88,28 +87,22 @@ def test_old_gpus(make: Callable) -> None:
     """What Colab lends: the CPU build, and one sentence instead of ptxas's many."""
     done = make("train_unet", gpus="7.5")
     assert compiled(done) == []
-    assert re.search(r'echo "train_unet: the CPU build.* make train_unet_cpu .*8\.0 or later.* 7\.5"', done.stdout)
+    assert "train_unet: the CPU build" in done.stdout
     for words, gpus in (["train_unet_cuda"], "7.5"), (["train_unet_cuda", "ARCH=75"], ""), (["train_unet_cuda", "ARCH=70 86"], "8.6"):
-        told = sentence(make(*words, gpus=gpus))
-        assert "make train_unet_cpu" in told and "8.0 or later" in told
+        assert "make train_unet_cpu" in sentence(make(*words, gpus=gpus))
 
 
 def test_without_nvcc(make: Callable) -> None:
     done = make("train_unet", gpus="8.6", nvcc="")
-    assert compiled(done) == [] and re.search(r'echo "train_unet: the CPU build.* GPU.* no nvcc.* CUDA toolkit.*NVCC=', done.stdout)
-    told = sentence(make("train_unet_cuda", gpus="8.6", nvcc=""))
-    assert "no nvcc" in told and "CUDA toolkit" in told and "make train_unet_cpu" in told
+    assert compiled(done) == [] and "train_unet: the CPU build" in done.stdout
+    assert "nvcc" in sentence(make("train_unet_cuda", gpus="8.6", nvcc=""))
 
 
 def test_nvcc_without_a_gpu(make: Callable) -> None:
-    """Where programs are built for other machines: the CPU build, and how to get the other."""
-    done = make("train_unet", gpus=None)
-    assert compiled(done) == [] and re.search(r'echo "train_unet: the CPU build.* no GPU.*; .*make train_unet_cuda ', done.stdout)
-    assert 'the CPU build"' in make("train_unet", gpus=None, nvcc="").stdout
-
-
-def test_a_driver_that_does_not_answer(make: Callable) -> None:
-    assert re.search(r'echo "train_unet: the CPU build.* nvidia-smi.* driver', make("train_unet").stdout)
+    """Where programs are built for other machines: the CPU build."""
+    for nvcc in CUDA_13, "":
+        done = make("train_unet", gpus=None, nvcc=nvcc)
+        assert compiled(done) == [] and "the CPU build" in done.stdout
 
 
 def test_visible_devices(make: Callable) -> None:
@@ -117,7 +110,7 @@ def test_visible_devices(make: Callable) -> None:
     assert compiled(make("train_unet_cuda", gpus="8.6 8.9", CUDA_VISIBLE_DEVICES="1")) == ["86+", "89+"]
     for hidden in "", "-1":
         done = make("train_unet", gpus="8.6", CUDA_VISIBLE_DEVICES=hidden)
-        assert compiled(done) == [] and 'the CPU build"' in done.stdout
+        assert compiled(done) == [] and "the CPU build" in done.stdout
 
 
 def test_flags_are_added(make: Callable) -> None:
@@ -158,7 +151,7 @@ def test_a_mac(make: Callable, tmp_path: Path) -> None:
     (tmp_path / "uname").write_text('#!/bin/sh\n[ "$1" = -m ] && echo arm64 || echo Darwin\n')
     (tmp_path / "uname").chmod(0o755)
     done = make("train_unet_cpu")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "brew install libomp" in done.stderr
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "libomp" in done.stderr
     for words in (["train_unet_cpu"], ["-C", "dev", "silu"]):
         told = make(*words, f"LIBOMP={tmp_path}").stdout
         assert f" -Xclang -fopenmp -I{tmp_path}/include -L{tmp_path}/lib -lomp " in told and " -mcpu=native " in told and "-march" not in told
