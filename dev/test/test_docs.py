@@ -43,7 +43,7 @@ SCRIPTS = [
     *(path for folder in WORKSHOP for path in sorted(folder.glob("*.cu"))),
 ]
 OTHERS = set(
-    "unet.cu diffusion.cu image_sample.py super_res_sample.py image_train.py NAME.cu NAME.py dev/pairs/NAME.cu".split()
+    "unet.cu diffusion.cu image_sample.py super_res_sample.py image_train.py NAME.cu NAME.py dev/pairs/NAME.cu unet/config.json unet/diffusion_pytorch_model.safetensors".split()
 )  # other people's, and patterns
 
 
@@ -143,7 +143,7 @@ def test_files(page: str) -> None:
         if heading:
             headings = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
             assert heading in [re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in headings], f"{page} leads to {target}"
-    for name in re.findall(r"(?<![\w/.<-])((?:common|dev|docs|data|assets|host)/[\w./]+\w|\w+\.(?:cu|py))(?![\w.*])", code_of(page)):
+    for name in re.findall(r"(?<![\w/.<-])((?:common|dev|docs|data|assets|unet)/[\w./]+\w|\w+\.(?:cu|py))(?![\w.*])", code_of(page)):
         near = [place / name for place in (ROOT, folder, ROOT / "dev", ROOT / "dev/test", *WORKSHOP)]
         built = re.fullmatch(r"data/\w+\.bin", name) and (ROOT / f"{name}.gz").exists()
         if program := re.fullmatch(r"dev/(\w+?)(_cuda|_cpu|_emulated)?", name):
