@@ -316,6 +316,117 @@ static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training
 // The drawing is simplified. The output of each `half` is a skip, too, and every skip ends in a residual block. So in
 // the second half of the network, a level has one residual block more than in the first half.
 
+// unet/network.h has the structs of the list: a Param is learned, a Tensor is an activation, a Layer reads and writes
+// tensors by their indices, and a UNet holds all of them. Here follows how a layer is computed: its LayerKind has the
+// functions, which are called with LayerArgs.
+
+// A walk over the list of layers: a forward pass if grads is null, and else a backward pass. Layers that are computed
+// again (--use_checkpoint) are a part of the backward pass.
+struct Walk {
+    UNet* net;
+    Weights weights{};
+    Dropout dropout{}; // the dropout of all residual blocks
+    int B;
+    float* grads = nullptr;
+    Stream* stream = MAIN_STREAM;
+};
+
+// The argument of all functions of a LayerKind. Where a Layer has an index, there is a pointer here, or null for -1.
+struct LayerArgs {
+    UNet* net;
+    const Layer* layer;
+    Stream* stream;
+
+    // x1 (B, H, W, Cin), x2 (B, H, W, C2), out (B, Hout, Wout, Cout)
+    int B, H, W, Cin, C2;
+    int Hout, Wout, Cout;
+
+    const act *x1, *x2, *residual;
+    act* out;
+    Stats stats1, stats2, out_stats;
+    const float *weight, *bias;
+    const act* copy;  // the weight in the activations' type
+    const float* emb; // (B, emb_stride), from this layer's first column on
+    int emb_stride;
+    float* saved;
+    Dropout dropout; // the dropout that follows this layer
+    ConvSkip skip;   // CONV: the skip connection that this layer also computes
+
+    // The backward pass.
+    const act* dout;
+    Grad d1, d2;
+    float *dweight, *dbias, *demb;
+
+    // For FP8. Null if the walk or the layer does not use it; so is `bytes` of each Fp8Copy.
+    const act *weight_fp8, *turned_fp8;        // CONV: its weights. If weight_fp8 is not null, x1 is FP8, too
+    const float *factors_fp8, *dx_factors_fp8; // CONV: factors of the sums of products
+    Fp8Copy out_fp8;                           // GROUPNORM: its result, which is then written only in FP8
+    Fp8Copy dout_fp8;                          // CONV: dout in FP8
+    Fp8Copy d1_fp8, d2_fp8;                    // GROUPNORM: the gradients of x1 and x2 in FP8
+
+    int tokens() const { return H * W; } // attention's T
+    Stats* stats() { return out_stats.sums ? &out_stats : nullptr; }
+    float* rstd() const { return saved + B * 32; } // of a norm: `saved` holds the means (B, 32), and then rstd
+    ConvShape conv() const {
+        const Element in = net->tensor(layer->x1).element, to = net->tensor(layer->out).element;
+        return {B, H, W, Cin, C2, Cout, layer->kernel, layer->stride, layer->upsample, in, to};
+    }
+    // CONV: the weight gradient is computed from FP8 numbers if the layer's forward product was (choose_fp8).
+    WeightWork weight_work() const {
+        WeightWork w{dweight, dbias, demb, emb_stride, dout, x1, x2, conv()};
+        if (!weight_fp8) return w;
+        w.dout = (const act*)dout_fp8.bytes;
+        w.dout_factor = dout_fp8.factor;
+        w.shape.in = Element::FP8;
+        w.shape.out = Element::FP8_GRADIENT;
+        return w;
+    }
+    NormShape norm() const { return {B, H * W, Cin, C2, 32, layer->nonlinearity, 1e-5f}; }
+
+    // For the layers whose tensors are always fp32: those of the embedding, JOIN, PATCHES and PIXELS.
+    const float* x_fp32() const { return (const float*)x1; }
+    float* out_fp32() const { return (float*)out; }
+    const float* dout_fp32() const { return (const float*)dout; }
+    GradOf<float> d1_fp32() const { return {(float*)d1.dx, (const float*)d1.add1, (const float*)d1.add2}; }
+};
+
+// The address of a tensor's buffer. In a backward walk, that of the new result if the tensor was computed again.
+static act* memory_of(const Walk& walk, int buffer) {
+    const bool again = walk.grads && buffer >= 0;
+    return buffer_data(walk.net, again ? walk.net->buffers[buffer].again : buffer);
+}
+
+// All that is special about a kind of layer. The list, its plan and the walks (build_unet, plan_memory, unet_forward)
+// only use these members. A few functions test for CONV or GROUPNORM itself.
+//
+// A kind must keep these promises:
+//   backward_reads names every tensor that its backward function reads. The memory of others is used again.
+//   Its backward function overwrites each gradient, and adds add1 and add2 to it. If an input's dx is null, it writes
+//   nothing there.
+//   If it reads the embedding (Layer::emb), its backward function writes its columns of LayerArgs::demb.
+//   Its kernels add floats in a fixed order, without atomics. So several ranks compute the bits of one rank.
+//   It reads its weights in fp32, because only the weights of convolutions have a copy.
+//   It reads no tensor that a 3x3 convolution reads, because such a tensor may be FP8 (plan_fp8), and its gradient may
+//   have no addends (conv_backward_input_fp8).
+//   It does not read the output of a skip connection, which the next convolution may compute itself (plan_fusions).
+//   Layers of the embedding stand before all others. Their forward function launches on a.stream and uses no workspace,
+//   because layers on the main stream run at the same time and use it.
+static double no_flops(const LayerArgs&) { return 0; }
+static Workspace no_workspace(const LayerArgs&) { return {}; }
+struct LayerKind {
+    const char* name;
+    void (*forward)(LayerArgs&);
+    void (*backward)(LayerArgs&) = nullptr; // null: it has no weights, and its input needs no gradient
+    enum Reads { INPUT = 1, OUTPUT = 2, EMB = 4 };
+    int backward_reads = 0; // which tensors of the forward pass the backward pass reads
+    bool embedding = false; // its layers make the embedding, while other layers run (unet_forward)
+    bool fp32 = embedding;  // its tensors are FP32, whatever act_element is
+    bool sums = false;      // it writes out_stats, so a group norm may read its output
+
+    double (*flops)(const LayerArgs&) = no_flops;            // operations of a forward pass; a multiply-add is 2
+    Workspace (*workspace)(const LayerArgs&) = no_workspace; // the workspaces that its functions need
+};
+
 // The shapes are right even if the network has no memory and the walk has no weights. build_unet needs only them.
 static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     UNet* const net = walk.net;
@@ -378,7 +489,7 @@ static LayerArgs layer_args(const Walk& walk, const Layer& layer) {
     a.dout = buffer_data(net, layer.dout);
     a.d1 = grad(layer.d1);
     a.d2 = grad(layer.d2);
-    if (walk.weights.fp8.weights) add_fp8_args(&a, walk, layer);
+    if (walk.weights.fp8.weights) add_fp8_args(&a, net, walk.weights.fp8, layer);
     return a;
 }
 

@@ -2,10 +2,8 @@
 #pragma once
 #include "trainer.h"
 
-// Fills the members of LayerArgs that are for FP8. Only convolutions and norms use them.
-static void add_fp8_args(LayerArgs* a, const Walk& walk, const Layer& layer) {
-    const UNet* const net = walk.net;
-    const Fp8Weights& fp8 = walk.weights.fp8;
+// Fills the members of LayerArgs (a) that are for FP8. Only convolutions and norms use them.
+static void add_fp8_args(auto* a, const UNet* net, const Fp8Weights& fp8, const Layer& layer) {
     const Tensor out = net->tensor(layer.out);
     if (layer.fp8) {
         const size_t bias = net->params[layer.weight + 1].offset;
