@@ -53,20 +53,20 @@ inline const char* objectives = "";                // the objectives that use th
 //   int sample = 0;                                 a member of Config
 //   static inline const bool sample_row = (...);    another member, whose initialiser adds the row to FLAGS
 // Static members are initialised in the order of the file, so heading and objectives have been set by the rows above.
+#define STATIC_MEMBER(...) static inline const __VA_ARGS__
 #define FLAG_ROW(slot, free, type, name, value, ...) \
     type name = value;                               \
-    static inline const bool name##_row =            \
-        (FLAGS.push_back({#name, &Config::name, slot, free, objectives, heading, __VA_ARGS__}), true)
+    STATIC_MEMBER(bool name##_row =                  \
+                      (FLAGS.push_back({#name, &Config::name, slot, free, objectives, heading, __VA_ARGS__}), true))
 #define FLAG(...) FLAG_ROW(0, false, __VA_ARGS__)
 #define SAVED(slot, ...) FLAG_ROW(slot, false, __VA_ARGS__)
 #define FREE(slot, ...) FLAG_ROW(slot, true, __VA_ARGS__)
 #define WORDS(choices) 0, 0, choices
-#define HEADING(name, title) static inline const char* const name##_flags = heading = title
-#define OBJECTIVES(name, words) static inline const char* const name = objectives = words
+#define HEADING(name, title) STATIC_MEMBER(char* const name##_flags = heading = title)
+#define OBJECTIVES(name, words) STATIC_MEMBER(char* const name = objectives = words)
 #define PRESET_TEXT(flags, ...) std::string(flags) __VA_OPT__(+" " + __VA_ARGS__)
-#define PRESETS_SHARE(name, ...) static inline const std::string name = PRESET_TEXT(__VA_ARGS__)
-#define PRESET(name, ...) \
-    static inline const bool name##_preset = PRESETS.emplace(#name, PRESET_TEXT(__VA_ARGS__)).second
+#define PRESETS_SHARE(name, ...) STATIC_MEMBER(std::string name = PRESET_TEXT(__VA_ARGS__))
+#define PRESET(name, ...) STATIC_MEMBER(bool name##_preset = PRESETS.emplace(#name, PRESET_TEXT(__VA_ARGS__)).second)
 
 struct Config {
     using string = std::string;
@@ -118,6 +118,30 @@ struct Config {
     int64_t last_ect_stage() const { return (max_steps - 1) / ect_stage(); } // the stage of the last step, from 0 on
     bool changes_images() const { return !start_from.empty() || !inpaint.empty(); }
 };
+
+// Slots of a model file that are not for flags: from the first of each pair to the second (run/model_file.h). From 128
+// on the header holds paths.
+constexpr int OTHER_SLOTS[][2] = {{1, 7}, {22, 39}, {62, 67}, {79, 79}, {81, 86}, {88, 105}, {113, 113}, {117, 118}};
+
+// Whether every slot belongs to one flag alone. This reads unet/flags.h again, and only the slot of each row.
+constexpr bool slots_are_unique() {
+    bool taken[128] = {}, unique = true;
+    auto take = [&](int slot) {
+        unique = unique && slot >= 0 && slot < 128 && !taken[slot];
+        if (unique && slot) taken[slot] = true; // 0: the flag has no slot
+    };
+    for (const auto& [first, last] : OTHER_SLOTS)
+        for (int slot = first; slot <= last; slot++) take(slot);
+#undef STATIC_MEMBER
+#undef FLAG_ROW
+#define STATIC_MEMBER(...)
+#define FLAG_ROW(slot, ...) take(slot)
+#include "flags.h"
+#undef STATIC_MEMBER
+#undef FLAG_ROW
+    return unique;
+}
+static_assert(slots_are_unique(), "unet/flags.h: two flags have the same slot, or a flag has one of OTHER_SLOTS");
 
 // Without --preset, if the data has at least this many images, and the chosen preset sets --min_snr_gamma, the flag
 // becomes 5 (take_number_of_images).
