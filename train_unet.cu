@@ -2081,7 +2081,7 @@ static bool train_step(Trainer* tr, int64_t step) {
 
 // Waits until all issued steps are done, and logs those that are not logged yet. validate: the validation loss is
 // measured after the last of these steps. show: the status line is printed for the last of these steps. Then log.csv is
-// written and, when they are due, waiting pictures and the page.
+// written and, when it is due, the page.
 static void collect_steps(Run* run, bool validate, bool show) {
     StepState records[RECORDS]; // the results of the latest steps, which the device has stored (record_step)
     const int64_t logged = run->state.step;
@@ -2114,7 +2114,6 @@ static void collect_steps(Run* run, bool validate, bool show) {
     }
     check_folder(run);
     write_log(run);
-    if (now() - run->pictures_tried > 1) write_waiting(run);
     if (show) print_step(run, val);
     if (now() >= run->page.due) write_page(run, "running");
     run->steps_began = now();
@@ -2173,15 +2172,13 @@ static void run_step(Run* run) {
     // is 0, it never happens.
     auto due = [&](int interval) { return interval && (step % interval == 0 || last); };
     // Returns whether a file is due that is written after every `interval` steps, and after the last step. After a
-    // skipped step, or on a full disk, the file is not written. Then it stays due until it is written. written: the
-    // step of the newest file of this kind.
-    auto file_due = [&](int interval, int64_t written, const Retries& retries) {
-        // The divisions round down: is_behind is true if a multiple of `interval` lies in written + 1 .. step.
-        const bool is_behind = interval && step / interval > written / interval;
-        return interval && (last || (is_behind && step >= retries.next_step));
+    // skipped step the file is not written. Then it stays due until it is written. written: the step of the newest
+    // file of this kind. The divisions round down: they differ if a multiple of `interval` lies in written + 1 .. step.
+    auto file_due = [&](int interval, int64_t written) {
+        return interval && (last || step / interval > written / interval);
     };
-    const bool save = file_due(c.save_interval, run->saved_step, run->checkpoint_retries);
-    const bool snapshot = file_due(c.ema_snapshots, run->snapshot_step, run->snapshot_retries);
+    const bool save = file_due(c.save_interval, run->saved_step);
+    const bool snapshot = file_due(c.ema_snapshots, run->snapshot_step);
     const bool show = slow || due(c.log_interval);
     const bool draw = due(c.sample_interval) && !last; // finish_complete draws the last grid
     // With --keep_best, every checkpoint needs a validation loss. A grid may be followed by a checkpoint: if a signal
@@ -2225,21 +2222,22 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
     run.steps_began = now();
     while (run.issued < c.max_steps && !is_stopped(&run) && data_error(run).empty()) run_step(&run);
     if (lacks_validation(run) && data_error(run).empty()) run_step(&run);
+    // A signal may have come after the last step was issued. Then the run ends without its last grid. The signal is
+    // noted; the next one ends a wait for a full disk (while_full).
+    if (!run.stop) run.stop = any_rank("the end of the steps", stop_signal);
+    if (run.stop) stop_signal = 0;
     // Some steps may not be logged yet, for example after a signal.
     const bool validate = c.keep_best && data_error(run).empty();
     if (run.state.step < run.issued) collect_steps(&run, validate, validate);
-    // A signal may have come after the last step was issued. Then the run ends without its last grid.
-    if (!run.stop) run.stop = any_rank("the end of the steps", stop_signal);
-    // At the end: write the last files, print the last line, and write the rows and pictures that wait for the disk.
     save_at_the_end(&run);
-    end_line(&run);
+    end_line();
     if (run.stop || !data_error(run).empty()) finish_stopped(&run); // after an error of the data, this does not return
     else finish_complete(&run);
     if (!run.stop) {
         prove_last_checkpoint(&run); // may remove a checkpoint, so the page is written after it
         write_page(&run, "done");
     }
-    write_the_rest(&run);
+    if (!world.rank && fsync(run.log_file)) die("%s/log.csv: writing failed (%s)", c.output_dir.c_str(), strerror(errno));
     end_page();
     return run.stop ? 128 + run.stop : 0;
 }

@@ -135,6 +135,8 @@ static bool stdout_takes_a_line() {
     }
 }
 
+static bool status_line_open = false; // the cursor stands in a status line, which the next status line replaces
+
 // Prints a line about how things stand. On a terminal it replaces the line before it, and is cut to the terminal's
 // width.
 static void show_status(const std::string& line) {
@@ -142,6 +144,23 @@ static void show_status(const std::string& line) {
     const int columns = terminal_columns();
     if (columns) printf("\r\033[K%s", line.substr(0, (size_t)columns - 1).c_str());
     else printf("%s\n", line.c_str());
+    fflush(stdout);
+    status_line_open = columns && !line.empty();
+}
+
+// Moves the cursor out of a status line. What is printed next begins a new line.
+static void end_line() {
+    if (status_line_open && stdout_takes_a_line()) printf("\n");
+    status_line_open = false;
+}
+
+// Prints a sentence on a line of its own. If a signal comes while stdout takes no line, the sentence is left out.
+__attribute__((format(printf, 1, 2))) static void tell(const char* format, ...) {
+    end_line();
+    va_list args;
+    va_start(args, format);
+    if (stdout_takes_a_line()) vprintf(format, args);
+    va_end(args);
     fflush(stdout);
 }
 
@@ -366,6 +385,37 @@ static int64_t last_change(const std::string& folder) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Files that are written
 
+// A full disk is waited for, so that somebody who reads the line can make room. This loop is the only place for it.
+constexpr double PATIENCE = 600;    // seconds
+constexpr unsigned RETRY_AFTER = 5; // seconds
+
+// Repeats a system call while the disk has no room for it: for PATIENCE seconds at most, or until a signal comes.
+// file: what it writes, for the line that it prints. Result: the last call's, whose error is in errno.
+template <class Call> static auto while_full(const std::string& file, Call call) {
+    const double began = now();
+    bool told = false;
+    while (true) {
+        const auto result = call();
+        if (result < 0 && errno == EINTR) continue;
+        const bool is_full = result < 0 && (errno == ENOSPC || errno == EDQUOT);
+        if (!is_full || stop_signal || now() - began > PATIENCE) return result;
+        if (!told) tell("%s: %s; it is tried again for %.0f minutes\n", file.c_str(), strerror(errno), PATIENCE / 60);
+        told = true;
+        sleep(RETRY_AFTER); // a signal ends it early
+    }
+}
+
+// Writes n bytes. The system may take fewer at a time than it is given, so it is asked until all are written. Result:
+// false if it fails; errno says why.
+static bool write_all(int descriptor, const std::string& file, const void* data, size_t n) {
+    for (size_t done = 0; done < n;) {
+        const ssize_t count = while_full(file, [&] { return write(descriptor, (const char*)data + done, n - done); });
+        if (count <= 0) return false;
+        done += (size_t)count;
+    }
+    return true;
+}
+
 // A file that appears whole or not at all. It is written under a temporary name beside its place and locked meanwhile;
 // commit() waits until it is on the disk and gives it its name. If something fails, error and failure say what, nothing
 // is left of the file, and what was there before is untouched. Calls after a failure do nothing, so it is enough to
@@ -398,29 +448,21 @@ static void remove_unfinished() {
 
 inline AtomicFile::AtomicFile(const Folder& folder, const std::string& name) : folder(folder), name(name) {
     folder.remove_leftovers({name + ".tmp"});
-    int number = getpid(); // a process of another machine that writes here, too, may have the same number
-    do {
-        temporary = name + ".tmp" + std::to_string(number++);
-        file = openat(folder.descriptor, temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-        if (file >= 0) flock(file, LOCK_EX | LOCK_NB);
-        // The next number, if such a file was there already. Or if it is gone again: another process took it for a
-        // leftover and removed it before it was locked.
-    } while (file < 0 ? errno == EEXIST : !folder.has(temporary) && !folder.is_removed());
+    temporary = name + ".tmp" + std::to_string(getpid());
+    const int flags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC;
+    file = while_full(folder.name(name), [&] { return openat(folder.descriptor, temporary.c_str(), flags, 0666); });
     if (file < 0) {
         fail("can't be written", "choose a folder that exists and is yours");
         return;
     }
+    flock(file, LOCK_EX | LOCK_NB); // so that nobody takes it for a leftover
     const std::lock_guard lock(finishing);
     unfinished.insert(this);
 }
 
-// The system may take fewer bytes at a time than it is given, so it is asked until all are written.
 inline void AtomicFile::write(const void* data, size_t n) {
-    for (size_t done = 0; done < n && !error;) {
-        const ssize_t count = ::write(file, (const char*)data + done, n - done);
-        if (count > 0) done += (size_t)count;
-        else if (errno != EINTR) fail("writing failed", "what was there before is untouched");
-    }
+    if (!error && !write_all(file, folder.name(name), data, n))
+        fail("writing failed", "what was there before is untouched");
 }
 
 inline void AtomicFile::write_at(off_t offset, const void* data, size_t n) {
@@ -433,7 +475,8 @@ inline void AtomicFile::write_at(off_t offset, const void* data, size_t n) {
 inline void AtomicFile::commit() {
     if (error) return;
     const int where = folder.descriptor;
-    if (fsync(file) || renameat(where, temporary.c_str(), where, name.c_str()))
+    auto take_name = [&] { return renameat(where, temporary.c_str(), where, name.c_str()); };
+    if (fsync(file) || while_full(folder.name(name), take_name))
         return fail("writing failed", "what was there before is untouched");
     close(file);
     fsync(where); // the new name, too, must survive a power cut

@@ -155,29 +155,15 @@ static bool begin_run(Run* run, const Dataset& data, const std::string& resume, 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- how a run ends
 
-// Writes the last checkpoint and the last snapshot, if they do not exist yet. If one of them can't be written (the disk
-// may be full), this function tries again for PATIENCE_AT_THE_END seconds, or until the next signal comes. (A signal
-// that has already stopped the run does not count.) If the file still can't be written then, the program ends with an
-// error. Unlike run_step, this function also saves if the newest steps were skipped: the weights may be broken then,
-// but no older checkpoint is removed before a good step has followed (prove_checkpoint).
+// Writes the last checkpoint and the last snapshot, if they do not exist yet. Unlike run_step, this function also saves
+// if the newest steps were skipped: the weights may be broken then, but no older checkpoint is removed before a good
+// step has followed (prove_checkpoint).
 static void save_at_the_end(Run* run) {
     const int64_t updates = run->state.updates;
-    const bool takes_snapshots = run->config.ema_snapshots;
-    const double began = now();
-    if (run->stop) stop_signal = 0; // forgets the signal that has stopped the run; the next one ends the attempts below
-    while (true) {
-        // The snapshot comes before the checkpoint. If the process is killed between the two, the resumed run goes on
-        // from an earlier checkpoint, comes to this step again, and writes the snapshot again.
-        if (takes_snapshots && run->snapshot_updates < updates) save_snapshot(run);
-        if (run->saved_updates < updates) save_checkpoint(run);
-        const bool snapshot_done = !takes_snapshots || run->snapshot_updates == updates;
-        if (run->saved_updates == updates && snapshot_done) return;
-        const bool give_up = stop_signal || now() - began > PATIENCE_AT_THE_END;
-        if (any_rank("the end of a wait", give_up))
-            die("%s: step %ld could not be saved; %s", run->config.output_dir.c_str(), run->state.step,
-                saved_so_far(*run).c_str());
-        sleep(1); // a signal ends the sleep early
-    }
+    // The snapshot comes before the checkpoint. If the process is killed between the two, the resumed run goes on from
+    // an earlier checkpoint, comes to this step again, and writes the snapshot again.
+    if (run->config.ema_snapshots && run->snapshot_updates < updates) save_snapshot(run);
+    if (run->saved_updates < updates) save_checkpoint(run);
 }
 
 // Returns why an image could not be read; "": all images could be read.
@@ -192,7 +178,7 @@ static void finish_stopped(Run* run) {
     if (!error.empty()) die("%s; stopped after step %ld; %s", error.c_str(), step, saved.c_str());
     const std::string end = text("stopped by %s after step %ld; ", STOP_SIGNALS.at(run->stop), step) + saved;
     write_page(run, "stopped", end);
-    tell(run, "%s\n", end.c_str());
+    tell("%s\n", end.c_str());
 }
 
 // Ends a run that has done all its steps.
@@ -208,19 +194,6 @@ static void finish_complete(Run* run) {
     const double steps = (double)std::max<int64_t>(s.step - run->first_step, 1);
     const double ms = run->seconds / steps * 1e3;
     const double peak_mib = usage.ru_maxrss / 1024.0; // Linux gives it in KiB
-    tell(run, "done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step, ms, peak_mib,
+    tell("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step, ms, peak_mib,
          c.output_dir.c_str());
-}
-
-// Writes the rows and pictures that still wait for the disk. This is the last attempt. So if any of them can't be
-// written, the program ends with an error.
-static void write_the_rest(Run* run) {
-    write_log(run);
-    write_waiting(run);
-    if (!world.rank && (!run->unwritten_rows.empty() || fsync(run->log_file)))
-        die("%s: its last rows could not be written (%s)", run->folder.name("log.csv").c_str(), strerror(errno));
-    const auto& waiting = run->waiting_pictures;
-    if (!waiting.empty())
-        die("%s: could not be written, and so %zu pictures are missing, for want of room; the rest is there",
-            run->folder.name(waiting.begin()->first).c_str(), waiting.size());
 }

@@ -42,55 +42,16 @@ static void stop_run(Run* run, const std::string& why) {
            "; a lower --lr or a --warmup_steps may help");
 }
 
-// Returns a text that tells the user which saved step the run can go on from if it ends now.
-static std::string saved_so_far(const Run& run) {
-    if (!run.saved_step) return run.state.updates ? "no checkpoint was written yet" : "no good step was there to save";
-    const bool is_elsewhere = run.saved_step == run.first_step && !run.resumed_from.empty();
-    const std::string checkpoint = is_elsewhere ? run.resumed_from : "latest";
-    return text("saved is step %ld; --resume_checkpoint ", run.saved_step) + checkpoint + " goes on from there";
-}
-
-// All ranks call this after rank 0 has tried to write a model file. If the file could not be written, the ranks agree
-// on the step after which rank 0 tries again. retries: the Retries of this kind of file. Rank 0 passes the members
-// `failure` and `error` of its AtomicFile. The other ranks pass "" and 0. Returns whether the file was written.
-static bool is_written(Run* run, Retries* retries, const std::string& name, const std::string& failure, int error) {
-    if (!world.rank) check_folder(run);
-    // Print a message at the first failure, and at the first success after failures. End the run if the failures have
-    // lasted for PATIENCE seconds, or at once if it is hopeless to wait.
-    const bool hopeless = error == EFBIG; // the file is above a limit of size (ulimit -f), which does not go away
-    if (error && !hopeless && !retries->failing_since) {
-        retries->failing_since = now();
-        tell(run, "%s: %s; it is tried again for %.0f minutes\n", name.c_str(), failure.c_str(), PATIENCE / 60);
-    }
-    if (error && (hopeless || now() - retries->failing_since > PATIENCE))
-        die("%s: %s; stopped after step %ld; %s", name.c_str(), failure.c_str(), run->state.step,
-            saved_so_far(*run).c_str());
-    if (!error && retries->failing_since) {
-        tell(run, "%s: is written again\n", name.c_str());
-        retries->failing_since = 0;
-    }
-    // All ranks must try again after the same step. So the pause is turned into a number of steps, and rank 0 tells the
-    // other ranks this number. (A step is assumed to last at least a millisecond. At the beginning of a run, per_step
-    // is 0, because it is not known. Then the next attempt is made after one step.)
-    int steps_of_pause = 1;
-    if (run->per_step > 0) steps_of_pause = (int)(RETRY_AFTER / std::max(run->per_step, 1e-3));
-    const int pause = error ? std::max(1, steps_of_pause) : 0;
-    const int agreed = any_rank("the moment to try again", pause);
-    retries->next_step = run->issued + agreed;
-    return !agreed;
-}
-
 // Writes a model file: the header, the arrays, and `history`, which is a copy of Trainer::history or empty. slices:
 // this rank's slice of each array, in the order in which the arrays lie in the file. (For the weights it is
 // Trainer::params, the whole array, in which this rank's slice is up to date.) All ranks call this function, because
-// they gather the slices together. Only rank 0 writes. retries: the Retries of this kind of file. Returns whether the
-// file was written.
-static bool save_arrays(Run* run, Retries* retries, const std::string& name, Header header,
-                        const std::vector<float*>& slices, const std::vector<float>& history = {}) {
+// they gather the slices together. Only rank 0 writes. If the file can't be written, the run ends.
+static void save_arrays(Run* run, const std::string& name, Header header, const std::vector<float*>& slices,
+                        const std::vector<float>& history = {}) {
     const UNet& net = run->trainer.net;
-    if (world.rank) { // this rank sends its slices, and learns whether rank 0 could write them
+    if (world.rank) { // this rank only sends its slices
         for (float* slice : slices) whole_array(run->trainer, slice);
-        return is_written(run, retries, name, "", 0);
+        return;
     }
     AtomicFile file(run->folder, name); // the file appears under this name when it is complete (commit)
     uint32_t crc = 0;                   // the checksum of all bytes that were written so far
@@ -104,10 +65,7 @@ static bool save_arrays(Run* run, Retries* retries, const std::string& name, Hea
     std::vector<float> flat(net.flat_size); // an array in our layout
     std::vector<float> tensor;              // one parameter of the array, in PyTorch's layout
     for (float* slice : slices) {
-        // whole_array returns only when all ranks have called it. So rank 0 calls it even after a failure to write the
-        // file. Otherwise the other ranks would wait for ever.
         const float* whole = whole_array(run->trainer, slice);
-        if (file.error) continue;
         copy_to_host(flat.data(), whole, flat.size() * sizeof(float));
         for (const Param& p : net.params) {
             tensor.resize(p.size);
@@ -122,7 +80,9 @@ static bool save_arrays(Run* run, Retries* retries, const std::string& name, Hea
     if (!history.empty()) write(history.data(), history.size() * sizeof(float));
     file.write_at(SLOT_CRC * 4, &crc, 4); // a slot has 4 bytes
     file.commit();
-    return is_written(run, retries, run->folder.name(name), file.failure, file.error);
+    if (file.error)
+        die("%s: %s; stopped after step %ld; %s", run->folder.name(name).c_str(), file.failure.c_str(), run->state.step,
+            saved_so_far(*run).c_str());
 }
 
 // Returns a checksum of all validation data: of the images and, with --val_cond_file, of the pictures.
@@ -143,7 +103,7 @@ static void keep_best(Run* run, const std::string& checkpoint) {
         run->best_loss = run->val_loss;
         return;
     }
-    tell(run, "%s: %s; the run goes on, and %s is the best checkpoint until now\n", run->folder.name(BEST).c_str(),
+    tell("%s: %s; the run goes on, and %s is the best checkpoint until now\n", run->folder.name(BEST).c_str(),
          failure.c_str(), checkpoint.c_str());
 }
 
@@ -187,7 +147,7 @@ static void save_checkpoint(Run* run) {
     arrays.insert(arrays.end(), tr.emas.begin() + 1, tr.emas.end());
     // The name holds the step with at least seven digits. So, up to step 9,999,999, sorting by name sorts by step.
     const std::string name = text("model_%07ld.bin", s.step);
-    if (!save_arrays(run, &run->checkpoint_retries, name, h, arrays, history)) return;
+    save_arrays(run, name, h, arrays, history);
     // The checkpoint is written. The next step shows whether its weights are good (prove_checkpoint).
     run->saved_step = s.step;
     run->saved_updates = s.updates;
@@ -209,7 +169,7 @@ static void save_snapshot(Run* run) {
         slices.push_back(run->trainer.emas[k]);
     }
     const std::string name = text("ema_%07ld.bin", run->state.step);
-    if (!save_arrays(run, &run->snapshot_retries, name, h, slices)) return;
+    save_arrays(run, name, h, slices);
     run->snapshot_step = run->state.step;
     run->snapshot_updates = run->state.updates;
 }
@@ -248,7 +208,7 @@ static std::vector<float> beside_pictures(const Config& c, const Sampler& s, con
 static void save_grid(Run* run) {
     const Config& c = run->config;
     Trainer& tr = run->trainer;
-    end_line(run);
+    end_line();
     // Every rank needs the whole average, in the type that the network reads.
     const float* ema = whole_array(tr, tr.emas[0]);
     cast_params(tr.ema_copy, ema, tr.net.flat_size);
@@ -258,15 +218,16 @@ static void save_grid(Run* run) {
     const auto captions = value_captions(c, run->sampler, c.num_samples);
     const int parts = c.cond_channels ? 3 : 1;
     const std::vector<float> shown = c.cond_channels ? beside_pictures(c, run->sampler, images) : images;
-    write_or_wait(run, text("samples_%07ld.png", run->state.step),
-                  grid_png(shown, c.num_samples, c.H, parts * c.W, c.in_channels, captions, parts));
+    const std::string name = text("samples_%07ld.png", run->state.step);
+    const std::string png = grid_png(shown, c.num_samples, c.H, parts * c.W, c.in_channels, captions, parts);
+    const std::string failure = try_write_file(run->folder, name, png);
+    if (!failure.empty()) tell("%s: %s; the run goes on\n", run->folder.name(name).c_str(), failure.c_str());
 }
 
 // Prints that a step was skipped. Ends the run after --max_bad_steps skipped steps in a row.
 static void report_bad_step(Run* run) {
     const StepState& s = run->state;
-    tell(run,
-         "step %ld: loss %g (mean %g), gradient norm %g (mean %g): not finite or far outside its spread, "
+    tell("step %ld: loss %g (mean %g), gradient norm %g (mean %g): not finite or far outside its spread, "
          "so this step is skipped (%ld in a row, %ld in all)\n",
          s.step, s.loss, s.guard.mean_loss, s.grad_norm, s.guard.mean_norm, s.bad_in_row, s.bad_total);
     if (s.bad_in_row < run->config.max_bad_steps) return;

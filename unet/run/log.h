@@ -137,29 +137,12 @@ void LogSummary::add_read(const std::string& row) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what a run holds
 
-// If a checkpoint or a snapshot can't be written, the program tries again every RETRY_AFTER seconds, for PATIENCE
-// seconds at most, while training goes on. Ten minutes are enough for somebody who sees the message to make room. If
-// nobody makes room, the run ends. Otherwise it could train for a whole night without saving anything. At the end of a
-// run the program waits for only PATIENCE_AT_THE_END seconds. Nothing is trained during this wait, and a user who has
-// stopped the run may soon kill the process.
-constexpr double PATIENCE = 600;
-constexpr double PATIENCE_AT_THE_END = 15;
-constexpr double RETRY_AFTER = 5;
-
 // What unet/run/page.h needs to write index.html, besides the other members of Run.
 struct Page {
     std::string about{}; // a text that describes the model, the machine and the data
     int64_t started = 0; // when this process began to train, in seconds since 1970
     double interval = 0; // the seconds from one writing of the page to the next
     double due = 0;      // when the page is to be written again, in seconds, as now() returns them
-};
-
-// If a checkpoint or a snapshot can't be written, the program tries again later. This struct holds when the first
-// attempt failed, and after which step the next attempt is made. There is one struct for checkpoints and one for
-// snapshots: if a snapshot could be written, a checkpoint, which is larger, may still fail.
-struct Retries {
-    double failing_since = 0; // when the first of the failed attempts was made; 0: the latest attempt did not fail
-    int64_t next_step = 0;    // the first step after which the program tries again
 };
 
 // Times are in seconds, as now() returns them. Steps are counted from 1: after step 7, state.step is 7.
@@ -195,20 +178,11 @@ struct Run {
     int log_file = -1;               // the file descriptor of log.csv
     LogSummary summary{};            // a summary of log.csv, from which index.html draws its curves
     Page page{};                     // what else the page needs
-    bool status_line_open = false;   // the cursor stands in a status line, which the next status line replaces
+    std::string new_rows{};          // rows that log.csv still lacks
     double status_shown = -INFINITY; // when the latest status line was printed
+    bool said_length = false;        // print_step has estimated the length of the run, which it does only once
 
-    // What waits for the disk. Each flag said_... remembers that a message was printed, so that it is printed only
-    // once.
-    std::string unwritten_rows{};                          // rows that log.csv still lacks
-    bool said_rows_wait = false;                           // the user knows that rows wait
-    std::map<std::string, std::string> waiting_pictures{}; // the content of pictures to be written, by file name
-    bool said_pictures_wait = false;                       // the user knows that pictures wait
-    double pictures_tried = -INFINITY;                     // when write_waiting last tried to write pictures
-    Retries checkpoint_retries{};
-    Retries snapshot_retries{};
-    bool said_moved = false;  // the user was told that the folder has moved
-    bool said_length = false; // print_step has estimated the length of the run, which it does only once
+    bool said_moved = false; // the user was told that the folder has moved
 
     // The clock.
     double seconds = 0;     // the time that this process has spent in steps
@@ -216,24 +190,6 @@ struct Run {
     double began = 0;       // now() - began is the length of the run, without the pauses before it was resumed
     double per_step = 0;    // the seconds that a step takes: a mean over recent steps; 0: not known yet
 };
-
-// This function is called before anything else than a status line is printed. If the cursor stands in a status line, it
-// is moved to a new line.
-static void end_line(Run* run) {
-    if (run->status_line_open && stdout_takes_a_line()) printf("\n");
-    run->status_line_open = false;
-}
-
-// Prints a sentence about the run, on a line of its own. If stdout takes no line at the moment (for example, Ctrl-S has
-// stopped the terminal), tell waits. If a signal comes during this wait, the sentence is left out.
-__attribute__((format(printf, 2, 3))) static void tell(Run* run, const char* format, ...) {
-    end_line(run);
-    va_list args;
-    va_start(args, format);
-    if (stdout_takes_a_line()) vprintf(format, args);
-    va_end(args);
-    fflush(stdout);
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the log and the status line
@@ -325,54 +281,24 @@ static void check_folder(Run* run) {
             run->state.step);
     if (run->said_moved || run->folder.has_its_name()) return; // the user knows already, or nothing was moved
     run->said_moved = true;
-    tell(run, "%s: was moved; the run goes on in it, wherever it is now\n", run->folder.path.c_str());
+    tell("%s: was moved; the run goes on in it, wherever it is now\n", run->folder.path.c_str());
 }
 
-// Writes the rows that log.csv lacks. If the disk has no room for all of them, the rest waits; the run goes on.
+// Returns a text that tells the user which saved step the run can go on from if it ends now.
+static std::string saved_so_far(const Run& run) {
+    if (!run.saved_step) return run.state.updates ? "no checkpoint was written yet" : "no good step was there to save";
+    const bool is_elsewhere = run.saved_step == run.first_step && !run.resumed_from.empty();
+    const std::string checkpoint = is_elsewhere ? run.resumed_from : "latest";
+    return text("saved is step %ld; --resume_checkpoint ", run.saved_step) + checkpoint + " goes on from there";
+}
+
+// Writes the rows that log.csv lacks.
 static void write_log(Run* run) {
-    // A call of write may write only a part of the rows.
-    std::string& rows = run->unwritten_rows;
-    while (!rows.empty()) {
-        const ssize_t written = write(run->log_file, rows.data(), rows.size());
-        if (written <= 0) break; // the rows that are left wait for the next call
-        rows.erase(0, (size_t)written);
-    }
-    const std::string why = strerror(errno);
-    // The user is told once that rows wait, and once that they wait no longer.
-    const bool wait = !rows.empty();
-    if (wait == run->said_rows_wait) return;
-    run->said_rows_wait = wait;
     const std::string name = run->folder.name("log.csv");
-    if (wait) tell(run, "%s: can't be written (%s); rows wait\n", name.c_str(), why.c_str());
-    else tell(run, "%s: is written again, and no row is missing\n", name.c_str());
-}
-
-// Writes the pictures that wait. If the disk has no room for a picture, this picture and those after it go on waiting;
-// the run goes on.
-static void write_waiting(Run* run) {
-    if (run->waiting_pictures.empty()) return;
-    run->pictures_tried = now();
-    std::string failure;
-    std::string name; // the latest picture that was tried
-    // Stop at the first picture that can't be written.
-    while (!run->waiting_pictures.empty() && failure.empty()) {
-        const auto picture = run->waiting_pictures.begin();
-        name = picture->first;
-        failure = try_write_file(run->folder, name, picture->second);
-        if (failure.empty()) run->waiting_pictures.erase(picture);
-    }
-    const bool wait = !run->waiting_pictures.empty();
-    if (wait == run->said_pictures_wait) return;
-    run->said_pictures_wait = wait;
-    name = run->folder.name(name);
-    if (wait) tell(run, "%s: %s; pictures wait\n", name.c_str(), failure.c_str());
-    else tell(run, "%s: is written again, and no picture is missing\n", name.c_str());
-}
-
-// Writes a picture now. If other pictures already wait for the disk, this one waits with them.
-static void write_or_wait(Run* run, const std::string& name, const std::string& content) {
-    run->waiting_pictures[name] = content;
-    if (!run->said_pictures_wait) write_waiting(run);
+    if (!write_all(run->log_file, name, run->new_rows.data(), run->new_rows.size()))
+        die("%s: can't be written (%s); stopped after step %ld; %s", name.c_str(), strerror(errno), run->state.step,
+            saved_so_far(*run).c_str());
+    run->new_rows.clear();
 }
 
 // Adds the step in run->state to the log. ms: how many milliseconds the step took. val: the validation loss after the
@@ -386,7 +312,7 @@ static void log_step(Run* run, double ms, double val, double seconds) {
     for (int q = 0; q < 4; q++) row += s.count_q[q] ? text(",%.9g", s.loss_q[q]) : ",";
     row += std::isnan(val) ? "," : text(",%.9g", val);
     row += text(",%.3f", seconds);
-    if (!world.rank) run->unwritten_rows += row + "\n";
+    if (!world.rank) run->new_rows += row + "\n";
     run->summary.guard = s.guard;
     run->summary.add(row, !s.ok);
 }
@@ -439,8 +365,7 @@ static void print_step(Run* run, double val) {
     if (is_timed && !run->said_length) {
         run->said_length = true;
         if (eta > 3 * 3600) {
-            tell(run,
-                 "this run will take %s: --max_steps %ld would end within an hour; a smaller --batch_size, "
+            tell("this run will take %s: --max_steps %ld would end within an hour; a smaller --batch_size, "
                  "--num_channels, --num_res_blocks or --image_size makes a step, now %.3g s, shorter\n",
                  duration(eta).c_str(), (long)(s.step + 3600 / per_step), per_step);
         }
@@ -448,6 +373,5 @@ static void print_step(Run* run, double val) {
     // On a terminal the next status line replaces this one. In a file or a pipe all status lines stay, one a line.
     const size_t columns = (size_t)terminal_columns();
     show_status(shorten_status(status_line(*run, val, eta), columns));
-    run->status_line_open = columns > 0;
     run->status_shown = now();
 }
