@@ -2112,7 +2112,6 @@ static void collect_steps(Run* run, bool validate, bool show) {
         if (!run->state.ok) report_bad_step(run);
         else if (run->proven_step != run->saved_step) prove_checkpoint(run);
     }
-    check_folder(run);
     write_log(run);
     if (show) print_step(run, val);
     if (now() >= run->page.due) write_page(run, "running");
@@ -2237,7 +2236,8 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
         prove_last_checkpoint(&run); // may remove a checkpoint, so the page is written after it
         write_page(&run, "done");
     }
-    if (!world.rank && fsync(run.log_file)) die("%s/log.csv: writing failed (%s)", c.output_dir.c_str(), strerror(errno));
+    if (!world.rank && fsync(run.log_file))
+        die("%s/log.csv: writing failed (%s)", c.output_dir.c_str(), strerror(errno));
     end_page();
     return run.stop ? 128 + run.stop : 0;
 }

@@ -250,8 +250,6 @@ struct Folder {
 
     std::string name(const std::string& file) const; // of a file in it, for messages
     bool has(const std::string& file) const;         // true also if an error other than "no such file" hides it
-    bool is_removed() const;
-    bool has_its_name() const; // false: it was moved or removed
     // The files PREFIX0001000SUFFIX, such as a run's checkpoints, by the step in their name. If they can't be listed,
     // *trouble becomes errno; without trouble the program ends.
     std::map<int64_t, std::string> list(const std::string& prefix = "model_", const char* suffix = ".bin",
@@ -286,18 +284,6 @@ inline std::string Folder::name(const std::string& file) const {
 inline bool Folder::has(const std::string& file) const {
     struct stat st;
     return descriptor >= 0 && (!fstatat(descriptor, file.c_str(), &st, 0) || errno != ENOENT);
-}
-
-inline bool Folder::is_removed() const {
-    struct stat st;
-    return !fstat(descriptor, &st) && st.st_nlink == 0;
-}
-
-inline bool Folder::has_its_name() const {
-    struct stat here, there;
-    if (fstat(descriptor, &here)) return true; // nobody can tell
-    if (stat(path.c_str(), &there)) return errno != ENOENT;
-    return here.st_dev == there.st_dev && here.st_ino == there.st_ino;
 }
 
 // The names of all that is in a folder, as far as they can be read. If that is not all, *error becomes errno.
@@ -629,37 +615,32 @@ static std::string read_text(const Folder& folder, const std::string& name) {
 // --- The lock of a run's folder
 
 // One process at a time trains in a folder: it locks the file .lock there until it ends, however it ends. The file says
-// whose lock it is. create: if the file is not there; false: then nobody trains there, and nothing is locked.
+// whose lock it is. create: if the file is not there, it is made; false: then nobody trains there, and nothing is
+// locked.
 static void lock_folder(const Folder& folder, bool create) {
     static int fd = -1; // it stays open, and so locked, until the process ends
-    char who[128] = "another process", host[64] = "", since[32] = "", before[9] = "";
     const char* const name = folder.path.c_str();
     const int flags = O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC | (create ? O_CREAT : 0);
     if (folder.error && folder.error != ENOENT)
         die("--output_dir %s: can't be written to (%s); choose another", name, strerror(folder.error));
-    // The lock is on the file, not on its name. If the name was removed between opening and locking, another process
-    // may make and lock a new file of that name, so this one is opened again.
-    struct stat st = {};
-    while (fd < 0 || (!fstat(fd, &st) && !st.st_nlink)) {
-        if (fd >= 0) close(fd);
-        fd = openat(folder.descriptor, ".lock", flags, 0666);
-        if (fd < 0 && errno == ELOOP) die("%s/.lock: is a link, and a run's is a file of its own; remove it", name);
-        if (fd < 0 && create) die("--output_dir %s: can't be written to (%s); choose another", name, strerror(errno));
-        if (fd < 0) return;
-        if (flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK) { // other errors: the file system has no locks
-            if (pread(fd, who, sizeof who - 1, 0) > 0) who[strcspn(who, "\n")] = 0;
-            die("%s: %s trains there; wait until it ends, or choose another --output_dir", name, who);
-        }
-    }
-    // What is there is written over below, so it must be a lock: a new file, or one that begins as a lock does.
-    const bool empty = st.st_size == 0 && st.st_nlink == 1;
-    const bool ours = empty || (pread(fd, before, 8, 0) == 8 && !strcmp(before, "process "));
-    if (!S_ISREG(st.st_mode) || !ours) die("%s/.lock: is no run's lock, but something else; move it away", name);
+    if (fd < 0) fd = openat(folder.descriptor, ".lock", flags, 0666);
+    if (fd < 0 && errno == ELOOP) die("%s/.lock: is a link, and a run's is a file of its own; remove it", name);
+    if (fd < 0 && create) die("--output_dir %s: can't be written to (%s); choose another", name, strerror(errno));
+    if (fd < 0) return;
+    const bool is_taken = flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK; // other errors: there are no locks here
+    char holder[128] = "";
+    const bool has_holder = pread(fd, holder, sizeof holder - 1, 0) > 0;
+    const std::string who = has_holder ? std::string(holder, strcspn(holder, "\n")) : "another process";
+    if (is_taken) die("%s: %s trains there; wait until it ends, or choose another --output_dir", name, who.c_str());
+    // What is there is written over below, so it must be a lock.
+    const bool is_lock = !has_holder || who.starts_with("process ");
+    if (!is_lock) die("%s/.lock: is no run's lock, but something else; move it away", name);
     if (!create) return;
+    char host[64] = "", since[32] = "";
     const time_t today = time(nullptr);
     gethostname(host, sizeof host - 1);
     strftime(since, sizeof since, "%Y-%m-%d %H:%M:%S", localtime(&today));
-    const std::string holder = text("process %d on %s, since %s,\n", getpid(), host, since);
+    const std::string own = text("process %d on %s, since %s,\n", getpid(), host, since);
     // On a full disk nobody will know whose lock it is, but it is one.
-    if (ftruncate(fd, 0) || pwrite(fd, holder.data(), holder.size(), 0) < 0) return;
+    if (ftruncate(fd, 0) || pwrite(fd, own.data(), own.size(), 0) < 0) return;
 }

@@ -66,7 +66,6 @@ static void take_folder(Run* run, const std::string& resume) {
     if (run->folder.descriptor < 0) run->folder = make_folder(c.output_dir);
     const Folder& folder = run->folder;
     lock_folder(folder, true);
-    must(folder.has_its_name(), c.output_dir, "was moved or replaced while the run began; start it again");
     check_output_dir(c, folder, resume, run->first_step); // again: before the lock, another run could begin here
     // Remove the files that a killed process left unfinished.
     folder.remove_leftovers({"model_", "samples_", "log.csv.", "index.html.", "ema_", "best.bin."});

@@ -182,8 +182,6 @@ struct Run {
     double status_shown = -INFINITY; // when the latest status line was printed
     bool said_length = false;        // print_step has estimated the length of the run, which it does only once
 
-    bool said_moved = false; // the user was told that the folder has moved
-
     // The clock.
     double seconds = 0;     // the time that this process has spent in steps
     double steps_began = 0; // the start of the oldest step that is issued but not logged yet
@@ -270,18 +268,6 @@ static void open_log(Run* run) {
     const std::string why = run->best_loss_changed ? "its validation loss can't be compared with those of this run"
                                                    : text("log.csv has no validation loss of its step %ld", best);
     printf("%s: %s, so the next checkpoint becomes the best\n", run->folder.name(BEST).c_str(), why.c_str());
-}
-
-// If somebody removed the folder, the run has no place for its checkpoints, and ends. If somebody moved the folder, the
-// run goes on in it: the run holds the folder by its descriptor, not by its name.
-static void check_folder(Run* run) {
-    if (world.rank) return;
-    if (run->folder.is_removed())
-        die("%s: was removed while the run wrote there; stopped after step %ld", run->folder.path.c_str(),
-            run->state.step);
-    if (run->said_moved || run->folder.has_its_name()) return; // the user knows already, or nothing was moved
-    run->said_moved = true;
-    tell("%s: was moved; the run goes on in it, wherever it is now\n", run->folder.path.c_str());
 }
 
 // Returns a text that tells the user which saved step the run can go on from if it ends now.
