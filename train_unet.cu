@@ -2089,7 +2089,7 @@ static void collect_steps(Run* run, bool validate, bool show) {
     const double ended = now();
     const double elapsed = ended - run->steps_began;
     const double val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
-    // The validation loss is rounded as in log.csv, from which a resumed run reads it (open_log). So a resumed run
+    // The validation loss is rounded as in log.csv, from which a resumed run reads it (take_best_loss). So a resumed run
     // makes the same decision about best.bin as a run without a pause.
     run->val_loss = atof(text("%.9g", val).c_str());
 
@@ -2133,25 +2133,11 @@ static void prove_last_checkpoint(Run* run) {
     if (after.ok) prove_checkpoint(run);
 }
 
-// Returns whether one more step is needed before a stopped run can end. With --keep_best, the last checkpoint needs a
-// validation loss. The validation loss is measured when a step is logged. So if all steps are logged already, and the
-// last of them has no validation loss, the run does one more step.
-static bool lacks_validation(const Run& run) {
-    const Config& c = run.config;
-    const bool all_logged = run.state.step == run.issued;
-    const bool unsaved = all_logged && run.saved_updates < run.state.updates;
-    return c.keep_best && run.stop && unsaved && std::isnan(run.val_loss) && run.issued < c.max_steps;
-}
-
 // Returns whether a signal ends the run. Several ranks must stop after the same step. So they exchange messages to
-// agree on this step. The messages take time, so they are sent only every STEPS_AGREED steps, and once for each of
-// these steps. (If they were sent once more after the same step, some ranks might have logged this step by then,
-// because run_step also logs steps when the rank's own clock says that a new status line is due. Then only these ranks
-// would do one more step: lacks_validation.)
+// agree on this step. The messages take time, so they are sent only every STEPS_AGREED steps.
 static bool is_stopped(Run* run) {
-    const bool is_due = run->issued % STEPS_AGREED == 0 && run->issued != run->asked_step;
-    if (world.size == 1 || is_due) run->stop = any_rank("the question whether to stop", stop_signal);
-    run->asked_step = run->issued;
+    const bool is_due = world.size == 1 || run->issued % STEPS_AGREED == 0;
+    if (is_due) run->stop = any_rank("the question whether to stop", stop_signal);
     return run->stop;
 }
 
@@ -2162,7 +2148,7 @@ static void run_step(Run* run) {
     if (!train_step(&run->trainer, run->issued)) return; // unreadable images end the run (data_error, in train)
     run->issued++;
     const int64_t step = run->issued;
-    const bool last = is_stopped(run) || step >= c.max_steps;
+    const bool last = step >= c.max_steps;
     // A new status line shall appear every ten seconds or so. So if the last line would be more than ten seconds old
     // when four more steps have ended, a new line is printed now, even if --log_interval asks for fewer lines. The four
     // steps are a margin: a line is printed only when its step has ended.
@@ -2180,9 +2166,7 @@ static void run_step(Run* run) {
     const bool snapshot = file_due(c.ema_snapshots, run->snapshot_step);
     const bool show = slow || due(c.log_interval);
     const bool draw = due(c.sample_interval) && !last; // finish_complete draws the last grid
-    // With --keep_best, every checkpoint needs a validation loss. A grid may be followed by a checkpoint: if a signal
-    // comes while the grid is drawn, the run ends, and its last checkpoint is of this step.
-    const bool wants_val_loss = due(c.val_interval) || (c.keep_best && (save || draw));
+    const bool wants_val_loss = due(c.val_interval) || (c.keep_best && save); // by which keep_best compares checkpoints
     const bool validate = run->val.count && wants_val_loss;
     const bool records_full = step - run->state.step >= STEPS_AHEAD;
     if (!show && !save && !validate && !draw && !snapshot && !records_full) return;
@@ -2217,10 +2201,9 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
     Run run{c, make_trainer(c, data), val, output};
     if (!begin_run(&run, data, resume, start)) return 0; // all steps are done already
 
-    // The loop over the steps. (run_step, too, asks is_stopped. For the same step, ranks exchange messages only once.)
+    // The loop over the steps.
     run.steps_began = now();
     while (run.issued < c.max_steps && !is_stopped(&run) && data_error(run).empty()) run_step(&run);
-    if (lacks_validation(run) && data_error(run).empty()) run_step(&run);
     // A signal may have come after the last step was issued. Then the run ends without its last grid. The signal is
     // noted; the next one ends a wait for a full disk (while_full).
     if (!run.stop) run.stop = any_rank("the end of the steps", stop_signal);

@@ -96,17 +96,6 @@ static void listen_to_signals() {
     }
 }
 
-// Calls keep_best_of_resumed for a run that has done all its steps already, before the program ends. So best.bin
-// becomes a link to the last checkpoint if this is the best one.
-static void link_best_of_finished(Run* run, const std::string& resume) {
-    const std::string checkpoint = text("model_%07ld.bin", run->first_step);
-    const bool own_folder = run->folder.descriptor >= 0 && run->folder.has(checkpoint);
-    if (world.rank || !own_folder) return;
-    take_folder(run, resume);
-    open_log(run);
-    keep_best_of_resumed(run);
-}
-
 // Begins a run: fills the weights, opens the files that the run writes, and writes a snapshot or a grid that is
 // missing. data, resume, start: as in train. Returns false if there is nothing to do, because all steps were done
 // before.
@@ -120,13 +109,11 @@ static bool begin_run(Run* run, const Dataset& data, const std::string& resume, 
     print_start(c, tr, data);
     if (resume.empty()) start_weights(&tr, start);
     else restore(run, start);
-    if (!resume.empty()) compare_val_losses(run, start);
     cast_params(tr.copy, tr.params, tr.net.flat_size); // with bf16, convolutions read this copy of the weights
     const bool lacks_snapshot = lacks_file(*run, "ema_", ".bin", c.ema_snapshots);
     const bool lacks_grid = lacks_file(*run, "samples_", ".png", c.sample_interval);
     const bool all_steps_done = run->state.step >= c.max_steps;
     if (all_steps_done && !lacks_snapshot && !lacks_grid) {
-        if (c.keep_best) link_best_of_finished(run, resume);
         printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", run->state.step,
                c.max_steps);
         return false;
@@ -137,7 +124,7 @@ static bool begin_run(Run* run, const Dataset& data, const std::string& resume, 
     const bool is_here = world.rank || run->folder.has(text("model_%07ld.bin", run->first_step));
     if (!is_here) run->resumed_from = resume;
     open_log(run);
-    keep_best_of_resumed(run);
+    take_best_loss(run);
     begin_page(run);
     listen_to_signals();
 

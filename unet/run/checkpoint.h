@@ -92,8 +92,8 @@ static uint32_t validation_crc(const Dataset& val) {
 }
 
 // With --keep_best: if the checkpoint that was just written has the lowest validation loss so far, makes best.bin a
-// link to this checkpoint. If the run ended because data could not be read, the last step has no validation loss (NaN).
-// Then best.bin stays as it is.
+// link to this checkpoint. After a signal, or if data could not be read, the last step may have no validation loss
+// (NaN). Then best.bin stays as it is.
 static void keep_best(Run* run, const std::string& checkpoint) {
     const bool is_better = run->val_loss < run->best_loss; // false if val_loss is NaN
     if (world.rank || !run->config.keep_best || !is_better) return;
@@ -105,15 +105,6 @@ static void keep_best(Run* run, const std::string& checkpoint) {
     }
     tell("%s: %s; the run goes on, and %s is the best checkpoint until now\n", run->folder.name(BEST).c_str(),
          failure.c_str(), checkpoint.c_str());
-}
-
-// A run may be killed after it wrote its best checkpoint, and before it made best.bin a link to this checkpoint. If the
-// run is then resumed from this checkpoint, this function makes the link. But if there is a best.bin whose loss is
-// unknown, best.bin stays as it is.
-static void keep_best_of_resumed(Run* run) {
-    if (world.rank || (run->folder.has(BEST) && std::isinf(run->best_loss))) return;
-    const std::string checkpoint = text("model_%07ld.bin", run->first_step);
-    if (run->folder.has(checkpoint)) keep_best(run, checkpoint);
 }
 
 // Writes a checkpoint (docs/FORMATS.md). A run that is resumed from it computes the same bits as if it had not paused.
@@ -292,15 +283,10 @@ static void restore_history(const Trainer& tr, const ModelFile& m) {
 static std::string changed_flag(const Config& c, const Header& h, auto matters) {
     for (const Flag& f : FLAGS) {
         if (!f.slot || !matters(f) || !slot_is_used(h, f)) continue;
-        Config then; // holds the checkpoint's value of this flag; all other flags but max_steps have their defaults
+        Config then; // holds the checkpoint's value of this flag
         set_flag(&then, f, header_value(c, h, f));
-        then.max_steps = h.slot[SLOT_MAX_STEPS];
-        std::string before = flag_value(then, f);
-        std::string now = flag_value(c, f);
-        if (f.slot == SLOT_ECT_D) { // its value may be 0, which stands for a number that depends on max_steps
-            before = std::to_string(then.ect_stage());
-            now = std::to_string(c.ect_stage());
-        }
+        const std::string before = flag_value(then, f);
+        const std::string now = flag_value(c, f);
         if (!same_value(f.name, now, before))
             return text("--%s %s: was %s before", f.name, now.c_str(), before.c_str());
     }
@@ -311,18 +297,20 @@ static std::string changed_flag(const Config& c, const Header& h, auto matters) 
 static bool is_of_objective(const Config& c, const Flag& f) {
     // sigma_small is for samples, but with --use_kl True it may also be a part of the loss.
     if (f.slot == SLOT_SIGMA_SMALL) return c.use_kl;
+    // The stages of --objective ect, and so its losses, depend on the length of the run.
+    if (f.slot == SLOT_MAX_STEPS) return c.objective == "ect";
     const bool is_of_ect = f.slot >= SLOT_ECT && f.slot < SLOT_ECT_END;
     return is_of_ect || (f.slot >= SLOT_DIFFUSION && f.slot < SLOT_PATCH_SIZE);
 }
 
 // Returns why the losses or gradients of a resumed run can't be compared with those before its checkpoint m: a text
-// that names the first flag that matters for them and whose value has changed. If no such flag has changed, but the
-// content of --data_file or --cond_file has, the text names that file. "": they can be compared.
+// that names the first flag that matters for them and whose value has changed, or the data file that is another one.
+// "": they can be compared.
 static std::string changed_loss(const Config& c, const ModelFile& m, const Dataset& d) {
     const std::string flag = changed_flag(c, m.header, [&](const Flag& f) {
-        const bool is_of_samples = f.slot == SLOT_SIGMA_SMALL && !c.use_kl;
         const bool is_of_batch = f.slot == SLOT_SAMPLER || f.slot == SLOT_BATCH_SIZE || f.slot == SLOT_COND_NOISE;
-        return (f.free && !is_of_samples) || is_of_batch || is_of_objective(c, f);
+        const bool is_of_training = f.free && f.slot != SLOT_SIGMA_SMALL;
+        return is_of_training || is_of_batch || is_of_objective(c, f);
     });
     if (!flag.empty()) return flag;
     if (m.header.get<uint32_t>(SLOT_DATA_CRC) != d.header_crc)
@@ -332,29 +320,35 @@ static std::string changed_loss(const Config& c, const ModelFile& m, const Datas
     return "";
 }
 
-// Returns whether the run's validation losses mean something else than those of a checkpoint whose header is h: whether
-// the objective or the validation data is another one.
-static bool val_loss_changed_since(const Run& run, const Header& h) {
-    const Config& c = run.config;
-    const std::string objective = changed_flag(c, h, [&](const Flag& f) { return is_of_objective(c, f); });
-    // With --objective ect, all validation losses of a run are computed as in the stage of its last step
-    // (validation_loss). This stage may depend on --max_steps. So the last stages of both runs are compared.
-    Config then;
-    then.max_steps = h.slot[SLOT_MAX_STEPS];
-    then.ect_d = h.slot[SLOT_ECT_D];
-    const bool other_stage = is_ect(h) && then.last_ect_stage() != c.last_ect_stage();
-    const uint32_t val_crc = h.get<uint32_t>(SLOT_VAL_CRC); // 0: unknown, or there was no validation data
-    return !objective.empty() || other_stage || (val_crc && val_crc != validation_crc(run.val));
+// Returns the validation loss in log.csv's row of a step; infinite: there is none.
+static double logged_val_loss(const Run& run, int64_t step) {
+    std::istringstream rows(read_text(run.folder, "log.csv"));
+    for (std::string row; std::getline(rows, row);) {
+        const LogValues values = parse_row(row);
+        const bool is_it = values[COLUMN_STEP] == (double)step && std::isfinite(values[COLUMN_VAL_LOSS]);
+        if (is_it) return values[COLUMN_VAL_LOSS];
+    }
+    return INFINITY;
 }
 
-// Sets run->val_loss_changed to true if the validation losses of a resumed run can't be compared with the one of its
-// checkpoint m. Sets run->best_loss_changed to true if they can't be compared with the one of best.bin. For best.bin
-// the header in best.bin itself is read, because the run may have been resumed with other flags after best.bin was
-// written.
-static void compare_val_losses(Run* run, const ModelFile& m) {
-    run->val_loss_changed = val_loss_changed_since(*run, m.header);
-    const std::optional<Header> best = best_header(*run);
-    run->best_loss_changed = best && val_loss_changed_since(*run, *best);
+// Sets best_loss of a resumed run to the validation loss of best.bin. If it is unknown, or means something else than
+// the run's validation losses, because the objective or the validation data is another one, best_loss stays infinite.
+// Then the next checkpoint becomes the best.
+static void take_best_loss(Run* run) {
+    const Config& c = run->config;
+    if (world.rank || !c.keep_best || !run->folder.has(BEST)) return;
+    InputFile best;
+    best.open(run->folder.name(BEST), "move it away, for --keep_best would replace it");
+    close(best.file);
+    const Header& h = best.header;
+    const bool is_checkpoint = h.slot[SLOT_MAGIC] == MODEL_MAGIC && h.slot[SLOT_CONTENTS] == (HAS_EMA | HAS_TRAINING);
+    must(is_checkpoint, best.path, "is no checkpoint; move it away, for --keep_best would replace it");
+    const int64_t step = h.get<int64_t>(SLOT_STEP);
+    std::string why = changed_flag(c, h, [&](const Flag& f) { return is_of_objective(c, f); });
+    if (why.empty() && h.get<uint32_t>(SLOT_VAL_CRC) != validation_crc(run->val)) why = "--val_data_file has changed";
+    if (why.empty()) run->best_loss = logged_val_loss(*run, step);
+    if (why.empty() && std::isinf(run->best_loss)) why = text("log.csv has no validation loss of its step %ld", step);
+    if (!why.empty()) printf("%s: %s, so the next checkpoint becomes the best\n", best.path.c_str(), why.c_str());
 }
 
 // Compares a resumed run with its checkpoint m. If losses or gradient norms now mean something else than before, starts
@@ -413,37 +407,28 @@ static void restore(Run* run, const ModelFile& m) {
 // or a folder that holds no run. resume: the path of the checkpoint that the run goes on from; "": the run is new.
 // resume_step: the step of that checkpoint.
 static void check_output_dir(const Config& c, const Folder& output, const std::string& resume, int64_t resume_step) {
-    // If the folder has a best.bin but no other checkpoint, best.bin belongs to another run. With --keep_best this run
-    // would replace it. That is allowed only if this run goes on from this best.bin.
+    // A log without a checkpoint was left by a run that was killed early. With --resume_checkpoint auto, a new run
+    // starts in such a folder. But best.bin alone is what is left of a run that a new one must not replace.
     const auto found = output.list();
     const bool has_checkpoint = !found.empty();
-    std::error_code error;
-    const bool from_best = std::filesystem::equivalent(output.name(BEST), resume, error);
-    must(!c.keep_best || has_checkpoint || from_best || !output.has(BEST), output.name(BEST),
-         "is another run's; move it away, or choose another --output_dir");
-    // A log without a checkpoint was left by a run that was killed early. With --resume_checkpoint auto, such a folder
-    // is used as if it held no run: a new run starts in it.
-    const bool holds_run = has_checkpoint || (output.has("log.csv") && c.resume_checkpoint != "auto");
-    if (!holds_run) return;
+    const bool has_log = output.has("log.csv") && c.resume_checkpoint != "auto";
+    if (!has_checkpoint && !has_log && !output.has(BEST)) return;
 
     // The folder holds a run. So the program must resume this run; it must not start a new run here.
     const int64_t newest_step = has_checkpoint ? found.rbegin()->first : 0;
-    const std::string newest = has_checkpoint ? output.name(found.rbegin()->second) : "";
-    std::string what = "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again";
+    std::string what = ", but no checkpoint model_STEP.bin to continue; move its log.csv and best.bin away";
     if (has_checkpoint) what = text(" (up to step %ld); continue it with --resume_checkpoint latest", newest_step);
     must(!resume.empty(), c.output_dir, "already holds a run" + what + ", or choose another --output_dir");
 
     // The checkpoint that this run goes on from must lie in this folder.
+    std::error_code error;
     const std::filesystem::path folder = std::filesystem::path(resume).parent_path() / ".";
     must(std::filesystem::equivalent(folder, c.output_dir + "/.", error), c.output_dir,
          "already holds a run, but " + resume + " is not part of it; choose another --output_dir");
     // No checkpoint in the folder may be of a later step than `resume`: this run would come to that step, too, and
     // replace that checkpoint.
-    const bool none_is_later = newest_step <= resume_step;
-    const bool has_wrong_name = !none_is_later && std::filesystem::equivalent(newest, resume, error);
-    must(!has_wrong_name, newest, text("holds step %ld; rename it to model_%07ld.bin", resume_step, resume_step));
-    must(none_is_later, newest,
-         text("is later (step %ld) than ", newest_step) + resume +
+    must(newest_step <= resume_step, output.name(has_checkpoint ? found.rbegin()->second : ""),
+         text("is called step %ld, which is later than step %ld of ", newest_step, resume_step) + resume +
              "; resume that one (latest), move it away, or choose another --output_dir");
 }
 

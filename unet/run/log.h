@@ -156,23 +156,20 @@ struct Run {
 
     // Progress. A step is issued when the host has given its work to the device. Up to STEPS_AHEAD steps later the host
     // fetches the results (collect_steps); then the step is logged.
-    int64_t first_step = 0;  // the step that this process went on from; 0: the run is new
-    int64_t issued = 0;      // the newest issued step
-    StepState state{};       // the results of the newest logged step
-    double val_loss = NAN;   // the validation loss after that step; NaN: it was not measured
-    int stop = 0;            // the signal that ends the run; all ranks agreed on it; 0: no signal came
-    int64_t asked_step = -1; // after which step is_stopped was called last
+    int64_t first_step = 0; // the step that this process went on from; 0: the run is new
+    int64_t issued = 0;     // the newest issued step
+    StepState state{};      // the results of the newest logged step
+    double val_loss = NAN;  // the validation loss after that step; NaN: it was not measured
+    int stop = 0;           // the signal that ends the run; all ranks agreed on it; 0: no signal came
 
     // Checkpoints and snapshots of the averages. Updates are the steps that were not skipped.
-    int64_t saved_step = 0;         // the step of the newest checkpoint; 0: there is none
-    std::string resumed_from{};     // at rank 0: the checkpoint that was resumed, if it lies in another folder
-    int64_t saved_updates = 0;      // how many updates had been done when that checkpoint was written
-    int64_t proven_step = -1;       // the step of the newest checkpoint that is known to be good (prove_checkpoint)
-    int64_t snapshot_step = 0;      // the step of the newest snapshot or, before there is one, the step resumed from
-    int64_t snapshot_updates = 0;   // how many updates had been done when that snapshot was written
-    bool val_loss_changed = false;  // validation losses now mean something else than before the run was resumed
-    bool best_loss_changed = false; // validation losses now mean something else than when best.bin was written
-    double best_loss = INFINITY;    // at rank 0: the validation loss of best.bin; infinite: unknown, or no best.bin
+    int64_t saved_step = 0;       // the step of the newest checkpoint; 0: there is none
+    std::string resumed_from{};   // at rank 0: the checkpoint that was resumed, if it lies in another folder
+    int64_t saved_updates = 0;    // how many updates had been done when that checkpoint was written
+    int64_t proven_step = -1;     // the step of the newest checkpoint that is known to be good (prove_checkpoint)
+    int64_t snapshot_step = 0;    // the step of the newest snapshot or, before there is one, the step resumed from
+    int64_t snapshot_updates = 0; // how many updates had been done when that snapshot was written
+    double best_loss = INFINITY;  // at rank 0: the validation loss of best.bin; infinite: unknown, or no best.bin
 
     // The log, the page and the line on the terminal.
     int log_file = -1;               // the file descriptor of log.csv
@@ -212,47 +209,20 @@ static bool is_name_of_run(const Folder& folder, const std::string& name) {
 
 constexpr char NAME_OF_RUN[] = "is a name for files of the run in that folder; choose another one";
 
-// Rank 0: returns the header of the checkpoint in best.bin. Returns nothing without --keep_best, if there is no
-// best.bin, or if the run is new. The other ranks get nothing, because they have not opened the folder.
-static std::optional<Header> best_header(const Run& run) {
-    const bool resumed = run.first_step > 0;
-    const bool has_folder = !world.rank && run.folder.descriptor >= 0;
-    if (!run.config.keep_best || !resumed || !has_folder || !run.folder.has(BEST)) return {};
-    const int file = openat(run.folder.descriptor, BEST, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
-    Header h;
-    const bool whole = read(file, h.slot, sizeof h.slot) == sizeof h.slot;
-    if (file >= 0) close(file);
-    const bool checkpoint =
-        whole && h.slot[SLOT_MAGIC] == MODEL_MAGIC && h.slot[SLOT_CONTENTS] == (HAS_EMA | HAS_TRAINING);
-    must(checkpoint, run.folder.name(BEST), "is no checkpoint; move it away, for --keep_best would replace it");
-    return h;
-}
-
 // Opens log.csv at rank 0. A resumed run does the steps after its checkpoint again, so the rows of these steps are
-// removed. The rows that stay are added to run->summary. The best validation loss so far (best_loss) is read from the
-// row of the step whose checkpoint is in best.bin, and val_loss from the row of the step that the run goes on from.
+// removed. The rows that stay are added to run->summary.
 static void open_log(Run* run) {
     if (world.rank) return;
-    const std::optional<Header> best_file = best_header(*run);
-    const int64_t best = best_file ? best_file->get<int64_t>(SLOT_STEP) : -1; // the step of best.bin
     run->summary.most_skipped = run->config.max_bad_steps;
     std::string kept = std::string(LOG_COLUMNS) + "\n";
-    const auto commas = std::ranges::count(kept, ',');
     std::istringstream old(read_text(run->folder, "log.csv"));
     std::string row;
     while (std::getline(old, row) && !old.eof()) { // a last row without a line break was cut short, and is ignored
-        const LogValues values = parse_row(row);
-        const double step = values[COLUMN_STEP];
+        const double step = parse_row(row)[COLUMN_STEP];
         const bool belongs = step > 0 && step <= (double)run->first_step; // false for the line of column names (step 0)
         if (!belongs) continue;
         run->summary.add_read(row);
-        const double val_loss = values[COLUMN_VAL_LOSS];
-        if (std::isfinite(val_loss)) {
-            if ((int64_t)step == best && !run->best_loss_changed) run->best_loss = val_loss;
-            if ((int64_t)step == run->first_step && !run->val_loss_changed) run->val_loss = val_loss;
-        }
-        const bool lacks_seconds = std::ranges::count(row, ',') == commas - 1; // written by an older program
-        kept += lacks_seconds ? row + ",\n" : row + "\n";
+        kept += row + "\n";
     }
     // The new log replaces the old one as a whole, so a crash at this moment loses nothing.
     const std::string path = run->folder.name("log.csv");
@@ -261,13 +231,6 @@ static void open_log(Run* run) {
     // Rows are appended. O_NOFOLLOW: if somebody has put a link in the place of log.csv meanwhile, it is not followed.
     run->log_file = openat(run->folder.descriptor, "log.csv", O_WRONLY | O_APPEND | O_CLOEXEC | O_NOFOLLOW);
     if (run->log_file < 0) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
-    // Nothing is left to do if best.bin's loss is known, or if best_header has returned no header (`best` is -1). The
-    // loss is unknown in three cases: validation losses now mean something else (best_loss_changed); or the run goes on
-    // from a step before best.bin's step; or log.csv was cut or removed. Then the user is told.
-    if (best < 0 || std::isfinite(run->best_loss)) return;
-    const std::string why = run->best_loss_changed ? "its validation loss can't be compared with those of this run"
-                                                   : text("log.csv has no validation loss of its step %ld", best);
-    printf("%s: %s, so the next checkpoint becomes the best\n", run->folder.name(BEST).c_str(), why.c_str());
 }
 
 // Returns a text that tells the user which saved step the run can go on from if it ends now.
