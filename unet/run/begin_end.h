@@ -72,21 +72,6 @@ static void take_folder(Run* run, const std::string& resume) {
     leave_later_snapshots(folder, run->first_step);
 }
 
-// Returns whether the folder lacks a grid or a snapshot of the step that a resumed run goes on from. A grid may be
-// missing because the run was killed or stopped after it had written its checkpoint, and before it wrote the grid. A
-// snapshot may be missing because the disk had no room for it. Both may also be missing because `interval` was another
-// number before. prefix and suffix: the beginning and the end of the file's name. interval: the flag that says after
-// how many steps such a file is written. All ranks call this function together, since only rank 0 knows the folder.
-static bool lacks_file(const Run& run, const char* prefix, const char* suffix, int interval) {
-    const int64_t step = run.first_step;
-    const bool is_due = interval && (step % interval == 0 || step >= run.config.max_steps);
-    auto has = [&](const std::string& name) { return run.folder.descriptor >= 0 && run.folder.has(name); };
-    // A run that goes on in a new folder starts with no files there, and lacks none.
-    const bool own_folder = has(text("model_%07ld.bin", step));
-    const bool lacks = is_due && own_folder && !has(prefix + text("%07ld", step) + suffix);
-    return any_rank("the question whether a file is missing", !world.rank && lacks);
-}
-
 // After this call, a signal of STOP_SIGNALS makes the run save what was trained, and end.
 static void listen_to_signals() {
     for (const auto& [number, name] : STOP_SIGNALS) {
@@ -96,9 +81,8 @@ static void listen_to_signals() {
     }
 }
 
-// Begins a run: fills the weights, opens the files that the run writes, and writes a snapshot or a grid that is
-// missing. data, resume, start: as in train. Returns false if there is nothing to do, because all steps were done
-// before.
+// Begins a run: fills the weights and opens the files that the run writes. data, resume, start: as in train. Returns
+// false if there is nothing to do, because all steps were done before.
 static bool begin_run(Run* run, const Dataset& data, const std::string& resume, const ModelFile& start) {
     const Config& c = run->config;
     const Dataset& val = run->val;
@@ -110,10 +94,7 @@ static bool begin_run(Run* run, const Dataset& data, const std::string& resume, 
     if (resume.empty()) start_weights(&tr, start);
     else restore(run, start);
     cast_params(tr.copy, tr.params, tr.net.flat_size); // with bf16, convolutions read this copy of the weights
-    const bool lacks_snapshot = lacks_file(*run, "ema_", ".bin", c.ema_snapshots);
-    const bool lacks_grid = lacks_file(*run, "samples_", ".png", c.sample_interval);
-    const bool all_steps_done = run->state.step >= c.max_steps;
-    if (all_steps_done && !lacks_snapshot && !lacks_grid) {
+    if (run->state.step >= c.max_steps) {
         printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", run->state.step,
                c.max_steps);
         return false;
@@ -127,14 +108,6 @@ static bool begin_run(Run* run, const Dataset& data, const std::string& resume, 
     take_best_loss(run);
     begin_page(run);
     listen_to_signals();
-
-    if (lacks_snapshot) {
-        // If the snapshot can't be written now, these numbers tell run_step and save_at_the_end that it is still due.
-        run->snapshot_step = run->first_step - 1;
-        run->snapshot_updates = -1;
-        save_snapshot(run);
-    }
-    if (lacks_grid && !all_steps_done) save_grid(run); // finish_complete draws the last grid
     return true;
 }
 
@@ -175,10 +148,7 @@ static void finish_complete(Run* run) {
     if (run->stop) return finish_stopped(run); // a signal came while the grid was drawn
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
-    // A resumed run that only had to write a missing grid or snapshot has done no step. Then `steps` is 1, because the
-    // time is divided by it.
-    const double steps = (double)std::max<int64_t>(s.step - run->first_step, 1);
-    const double ms = run->seconds / steps * 1e3;
+    const double ms = run->seconds / (double)(s.step - run->first_step) * 1e3;
     const double peak_mib = usage.ru_maxrss / 1024.0; // Linux gives it in KiB
     tell("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step, ms, peak_mib,
          c.output_dir.c_str());

@@ -195,7 +195,7 @@ static std::vector<float> beside_pictures(const Config& c, const Sampler& s, con
 
 // Draws samples with the first average of the weights, and writes them as a grid. Every grid of a run starts from the
 // same noise, so that the user sees how the samples get better. If a signal comes meanwhile, the grid is given up, so
-// that the run can end at once; a resumed run draws it (lacks_file).
+// that the run can end at once.
 static void save_grid(Run* run) {
     const Config& c = run->config;
     Trainer& tr = run->trainer;
@@ -379,7 +379,7 @@ static void restore(Run* run, const ModelFile& m) {
         copy_slice(tr.emas[k], read_array(m, tr.net, array), tr.own);
     }
     restore_history(tr, m);
-    // This state is saved already, in the checkpoint. (begin_run writes a snapshot of this step if one is missing.)
+    // This state is saved already, in the checkpoint.
     run->first_step = s.step;
     run->issued = s.step;
     run->saved_step = s.step;
@@ -432,24 +432,17 @@ static void check_output_dir(const Config& c, const Folder& output, const std::s
              "; resume that one (latest), move it away, or choose another --output_dir");
 }
 
-// A run that goes on from an early checkpoint does later steps again, maybe with other flags. But the folder still has
-// snapshots ema_STEP.bin of these steps from before. train_unet.py --ema_sigma_rel adds up the snapshots in a folder,
-// and must not mix old snapshots with those that this run writes. So the old snapshots are renamed.
+// A run that goes on from an early checkpoint does later steps again, maybe with other flags. train_unet.py
+// --ema_sigma_rel adds up the snapshots in a folder, and must not mix those of both. So later ones are renamed.
 static void leave_later_snapshots(const Folder& folder, int64_t first_step) {
-    int64_t count = 0;
     for (const auto& [step, name] : folder.list("ema_")) {
         if (step <= first_step) continue; // this snapshot is a part of this run
-        std::string new_name = name + ".left";
-        for (int k = 2; folder.has(new_name); k++) new_name = name + text(".left%d", k);
+        const std::string new_name = name + ".left";
         if (renameat(folder.descriptor, name.c_str(), folder.descriptor, new_name.c_str()))
-            die("%s: can't be renamed to %s (%s); move it away", folder.name(name).c_str(), new_name.c_str(),
-                strerror(errno));
-        count++;
+            die("%s: can't be renamed (%s); move it away", folder.name(name).c_str(), strerror(errno));
+        printf("%s: is later than step %ld, where this run goes on; it is called %s now\n", folder.name(name).c_str(),
+               first_step, new_name.c_str());
     }
-    if (count)
-        printf("%s: snapshots ema_STEP.bin beyond step %ld, where this run goes on: %ld; "
-               "they are called ema_STEP.bin.left now (or .left2 and so on), and no average takes them\n",
-               folder.path.c_str(), first_step, count);
 }
 
 // Prints how the memory of the device is used, in GiB.
