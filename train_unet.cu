@@ -2110,7 +2110,7 @@ static void collect_steps(Run* run, bool validate, bool show) {
         const double done = ended - elapsed * steps_later / count; // assumes that all steps took the same time
         log_step(run, elapsed * 1e3 / count, is_last ? val : NAN, done - run->began);
         if (!run->state.ok) report_bad_step(run);
-        else if (run->proven_step != run->saved_step) prove_checkpoint(run);
+        else if (run->proven != run->saved) prove_checkpoint(run);
     }
     write_log(run);
     if (show) print_step(run, val);

@@ -102,8 +102,6 @@ static bool begin_run(Run* run, const Dataset& data, const std::string& resume, 
     if (!resume.empty()) compare_with_checkpoint(run, start);
     // From here on the run writes into its folder.
     if (!world.rank) take_folder(run, resume);
-    const bool is_here = world.rank || run->folder.has(text("model_%07ld.bin", run->first_step));
-    if (!is_here) run->resumed_from = resume;
     open_log(run);
     take_best_loss(run);
     begin_page(run);

@@ -20,24 +20,17 @@ static void prove_checkpoint(Run* run) {
         run->folder.remove(oldest->second);
         found.erase(oldest);
     }
-    run->proven_step = run->saved_step;
+    run->proven = run->saved;
 }
 
 // Ends a run whose weights are broken, and prints which checkpoint the user can go on from.
 static void stop_run(Run* run, const std::string& why) {
-    const Folder folder = world.rank ? open_folder(run->config.output_dir) : run->folder;
-    const auto found = folder.list();
-    const auto newest = found.rbegin();
     // The newest checkpoint is good if a good step followed it. Otherwise its weights may have been broken already.
+    const std::string earlier =
+        run->proven.empty() ? "start again or from an earlier one" : "go on from " + run->proven;
     std::string last = "no checkpoint was written yet";
-    if (!run->resumed_from.empty()) last += ", so go on from " + run->resumed_from;
-    if (!found.empty() && newest->first == run->proven_step) {
-        last = "the last good checkpoint is " + folder.name(newest->second);
-    } else if (!found.empty()) {
-        last = "no step was good from " + folder.name(newest->second) + ", so move it away and ";
-        if (found.size() > 1) last += "go on from " + folder.name(std::next(newest)->second);
-        else last += run->resumed_from.empty() ? "start again" : "go on from " + run->resumed_from;
-    }
+    if (!run->saved.empty()) last = "no step was good from " + run->saved + ", so move it away and " + earlier;
+    if (!run->saved.empty() && run->saved == run->proven) last = "the last good checkpoint is " + run->saved;
     refuse(text("stopped at step %ld: ", run->state.step) + why + "; " + last +
            "; a lower --lr or a --warmup_steps may help");
 }
@@ -142,6 +135,7 @@ static void save_checkpoint(Run* run) {
     // The checkpoint is written. The next step shows whether its weights are good (prove_checkpoint).
     run->saved_step = s.step;
     run->saved_updates = s.updates;
+    run->saved = Folder{c.output_dir}.name(name);
     keep_best(run, name);
 }
 
@@ -384,6 +378,7 @@ static void restore(Run* run, const ModelFile& m) {
     run->issued = s.step;
     run->saved_step = s.step;
     run->saved_updates = s.updates;
+    run->saved = m.path;
     run->snapshot_step = s.step;
     run->snapshot_updates = s.updates;
     copy_to_device(tr.state, &s, sizeof s);

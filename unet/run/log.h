@@ -164,9 +164,9 @@ struct Run {
 
     // Checkpoints and snapshots of the averages. Updates are the steps that were not skipped.
     int64_t saved_step = 0;       // the step of the newest checkpoint; 0: there is none
-    std::string resumed_from{};   // at rank 0: the checkpoint that was resumed, if it lies in another folder
+    std::string saved{};          // the path of that checkpoint
+    std::string proven{};         // the path of the newest checkpoint that is known to be good (prove_checkpoint)
     int64_t saved_updates = 0;    // how many updates had been done when that checkpoint was written
-    int64_t proven_step = -1;     // the step of the newest checkpoint that is known to be good (prove_checkpoint)
     int64_t snapshot_step = 0;    // the step of the newest snapshot or, before there is one, the step resumed from
     int64_t snapshot_updates = 0; // how many updates had been done when that snapshot was written
     double best_loss = INFINITY;  // at rank 0: the validation loss of best.bin; infinite: unknown, or no best.bin
@@ -236,9 +236,7 @@ static void open_log(Run* run) {
 // Returns a text that tells the user which saved step the run can go on from if it ends now.
 static std::string saved_so_far(const Run& run) {
     if (!run.saved_step) return run.state.updates ? "no checkpoint was written yet" : "no good step was there to save";
-    const bool is_elsewhere = run.saved_step == run.first_step && !run.resumed_from.empty();
-    const std::string checkpoint = is_elsewhere ? run.resumed_from : "latest";
-    return text("saved is step %ld; --resume_checkpoint ", run.saved_step) + checkpoint + " goes on from there";
+    return text("saved is step %ld; --resume_checkpoint ", run.saved_step) + run.saved + " goes on from there";
 }
 
 // Writes the rows that log.csv lacks.
