@@ -2259,8 +2259,8 @@ static int run_program(int argc, char** argv) {
     ModelFile model;
     if (resumes || !c.init.empty()) model = open_model(resumes ? resume : c.init);
     Dataset data;
-    complete_config(&c, model, resumes, &data);
     const std::string where = model.size ? model.path + ": " : ""; // error messages about a setting begin with it
+    complete_config(&c, model, resumes, where, &data);
     start_device(c.precision, c.device);
     // --exchange auto: GPUs write into each other's memory directly if they can. nccl: they send by NCCL.
     const bool directly = meaning<bool>("exchange", c.exchange, {{"auto", true}, {"nccl", false}});
@@ -2279,7 +2279,6 @@ static int run_program(int argc, char** argv) {
     }
 
     // A run: its data, all checks, and then the training.
-    take_data_dir(&c, resumes, where);
     check_run(&c, where);
     // If the data decided which preset is used, complete_config has opened the data file already. (The images of a
     // training step are read later, in load_batch.)

@@ -96,11 +96,13 @@ struct Config {
     PictureKind picture_kind = PictureKind::FILE; // cond
     int picture_factor = 0;                       // cond: the K of lowres:K, which shrinks images to height / K
 
-    // The names of the flags that the command line or the preset has set.
-    std::set<string> on_command_line, by_preset;
+    // The names of the flags that the command line, a model file or the preset has set. The first of them that has a
+    // value for a flag decides.
+    std::set<string> on_command_line, by_file, by_preset;
     bool default_preset = false; // true: the program has chosen the preset. false: the user has
     bool given(const string& flag) const { return on_command_line.contains(flag); }
-    bool chosen(const string& flag) const { return given(flag) || by_preset.contains(flag); }
+    bool fixed(const string& flag) const { return given(flag) || by_file.contains(flag); } // a preset can't change it
+    bool chosen(const string& flag) const { return fixed(flag) || by_preset.contains(flag); }
 
     // Returns how many channels a level has. A factor such as 1.6666666 stands for 5/3, so 1.6666666 * 96 is slightly
     // less than the 160 that it should be. So the product is rounded to the nearest whole number.
@@ -131,9 +133,7 @@ struct Config {
 };
 
 // Without --preset, if the data has at least this many images, and the chosen preset sets --min_snr_gamma, the flag
-// becomes 5 instead (take_number_of_images says why). In tests with 2,026 images, the value 0.5 of some presets gave
-// better samples than 5. With 10,000 images both values were about as good, and with 50,000 images 5 was better. Where
-// the best limit lies is not known.
+// becomes 5 instead (apply_default_preset says why). With 2,026 images 0.5 gave better samples, with 50,000 images 5.
 constexpr int64_t MANY_IMAGES = 5000;
 constexpr int MORE_EMAS = 7; // how many averages of the weights there may be at most, besides the first one
 // --objective ect: the largest q^a that is allowed (q and a: see Tuning). The gap between the sigmas of student and
@@ -266,32 +266,35 @@ static std::string wrong(Config* c, const char* name, const std::string& why) {
     return text("--%s %s: ", name, flag_value(*c, *find_flag(name)).c_str()) + why;
 }
 
-// Returns the flags of a preset that would undo or forbid what the command line asks for. A preset does not change
-// these flags.
+// Returns the flags of a preset that would undo or forbid what the command line or a model file asks for. A preset does
+// not change these flags.
 static std::set<std::string> left_out_of_preset(const Config& c) {
     std::set<std::string> names;
-    if (c.given("num_heads")) names.insert("num_head_channels"); // num_head_channels would have priority over num_heads
+    if (c.fixed("num_heads")) names.insert("num_head_channels"); // num_head_channels would have priority over num_heads
     if (c.objective != "ddpm") names.insert({"predict", "min_snr_gamma", "learn_sigma"});
     // The preset's min_snr_gamma suits the preset's own --predict, and with --use_kl it is not allowed.
-    if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma");
+    if (c.fixed("predict") || c.use_kl) names.insert("min_snr_gamma");
     // The preset's churn and guidance suit the preset's sampler, and samples that are made of noise alone. With
     // --start_from or --inpaint (changes_images), S_churn is not even allowed (check_model).
     if (c.given("sampler") || c.changes_images()) names.insert({"S_churn", "guidance_scale"});
+    if (c.objective == "ect") names.insert("sampler");
+    if (c.sampler == "consistency") names.insert({"timestep_respacing", "S_churn", "guidance_scale"});
     if (c.given("guidance_scale")) names.insert({"guidance_min", "guidance_max"}); // they suit the preset's scale
-    if (c.given("class_cond") && !c.class_cond) names.insert({"class_dropout", "guidance_scale"});
-    if (c.given("class_dropout") && !c.class_dropout) names.insert("guidance_scale");
+    // Without classes, or without steps that leave them out, there is nothing to be guided by.
+    if (c.fixed("class_cond") && !c.class_cond) names.insert({"class_dropout", "guidance_scale"});
+    if (c.fixed("class_dropout") && !c.class_dropout) names.insert("guidance_scale");
     return names;
 }
 
 // Sets the flags of a text: --name value --name value. The text is that of a preset, or Config::OF_LABELS, the flags
-// for images with labels (unet/flags.h). Flags that the command line has set stay as they are, and so do those that
-// left_out_of_preset returns.
-static void apply_flags(Config* c, const std::string& flags) {
-    const std::set<std::string> without = left_out_of_preset(*c);
+// for images with labels (unet/flags.h). Flags that the command line or a model file has set stay as they are, and so do
+// those that left_out_of_preset returns, and those in `without`.
+static void apply_flags(Config* c, const std::string& flags, std::set<std::string> without = {}) {
+    without.merge(left_out_of_preset(*c));
     std::istringstream words(flags);
     for (std::string flag, value; words >> flag >> value;) {
         const std::string name = flag.substr(2);
-        if (c->given(name) || without.contains(name)) continue;
+        if (c->fixed(name) || without.contains(name)) continue;
         set_flag(c, *find_flag(name), value);
         c->by_preset.insert(name);
     }
@@ -444,17 +447,13 @@ static void take_aliases(Config* c) {
 }
 
 // guided-diffusion's flag --rescale_learned_sigmas sets --vlb_weight here: True sets 1e-3, False 1 / diffusion_steps.
-// So this function is called after --diffusion_steps has got its final value. from_file: whether a model file has set
-// --vlb_weight. If so, a preset must not change it.
-static void take_rescale_learned_sigmas(Config* c, bool from_file) {
-    // If the command line gives rescale_learned_sigmas, vlb_weight is set here, and the command line must not give it,
-    // too. If only a preset gives rescale_learned_sigmas, vlb_weight is set here unless the command line or a model
-    // file has set it.
+// So this function is called after --diffusion_steps has got its final value. If only a preset gives it, a vlb_weight of
+// the command line or of a model file stays.
+static void take_rescale_learned_sigmas(Config* c) {
     const bool given = c->given("rescale_learned_sigmas");
-    const bool weight_given = c->given("vlb_weight");
-    if (given && weight_given)
+    if (given && c->given("vlb_weight"))
         die("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out");
-    const bool preset_asks = !weight_given && !from_file && c->chosen("rescale_learned_sigmas");
+    const bool preset_asks = !c->fixed("vlb_weight") && c->chosen("rescale_learned_sigmas");
     if (given || preset_asks) c->vlb_weight = c->rescale_learned_sigmas ? 1e-3f : 1.0f / (float)c->diffusion_steps;
 }
 

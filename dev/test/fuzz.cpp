@@ -146,7 +146,7 @@ static void fuzz_model(Header h, const uint8_t* body, size_t n, bool right) {
         const bool resume = m.has(HAS_TRAINING | HAS_EMA);
         if (m.header.slot[SLOT_MAGIC] == MODEL_MAGIC) check_lists(m); // as open_model does
         take_model_file(&c, m, resume);
-        take_rescale_learned_sigmas(&c, true);
+        take_rescale_learned_sigmas(&c);
         const std::string error = check_model(&c);
         if (!error.empty()) die("%s", error.c_str());
         check_run(&c, "");

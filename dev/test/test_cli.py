@@ -194,8 +194,6 @@ def test_the_preset_by_the_size_of_the_images(run: Callable, make_data: Callable
     file = make_data("d.bin", make_images(4, 3, height, width))
     out = run(["--data_file", file, *more.split(), "--max_steps", 1, "--sample_interval", 0, "--batch_size", 1]).out
     assert f"preset {preset}: " in out
-    said = "preset emoji64 draws better pictures than fashion32, but does not fit: --image_size 100: must be a multiple of 16"
-    assert (said in out) == (height == 100)
     assert (f", in squares of {patch}x{patch} pixels" in out) == (patch > 0)
     trained = read_model(str(tmp_path / "out" / model_name(1))).config
     assert (trained.patch_size, trained.image_size) == (patch, (height, width))

@@ -530,7 +530,7 @@ static void print_start(const Config& c, const Trainer& tr, const Dataset& data)
     const int64_t steps_an_epoch = (data.count + c.batch_size - 1) / c.batch_size;
     printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), data.count, doubt,
            steps_an_epoch, c.batch_size, c.output_dir.c_str());
-    if (!c.class_cond && c.by_preset.contains("class_cond") && data.labels.empty())
+    if (!c.class_cond && !c.given("class_cond") && c.default_preset && data.labels.empty())
         printf("classes: none, because the data has no labels\n");
     if (c.class_cond)
         printf("classes: %d, --class_dropout %g; grids: --guidance_scale %g\n", c.num_classes, c.class_dropout,

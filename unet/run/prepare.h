@@ -103,14 +103,9 @@ static void prepare_folder(const Config& c, const std::string& file) {
     printf("%s: prepared from %s\n", file.c_str(), c.data_dir.c_str());
 }
 
-// If the data are a folder of pictures, sets --data_file to the file that is made of it. Rank 0 makes the file, and the
-// other ranks wait. The folder is --data_dir or, if a run of train_unet.py is resumed that trained on a folder, the one
-// that its checkpoint names. where: what an error message begins with.
-static void take_data_dir(Config* c, bool resumes, const std::string& where) {
-    std::error_code ignored;
-    const bool names_data = c->given("data_file") || c->given("data_dir");
-    const bool is_of_run = resumes && !names_data && std::filesystem::is_directory(c->data_file, ignored);
-    if (is_of_run) c->data_dir = c->data_file;
+// With --data_dir: sets --data_file to the file that is made of this folder of pictures. Rank 0 makes it, and the other
+// ranks wait. where: what an error message begins with.
+static void take_data_dir(Config* c, const std::string& where) {
     if (c->data_dir.empty()) return;
     // parse_model computes the size (c->H, c->W) that the pictures get. Here only an error in --image_size matters.
     // Other errors are found later (take_data_shape).
@@ -119,10 +114,9 @@ static void take_data_dir(Config* c, bool resumes, const std::string& where) {
     const std::string file = data_file_beside(c->data_dir);
     if (!world.rank) prepare_folder(*c, file);
     broadcast_host("the preparation of --data_dir", "");
-    // From here on, the settings are as if the user had given --data_file and not --data_dir. (The folder of a resumed
-    // run was not given. So check_resume ends the program if it holds other data than before.)
+    // From here on, the settings are as if the user had given --data_file and not --data_dir.
     c->data_file = file;
-    if (!is_of_run) c->on_command_line.insert("data_file");
+    c->on_command_line.insert("data_file");
     c->data_dir = "";
     c->on_command_line.erase("data_dir");
 }

@@ -1,24 +1,20 @@
 // settings.h - what the command line leaves open comes from presets, model files and the data.
 #pragma once
 #include "model_file.h"
+#include "prepare.h"
 
 // =====================================================================================================================
 // Settings: what the command line leaves open comes from presets, model files and the data
-// Settings that the command line leaves open are taken from elsewhere. In general, each setting comes from the first of
-// these that has a value for it:
+// Each setting comes from the first of these that has a value for it:
 //   1. the command line
 //   2. a model file: with --init the settings of the model, with --resume_checkpoint also those of the run
-//   3. the data: the images' size and channels, the pictures' channels (--cond_file), and the number of classes if the
-//      preset does not set it
-//   4. the preset; without --preset, the preset that fits the size of the images
-//   5. the flag's default
-// There are exceptions. For example, some settings of a preset are replaced if they do not fit the data
-// (take_data_shape), the model (drop_preset_of_classes) or the sampler (take_ect_defaults).
-// A setting on the command line must agree with the model file, unless this setting may change from run to run.
+//   3. the preset; without --preset, the one for the size of the images
+//   4. the flag's default; for the images' size and channels, and the number of classes, the data
+// A preset's attention_resolutions that do not fit the images are replaced (take_data_shape). A setting on the command
+// line must agree with the model file, unless this setting may change from run to run.
 //
-// These functions are called in this order: run_program calls parse_command_line, and then complete_config, which reads
-// presets (apply_preset) and model files (take_model_file). With --sample, run_program then calls sample_and_stop. For
-// a run, it then calls check_run, take_data_shape and train.
+// run_program calls parse_command_line, and then complete_config, which calls the functions below in the order of this
+// list. For a run it then calls check_run and take_data_shape.
 
 // Returns the settings of a model file of unet.cu, another program (github.com/clu0/unet.cu). The file's header holds
 // the shape of the network, but nothing about the diffusion. We assume the diffusion that unet.cu itself trains with:
@@ -62,6 +58,7 @@ static void take_from_file(Config* c, const std::string& path, const std::string
     const bool given = c->given(name);
     const bool may_change = (f.slot > SLOT_STEP && f.slot != SLOT_OPTIMIZER) || f.free;
     if (given && may_change) return;
+    c->by_file.insert(name);
     const std::string wanted = flag_value(*c, f);
     set_flag(c, f, value, path + ": ");
     const std::string there = flag_value(*c, f);
@@ -101,21 +98,6 @@ static std::pair<std::string, std::string> kept_paths(const ModelFile& model) {
     return {data_file, rest.substr(0, rest.find('\0'))};
 }
 
-// Finds a data file whose path is kept in a checkpoint. The path may be relative to the folder in which the run was
-// started. That folder may be one of the folders that contain the checkpoint. So the data file is looked for in the
-// current folder, and then in the checkpoint's folder and in the folders above it. If it is found nowhere, the path is
-// returned as it is.
-static std::string find_data(const ModelFile& model, const std::string& data_file) {
-    std::filesystem::path found(data_file);
-    std::filesystem::path folder = std::filesystem::absolute(model.path).parent_path();
-    while (found.is_relative() && !exists(found.string()) && folder.has_relative_path()) { // until the folder is /
-        const std::filesystem::path candidate = folder / data_file;
-        if (exists(candidate.string())) found = candidate;
-        folder = folder.parent_path();
-    }
-    return data_file.empty() ? "" : found.string();
-}
-
 // Sets flags that a resumed run takes from its checkpoint. A model file of --init does not set these flags.
 static void take_run_of_file(Config* c, const ModelFile& model) {
     std::string rates;
@@ -129,10 +111,8 @@ static void take_run_of_file(Config* c, const ModelFile& model) {
     const int64_t seed = model.header.get<int64_t>(SLOT_SEED);
     take_from_file(c, model.path, "seed", std::to_string(seed));
     const auto [data_file, cond_file] = kept_paths(model);
-    const std::string data_path = find_data(model, data_file);
-    const std::string cond_path = find_data(model, cond_file);
-    if (!data_path.empty() && !c->given("data_file")) take_from_file(c, model.path, "data_file", data_path);
-    if (!cond_path.empty() && !c->given("cond_file")) take_from_file(c, model.path, "cond_file", cond_path);
+    if (!data_file.empty() && !c->given("data_file")) take_from_file(c, model.path, "data_file", data_file);
+    if (!cond_file.empty() && !c->given("cond_file")) take_from_file(c, model.path, "cond_file", cond_file);
 }
 
 // Sets the flags that a header holds as lists or in two slots (is_parsed).
@@ -195,59 +175,18 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
 }
 
 // Sets the defaults for --objective ect and --sampler consistency. They are the values that Geng et al. 2024 use.
-// file_has_levels: a model file has already set the distribution of noise levels (P_mean and P_std).
-static void take_ect_defaults(Config* c, bool file_has_levels) {
+static void take_ect_defaults(Config* c) {
     const bool ect = c->objective == "ect";
     if (ect && !c->given("sampler")) c->sampler = "consistency";
-    if (c->sampler == "consistency") {
-        if (!c->given("timestep_respacing")) c->timestep_respacing = "2";
-        // A preset's S_churn and guidance_scale are meant for another sampler.
-        if (!c->given("S_churn")) c->S_churn = 0;
-        if (!c->given("guidance_scale")) c->guidance_scale = 1;
-    }
-    if (ect && !file_has_levels) {
-        if (!c->given("P_mean")) c->P_mean = -1.1f;
-        if (!c->given("P_std")) c->P_std = 2;
-    }
-}
-
-// A preset may set class_dropout and guidance_scale for a model that is conditioned on classes. For a model without
-// classes, this function sets them to 0 and 1, with which they do nothing. (class_dropout stays if the model is
-// conditioned on numbers, because it can leave out the numbers, too.) guidance_scale also becomes 1 if the model has
-// classes, but class_dropout is 0.
-static void drop_preset_of_classes(Config* c) {
-    const bool has_condition = c->class_cond || c->cond_dim; // something that class_dropout can leave out
-    if (c->by_preset.contains("class_dropout") && !has_condition) c->class_dropout = 0;
-    if (c->by_preset.contains("guidance_scale") && !c->null_class()) c->guidance_scale = 1;
-}
-
-// Without --preset, the program chooses a preset. This preset, or the flags OF_LABELS (unet/flags.h), which are used
-// with it, ask for a model that is conditioned on classes. If the images have no labels, the model is not conditioned
-// on classes (print_start says so). With --preset, missing labels are an error instead, because the user has asked for
-// classes.
-static void take_labels(Config* c, const Dataset& d) {
-    const bool is_default = c->by_preset.contains("class_cond") && !c->given("preset");
-    if (!d.labels.empty() || !c->class_cond || !is_default) return;
-    c->class_cond = false;
-    if (c->by_preset.contains("class_dropout")) c->class_dropout = 0;
-    drop_preset_of_classes(c);
-}
-
-// Without --preset, --min_snr_gamma becomes 5 if there are at least MANY_IMAGES images, and if the preset that the
-// program has chosen sets this flag. A lower value, which some presets have, gives low noise levels less weight in the
-// loss. If there are few images, the model learns them by heart. Then samples look best with such a lower value. If
-// there are many images, the model does not learn them by heart. Then samples look more like the images of the data if
-// low noise levels have more weight (docs/LEARNT.md, "Photographs").
-static void take_number_of_images(Config* c, const Dataset& d) {
-    const bool is_default = c->by_preset.contains("min_snr_gamma") && !c->given("preset");
-    if (is_default && d.count >= MANY_IMAGES) c->min_snr_gamma = 5;
+    if (c->sampler == "consistency" && !c->given("timestep_respacing")) c->timestep_respacing = "2";
+    if (ect && !c->fixed("P_mean")) c->P_mean = -1.1f;
+    if (ect && !c->fixed("P_std")) c->P_std = 2;
 }
 
 // Without a model file: takes the size, channels and classes of the images, and the channels of the pictures, from the
-// data files, except what the command line sets. (If a preset sets num_classes, the preset's number stays.) Also
-// replaces settings of the preset that do not fit the data: attention_resolutions, and what take_labels and
-// take_number_of_images change. Then, with or without a model file, checks that the data fits the model. where: what
-// messages begin with; "FILE: " if there is a model file, otherwise "".
+// data files, except what the command line sets. (If a preset sets num_classes, the preset's number stays.) Then, with
+// or without a model file, checks that the data fits the model. where: what messages begin with; "FILE: " if there is a
+// model file, otherwise "".
 static void take_data_shape(Config* c, const Dataset& d, const std::string& where) {
     if (where.empty()) {
         if (!c->given("image_size")) c->image_size = size_text(d.H, d.W);
@@ -258,8 +197,6 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
         if (!c->given("in_channels")) c->in_channels = d.C;
         if (!c->given("cond_channels") && d.cond) c->cond_channels = d.cond->C;
         if (!c->chosen("num_classes")) c->num_classes = d.classes;
-        take_labels(c, d);
-        take_number_of_images(c, d);
     }
     auto refuse_unless = [&](bool ok, const char* flag, const std::string& why) {
         if (!ok) refuse(where + wrong(c, flag, why));
@@ -356,91 +293,67 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
 // --- presets, and all settings together
 
 // Applies a preset. If the preset sets --patch_size, this function then sets the flag to the argument `patch` instead.
-// If the command line does not give --in_channels, this flag becomes C, the number of the images' channels, because the
-// preset may be for grey images.
-static void apply_with_patch(Config* c, const char* preset, int patch, int C) {
+// If in_channels is open, it becomes C, the number of the images' channels, because the preset may be for grey images.
+static void apply_with_patch(Config* c, const char* preset, int patch, int C, std::set<std::string> without = {}) {
     c->preset = preset;
-    apply_preset(c, preset);
+    apply_flags(c, PRESETS.at(preset), without);
     if (c->by_preset.contains("patch_size")) c->patch_size = patch;
-    if (!c->given("in_channels")) c->in_channels = C;
+    if (!c->fixed("in_channels")) c->in_channels = C;
 }
 
-// Returns "" if a preset suits images of H x W pixels and C channels. Otherwise returns a sentence that says why it
-// does not. Most often, a side of the images can't be halved as often as the preset's network halves it. c: a copy of
-// the configuration, which this function may change.
-static std::string preset_refuses(Config c, const char* preset, int patch, int H, int W, int C) {
-    apply_with_patch(&c, preset, patch, C);
-    c.image_size = size_text(H, W);
+// Returns whether a preset suits the images. Most often it does not if a side can't be halved as often as the preset's
+// network halves it. c: a copy of what the command line says.
+static bool preset_fits(Config c, const char* preset, int patch, const Dataset& d) {
+    apply_with_patch(&c, preset, patch, d.C);
+    c.image_size = size_text(d.H, d.W);
     // The pictures of --cond_file have not been read yet. They are assumed to have as many channels as the images.
-    if (!c.cond_file.empty() && !c.given("cond_channels")) c.cond_channels = C;
+    if (!c.cond_file.empty() && !c.given("cond_channels")) c.cond_channels = d.C;
     // The attention's resolutions are no reason to refuse the preset, since take_data_shape makes them fit.
     if (!c.given("attention_resolutions")) c.attention_resolutions = "";
-    return parse_model(&c);
+    return parse_model(&c).empty();
 }
 
-// Without --preset: chooses a preset and applies it. Without --data_file and --data_dir this is DEFAULT_PRESET. For the
-// user's own images, the choice depends on their size, as explained below. Returns "", or a line for the user, which
-// says why the images do not get the preset that draws the better pictures.
-//
-// Images of 32x32 pixels and more get a preset that learns them quickly (docs/LEARNT.md, "Own pictures of other
-// sizes"). If this preset sets --patch_size, its network sees a square of 2x2 pixels as one position. From 128x128
-// pixels on, these squares are 4x4 pixels (2x2 if the sides can't be halved often enough for 4x4), so that a step with
-// images of 128x128 takes as long as a step with images of 64x64. All other images get PRESET_ELSE: smaller ones, and
-// those whose sides can't be halved often enough even for 2x2. Later, take_labels and take_number_of_images make the
-// flags fit the labels and the number of the images.
-static std::string apply_default_preset(Config* c, const Dataset& data) {
+// Without --preset: applies the preset for the size of the images. From 32x32 pixels on it is one that learns quickly
+// (docs/LEARNT.md, "Own pictures of other sizes"), whose network sees a square of pixels as one position if the preset
+// says so: of 4x4 pixels from 128x128 on, else of 2x2. All other images get PRESET_ELSE. d has no images if samples are
+// drawn. typed: what the command line says.
+static void apply_default_preset(Config* c, const Config& typed, const Dataset& d) {
     c->default_preset = true;
-    apply_flags(c, Config::OF_LABELS); // the preset comes after this, because it may set another --guidance_scale
-    if (!data.size && c->data_dir.empty()) {
+    if (!d.size) {
         c->preset = DEFAULT_PRESET;
-        apply_preset(c, c->preset);
-        return "";
+        apply_flags(c, Config::OF_LABELS);
+        return apply_preset(c, c->preset);
     }
-    // The size of the images. If they come from a folder of pictures (--data_dir), prepare_data.py makes them 64x64, or
-    // as large as --image_size says.
-    Config sized = *c;
-    if (!c->given("image_size")) sized.image_size = "64";
-    if (data.size) sized.image_size = size_text(data.H, data.W);
-    std::string why = parse_image_size(&sized); // sets sized.H and sized.W; check_model reports an error later
-    const int H = sized.H, W = sized.W;
-    const int C = data.size ? data.C : 3; // --in_channels, if it is given, has priority (apply_with_patch)
-
-    const int smaller_side = why.empty() ? std::min(H, W) : 0;
-    const char* const preset = H == 32 && W == 32 ? PRESET_32 : PRESET_FROM_32;
-    struct Squares {
-        int patch, from; // the side of the squares, and how long both sides of an image must at least be for them
-    };
-    for (auto [patch, from] : {Squares{4, 128}, Squares{2, 32}}) {
-        if (smaller_side < from) continue;
-        why = preset_refuses(*c, preset, patch, H, W, C);
-        if (!why.empty()) continue;
-        apply_with_patch(c, preset, patch, C);
-        return "";
+    const char* const quick = d.H == 32 && d.W == 32 ? PRESET_32 : PRESET_FROM_32;
+    const char* preset = PRESET_ELSE;
+    int patch = 0;
+    for (const auto& [squares, from] : {std::pair{2, 32}, std::pair{4, 128}}) {
+        if (std::min(d.H, d.W) < from || !preset_fits(typed, quick, squares, d)) continue;
+        preset = quick;
+        patch = squares;
     }
-    // The line for the user is left out in two cases. Images below 32x32 always get PRESET_ELSE. And if PRESET_ELSE
-    // does not suit the images either, check_model reports an error.
-    const bool is_told = smaller_side >= 32 && preset_refuses(*c, PRESET_ELSE, 0, H, W, C).empty();
-    apply_with_patch(c, PRESET_ELSE, 0, C);
-    if (!is_told) return "";
-    return text("preset %s draws better pictures than %s, but does not fit: %s", preset, PRESET_ELSE, why.c_str());
+    // Images with labels are learned as classes. The preset comes second, since flags of the first one that is applied
+    // are replaced by those of the second.
+    std::set<std::string> without;
+    if (d.labels.empty()) without = {"class_cond", "class_dropout", "guidance_scale"};
+    else apply_flags(c, Config::OF_LABELS);
+    apply_with_patch(c, preset, patch, d.C, without);
+    // Few images are learned by heart, and samples look best if low noise levels have little weight in the loss, as some
+    // presets have it. Many images are not, and low noise levels need more weight (docs/LEARNT.md, "Photographs").
+    if (c->by_preset.contains("min_snr_gamma") && d.count >= MANY_IMAGES) c->min_snr_gamma = 5;
 }
 
-// Applies the preset of a run that is resumed without --preset. So flags that a checkpoint does not hold, such as
+// Finds the preset of a run that is resumed without --preset. So flags that a checkpoint does not hold, such as
 // --save_interval or the --sampler of the run's grids, get the preset's values again. (If such a flag was on the run's
-// command line, it must be given again.) Returns false if the preset is not known, as with a checkpoint of an older
-// program.
-static bool apply_preset_of_run(Config* c, const ModelFile& model) {
+// command line, it must be given again.) An unknown preset, as of an older program, leaves c->preset empty.
+static void take_preset_of_run(Config* c, const ModelFile& model) {
     const uint32_t checksum = model.header.get<uint32_t>(SLOT_PRESET);
     for (const auto& [preset, settings] : PRESETS)
         for (const bool is_default : {false, true}) {
             if (preset_checksum(preset, is_default) != checksum) continue;
             c->preset = preset;
             c->default_preset = is_default;
-            if (is_default) apply_flags(c, Config::OF_LABELS); // as in apply_default_preset
-            apply_preset(c, preset);
-            return true;
         }
-    return false;
 }
 
 // --num_gpus: each GPU needs a process. If several GPUs are to be used and no launcher has started these processes,
@@ -477,22 +390,30 @@ static void check_contradictions(const Config& c) {
         if (c.given(name) && path.empty()) die("--%s: is empty; give a path, or leave the flag out", name);
 }
 
-// Sets the flags that the command line leaves open, except those that take_data_shape takes from the data. Opens the
-// data file if the choice of a preset needs it. resume: the model file is a checkpoint whose run goes on.
-static void complete_config(Config* c, const ModelFile& model, bool resume, Dataset* data) {
-    // A preset sets flags that the command line leaves open. If a model file holds another value for such a flag, the
-    // model file's value is used.
-    if (!c->preset.empty()) {
-        apply_preset(c, c->preset);
-    } else if (!resume || !apply_preset_of_run(c, model)) {
-        if (c->given("data_file")) *data = open_dataset(c->data_file);
-        const std::string line = apply_default_preset(c, *data);
-        if (!line.empty() && !model.size && !world.rank) printf("%s\n", line.c_str());
-    }
+// Returns the data file of a run for which nobody has named one.
+static std::string default_data_file() {
+    Config c;
+    apply_preset(&c, DEFAULT_PRESET);
+    return c.data_file;
+}
+
+// Sets the flags that the command line leaves open, except those that take_data_shape takes from the data. Makes the
+// data file of --data_dir, and opens the data file if the choice of a preset needs it. resume: the model file is a
+// checkpoint whose run goes on. where: what messages about the model file's settings begin with.
+static void complete_config(Config* c, const ModelFile& model, bool resume, const std::string& where, Dataset* data) {
+    const Config typed = *c;
     if (model.size) take_model_file(c, model, resume);
-    take_rescale_learned_sigmas(c, model.size);
-    take_ect_defaults(c, model.size && is_ect(model.header));
-    if (model.size) drop_preset_of_classes(c);
+    take_ect_defaults(c);
+    if (resume && c->preset.empty()) take_preset_of_run(c, model);
+    if (c->default_preset) apply_flags(c, Config::OF_LABELS); // as apply_default_preset has done
+    if (!c->preset.empty()) apply_preset(c, c->preset);
+    if (!c->sample) take_data_dir(c, where);
+    if (c->preset.empty()) {
+        if (c->data_file.empty()) c->data_file = default_data_file();
+        if (!c->sample || c->given("data_file")) *data = open_dataset(c->data_file);
+        apply_default_preset(c, typed, *data);
+    }
+    take_rescale_learned_sigmas(c);
     // A preset may ask for more sampling steps than the diffusion has. Then sampling uses all steps of the diffusion.
     const bool too_many = atoi(c->timestep_respacing.c_str()) > c->diffusion_steps;
     if (too_many && !c->given("timestep_respacing")) c->timestep_respacing = "";
