@@ -16,7 +16,7 @@
 // model files (save_arrays), and run/settings.h reads flags from them (take_model_file).
 
 constexpr int MODEL_MAGIC = 20261121;
-constexpr int UNET_CU_MODEL_MAGIC = 12345678;
+constexpr int UNET_CU_MODEL_MAGIC = 12345678; // of unet.cu's own model files, which Python converts
 
 // The bits of SLOT_CONTENTS: what the file holds besides the weights.
 constexpr int HAS_EMA = 1;
@@ -86,7 +86,7 @@ static std::string objective_of(const Header& h) {
     return number < words.size() ? words[number] : "";
 }
 
-static bool is_ect(const Header& h) { return h.slot[SLOT_MAGIC] == MODEL_MAGIC && objective_of(h) == "ect"; }
+static bool is_ect(const Header& h) { return objective_of(h) == "ect"; }
 
 // Returns whether a model with this header uses a flag. If it does not, the flag's slot is 0.
 static bool slot_is_used(const Header& h, const Flag& f) {
@@ -164,10 +164,7 @@ static bool same_value(const std::string& name, const std::string& a, const std:
 // array 0, or arrays 0 and 1.
 struct ModelFile : InputFile {
     // Returns whether the file holds everything that these bits stand for (HAS_EMA, HAS_TRAINING).
-    bool has(int bits) const {
-        const bool ours = header.slot[SLOT_MAGIC] == MODEL_MAGIC;
-        return ours && (header.slot[SLOT_CONTENTS] & bits) == bits;
-    }
+    bool has(int bits) const { return (header.slot[SLOT_CONTENTS] & bits) == bits; }
 
     // These functions return:
     //   emas        how many averages the file holds
@@ -238,7 +235,10 @@ static ModelFile open_model(const std::string& path) {
     const int* s = m.header.slot;
     const int magic = s[SLOT_MAGIC];
     const int version = s[SLOT_VERSION];
-    if (magic == UNET_CU_MODEL_MAGIC) return m; // a file of unet.cu has no checksum; check_size checks its size
+    if (magic == UNET_CU_MODEL_MAGIC)
+        die("%s: is a model of unet.cu; `python train_unet.py --convert %s model.bin` makes one of it that this "
+            "program reads",
+            path.c_str(), path.c_str());
     const char* hint = "python train_unet.py --convert makes one from .pt and .safetensors";
     must(magic == MODEL_MAGIC, path,
          text("is not a model file (it starts with %d, not %d); %s", magic, MODEL_MAGIC, hint));
@@ -300,17 +300,7 @@ static void permute_param(const Config& c, const Param& p, float* to, const floa
 // Ends the program unless a model file holds as many parameters as this network has.
 static void check_size(const ModelFile& m, const UNet& net) {
     const size_t n = net.num_params;
-    const int* s = m.header.slot;
-    bool holds = m.header.get<size_t>(SLOT_PARAMS) == n;
-    if (s[SLOT_MAGIC] == UNET_CU_MODEL_MAGIC) {
-        // A header of unet.cu does not hold the number of parameters, so the file's size is compared with the size of
-        // all parameters. More data may follow the weights: AdamW's moments if slot 8 is not 0, and the states of
-        // random generators if slot 9 is not 0. Slot 4 is the number of the output's channels.
-        const size_t bytes = 1024 + n * sizeof(float);
-        const bool has_moments = s[8] || s[9];
-        const bool size_fits = m.size == bytes || (has_moments && m.size > bytes);
-        holds = size_fits && s[4] == net.config.out_channels();
-    }
+    const bool holds = m.header.get<size_t>(SLOT_PARAMS) == n;
     if (!holds) die("%s: does not hold the %zu parameters of its model", m.path.c_str(), n);
 }
 

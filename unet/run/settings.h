@@ -16,37 +16,6 @@
 // run_program calls parse_command_line, and then complete_config, which calls the functions below in the order of this
 // list. For a run it then calls check_run and take_data_shape.
 
-// Returns the settings of a model file of unet.cu, another program (github.com/clu0/unet.cu). The file's header holds
-// the shape of the network, but nothing about the diffusion. We assume the diffusion that unet.cu itself trains with:
-// 1000 steps and the linear schedule. The flags about the diffusion may be set on the command line.
-static Config unet_cu_config(const ModelFile& model) {
-    const int* s = model.header.slot;
-    const int channels = s[2];
-    const int num_channels = s[3];
-    const int out_channels = s[4];
-    const int height = s[5];
-    const int width = s[6];
-    const int max_period = s[7];
-    Config c;
-    apply_preset(&c, "unet64");
-    auto set = [&](const char* name, int value) {
-        set_flag(&c, *find_flag(name), std::to_string(value), model.path + ": ");
-    };
-    set("in_channels", channels);
-    set("num_channels", num_channels);
-    set("max_period", max_period);
-    // The network of unet.cu has attention at its third and fourth level, where images have a quarter and an eighth of
-    // their height.
-    c.image_size = text("%dx%d", height, width);
-    c.attention_resolutions = text("%d,%d", height / 4, height / 8);
-    // The second half of the output channels, if there is one, is for a learned variance (--learn_sigma). With
-    // vlb_weight = 0 this half is neither trained nor used, unless --use_kl is True.
-    c.learn_sigma = out_channels == 2 * (int64_t)channels;
-    c.vlb_weight = 0;
-    c.noise_schedule = "linear";
-    return c;
-}
-
 // Sets a flag to the value in a model file. If the command line gives the flag, too, the two values must be the same.
 // But a flag that may change from run to run keeps the value of the command line. Which flags may change depends on
 // the flag's slot, its place in the file's header. Slots after SLOT_STEP hold settings of the run, such as the batch
@@ -66,27 +35,6 @@ static void take_from_file(Config* c, const std::string& path, const std::string
     if (given && !same_value(name, there, wanted))
         die("--%s %s: %s was made %s; leave the flag out, or start without that file", f.name, wanted.c_str(),
             path.c_str(), made.c_str());
-}
-
-// Returns whether a flag's value is a text that parse_model reads. A header does not hold such a value as one number in
-// one slot, but as a list of numbers, or as two numbers in two slots.
-static bool is_parsed(const std::string& name) {
-    return name == "image_size" || name == "channel_mult" || name == "attention_resolutions" || name == "cond";
-}
-
-// Takes the settings of the model from a model file of unet.cu, for take_model_file. If the command line gives such a
-// setting, too, the two values must be the same. There are two exceptions: settings that may change from run to run
-// (take_from_file), and settings of the diffusion, which such a file does not hold.
-static void take_unet_cu_file(Config* c, const ModelFile& model) {
-    const Config theirs = unet_cu_config(model);
-    for (const Flag& f : FLAGS) {
-        const bool is_in_header = f.slot && f.slot <= SLOT_STEP;
-        if (!is_parsed(f.name) && !is_in_header) continue;
-        // The file holds nothing about the diffusion, so the command line may set the diffusion's flags freely.
-        const bool is_diffusion = f.slot >= SLOT_DIFFUSION && f.slot < SLOT_PATCH_SIZE;
-        if (is_diffusion && c->given(f.name)) continue;
-        take_from_file(c, model.path, f.name, flag_value(theirs, f));
-    }
 }
 
 // Returns the paths of --data_file and --cond_file that a checkpoint holds; "": it holds no such path. The paths lie
@@ -115,7 +63,7 @@ static void take_run_of_file(Config* c, const ModelFile& model) {
     if (!cond_file.empty() && !c->given("cond_file")) take_from_file(c, model.path, "cond_file", cond_file);
 }
 
-// Sets the flags that a header holds as lists or in two slots (is_parsed).
+// Sets the flags that a header holds as lists or in two slots.
 static void take_parsed_flags(Config* c, const ModelFile& model) {
     const Header& h = model.header;
     const int levels = h.slot[SLOT_LEVELS];
@@ -154,10 +102,8 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     // --objective ect tunes a model that was trained with another objective. is_tuned: whether this run tunes the
     // model in the file.
     const bool is_tuned = !resume && c->given("objective") && c->objective == "ect" && !is_ect(h);
-    const bool from_unet_cu = h.slot[SLOT_MAGIC] == UNET_CU_MODEL_MAGIC;
-    if (is_tuned && (from_unet_cu || objective_of(h) == "ddpm"))
+    if (is_tuned && objective_of(h) == "ddpm")
         die("--objective ect: tunes models of --objective edm and flow, and %s was made with ddpm", path.c_str());
-    if (from_unet_cu) return take_unet_cu_file(c, model);
 
     take_parsed_flags(c, model);
     if (is_tuned) take_from_file(c, path, "ect_frame", header_value(*c, h, *find_flag("objective")));
