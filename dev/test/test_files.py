@@ -546,8 +546,6 @@ TOLD_SLOTS = [
     ((43, 9), "--objective 9: must be one of ddpm|edm|flow|ect"), ((42, -1), "--noise_schedule -1: must be one of linear|cosine"),
     ((44, 3), "--predict 3: must be one of eps|x0|v"), ((78, 3), "--lr_schedule 3: must be one of constant|linear|cosine"),
     ((116, 2), "--optimizer 2: must be one of adamw|muon"),
-    ((81, 2), "2 updates and 0 skipped steps must add up to it"), ((83, 1), "1 skipped steps in a row, where 0 were skipped in all"),
-    ((90, NAN, "<f8"), "running means of loss and gradient norm"),
 ]  # fmt: skip
 
 

@@ -482,8 +482,8 @@ static std::string preset_in_force(const Config& c) {
     return kept;
 }
 
-// --precision fp8: prints how much of the work is done in FP8, and whether FP8 saves time. Rounding to FP8 takes time,
-// too. In small convolutions it takes almost as much time as FP8 saves.
+// --precision fp8: prints how much of the work is done in FP8. Rounding to FP8 takes time, too, so small convolutions
+// gain little (docs/GUIDE.md).
 static void print_fp8(const Config& c, const UNet& net) {
     if (c.precision != "fp8") return;
     int convs = 0, gradients = 0;
@@ -496,15 +496,8 @@ static void print_fp8(const Config& c, const UNet& net) {
         flops += 2.0 * out.H * out.W * (double)net.params[l.weight].size; // as in conv_flops
     }
     const double gflops = flops * c.micro() / convs * 1e-9; // GFLOP of an FP8 convolution for a microbatch (mean)
-    // If `gflops` is less than this, FP8 hardly saves time. In unet64 with 32 images, for example, `gflops` is 8, and
-    // FP8 made the steps 6 % shorter (docs/GUIDE.md).
-    constexpr double LITTLE = 10;
-    const char* const advice =
-        gflops < LITTLE
-            ? "; that is so little that FP8 hardly saves time: it pays with more channels, or more images at a time"
-            : "";
-    printf("fp8: %d convolutions, %.0f %% of a forward pass, %.3g GFLOP each, and the input gradients of %d%s\n", convs,
-           100 * flops / net.flops, gflops, gradients, advice);
+    printf("fp8: %d convolutions, %.0f %% of a forward pass, %.3g GFLOP each, and the input gradients of %d\n", convs,
+           100 * flops / net.flops, gflops, gradients);
 }
 
 // Prints what is about to be trained, on which data, and in which folder.

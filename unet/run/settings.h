@@ -204,14 +204,10 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
     const bool is_finite = std::isfinite(g.mean_loss + g.mean_norm + g.var_loss + g.var_norm);
     const bool counts_updates = g.n >= 0 && g.n <= (double)s.updates && g.n == std::floor(g.n);
     const bool guard_works = counts_updates && is_finite && g.var_loss >= 0 && g.var_norm >= 0;
-    std::string why; // in what way the counters are wrong
-    if (!steps_add_up)
-        why = text("step %ld of at most %d, where %ld updates and %ld skipped steps must add up to it", s.step,
-                   most_steps, s.updates, s.bad_total);
-    else if (!skips_fit)
-        why = text("%ld skipped steps in a row, where %ld were skipped in all", s.bad_in_row, s.bad_total);
-    else if (!guard_works) why = text("running means of loss and gradient norm that %ld updates can't give", s.updates);
-    if (!why.empty()) die("%s: its header is damaged (%s): use an earlier checkpoint", m.path.c_str(), why.c_str());
+    if (!steps_add_up || !skips_fit || !guard_works)
+        die("%s: its header is damaged (step %ld of at most %d, %ld updates, %ld skipped steps, %ld of them at last, and "
+            "their running means contradict each other): use an earlier checkpoint",
+            m.path.c_str(), s.step, most_steps, s.updates, s.bad_total, s.bad_in_row);
     // header_crc depends on the data file's whole content, because the header holds a checksum of the rest. Data files
     // of unet.cu hold no checksum, so their header_crc is 0. Of two such files, only the numbers of images are compared
     // here.
@@ -368,39 +364,15 @@ static void complete_config(Config* c, const ModelFile& model, bool resume, cons
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what ranks must have in common
 
-// Returns a checksum by which two different input files can be told apart. Computing it takes about a second.
-//
-// Our own files hold a checksum of their whole content in their first 1024 bytes. This checksum is verified when a file
-// is read (for long data files, see read_behind_images). So the first 1024 bytes of these files would be enough. But
-// files of unet.cu (another program, whose files this program reads, too) hold no checksum. Therefore more is read. A
-// file of up to 64 MiB is read as a whole. Of a larger file, 256 excerpts at equal distances are read, the first of
-// them at the file's beginning, and one more excerpt at the file's end. So files that differ, or were cut short, have
-// different checksums, with one exception: large files of unet.cu that differ in just a few images or weights.
-static uint32_t sample_checksum(const InputFile& file) {
-    constexpr size_t EXCERPTS = 256;
-    constexpr size_t EXCERPT = 256 << 10; // bytes
-    if (file.size <= EXCERPTS * EXCERPT) return file.crc(0, 0);
-    std::vector<uint8_t> excerpt(EXCERPT);
-    uint32_t crc = 0;
-    const size_t last_begin = file.size - EXCERPT;
-    for (size_t k = 0; k < EXCERPTS; k++) {
-        file.read(excerpt.data(), EXCERPT, last_begin / (EXCERPTS - 1) * k);
-        crc = crc32(crc, excerpt.data(), EXCERPT);
-    }
-    // The distance between excerpts was rounded down, so the last excerpt of the loop may begin before last_begin.
-    // Therefore the excerpt at last_begin is read, too.
-    file.read(excerpt.data(), EXCERPT, last_begin);
-    return crc32(crc, excerpt.data(), EXCERPT);
-}
-
-// Returns a line of text about an input file. All ranks that read the same content get the same line. The line does not
-// contain the file's path, because the path may differ from machine to machine.
+// Returns a line of text about an input file. All ranks that read the same content get the same line: the header holds
+// a checksum of the rest, which is verified when the file is read. (Data files of unet.cu hold none, so only their
+// shapes are compared.) The file's path may differ from machine to machine.
 static std::string describe_input(const std::string& name, const std::string& path) {
     if (path.empty()) return "no " + name + "\n";
     InputFile file;
     file.open(path, "every rank reads it, at the same path unless its own command line names another");
-    const uint32_t checksum = sample_checksum(file);
     close(file.file);
+    const uint32_t checksum = crc32(0, file.header.slot, 1024);
     return text("a %s of %zu bytes and checksum %08x\n", name.c_str(), file.size, checksum);
 }
 
