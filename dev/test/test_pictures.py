@@ -177,7 +177,7 @@ def test_a_file_that_is_replaced_under_a_run(run: Callable, pairs: tuple[Path, P
     (tmp_path / "nan.bin").write_bytes(seal_data((tmp_path / "nan.bin").read_bytes()))
     given = flags(TINY, "--data_file images.bin --cond_file nan.bin --max_steps 50 --sample_interval 0")
     result = run(given, code=1)
-    assert "nan.bin: image 5 holds a value that is not finite" in result.err and "--resume_checkpoint latest goes on" in result.err
+    assert "nan.bin: image 5 holds a value that is not finite" in result.err and "goes on from there" in result.err
     with pytest.raises(UserError, match="nan.bin: image 5 holds a value that is not finite"):
         twin.run(flags(given, "--data_file", pairs[0], "--cond_file", tmp_path / "nan.bin", "--output_dir", tmp_path / "twin", "--device cpu"))
 
@@ -233,7 +233,7 @@ def test_pictures_that_change_under_a_run(begin: Callable, run: Callable, pairs:
         assert process.returncode == 128 + signal.SIGTERM and not err, (process.returncode, out, err)
     else:
         assert process.returncode == 1 and err.startswith("train_unet: ") and err.count("\n") == 1, (process.returncode, out, err)
-        assert "pictures.bin" in err and "--resume_checkpoint latest goes on" in err, err
+        assert "pictures.bin" in err and "goes on from there" in err, err
     [step] = checkpoints(tmp_path / "out")
     assert step >= 11 and len(read_log(tmp_path / "out")) == step
     assert sorted(p.name for p in (tmp_path / "out").glob("*.bin")) == [model_name(step)] and not list((tmp_path / "out").glob("*.tmp*"))
