@@ -353,7 +353,7 @@ def test_a_resume_from_elsewhere(run: Callable, refused: Callable, tmp_path: Pat
     (project / "data/d.bin").write_bytes(data_bytes(make_images()))
     run([*TINY, "--data_file", "data/d.bin", "--max_steps", 2, "--output_dir", "runs/a"], cwd=project)
     again = ["--resume_checkpoint", project / "runs/a" / model_name(2), "--max_steps", 3, "--output_dir", other / "b", *QUIET]
-    refused(again, "data/d.bin", "No such file", cwd=other)
+    refused(again, "was trained on data/d.bin, which is no file here; name its data by --data_file", cwd=other)
     assert "anew" not in run([*again, "--data_file", project / "data/d.bin"], cwd=other).out
 
 

@@ -59,7 +59,12 @@ static void take_run_of_file(Config* c, const ModelFile& model) {
     const int64_t seed = model.header.get<int64_t>(SLOT_SEED);
     take_from_file(c, model.path, "seed", std::to_string(seed));
     const auto [data_file, cond_file] = kept_paths(model);
-    if (!data_file.empty() && !c->given("data_file")) take_from_file(c, model.path, "data_file", data_file);
+    std::error_code none;
+    const bool names_data = c->given("data_file") || c->given("data_dir");
+    if (!names_data && !std::filesystem::is_regular_file(data_file, none))
+        die("%s: was trained on %s, which is no file here; name its data by --data_file or --data_dir",
+            model.path.c_str(), data_file.c_str());
+    if (!names_data) take_from_file(c, model.path, "data_file", data_file);
     if (!cond_file.empty() && !c->given("cond_file")) take_from_file(c, model.path, "cond_file", cond_file);
 }
 
