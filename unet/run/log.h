@@ -177,7 +177,6 @@ struct Run {
     Page page{};                     // what else the page needs
     std::string new_rows{};          // rows that log.csv still lacks
     double status_shown = -INFINITY; // when the latest status line was printed
-    bool said_length = false;        // print_step has estimated the length of the run, which it does only once
 
     // The clock.
     double seconds = 0;     // the time that this process has spent in steps
@@ -299,24 +298,9 @@ static std::string shorten_status(std::string line, size_t columns) {
     return line;
 }
 
-// Prints the status line. After the first three steps, this function also estimates how long the rest of the run will
-// take. If this is more than three hours, it prints the estimate, but only once: a beginner may not have meant to start
-// such a long run.
+// Prints the status line. val: a validation loss, or NaN.
 static void print_step(Run* run, double val) {
-    const Config& c = run->config;
-    const StepState& s = run->state;
-    const double per_step = run->per_step;
-    const double eta = per_step * (double)(c.max_steps - s.step);
-    // The first three steps are slower than the others. So nothing is estimated before they are done.
-    const bool is_timed = s.step >= run->first_step + 3;
-    if (is_timed && !run->said_length) {
-        run->said_length = true;
-        if (eta > 3 * 3600) {
-            tell("this run will take %s: --max_steps %ld would end within an hour; a smaller --batch_size, "
-                 "--num_channels, --num_res_blocks or --image_size makes a step, now %.3g s, shorter\n",
-                 duration(eta).c_str(), (long)(s.step + 3600 / per_step), per_step);
-        }
-    }
+    const double eta = run->per_step * (double)(run->config.max_steps - run->state.step);
     // On a terminal the next status line replaces this one. In a file or a pipe all status lines stay, one a line.
     const size_t columns = (size_t)terminal_columns();
     show_status(shorten_status(status_line(*run, val, eta), columns));

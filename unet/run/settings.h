@@ -389,28 +389,21 @@ static void compare_ranks(const Config& c, const std::string& weights) {
     std::ifstream self("/proc/self/exe", std::ios::binary);
     const std::string program{std::istreambuf_iterator<char>(self), {}};
     std::string mine = text("a program of checksum %08x\n", crc32(0, program.data(), program.size()));
-    const bool training = !c.sample;
     mine += describe_input("file of weights (--init, --resume_checkpoint)", weights);
-    mine += describe_input("--data_file", training ? c.data_file : "");
-    mine += describe_input("--val_data_file", training ? c.val_data_file : "");
-    mine += describe_input("--cond_file", c.cond_file);
-    mine += describe_input("--val_cond_file", training ? c.val_cond_file : "");
-    mine += describe_input("--start_from", c.start_from);
-    mine += describe_input("--inpaint", c.inpaint);
-    mine += describe_input("--mask", c.mask);
-    // Flags that name input files are left out of the loop below, because the other lines describe the content of these
-    // files. --device, --output and --output_dir may differ: each machine has its own devices and folders, and only
-    // rank 0 writes.
     mine += text("--values of checksum %08x\n", crc32(0, c.value_rows.data(), c.value_rows.size() * sizeof(float)));
-    const std::set<std::string> inputs = {"init",    "data_file", "val_data_file", "cond_file", "val_cond_file",
-                                          "inpaint", "mask",      "values",        "start_from"};
-    const std::set<std::string> may_differ = {"device", "output", "output_dir"};
+    // Of input files the content is compared, not the path. Each machine has its own devices and folders, and only rank 0
+    // writes. A line above says what --init and --values name.
+    const std::set<std::string> inputs = {"cond_file", "start_from", "inpaint", "mask"};
+    const std::set<std::string> inputs_of_runs = {"data_file", "val_data_file", "val_cond_file"};
+    const std::set<std::string> may_differ = {"device", "output", "output_dir", "init", "values"};
     for (const Flag& f : FLAGS) {
         const std::string name = f.name;
-        if (inputs.contains(name) || may_differ.contains(name)) continue;
         std::string value = flag_value(c, f);
+        const bool is_of_run = inputs_of_runs.contains(name);
+        if (inputs.contains(name) || (is_of_run && !c.sample)) mine += describe_input("--" + name, value);
+        if (inputs.contains(name) || is_of_run || may_differ.contains(name)) continue;
         const bool names_file = !value.empty() && value != "latest" && value != "auto";
-        if (name == "resume_checkpoint" && names_file) value = "FILE"; // describe_input describes the file
+        if (name == "resume_checkpoint" && names_file) value = "FILE"; // a line above is about the file
         mine += text("--%s %s\n", f.name, value.c_str());
     }
     must_agree("the comparison of flags and files", mine);
