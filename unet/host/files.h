@@ -1,8 +1,7 @@
 // files.h - errors, time, the terminal, signals, the process, checksums, folders, files and locks.
-//
 // Nothing in here knows what the program computes. Two rules hold everywhere:
 // - What can go wrong is a mistake of the user or of the machine. The program says it in one sentence and ends (die).
-//   Functions whose names begin with try_ return the sentence instead, because a run of many hours must go on.
+//     Functions whose names begin with try_ return the sentence instead.
 // - A file appears whole or not at all (AtomicFile), and nothing is overwritten before its successor is on the disk.
 #pragma once
 
@@ -56,8 +55,7 @@ __attribute__((format(printf, 1, 2))) static std::string text(const char* format
     return buffer;
 }
 
-// When the program ends by an error, two others may want to know why. Each of them sets its function; null: nobody
-// asks.
+// When the program ends by an error, each of these is told; null: nobody asks.
 typedef void (*Listener)(const std::string& why);
 static std::atomic<Listener> end_all_ranks = nullptr; // of ranks.h, in a run of several processes; it does not return
 static std::atomic<Listener> tell_page = nullptr;     // of page.h, while a run goes on: its page says why it ended
@@ -83,7 +81,7 @@ static void must(bool ok, const std::string& what, const std::string& why) {
 }
 
 // Called by new when there is no memory, in any thread. It ends the process by _exit: an exception can't leave an
-// OpenMP loop, and exit() may not run in one of its threads. It is set before anything below asks for memory.
+// OpenMP loop, and exit() may not run in one of its threads.
 [[maybe_unused]] static const std::new_handler handler_before = std::set_new_handler([] {
     fflush(stdout);
     fprintf(stderr, "train_unet: there is not enough memory; "
@@ -122,9 +120,8 @@ static const std::map<int, const char*> STOP_SIGNALS = {
     {SIGINT, "SIGINT"}, {SIGTERM, "SIGTERM"}, {SIGHUP, "SIGHUP"}, {SIGPIPE, "SIGPIPE"}};
 static volatile sig_atomic_t stop_signal = 0; // the one that came; 0: none. Who listens to them, sets it.
 
-// Waits until stdout takes a line. A terminal that is held by Ctrl-S takes none, and neither does a full pipe whose
-// reader is busy, as mpirun is when it ends. printf would wait, too, but no signal would end that wait, so that a run
-// could not be stopped. Result: false if a signal came instead. Then the line is better left out.
+// Waits until stdout takes a line. A terminal that is held by Ctrl-S takes none, nor does a full pipe. printf would
+// wait, too, but no signal would end that wait. Result: false if a signal came instead.
 static bool stdout_takes_a_line() {
     struct pollfd out = {1, POLLOUT, 0};
     while (true) {
@@ -170,17 +167,16 @@ __attribute__((format(printf, 1, 2))) static void tell(const char* format, ...) 
 // The first call of main: prepares the process for what the system may do to it.
 static void start_process([[maybe_unused]] char** argv) {
 #ifdef _OPENMP
-    // A thread of libgomp that waits first looks 300,000 times whether it may go on. Beside one busy process that made
-    // a step 8 times as slow. With 3,000 looks (0.04 to 0.15 ms) most waits on an idle machine still end while it
-    // looks. The library reads the number when it is loaded, so the program sets it and starts itself again, once. It
-    // does not if the user has said how threads shall wait.
+    // A thread of libgomp that waits first looks 300,000 times whether it may go on, which makes a step 8 times as slow
+    // beside one busy process. 3,000 looks take 0.04 to 0.15 ms. The library reads the number when it is loaded, so the
+    // program starts itself again, once. It does not if the user has said how threads shall wait.
     std::error_code none;
     const std::string self = std::filesystem::read_symlink("/proc/self/exe", none);
     if (!none && !getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT") && !setenv("GOMP_SPINCOUNT", "3000", 1))
         execv(self.c_str(), argv); // if this fails, the threads wait as they always did
 #endif
     // If stdin, stdout or stderr is closed, the next file that is opened would take its number, and messages would go
-    // into that file. /dev/null takes the number instead.
+    // into that file.
     for (int fd = 0; fd < 3; fd++)
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
     // Under ulimit -f, writing beyond the limit sends this signal. Ignored, it makes write() fail as on a full disk.
@@ -211,7 +207,7 @@ static int run_child(std::vector<std::string> words) {
 // --- CRC-32, the checksum of zlib and PNG (polynomial 0xEDB88320)
 
 // The checksum of n bytes. crc: 0 or, to go on, the checksum of all bytes before them. Eight bytes are taken at a time
-// ("slicing by 8"), by eight tables: table[256 k + i] is the checksum of the byte i with k bytes of zeros behind it.
+// ("slicing by 8"): table[256 k + i] is the checksum of the byte i with k bytes of zeros behind it.
 static uint32_t crc32(uint32_t crc, const void* data, size_t n) {
     static const std::vector<uint32_t> table = [] {
         std::vector<uint32_t> t(8 * 256);
@@ -322,8 +318,7 @@ inline std::map<int64_t, std::string> Folder::list(const std::string& prefix, co
         const int64_t step = step_in_name(file, prefix, suffix);
         if (step >= 0) found[step] = file;
     }
-    // A folder that can't be read is not an empty one: a run would begin again and write over what is there. (A folder
-    // that does not exist is an empty one.)
+    // A folder that can't be read is not an empty one: a run would begin again and write over what is there.
     if (trouble) *trouble = why;
     if (!trouble && why && why != ENOENT && why != ENOTDIR)
         die("%s: its files can't be listed (%s)", path.c_str(), strerror(why));
@@ -345,8 +340,8 @@ inline void Folder::remove_leftovers(const std::vector<std::string>& starts) con
     }
 }
 
-// When a file or folder last changed, or, of a folder, something below it; see last_change.
-// seen: the folders that were looked at already. A link may lead to them again.
+// When a file or folder last changed, or something below it. seen: the folders that were looked at already, to which a
+// link may lead again.
 static int64_t last_change_of(const std::string& path, std::set<std::pair<dev_t, ino_t>>* seen) {
     struct stat st;
     if (stat(path.c_str(), &st)) return 0; // a link to nothing
@@ -361,8 +356,7 @@ static int64_t last_change_of(const std::string& path, std::set<std::pair<dev_t,
     return latest;
 }
 
-// When something in a folder last changed, in nanoseconds since 1970: a file in it or below it, or which files there
-// are. Hidden files don't count.
+// When something in a folder last changed, in nanoseconds since 1970. Hidden files don't count.
 static int64_t last_change(const std::string& folder) {
     std::set<std::pair<dev_t, ino_t>> seen;
     return last_change_of(folder, &seen);
@@ -375,8 +369,8 @@ static int64_t last_change(const std::string& folder) {
 constexpr double PATIENCE = 600;    // seconds
 constexpr unsigned RETRY_AFTER = 5; // seconds
 
-// Repeats a system call while the disk has no room for it: for PATIENCE seconds at most, or until a signal comes.
-// file: what it writes, for the line that it prints. Result: the last call's, whose error is in errno.
+// Repeats a system call while the disk has no room for it: for PATIENCE seconds at most, or until a signal comes. file:
+// what it writes, for the line that it prints. Result: the last call's, whose error is in errno.
 template <class Call> static auto while_full(const std::string& file, Call call) {
     const double began = now();
     bool told = false;
@@ -391,8 +385,7 @@ template <class Call> static auto while_full(const std::string& file, Call call)
     }
 }
 
-// Writes n bytes. The system may take fewer at a time than it is given, so it is asked until all are written. Result:
-// false if it fails; errno says why.
+// Writes n bytes, of which the system may take fewer at a time. Result: false if it fails; errno says why.
 static bool write_all(int descriptor, const std::string& file, const void* data, size_t n) {
     for (size_t done = 0; done < n;) {
         const ssize_t count = while_full(file, [&] { return write(descriptor, (const char*)data + done, n - done); });
@@ -404,8 +397,7 @@ static bool write_all(int descriptor, const std::string& file, const void* data,
 
 // A file that appears whole or not at all. It is written under a temporary name beside its place and locked meanwhile;
 // commit() waits until it is on the disk and gives it its name. If something fails, error and failure say what, nothing
-// is left of the file, and what was there before is untouched. Calls after a failure do nothing, so it is enough to
-// look at error once, at the end.
+// is left of the file, and what was there before is untouched. Calls after a failure do nothing.
 struct AtomicFile {
     const Folder& folder;
     const std::string name;
@@ -425,8 +417,7 @@ struct AtomicFile {
 static std::set<const AtomicFile*> unfinished; // neither committed nor discarded yet
 static std::mutex finishing;                   // guards it
 
-// Called when the program ends by an error. Another thread may still write to such a file: its bytes then go into a
-// file that has no name any more.
+// Called when the program ends by an error. Another thread may still write to such a file, which then has no name.
 static void remove_unfinished() {
     const std::lock_guard lock(finishing);
     for (const AtomicFile* file : unfinished) file->folder.remove(file->temporary);
@@ -456,8 +447,8 @@ inline void AtomicFile::write_at(off_t offset, const void* data, size_t n) {
     write(data, n);
 }
 
-// The bytes are on the disk before the name is changed. So at any moment, be it that of a power cut, the name stands
-// for the old file or for the whole new one.
+// The bytes are on the disk before the name is changed. So even after a power cut, the name stands for the old file or
+// for the whole new one.
 inline void AtomicFile::commit() {
     if (error) return;
     const int where = folder.descriptor;
@@ -506,8 +497,8 @@ static std::string try_copy_file(const Folder& folder, const std::string& file, 
     return copy.failure;
 }
 
-// Gives a file a second name in its folder, in place of the file that has that name. Where the file system has no hard
-// links, it is copied. Result: why that failed, or "".
+// Gives a file a second name in its folder, in place of the file that has that name; without hard links, a copy.
+// Result: why that failed, or "".
 static std::string try_link_file(const Folder& folder, const std::string& file, const std::string& name) {
     const std::string temporary = name + ".tmp" + std::to_string(getpid());
     const int where = folder.descriptor;
@@ -588,8 +579,7 @@ inline uint32_t InputFile::crc(uint32_t before, size_t offset) const {
     return before;
 }
 
-// Slots from .. to - 1 of a header must be 0, since they mean nothing. then: the end of the sentence where they are
-// not.
+// Slots from .. to - 1 of a header must be 0, since they mean nothing. then: the end of the sentence.
 static void check_unused(const Header& h, int from, int to, const std::string& path, const std::string& then) {
     for (int i = from; i < to; i++)
         if (const int v = h.slot[i])
@@ -615,8 +605,7 @@ static std::string read_text(const Folder& folder, const std::string& name) {
 // --- The lock of a run's folder
 
 // One process at a time trains in a folder: it locks the file .lock there until it ends, however it ends. The file says
-// whose lock it is. create: if the file is not there, it is made; false: then nobody trains there, and nothing is
-// locked.
+// whose lock it is. create: if the file is not there, it is made; false: then nothing is locked.
 static void lock_folder(const Folder& folder, bool create) {
     static int fd = -1; // it stays open, and so locked, until the process ends
     const char* const name = folder.path.c_str();

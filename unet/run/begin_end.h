@@ -6,9 +6,8 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // --- how a run begins: validation data, conditions of grids, its folder
 
-// Opens --val_data_file and --val_cond_file, if they are given. Checks that the images have the size of the training
-// data's images, and that the images' numbers, labels and pictures fit the model. Without --val_data_file the result is
-// an empty data set: its count is 0, and the run measures no validation loss.
+// Opens --val_data_file and --val_cond_file, and checks that they fit the model. Without them the result is an empty
+// data set, and the run measures no validation loss.
 static Dataset open_validation_data(const Config& c, const Dataset& data) {
     if (c.val_data_file.empty()) return Dataset{};
     Dataset val = open_dataset(c.val_data_file);
@@ -40,16 +39,16 @@ static Dataset open_validation_data(const Config& c, const Dataset& data) {
     return val;
 }
 
-// Without --values, the images of a run's grids are conditioned on the numbers of the first images of d. d is the
-// validation data, because the run does not train on it. Without validation data, d is the training data.
+// Without --values, the images of a run's grids are conditioned on the numbers of the first images of d: the validation
+// data or, without it, the training data.
 static void take_values_of_data(const Config& c, Sampler* s, const Dataset& d) {
     if (!s->value_rows.empty()) return;
     const int64_t rows = std::min<int64_t>(d.count, c.num_samples);
     s->value_rows.assign(d.values.begin(), d.values.begin() + rows * c.cond_dim);
 }
 
-// With --cond_channels, the images of a run's grids are conditioned on pictures: the first pictures of d or, with
-// --cond, pictures that are made of the first images of d. d is the validation data or, without it, the training data.
+// With --cond_channels, the images of a run's grids are conditioned on the first pictures of d or, with --cond, on
+// pictures that are made of its first images.
 static void take_pictures_of_data(const Config& c, Sampler* s, const Dataset& d) {
     if (!c.cond_channels) return;
     const char* const flag = c.val_cond_file.empty() ? "cond_file" : "val_cond_file";
@@ -82,7 +81,7 @@ static void listen_to_signals() {
 }
 
 // Begins a run: fills the weights and opens the files that the run writes. data, resume, start: as in train. Returns
-// false if there is nothing to do, because all steps were done before.
+// false if all steps were done before.
 static bool begin_run(Run* run, const Dataset& data, const std::string& resume, const ModelFile& start) {
     const Config& c = run->config;
     const Dataset& val = run->val;
@@ -112,13 +111,12 @@ static bool begin_run(Run* run, const Dataset& data, const std::string& resume, 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- how a run ends
 
-// Writes the last checkpoint and the last snapshot, if they do not exist yet. Unlike run_step, this function also saves
-// if the newest steps were skipped: the weights may be broken then, but no older checkpoint is removed before a good
-// step has followed (prove_checkpoint).
+// Writes the last checkpoint and snapshot, if they do not exist yet. Unlike run_step, it also saves if the newest steps
+// were skipped: no older checkpoint is removed before a good step has followed (prove_checkpoint).
 static void save_at_the_end(Run* run) {
     const int64_t updates = run->state.updates;
-    // The snapshot comes before the checkpoint. If the process is killed between the two, the resumed run goes on from
-    // an earlier checkpoint, comes to this step again, and writes the snapshot again.
+    // The snapshot comes first. If the process is killed between the two, the resumed run goes on from an earlier
+    // checkpoint, and writes the snapshot again.
     if (run->config.ema_snapshots && run->snapshot_updates < updates) save_snapshot(run);
     if (run->saved_updates < updates) save_checkpoint(run);
 }

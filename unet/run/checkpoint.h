@@ -8,9 +8,8 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // --- checkpoints, snapshots and grids
 
-// This function is called after a good step that follows the newest checkpoint. If the weights of this checkpoint were
-// broken, the step would not be good. So the checkpoint is good, and the oldest checkpoints may be removed.
-// --keep_checkpoints is the number of checkpoints that stay; 0: all of them stay.
+// Is called after a good step that follows the newest checkpoint: so its weights are good, and the oldest checkpoints
+// may be removed. --keep_checkpoints: how many stay; 0: all.
 static void prove_checkpoint(Run* run) {
     const size_t keep = run->config.keep_checkpoints;
     auto found = run->folder.list(); // sorted by step: the oldest checkpoint comes first
@@ -35,10 +34,9 @@ static void stop_run(Run* run, const std::string& why) {
            "; a lower --lr or a --warmup_steps may help");
 }
 
-// Writes a model file: the header, the arrays, and `history`, which is a copy of Trainer::history or empty. slices:
-// this rank's slice of each array, in the order in which the arrays lie in the file. (For the weights it is
-// Trainer::params, the whole array, in which this rank's slice is up to date.) All ranks call this function, because
-// they gather the slices together. Only rank 0 writes. If the file can't be written, the run ends.
+// Writes a model file: the header, the arrays, and `history`, a copy of Trainer::history or empty. slices: this rank's
+// slice of each array (of the weights: the whole array Trainer::params), in the file's order. All ranks call it and
+// gather the slices together; rank 0 writes. If the file can't be written, the run ends.
 static void save_arrays(Run* run, const std::string& name, Header header, const std::vector<float*>& slices,
                         const std::vector<float>& history = {}) {
     const UNet& net = run->trainer.net;
@@ -85,8 +83,7 @@ static uint32_t validation_crc(const Dataset& val) {
 }
 
 // With --keep_best: if the checkpoint that was just written has the lowest validation loss so far, makes best.bin a
-// link to this checkpoint. After a signal, or if data could not be read, the last step may have no validation loss
-// (NaN). Then best.bin stays as it is.
+// link to it. After a signal, or if data could not be read, the loss may be unknown (NaN).
 static void keep_best(Run* run, const std::string& checkpoint) {
     const bool is_better = run->val_loss < run->best_loss; // false if val_loss is NaN
     if (world.rank || !run->config.keep_best || !is_better) return;
@@ -118,8 +115,7 @@ static void save_checkpoint(Run* run) {
     if (tr.data.cond) h.set(SLOT_COND_CRC, tr.data.cond->header_crc);
     const std::string paths = c.data_file + '\0' + c.cond_file;
     memcpy(&h.slot[SLOT_PATH], paths.data(), paths.size());
-    // Store the rates of the averages: the first rate in SLOT_EMA_RATE, the number of the other rates in SLOT_EMAS, and
-    // these other rates in the slots after SLOT_EMAS.
+    // The rates of the averages: the first, how many others there are, and these.
     h.set(SLOT_EMA_RATE, c.emas[0]);
     h.slot[SLOT_EMAS] = (int)c.emas.size() - 1;
     for (size_t k = 1; k < c.emas.size(); k++) h.set(SLOT_EMAS + (int)k, c.emas[k]);
@@ -139,11 +135,9 @@ static void save_checkpoint(Run* run) {
     keep_best(run, name);
 }
 
-// Writes the two averages whose rates are in POWER_EMAS into a model file. The first of them lies where other model
-// files have the weights, and the second lies where they have the first average. A rate of POWER_EMAS is the exponent
-// of a power function. From the snapshots of a run, train_unet.py --ema_sigma_rel makes averages with other exponents.
-// The slot SLOT_STEP of this file holds the number of updates instead of the number of steps, because the averages
-// depend on the number of updates.
+// Writes the two averages whose rates are in POWER_EMAS into a model file, in the places of the weights and of the
+// first average. Of a run's snapshots, train_unet.py --ema_sigma_rel makes averages with other exponents. SLOT_STEP
+// holds the number of updates here, since the averages depend on it.
 static void save_snapshot(Run* run) {
     const Config& c = run->config;
     const Header h = model_header(c, HAS_EMA, run->state.updates);
@@ -167,9 +161,9 @@ static std::vector<std::string> value_captions(const Config& c, const Sampler& s
     return captions;
 }
 
-// Returns what a grid shows of images (n, H, W, C) that are conditioned on pictures. Three things lie side by side, so
-// the result is (n, H, 3 W, C): the picture, the image, and the data's image that belongs to the picture. If a picture
-// has fewer channels than an image, only the picture's first channel is shown.
+// Returns what a grid shows of images (n, H, W, C) that are conditioned on pictures: the picture, the image, and the
+// data's image that belongs to the picture, side by side, (n, H, 3 W, C). If a picture has fewer channels than an
+// image, its first channel is shown.
 static std::vector<float> beside_pictures(const Config& c, const Sampler& s, const std::vector<float>& images) {
     const int K = c.cond_channels;
     const int C = c.in_channels;
@@ -187,9 +181,8 @@ static std::vector<float> beside_pictures(const Config& c, const Sampler& s, con
     return shown;
 }
 
-// Draws samples with the first average of the weights, and writes them as a grid. Every grid of a run starts from the
-// same noise, so that the user sees how the samples get better. If a signal comes meanwhile, the grid is given up, so
-// that the run can end at once.
+// Draws samples with the first average of the weights, and writes them as a grid. All grids of a run start from the
+// same noise. If a signal comes meanwhile, the grid is given up.
 static void save_grid(Run* run) {
     const Config& c = run->config;
     Trainer& tr = run->trainer;
@@ -223,9 +216,8 @@ static void report_bad_step(Run* run) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- a run's first weights: new, of a file, or of the run that is resumed
 
-// Sets the weights of a new run. With --init they are read from that file; otherwise they are random. If the file holds
-// an average of the weights, the run starts from the average, unless --use_ema is False. The run's own averages get the
-// same numbers. At the first update, the new weights replace the content of the averages (average_share is 1 then).
+// Sets the weights of a new run. With --init they are read from that file, from its average unless --use_ema is False;
+// otherwise they are random. The run's own averages are replaced at the first update (average_share is 1 then).
 static void start_weights(Trainer* tr, const ModelFile& m) {
     const UNet& net = tr->net;
     const bool takes_average = m.has(HAS_EMA) && net.config.use_ema;
@@ -235,14 +227,9 @@ static void start_weights(Trainer* tr, const ModelFile& m) {
     for (float* ema : tr->emas) copy_slice(ema, flat, tr->own);
 }
 
-// The k-th average of a resumed run goes on from an array of the checkpoint. Returns the number of this array. It is
-// the first of these arrays that the checkpoint holds:
-//   1. the average that has the rate of the run's k-th average. If this rate is above 1, and the checkpoint does not
-//      hold such an average, the program ends
-//   2. the checkpoint's k-th average
-//   3. the weights (array 0)
-// The run then continues as if the array were the average over all updates so far, because average_share gets the
-// number of all updates, not of those since the run was resumed.
+// Returns the number of the checkpoint's array from which the k-th average of a resumed run goes on: the average of the
+// same rate, else the k-th average, else the weights (array 0). The run continues as if this were the average over all
+// updates so far. --ema_snapshots needs an average of the same rate.
 static int array_for_average(const Config& c, const ModelFile& m, int k) {
     const float rate = c.emas[k];
     // In the resumed run, --ema_rate may list the rates in another order than before.
@@ -254,9 +241,8 @@ static int array_for_average(const Config& c, const ModelFile& m, int k) {
     return k < m.emas() ? m.ema_array(k) : 0;
 }
 
-// Reads the losses that --schedule_sampler loss-second-moment remembers. They lie at the end of a checkpoint. For every
-// timestep t there are HISTORY + 1 numbers. The first HISTORY numbers are places for losses, and the last number is how
-// many of these places are filled.
+// Reads the losses at the end of a checkpoint that --schedule_sampler loss-second-moment remembers: for every timestep
+// t HISTORY places for losses, and how many of them are filled.
 static void restore_history(const Trainer& tr, const ModelFile& m) {
     std::vector<float> history(tr.history ? m.history() : 0); // empty if t is drawn uniformly, now or in the old run
     const size_t bytes = history.size() * sizeof(float);
@@ -271,9 +257,8 @@ static void restore_history(const Trainer& tr, const ModelFile& m) {
     if (bytes) copy_to_device(tr.history, history.data(), bytes);
 }
 
-// Compares the flags for which matters(flag) is true with their values in a checkpoint's header h. Returns a text about
-// the first flag whose value has changed: its name, its new value and its old value. "": none has changed. Flags that
-// the checkpoint does not hold are not compared.
+// Compares the flags for which matters(flag) is true with a checkpoint's header h. Returns a text about the first one
+// that has changed, or "". Flags that the checkpoint does not hold are not compared.
 static std::string changed_flag(const Config& c, const Header& h, auto matters) {
     for (const Flag& f : FLAGS) {
         if (!f.slot || !matters(f) || !slot_is_used(h, f)) continue;
@@ -297,9 +282,8 @@ static bool is_of_objective(const Config& c, const Flag& f) {
     return is_of_ect || (f.slot >= SLOT_DIFFUSION && f.slot < SLOT_PATCH_SIZE);
 }
 
-// Returns why the losses or gradients of a resumed run can't be compared with those before its checkpoint m: a text
-// that names the first flag that matters for them and whose value has changed, or the data file that is another one.
-// "": they can be compared.
+// Returns why the losses or gradients of a resumed run can't be compared with those before its checkpoint m: the flag
+// or the data file that has changed. "": they can be compared.
 static std::string changed_loss(const Config& c, const ModelFile& m, const Dataset& d) {
     const std::string flag = changed_flag(c, m.header, [&](const Flag& f) {
         const bool is_of_batch = f.slot == SLOT_SAMPLER || f.slot == SLOT_BATCH_SIZE || f.slot == SLOT_COND_NOISE;
@@ -325,9 +309,8 @@ static double logged_val_loss(const Run& run, int64_t step) {
     return INFINITY;
 }
 
-// Sets best_loss of a resumed run to the validation loss of best.bin. If it is unknown, or means something else than
-// the run's validation losses, because the objective or the validation data is another one, best_loss stays infinite.
-// Then the next checkpoint becomes the best.
+// Sets best_loss of a resumed run to the validation loss of best.bin. If it is unknown, or the objective or the
+// validation data has changed since, it stays infinite, so that the next checkpoint becomes the best.
 static void take_best_loss(Run* run) {
     const Config& c = run->config;
     if (world.rank || !c.keep_best || !run->folder.has(BEST)) return;
@@ -345,9 +328,8 @@ static void take_best_loss(Run* run) {
     if (!why.empty()) printf("%s: %s, so the next checkpoint becomes the best\n", best.path.c_str(), why.c_str());
 }
 
-// Compares a resumed run with its checkpoint m. If losses or gradient norms now mean something else than before, starts
-// the guard anew, as in a new run. A guard that compared them with those of earlier steps could skip every step of the
-// resumed run.
+// If losses or gradient norms of a resumed run mean something else than before its checkpoint m, starts the guard anew.
+// The old one could skip every step.
 static void compare_with_checkpoint(Run* run, const ModelFile& m) {
     const Config& c = run->config;
     const std::string why = changed_loss(c, m, run->trainer.data);
@@ -357,8 +339,7 @@ static void compare_with_checkpoint(Run* run, const ModelFile& m) {
     copy_to_device(run->trainer.state, &run->state, sizeof run->state);
 }
 
-// Gives a resumed run the state that is in its checkpoint: weights, the optimiser's moments, averages, the counters and
-// the guard of StepState, and the history of losses.
+// Gives a resumed run the state that is in its checkpoint.
 static void restore(Run* run, const ModelFile& m) {
     const Config& c = run->config;
     Trainer& tr = run->trainer;
@@ -382,13 +363,11 @@ static void restore(Run* run, const ModelFile& m) {
     run->snapshot_step = s.step;
     run->snapshot_updates = s.updates;
     copy_to_device(tr.state, &s, sizeof s);
-    // The probability of each t depends on rms_losses, which are computed from the history. The last argument is the
-    // number of new losses: 0.
+    // The probability of each t depends on rms_losses, which are computed from the history. 0: no new losses.
     if (tr.history) update_rms_losses(tr.rms_losses, tr.history, nullptr, nullptr, tr.state, c.diffusion_steps, 0);
     printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), s.step, c.max_steps, s.updates,
            c.seed);
-    // The images of a step begin at position step * B of the stream of images. If the batch size B is changed, this
-    // position changes, and the run continues with other images.
+    // The images of a step begin at position step * B of the stream of images.
     const int B = c.batch_size;
     const int before = m.header.slot[SLOT_BATCH_SIZE];
     if (B != before)
@@ -397,13 +376,12 @@ static void restore(Run* run, const ModelFile& m) {
                B, before, s.step * B, s.step * before);
 }
 
-// Ends the program if this run must not write into the output folder. A folder may hold one run only. So a new run
-// needs a folder that holds no run. A resumed run needs its own folder, without checkpoints of steps after resume_step,
-// or a folder that holds no run. resume: the path of the checkpoint that the run goes on from; "": the run is new.
-// resume_step: the step of that checkpoint.
+// Ends the program if this run must not write into the output folder. A new run needs a folder that holds no run. A
+// resumed run needs its own folder, without later checkpoints, or one that holds no run. resume: the path of the
+// checkpoint that the run goes on from; "": the run is new. resume_step: its step.
 static void check_output_dir(const Config& c, const Folder& output, const std::string& resume, int64_t resume_step) {
-    // A log without a checkpoint was left by a run that was killed early. With --resume_checkpoint auto, a new run
-    // starts in such a folder. But best.bin alone is what is left of a run that a new one must not replace.
+    // A log without a checkpoint was left by a run that was killed early, and --resume_checkpoint auto starts anew
+    // there. But best.bin alone is what is left of a run that a new one must not replace.
     const auto found = output.list();
     const bool has_checkpoint = !found.empty();
     const bool has_log = output.has("log.csv") && c.resume_checkpoint != "auto";
@@ -420,15 +398,14 @@ static void check_output_dir(const Config& c, const Folder& output, const std::s
     const std::filesystem::path folder = std::filesystem::path(resume).parent_path() / ".";
     must(std::filesystem::equivalent(folder, c.output_dir + "/.", error), c.output_dir,
          "already holds a run, but " + resume + " is not part of it; choose another --output_dir");
-    // No checkpoint in the folder may be of a later step than `resume`: this run would come to that step, too, and
-    // replace that checkpoint.
+    // The run would come to that step, too, and replace that checkpoint.
     must(newest_step <= resume_step, output.name(has_checkpoint ? found.rbegin()->second : ""),
          text("is called step %ld, which is later than step %ld of ", newest_step, resume_step) + resume +
              "; resume that one (latest), move it away, or choose another --output_dir");
 }
 
-// A run that goes on from an early checkpoint does later steps again, maybe with other flags. train_unet.py
-// --ema_sigma_rel adds up the snapshots in a folder, and must not mix those of both. So later ones are renamed.
+// A run that goes on from an early checkpoint does later steps again, maybe with other flags. Post-hoc averages
+// (--ema_sigma_rel) must not mix snapshots of both, so later ones are renamed.
 static void leave_later_snapshots(const Folder& folder, int64_t first_step) {
     for (const auto& [step, name] : folder.list("ema_")) {
         if (step <= first_step) continue; // this snapshot is a part of this run
@@ -445,8 +422,8 @@ static void print_memory(const Config& c, const UNet& net, const MuonWork& muon)
     const double GIB = 0x1p30;
     const double array = net.flat_size * sizeof(float) / GIB; // all parameters in fp32
     const double slice = slice_of(net.flat_size, 0, world.size).owned() * sizeof(float) / GIB;
-    // If activations are bf16 (also with --precision fp8), there are copies of two arrays: of the weights, and of their
-    // first average. With --precision fp8 there are two more copies of the weights, with one byte for each weight.
+    // If activations are bf16, there are copies of the weights and of their first average. With --precision fp8 there
+    // are two more copies of the weights, with one byte for each weight.
     double copies = weights_have_copy() ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
     if (c.precision == "fp8") copies += 2.0 * net.flat_size * bytes_of(Element::FP8) / GIB;
 
@@ -465,9 +442,7 @@ static void print_memory(const Config& c, const UNet& net, const MuonWork& muon)
            all, weights, grads, moments, net.B, arena, rest);
 }
 
-// Returns the flags of the run's preset, with their values. A flag is left out if the run has another value for it, for
-// example because a model file or the data has replaced it. (If the command line has replaced the value, the flag is
-// kept: print_start prints the command line's flags after those of the preset.)
+// Returns the flags of the run's preset that the run has, or that the command line gives (which is printed after them).
 static std::string preset_in_force(const Config& c) {
     std::string kept;
     std::istringstream words(PRESETS.at(c.preset)); // --name value --name value
@@ -482,8 +457,7 @@ static std::string preset_in_force(const Config& c) {
     return kept;
 }
 
-// --precision fp8: prints how much of the work is done in FP8. Rounding to FP8 takes time, too, so small convolutions
-// gain little (docs/GUIDE.md).
+// --precision fp8: prints how much of the work is done in FP8.
 static void print_fp8(const Config& c, const UNet& net) {
     if (c.precision != "fp8") return;
     int convs = 0, gradients = 0;
@@ -516,8 +490,7 @@ static void print_start(const Config& c, const Trainer& tr, const Dataset& data)
         printf("processes: %d, which share a step's batch of %d, %d images at a time; "
                "each keeps its part of the moments and averages\n",
                world.size, c.batch_size, c.micro());
-    // The images can't be verified if their checksums are not known. This is so if the file is longer than
-    // READ_AT_START and holds no checksum of each image.
+    // An image can't be verified if the file is longer than READ_AT_START and holds no checksum of each image.
     const bool verified = !data.image_crc.empty();
     const char* doubt = verified ? "" : " (not verified: more than 4 GiB, and no checksums of them)";
     const int64_t steps_an_epoch = (data.count + c.batch_size - 1) / c.batch_size;

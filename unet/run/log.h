@@ -26,9 +26,8 @@ static LogValues parse_row(const std::string& row) {
     return values;
 }
 
-// Summarises some neighbouring rows of log.csv for index.html. While a run is short, each LogPart summarises one row.
-// The arrays `sum` and `n` hold one element for each of the nine columns from loss to val_loss. For a skipped step, the
-// value in the column loss is left out of low, high, sum and n, but the values in the other columns are counted.
+// Summarises neighbouring rows of log.csv for index.html. The arrays `sum` and `n` hold one element for each of the
+// nine columns from loss to val_loss. The loss of a skipped step is left out of low, high, sum and n.
 struct LogPart {
     int64_t first;   // the first row's step
     int64_t last;    // the last row's step
@@ -53,9 +52,8 @@ struct LogPart {
     }
 };
 
-// Summarises a log of any length in fewer than MAX_PARTS parts. Each part summarises the same number of rows; only the
-// last part may summarise fewer. When the number of parts reaches MAX_PARTS, each pair of neighbouring parts is joined
-// into one part.
+// Summarises a log of any length in fewer than MAX_PARTS parts of equally many rows; only the last part may hold fewer.
+// When there are MAX_PARTS, each pair of neighbours is joined into one.
 struct LogSummary {
     static constexpr size_t MAX_PARTS = 4096;
     std::vector<LogPart> parts;
@@ -65,15 +63,13 @@ struct LogSummary {
     int most_skipped = Config{}.max_bad_steps; // after this many bad steps in a row, a run ends
     double mean = 0;    // the mean loss over about the latest tenth of the steps, at most about 50 steps
     double seconds = 0; // the length of the run when the last row's step was done
-    // Both functions add a row, which must be the next row of the log. add is for rows of the running process, which
-    // knows whether the step was skipped. add_read is for rows that are read from log.csv. It finds out by the member
+    // Both functions add the next row of the log. add_read is for rows that are read from log.csv: it finds out by
     // `guard` whether the row's step was skipped.
     void add(const std::string& row, bool is_skipped);
     void add_read(const std::string& row);
 };
 
-// Returns a LogPart that summarises a single row. seconds: the length of the run when the row's step was done. skipped:
-// whether the guard found the step bad.
+// Returns a LogPart of a single row. seconds: the length of the run when the row's step was done.
 static LogPart part_of_row(const LogValues& values, double seconds, bool skipped) {
     const int64_t step = (int64_t)values[COLUMN_STEP];
     LogPart part{step, step, skipped, INFINITY, -INFINITY, seconds, {}, {}};
@@ -97,15 +93,13 @@ void LogSummary::add(const std::string& row, bool is_skipped) {
     const double loss = values[COLUMN_LOSS];
     const double ms = values[COLUMN_MS];
     const double logged = values[COLUMN_SECONDS];
-    // `seconds` becomes the length of the run. Older programs wrote no seconds into a row. For such a row, the time of
-    // its step is added to `seconds`.
+    // Rows of older programs have no seconds. Then the time of the step is added.
     if (logged >= seconds && logged < BIG) seconds = logged;
     else if (ms > 0 && ms < BIG) seconds += ms / 1000;
 
     const LogPart part = part_of_row(values, seconds, is_skipped);
-    // Each loss of a healthy step updates the mean. Let n be guard.n, the number of healthy steps so far. The newest
-    // loss has a share of 10 / (n + 9) in the mean. So the mean describes about the latest tenth of the losses. But the
-    // share is at least 0.02, which it reaches at n = 491. After that the mean describes about the latest fifty losses.
+    // The newest loss of a healthy step has a share of 10 / (guard.n + 9) in the mean, which then describes about the
+    // latest tenth of the losses; but at least 0.02, so about the latest fifty.
     const double share = std::max(10 / (guard.n + 9), 0.02);
     if (part.n[0] && std::fabs(loss) < 1e9) mean += (loss - mean) * share;
 
@@ -124,10 +118,9 @@ void LogSummary::add(const std::string& row, bool is_skipped) {
 
 void LogSummary::add_read(const std::string& row) {
     const LogValues values = parse_row(row);
-    // The run's guard judged the step by the same rule as the guard here. But a resumed run may have started its guard
-    // anew (compare_with_checkpoint), and the rows do not say so. A run ends after most_skipped bad steps, one after
-    // the other. So if the guard here has found that many rows bad, and there is still one more row, the run must have
-    // started its guard anew. Then the guard here starts anew, too.
+    // The run's guard judged the step by the same rule. But a resumed run may have started its guard anew
+    // (compare_with_checkpoint), which rows do not say. A run ends after most_skipped bad steps in a row. So if one
+    // more row follows these, the guard was started anew.
     if (skipped == most_skipped) guard = Guard{};
     const bool is_skipped = !healthy(&guard, values[COLUMN_LOSS], values[COLUMN_GRAD_NORM]);
     skipped = is_skipped ? skipped + 1 : 0;
@@ -188,14 +181,12 @@ struct Run {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the log and the status line
 
-// With --keep_best, the file of this name is a hard link to the checkpoint that has the lowest validation loss (or a
-// copy of it, if the file system has no hard links). So the content of this checkpoint stays when its file
-// model_STEP.bin is removed because there are newer checkpoints.
+// With --keep_best, this is a hard link to (or a copy of) the checkpoint of the lowest validation loss, whose content
+// stays when its file model_STEP.bin is removed.
 constexpr char BEST[] = "best.bin";
 
-// Returns true if the folder holds a run, and `name` is a name that the run gives to its own files. Nothing else, such
-// as --sample --output, may write a file of such a name into the folder of a run. The run would replace this file, or
-// read it as its own file.
+// Returns whether the folder holds a run, and `name` is a name that the run gives to its own files. Nothing else may
+// write a file of such a name there: the run would replace it, or read it as its own.
 static bool is_name_of_run(const Folder& folder, const std::string& name) {
     const bool holds_run = folder.has("log.csv") || !folder.list().empty();
     if (!holds_run) return false;
@@ -208,8 +199,8 @@ static bool is_name_of_run(const Folder& folder, const std::string& name) {
 
 constexpr char NAME_OF_RUN[] = "is a name for files of the run in that folder; choose another one";
 
-// Opens log.csv at rank 0. A resumed run does the steps after its checkpoint again, so the rows of these steps are
-// removed. The rows that stay are added to run->summary.
+// Opens log.csv at rank 0. A resumed run does the steps after its checkpoint again, so their rows are removed. The rows
+// that stay are added to run->summary.
 static void open_log(Run* run) {
     if (world.rank) return;
     run->summary.most_skipped = run->config.max_bad_steps;
@@ -247,13 +238,12 @@ static void write_log(Run* run) {
     run->new_rows.clear();
 }
 
-// Adds the step in run->state to the log. ms: how many milliseconds the step took. val: the validation loss after the
-// step, or NaN. seconds: the length of the run when the step was done. Each of the columns loss_q0 to loss_q3 is the
-// mean loss in one quarter of the noise levels. If a quarter contains no sample of the step, its field is empty.
+// Adds the step in run->state to the log. ms: the time that the step took. val: the validation loss after the step, or
+// NaN. seconds: the length of the run. Each of the columns loss_q0 to loss_q3 is the mean loss in one quarter of the
+// noise levels, empty if no sample of the step lies there.
 static void log_step(Run* run, double ms, double val, double seconds) {
     const StepState& s = run->state;
-    // A float that is written with nine digits can be read back exactly. (The losses and the norm are doubles, which
-    // are rounded here.) An empty field means that there is no value.
+    // A float that is written with nine digits can be read back exactly.
     std::string row = text("%ld,%.9g,%.9g,%.9g,%.3f", s.step, s.loss, s.lr, s.grad_norm, ms);
     for (int q = 0; q < 4; q++) row += s.count_q[q] ? text(",%.9g", s.loss_q[q]) : ",";
     row += std::isnan(val) ? "," : text(",%.9g", val);
@@ -263,8 +253,7 @@ static void log_step(Run* run, double ms, double val, double seconds) {
     run->summary.add(row, !s.ok);
 }
 
-// Returns the whole status line, which shorten_status then makes fit into the terminal. val: a validation loss, or NaN.
-// eta: the seconds until the run ends.
+// Returns the whole status line. val: a validation loss, or NaN. eta: the seconds until the run ends.
 static std::string status_line(const Run& run, double val, double eta) {
     const Config& c = run.config;
     const StepState& s = run.state;
@@ -281,11 +270,10 @@ static std::string status_line(const Run& run, double val, double eta) {
     return line;
 }
 
-// Removes parts of a status line until the line fits into `columns` columns. columns is 0 if there is no terminal. Then
-// the line stays whole.
+// Removes parts of a status line, the least important first, until it fits into `columns` columns; 0: there is no
+// terminal.
 static std::string shorten_status(std::string line, size_t columns) {
-    // A part is found by a word that it contains. The part ends at the next " | ". The least important part is removed
-    // first.
+    // A part is found by a word in it, and ends at the next " | ".
     for (const char* word : {"GFLOP", "norm", "lr", "images", " ms", "skipped", "val", "ETA"}) {
         if (!columns || line.size() < columns) break;
         const size_t found = line.find(word);

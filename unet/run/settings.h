@@ -4,24 +4,18 @@
 #include "prepare.h"
 
 // =====================================================================================================================
-// Settings: what the command line leaves open comes from presets, model files and the data
+// Settings: what the command line leaves open
 // Each setting comes from the first of these that has a value for it:
-//   1. the command line
-//   2. a model file: with --init the settings of the model, with --resume_checkpoint also those of the run
-//   3. the preset; without --preset, the one for the size of the images
-//   4. the flag's default; for the images' size and channels, and the number of classes, the data
-// A preset's attention_resolutions that do not fit the images are replaced (take_data_shape). A setting on the command
-// line must agree with the model file, unless this setting may change from run to run.
-//
-// run_program calls parse_command_line, and then complete_config, which calls the functions below in the order of this
-// list. For a run it then calls check_run and take_data_shape.
+//     1. the command line
+//     2. a model file: with --init the settings of the model, with --resume_checkpoint also those of the run
+//     3. the preset; without --preset, the one for the size of the images
+//     4. the flag's default; for the images' size and channels, and the number of classes, the data
+// A setting on the command line must agree with the model file, unless it may change from run to run. complete_config
+// calls the functions below in the order of this list. For a run, check_run and take_data_shape follow.
 
-// Sets a flag to the value in a model file. If the command line gives the flag, too, the two values must be the same.
-// But a flag that may change from run to run keeps the value of the command line. Which flags may change depends on
-// the flag's slot, its place in the file's header. Slots after SLOT_STEP hold settings of the run, such as the batch
-// size. All of these may change, except the optimiser, because the moments in the file belong to the optimiser that has
-// made them. Slots before SLOT_STEP hold settings of the model. Of these, only the settings of FREE flags
-// (unet/flags.h) may change. Flags without a slot of their own, such as image_size and seed, may not change, either.
+// Sets a flag to the value in a model file. If the command line gives the flag, too, the two must be the same, unless
+// the flag may change from run to run. Slots after SLOT_STEP hold settings of the run, which may change, except the
+// optimiser, to which the file's moments belong. Of the model's settings only FREE flags (unet/flags.h) may change.
 static void take_from_file(Config* c, const std::string& path, const std::string& name, const std::string& value) {
     const Flag& f = *find_flag(name);
     const bool given = c->given(name);
@@ -37,8 +31,8 @@ static void take_from_file(Config* c, const std::string& path, const std::string
             path.c_str(), made.c_str());
 }
 
-// Returns the paths of --data_file and --cond_file that a checkpoint holds; "": it holds no such path. The paths lie
-// one after the other in 512 bytes of the header, with a byte 0 between them. The bytes after them are 0, too.
+// Returns the paths of --data_file and --cond_file that a checkpoint holds, or "". They share 512 bytes, with a byte 0
+// between them.
 static std::pair<std::string, std::string> kept_paths(const ModelFile& model) {
     const std::string kept((const char*)&model.header.slot[SLOT_PATH], 512);
     const std::string data_file = kept.substr(0, kept.find('\0'));
@@ -54,8 +48,7 @@ static void take_run_of_file(Config* c, const ModelFile& model) {
         rates += text("%.9g", model.ema_rate(k));
     }
     if (!c->given("ema_rate")) take_from_file(c, model.path, "ema_rate", rates);
-    // Random draws depend on the seed and the step. So with the same seed the resumed run makes the same draws as a run
-    // without a pause.
+    // With the same seed the resumed run makes the same draws as a run without a pause.
     const int64_t seed = model.header.get<int64_t>(SLOT_SEED);
     take_from_file(c, model.path, "seed", std::to_string(seed));
     const auto [data_file, cond_file] = kept_paths(model);
@@ -95,17 +88,13 @@ static void take_parsed_flags(Config* c, const ModelFile& model) {
     take_from_file(c, model.path, "cond", kind + (factor ? text(":%d", factor) : ""));
 }
 
-// If the command line does not give a flag, sets the flag to the value in the model file. If the command line gives the
-// flag, the two values must be the same, unless the flag may change from run to run (take_from_file). resume: the file
-// is a checkpoint whose run goes on. Then not only the settings of the model are taken from the file, but also the
-// settings of the run.
+// Takes the settings in the model file. resume: the file is a checkpoint whose run goes on; then those of the run, too.
 static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     const std::string& path = model.path;
     const Header& h = model.header;
     if (resume && !model.has(HAS_EMA | HAS_TRAINING))
         die("%s: holds weights only, no moments to resume from; --init starts a new run from it", path.c_str());
-    // --objective ect tunes a model that was trained with another objective. is_tuned: whether this run tunes the
-    // model in the file.
+    // --objective ect tunes a model that was trained with another objective, here the one in the file.
     const bool is_tuned = !resume && c->given("objective") && c->objective == "ect" && !is_ect(h);
     if (is_tuned && objective_of(h) == "ddpm")
         die("--objective ect: tunes models of --objective edm and flow, and %s was made with ddpm", path.c_str());
@@ -135,14 +124,13 @@ static void take_ect_defaults(Config* c) {
 }
 
 // Without a model file: takes the size, channels and classes of the images, and the channels of the pictures, from the
-// data files, except what the command line sets. (If a preset sets num_classes, the preset's number stays.) Then, with
-// or without a model file, checks that the data fits the model. where: what messages begin with; "FILE: " if there is a
-// model file, otherwise "".
+// data, unless they are set. Then checks that the data fits the model. where: what messages begin with; "FILE: " if
+// there is a model file, otherwise "".
 static void take_data_shape(Config* c, const Dataset& d, const std::string& where) {
     if (where.empty()) {
         if (!c->given("image_size")) c->image_size = size_text(d.H, d.W);
-        // The attention resolutions of the preset may be impossible for images of this size. Then there is attention at
-        // the lowest level instead.
+        // If the preset's attention resolutions are impossible for this size, there is attention at the lowest level
+        // instead.
         if (!c->given("attention_resolutions") && !parse_model(c).empty() && !c->mult.empty())
             c->attention_resolutions = text("%d", c->height(c->mult.size() - 1));
         if (!c->given("in_channels")) c->in_channels = d.C;
@@ -152,9 +140,8 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
     auto refuse_unless = [&](bool ok, const char* flag, const std::string& why) {
         if (!ok) refuse(where + wrong(c, flag, why));
     };
-    // check_model returns the first error that it finds. If the images and the model differ in size, an error about
-    // another flag than --image_size is most often a result of this difference. So the error is not printed then.
-    // Instead, the next check prints a message about the two sizes.
+    // If the images and the model differ in size, an error about another flag is most often a result of this, and the
+    // next check names the two sizes instead.
     const std::string error = check_model(c);
     const bool fits = d.H == c->H && d.W == c->W;
     if (!error.empty() && (fits || error.starts_with("--image_size"))) refuse(where + error);
@@ -184,7 +171,7 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
 }
 
 // Returns the path of the checkpoint that --resume_checkpoint means, or "" if the run is new. A folder that does not
-// exist counts as an empty one. With `latest` the program ends if there is no checkpoint.
+// exist counts as an empty one.
 static std::string resume_path(const Config& c, const Folder& output) {
     const std::string& wanted = c.resume_checkpoint;
     if (wanted != "latest" && wanted != "auto") return wanted;
@@ -195,14 +182,12 @@ static std::string resume_path(const Config& c, const Folder& output) {
         c.output_dir.c_str(), output.has("log.csv") ? ", once its log.csv is moved away" : "");
 }
 
-// Checks that the counters of a checkpoint agree with each other, and that the run goes on with the data that it was
-// trained on. If the user gives --data_file, the images may be others than before. With --cond_file, the pictures may
-// be others.
+// Checks that the counters of a checkpoint agree with each other, and that the run goes on with its data unless
+// --data_file or --cond_file names other data.
 static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) {
     const StepState s = m.state();
     const Guard& g = s.guard;
-    // Every step was either an update or skipped. The guard's n is a number of updates: of all updates or, if the guard
-    // was started anew (compare_with_checkpoint), of the updates since then.
+    // Every step was either an update or skipped. The guard's n counts updates since it was last started anew.
     const int most_steps = std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]);
     const bool steps_add_up = s.step <= most_steps && s.updates >= 0 && s.updates + s.bad_total == s.step;
     const bool skips_fit = s.bad_in_row >= 0 && s.bad_in_row <= s.bad_total;
@@ -213,9 +198,7 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
         die("%s: its header is damaged (step %ld of at most %d, %ld updates, %ld skipped steps, %ld of them at last, and "
             "their running means contradict each other): use an earlier checkpoint",
             m.path.c_str(), s.step, most_steps, s.updates, s.bad_total, s.bad_in_row);
-    // header_crc depends on the data file's whole content, because the header holds a checksum of the rest. Data files
-    // of unet.cu hold no checksum, so their header_crc is 0. Of two such files, only the numbers of images are compared
-    // here.
+    // header_crc depends on the data file's whole content. For files of unet.cu it is 0.
     const bool same_count = m.header.get<int64_t>(SLOT_IMAGES) == d.count;
     const bool same_content = m.header.get<uint32_t>(SLOT_DATA_CRC) == d.header_crc;
     if (!(same_count && same_content) && !c.given("data_file"))
@@ -226,10 +209,8 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
         die("%s: does not hold the pictures that %s was trained with; name them with --cond_file, or name this file to "
             "go on with it",
             c.cond_file.c_str(), m.path.c_str());
-    // If the file's microbatch is 0, one process computed the whole batch at once. If there are several processes now,
-    // each computes only its share at once, so the microbatch is smaller than before. check_microbatch prints no
-    // message about this, because to it a 0 means the present share of a process. So the message that the microbatch
-    // has changed is printed here.
+    // If the file's microbatch is 0, one process computed the whole batch at once. With several processes it is their
+    // share now, which check_microbatch does not say of a 0.
     const bool was_whole = m.header.slot[find_flag("microbatch")->slot] == 0;
     const int whole = m.header.slot[find_flag("batch_size")->slot];
     const bool is_chosen = world.size == 1 || c.given("microbatch");
@@ -239,8 +220,8 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- presets, and all settings together
 
-// Applies a preset. If the preset sets --patch_size, this function then sets the flag to the argument `patch` instead.
-// If in_channels is open, it becomes C, the number of the images' channels, because the preset may be for grey images.
+// Applies a preset, but with this patch_size if the preset sets one, and with C channels, because the preset may be for
+// grey images.
 static void apply_with_patch(Config* c, const char* preset, int patch, int C, std::set<std::string> without = {}) {
     c->preset = preset;
     apply_flags(c, PRESETS.at(preset), without);
@@ -248,8 +229,8 @@ static void apply_with_patch(Config* c, const char* preset, int patch, int C, st
     if (!c->fixed("in_channels")) c->in_channels = C;
 }
 
-// Returns whether a preset suits the images. Most often it does not if a side can't be halved as often as the preset's
-// network halves it. c: a copy of what the command line says.
+// Returns whether a preset suits the images: whether its network can halve their sides often enough. c: what the
+// command line says.
 static bool preset_fits(Config c, const char* preset, int patch, const Dataset& d) {
     apply_with_patch(&c, preset, patch, d.C);
     c.image_size = size_text(d.H, d.W);
@@ -261,9 +242,9 @@ static bool preset_fits(Config c, const char* preset, int patch, const Dataset& 
 }
 
 // Without --preset: applies the preset for the size of the images. From 32x32 pixels on it is one that learns quickly
-// (docs/LEARNT.md, "Own pictures of other sizes"), whose network sees a square of pixels as one position if the preset
-// says so: of 4x4 pixels from 128x128 on, else of 2x2. All other images get PRESET_ELSE. d has no images if samples are
-// drawn. typed: what the command line says.
+// (docs/LEARNT.md, "Own pictures of other sizes"). If its network sees squares of pixels as one, they have 4x4 pixels
+// from 128x128 on, else 2x2. All other images get PRESET_ELSE. typed: what the command line says. d: the data, which
+// are none if samples are drawn.
 static void apply_default_preset(Config* c, const Config& typed, const Dataset& d) {
     c->default_preset = true;
     if (!d.size) {
@@ -279,20 +260,19 @@ static void apply_default_preset(Config* c, const Config& typed, const Dataset& 
         preset = quick;
         patch = squares;
     }
-    // Images with labels are learned as classes. The preset comes second, since flags of the first one that is applied
-    // are replaced by those of the second.
+    // Images with labels are learned as classes. The preset comes second, because it may set another guidance_scale.
     std::set<std::string> without;
     if (d.labels.empty()) without = {"class_cond", "class_dropout", "guidance_scale"};
     else apply_flags(c, Config::OF_LABELS);
     apply_with_patch(c, preset, patch, d.C, without);
-    // Few images are learned by heart, and samples look best if low noise levels have little weight in the loss, as some
-    // presets have it. Many images are not, and low noise levels need more weight (docs/LEARNT.md, "Photographs").
+    // Few images are learned by heart, and samples look best if low noise levels have little weight in the loss. Of
+    // many images, low noise levels need more weight (docs/LEARNT.md, "Photographs").
     if (c->by_preset.contains("min_snr_gamma") && d.count >= MANY_IMAGES) c->min_snr_gamma = 5;
 }
 
-// Finds the preset of a run that is resumed without --preset. So flags that a checkpoint does not hold, such as
-// --save_interval or the --sampler of the run's grids, get the preset's values again. (If such a flag was on the run's
-// command line, it must be given again.) An unknown preset, as of an older program, leaves c->preset empty.
+// Finds the preset of a run that is resumed without --preset, for flags that a checkpoint does not hold, such as
+// --save_interval. (What of these was on the run's command line must be given again.) Of an unknown preset c->preset
+// stays empty.
 static void take_preset_of_run(Config* c, const ModelFile& model) {
     const uint32_t checksum = model.header.get<uint32_t>(SLOT_PRESET);
     for (const auto& [preset, settings] : PRESETS)
@@ -303,8 +283,8 @@ static void take_preset_of_run(Config* c, const ModelFile& model) {
         }
 }
 
-// --num_gpus: each GPU needs a process. If several GPUs are to be used and no launcher has started these processes,
-// this process starts them and waits until they have ended. value: a number, or "all". patience: --rank_timeout.
+// --num_gpus: if several GPUs are to be used and no launcher has started a process for each, this process starts them
+// and waits until they have ended. value: a number, or "all". patience: --rank_timeout.
 static void take_num_gpus(const std::string& value, int patience, char** argv) {
     ranks.patience = patience;
     // For "all", number is 0.
@@ -369,9 +349,8 @@ static void complete_config(Config* c, const ModelFile& model, bool resume, cons
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what ranks must have in common
 
-// Returns a line of text about an input file. All ranks that read the same content get the same line: the header holds
-// a checksum of the rest, which is verified when the file is read. (Data files of unet.cu hold none, so only their
-// shapes are compared.) The file's path may differ from machine to machine.
+// Returns a line of text about an input file. The header holds a checksum of the rest, which is verified when the file
+// is read. (Of data files of unet.cu, which have none, only the shapes are compared.)
 static std::string describe_input(const std::string& name, const std::string& path) {
     if (path.empty()) return "no " + name + "\n";
     InputFile file;
@@ -381,9 +360,8 @@ static std::string describe_input(const std::string& name, const std::string& pa
     return text("a %s of %zu bytes and checksum %08x\n", name.c_str(), file.size, checksum);
 }
 
-// Ends the program, before the training or the sampling begins, if ranks run different programs, read different input
-// files, or have different flags. Such ranks would compute different things, or wait for each other for ever. Each rank
-// describes its program, inputs and flags in lines of text. Then the lines of all ranks are compared.
+// Ends the program before work begins if ranks run different programs, read different input files, or have different
+// flags: they would compute different things, or wait for each other for ever.
 static void compare_ranks(const Config& c, const std::string& weights) {
     if (world.size < 2) return;
     std::ifstream self("/proc/self/exe", std::ios::binary);
@@ -391,8 +369,8 @@ static void compare_ranks(const Config& c, const std::string& weights) {
     std::string mine = text("a program of checksum %08x\n", crc32(0, program.data(), program.size()));
     mine += describe_input("file of weights (--init, --resume_checkpoint)", weights);
     mine += text("--values of checksum %08x\n", crc32(0, c.value_rows.data(), c.value_rows.size() * sizeof(float)));
-    // Of input files the content is compared, not the path. Each machine has its own devices and folders, and only rank 0
-    // writes. A line above says what --init and --values name.
+    // Of input files the content is compared, not the path. Each machine has its own devices and folders, and only rank
+    // 0 writes. Lines above are about --init and --values.
     const std::set<std::string> inputs = {"cond_file", "start_from", "inpaint", "mask"};
     const std::set<std::string> inputs_of_runs = {"data_file", "val_data_file", "val_cond_file"};
     const std::set<std::string> may_differ = {"device", "output", "output_dir", "init", "values"};
