@@ -810,15 +810,7 @@ static void check_ect_stages(Config* c, const std::string& where) {
                               c->ect_q, LARGEST_GAP_DIVISOR, enough)));
 }
 
-// Tells the user that the microbatch is not the one that a file or a preset has set, so gradients are rounded
-// differently.
-static void tell_new_microbatch(int now, int before) {
-    printf("--microbatch %d: was %d before; %d processes sum up in another order\n", now, before, world.size);
-}
-
-// The ranks share a batch, and each rank computes its share in microbatches. A microbatch must divide the share. If a
-// file or a preset has set a microbatch that does not divide the share, and there are several ranks, each rank computes
-// its whole share at once.
+// The ranks share a batch, and each rank computes its share in microbatches, which must divide it.
 static void check_microbatch(Config* c, const std::string& where) {
     const int B = c->batch_size;
     const int N = world.size;
@@ -828,24 +820,16 @@ static void check_microbatch(Config* c, const std::string& where) {
             B, N, nearest);
     }
     const int share = B / N; // how many images of a batch each rank computes
-    const int before = c->microbatch;
-    const bool works = before <= share && share % c->micro() == 0;
-    if (works) {
-        // With several ranks, a microbatch of 0 is replaced by the share. So a checkpoint holds this number, and a run
-        // that is resumed with another number of ranks can keep the same microbatch.
-        if (N > 1) c->microbatch = c->micro();
-        return;
-    }
-    // A microbatch that does not work is an error if the user has set it, or if there is only one process. Otherwise
-    // the program changes the microbatch, and prints a message.
-    if (c->given("microbatch") || N == 1) {
-        int nearest = std::min(before, share);
+    const int wanted = c->microbatch;
+    if (wanted > share || share % c->micro()) {
+        int nearest = std::min(wanted, share);
         while (share % nearest) nearest--;
         die("%s--microbatch %d: must divide the %d images of a process, of --batch_size %d; %d does", where.c_str(),
-            before, share, B, nearest);
+            wanted, share, B, nearest);
     }
-    tell_new_microbatch(share, before);
-    c->microbatch = share;
+    // With several ranks, a microbatch of 0 is replaced by the share. So a checkpoint holds this number, and a run that is
+    // resumed with another number of ranks keeps its bits.
+    if (N > 1) c->microbatch = c->micro();
 }
 
 // Ends the program if settings of the run cannot work together. where: what an error message begins with: "FILE: " if

@@ -209,12 +209,6 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
         die("%s: does not hold the pictures that %s was trained with; name them with --cond_file, or name this file to "
             "go on with it",
             c.cond_file.c_str(), m.path.c_str());
-    // If the file's microbatch is 0, one process computed the whole batch at once. With several processes it is their
-    // share now, which check_microbatch does not say of a 0.
-    const bool was_whole = m.header.slot[find_flag("microbatch")->slot] == 0;
-    const int whole = m.header.slot[find_flag("batch_size")->slot];
-    const bool is_chosen = world.size == 1 || c.given("microbatch");
-    if (was_whole && whole != c.microbatch && !is_chosen) tell_new_microbatch(c.microbatch, whole);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
