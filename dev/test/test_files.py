@@ -375,7 +375,8 @@ def test_widths_are_whole_numbers_within_rounding(run: Callable, refused: Callab
 
 
 def test_a_flag_that_says_the_same_as_the_file_is_no_conflict(run: Callable, refused: Callable, tmp_path: Path) -> None:
-    (tmp_path / "m.bin").write_bytes(unet_cu_model()[0])
+    _, config, weights = unet_cu_model()
+    twin.write_model(str(tmp_path / "m.bin"), twin.ModelFile(config, weights))
     same = "--image_size 32 --channel_mult 1,2.0,3,4 --attention_resolutions 4,8 --num_channels 32 --conv_resample 0".split()
     run([*SAMPLE, "m.bin", *same])
     for other in ("--image_size 64", "--channel_mult 1,2,3", "--attention_resolutions 8", "--num_channels 64", "--conv_resample True"):

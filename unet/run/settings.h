@@ -368,15 +368,16 @@ static void compare_ranks(const Config& c, const std::string& weights) {
     const std::set<std::string> inputs = {"cond_file", "start_from", "inpaint", "mask"};
     const std::set<std::string> inputs_of_runs = {"data_file", "val_data_file", "val_cond_file"};
     const std::set<std::string> may_differ = {"device", "output", "output_dir", "init", "values"};
+    std::string files, flags; // files come first, because other flags may depend on whether there are any
     for (const Flag& f : FLAGS) {
         const std::string name = f.name;
         std::string value = flag_value(c, f);
         const bool is_of_run = inputs_of_runs.contains(name);
-        if (inputs.contains(name) || (is_of_run && !c.sample)) mine += describe_input("--" + name, value);
+        if (inputs.contains(name) || (is_of_run && !c.sample)) files += describe_input("--" + name, value);
         if (inputs.contains(name) || is_of_run || may_differ.contains(name)) continue;
         const bool names_file = !value.empty() && value != "latest" && value != "auto";
         if (name == "resume_checkpoint" && names_file) value = "FILE"; // a line above is about the file
-        mine += text("--%s %s\n", f.name, value.c_str());
+        flags += text("--%s %s\n", f.name, value.c_str());
     }
-    must_agree("the comparison of flags and files", mine);
+    must_agree("the comparison of flags and files", mine + files + flags);
 }
