@@ -190,8 +190,7 @@ PRESETS_SHARE(ADM,
 // How classes are learned, and how pictures are guided by them. Guidance acts where sigma is between 0.2 and 2. With a
 // weaker guidance at every sigma, pictures are as good to look at, but take longer, and have less variety
 // (docs/LEARNT.md, "Guidance in an interval of sigma").
-// Without --preset, these flags are set before those of the preset. If the user's images have labels, the model learns
-// them as classes. (If they have none, these flags do nothing: see take_labels.)
+// Without --preset, these flags are set before those of the preset if the user's images have labels.
 PRESETS_SHARE(OF_LABELS,
               "--class_cond True --class_dropout 0.1 --guidance_scale 2 --guidance_min 0.2 --guidance_max 2");
 // What ./train_unet alone does, on a CPU and on a GPU: chosen by the pictures that a minute gives (docs/LEARNT.md,

@@ -494,7 +494,7 @@ def test_refused(refused: Callable, numbered: Path, tmp_path: Path, monkeypatch:
 def test_other_data_is_refused(refused: Callable, run: Callable, numbered: Path, data: Path, model: Path, tmp_path: Path) -> None:
     given = flags(TINY, "--cond_dim 3 --max_steps 1")
     refused([*given, "--data_file", data], "--cond_dim 3", "has no numbers", "prepare_data.py --values")
-    refused([*given, "--data_file", numbered, "--val_data_file", data], "--val_data_file", "0 numbers an image")
+    refused([*given, "--data_file", numbered, "--val_data_file", data], "--val_data_file", "has no numbers")
     refused(flags(SAMPLE, "--init", model), "--values", "3 numbers of the images")
     refused(flags(TINY, "--init", model, "--data_file", numbered, "--cond_dim 2"), "--cond_dim 2", "was made with 3")
     with pytest.raises(UserError, match="--cond_dim 3: .* has no numbers"):

@@ -6,36 +6,17 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // --- how a run begins: validation data, conditions of grids, its folder
 
-// Opens --val_data_file and --val_cond_file, and checks that they fit the model. Without them the result is an empty
-// data set, and the run measures no validation loss.
-static Dataset open_validation_data(const Config& c, const Dataset& data) {
+// Opens --val_data_file and --val_cond_file, and checks that they fit the model. Without them the result is an empty data
+// set, and the run measures no validation loss.
+static Dataset open_validation_data(const Config& c) {
     if (c.val_data_file.empty()) return Dataset{};
     Dataset val = open_dataset(c.val_data_file);
-    if (val.count && (val.C != data.C || val.H != data.H || val.W != data.W))
-        die("--val_data_file %s: its images are %dx%dx%d, the training data's %dx%dx%d", val.path.c_str(), val.H, val.W,
-            val.C, data.H, data.W, data.C);
-    if (val.count && c.cond_dim && val.K != c.cond_dim)
-        die("--val_data_file %s: has %d numbers an image and the model takes --cond_dim %d", val.path.c_str(), val.K,
-            c.cond_dim);
-    // For a model with classes, the validation images must have labels, of at most --num_classes classes.
-    if (val.count && c.class_cond && val.labels.empty())
-        die("--val_data_file %s: has no labels, and the model has classes; it must be labelled as the training data is",
-            val.path.c_str());
-    if (val.count && c.class_cond && val.classes > c.num_classes)
-        die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is",
-            val.path.c_str(), val.classes, c.num_classes);
-    const bool makes_them = c.picture_kind != PictureKind::FILE;
-    if (c.cond_channels && !makes_them && c.val_cond_file.empty())
-        die("--val_data_file %s: needs --val_cond_file, the pictures that its images are conditioned on",
-            val.path.c_str());
-    if (!c.cond_channels && !c.val_cond_file.empty())
-        die("--val_cond_file %s: this model is not conditioned on pictures (--cond_channels)", c.val_cond_file.c_str());
-    if (makes_them && !c.val_cond_file.empty())
-        die("--val_cond_file %s: is not read, since --cond makes the pictures of the images", c.val_cond_file.c_str());
+    const bool reads_pictures = c.cond_channels && c.picture_kind == PictureKind::FILE;
+    if (!c.val_cond_file.empty() && !reads_pictures)
+        die("--val_cond_file %s: is not read: this model is not conditioned on pictures, or --cond makes them",
+            c.val_cond_file.c_str());
     open_pictures(&val, "val_cond_file", c.val_cond_file);
-    if (val.cond && val.cond->C != c.cond_channels)
-        die("--val_cond_file %s: has pictures of %d channels and the model takes --cond_channels %d",
-            c.val_cond_file.c_str(), val.cond->C, c.cond_channels);
+    check_data(c, val, "val_data_file", "val_cond_file", "");
     return val;
 }
 

@@ -123,6 +123,40 @@ static void take_ect_defaults(Config* c) {
     if (ect && !c->fixed("P_std")) c->P_std = 2;
 }
 
+// Ends the program if the images of a data file do not fit the model. flag: what names the file; cond_flag: what names
+// the images' pictures. where: what messages begin with.
+static void check_data(const Config& c, const Dataset& d, const char* flag, const char* cond_flag,
+                       const std::string& where) {
+    auto refuse_unless = [&](bool ok, const std::string& why) {
+        if (!ok) refuse(where + "--" + flag + " " + d.path + ": " + why);
+    };
+    refuse_unless(d.H == c.H && d.W == c.W,
+                  text("its images are %dx%d and the model's %dx%d; prepare_data.py --image_size makes them fit", d.H,
+                       d.W, c.H, c.W));
+    refuse_unless(d.C == c.in_channels,
+                  text("its images have %d channels and the model takes %d; prepare_data.py --channels makes them fit",
+                       d.C, c.in_channels));
+    const std::string numbers = d.K ? text("has %d numbers an image", d.K) : "has no numbers";
+    refuse_unless(!c.cond_dim || d.K == c.cond_dim,
+                  numbers + text(", and the model takes --cond_dim %d; prepare_data.py --values TABLE puts those of a "
+                                 "table into it",
+                                 c.cond_dim));
+    const bool needs_pictures = c.cond_channels && c.picture_kind == PictureKind::FILE;
+    refuse_unless(d.cond || !needs_pictures,
+                  text("--cond_channels %d needs --%s, a picture for each of the images", c.cond_channels, cond_flag));
+    refuse_unless(!d.cond || d.cond->C == c.cond_channels,
+                  text("its pictures have %d channels and the model takes --cond_channels %d", d.cond ? d.cond->C : 0,
+                       c.cond_channels));
+    if (!c.class_cond) return;
+    refuse_unless(d.classes <= c.num_classes,
+                  text("has labels of %d classes, and the model takes --num_classes %d", d.classes, c.num_classes));
+    // If the model comes from a file, it has classes, and --class_cond False would be refused.
+    const std::string or_else = where.empty() ? "use --class_cond False" : "start without that file";
+    refuse_unless(!d.labels.empty(), "has no labels, and --class_cond True needs them; make it from a folder with one "
+                                     "sub-folder a class, or " +
+                                         or_else);
+}
+
 // Without a model file: takes the size, channels and classes of the images, and the channels of the pictures, from the
 // data, unless they are set. Then checks that the data fits the model. where: what messages begin with; "FILE: " if
 // there is a model file, otherwise "".
@@ -137,37 +171,12 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
         if (!c->given("cond_channels") && d.cond) c->cond_channels = d.cond->C;
         if (!c->chosen("num_classes")) c->num_classes = d.classes;
     }
-    auto refuse_unless = [&](bool ok, const char* flag, const std::string& why) {
-        if (!ok) refuse(where + wrong(c, flag, why));
-    };
     // If the images and the model differ in size, an error about another flag is most often a result of this, and the
     // next check names the two sizes instead.
     const std::string error = check_model(c);
     const bool fits = d.H == c->H && d.W == c->W;
     if (!error.empty() && (fits || error.starts_with("--image_size"))) refuse(where + error);
-    refuse_unless(fits, "data_file",
-                  text("its images are %dx%d and the model's %dx%d; prepare_data.py --image_size makes them fit", d.H,
-                       d.W, c->H, c->W));
-    refuse_unless(d.C == c->in_channels, "data_file",
-                  text("its images have %d channels and the model takes %d; prepare_data.py --channels makes them fit",
-                       d.C, c->in_channels));
-    refuse_unless(
-        d.K == c->cond_dim || !c->cond_dim, "cond_dim",
-        c->data_file + (d.K ? text(" has %d numbers an image", d.K)
-                            : " has no numbers; prepare_data.py --values TABLE puts those of a table into it"));
-    const bool makes_them = c->picture_kind != PictureKind::FILE;
-    refuse_unless(d.cond || makes_them || !c->cond_channels, "cond_channels",
-                  "needs --cond_file, a picture for each of the images");
-    refuse_unless(!d.cond || d.cond->C == c->cond_channels, "cond_file",
-                  text("its pictures have %d channels and the model takes --cond_channels %d", d.cond ? d.cond->C : 0,
-                       c->cond_channels));
-    if (!c->class_cond) return;
-    refuse_unless(d.classes <= c->num_classes, "num_classes",
-                  c->data_file + text(" has labels of %d classes", d.classes));
-    // If the model comes from a file, it has classes, and --class_cond False would be refused.
-    const std::string or_else = where.empty() ? "use --class_cond False" : "start without that file";
-    refuse_unless(!d.labels.empty(), "class_cond",
-                  c->data_file + " has no labels; make it from a folder with one sub-folder a class, or " + or_else);
+    check_data(*c, d, "data_file", "cond_file", where);
 }
 
 // Returns the path of the checkpoint that --resume_checkpoint means, or "" if the run is new. A folder that does not
