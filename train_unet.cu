@@ -1928,7 +1928,7 @@ static void collect_steps(Run* run, bool validate, bool show) {
     const double ended = now();
     const double elapsed = ended - run->steps_began;
     const double val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
-    // Rounded as in log.csv, from which a resumed run reads it. So it makes the same decision about best.bin.
+    // Rounded as in log.csv, from which a resumed run reads it (take_best_loss). So it decides the same about best.bin.
     run->val_loss = atof(text("%.9g", val).c_str());
 
     const double count = (double)(run->issued - logged);
@@ -1945,11 +1945,9 @@ static void collect_steps(Run* run, bool validate, bool show) {
         const double done = ended - elapsed * steps_later / count; // assumes that all steps took the same time
         log_step(run, elapsed * 1e3 / count, is_last ? val : NAN, done - run->began);
         if (!run->state.ok) report_bad_step(run);
-        else if (run->proven_step != run->saved_step) prove_checkpoint(run);
+        else if (run->proven != run->saved) prove_checkpoint(run);
     }
-    check_folder(run);
     write_log(run);
-    if (now() - run->pictures_tried > 1) write_waiting(run);
     if (show) print_step(run, val);
     if (now() >= run->page.due) write_page(run, "running");
     run->steps_began = now();
@@ -1968,21 +1966,10 @@ static void prove_last_checkpoint(Run* run) {
     if (after.ok) prove_checkpoint(run);
 }
 
-// Returns whether one more step is needed before a stopped run can end. With --keep_best, the last checkpoint needs a
-// validation loss, which is measured only when a step is logged.
-static bool lacks_validation(const Run& run) {
-    const Config& c = run.config;
-    const bool all_logged = run.state.step == run.issued;
-    const bool unsaved = all_logged && run.saved_updates < run.state.updates;
-    return c.keep_best && run.stop && unsaved && std::isnan(run.val_loss) && run.issued < c.max_steps;
-}
-
-// Ranks must stop after the same step, so they ask each other, every STEPS_AGREED steps and once for a step. If they
-// asked twice, some might have logged the step by then, and only these would do one more (lacks_validation).
+// Ranks must stop after the same step, so they ask each other, every STEPS_AGREED steps.
 static bool is_stopped(Run* run) {
-    const bool is_due = run->issued % STEPS_AGREED == 0 && run->issued != run->asked_step;
-    if (world.size == 1 || is_due) run->stop = any_rank("the question whether to stop", stop_signal);
-    run->asked_step = run->issued;
+    const bool is_due = world.size == 1 || run->issued % STEPS_AGREED == 0;
+    if (is_due) run->stop = any_rank("the question whether to stop", stop_signal);
     return run->stop;
 }
 
@@ -1992,21 +1979,19 @@ static void run_step(Run* run) {
     if (!train_step(&run->trainer, run->issued)) return; // unreadable images end the run (data_error, in train)
     run->issued++;
     const int64_t step = run->issued;
-    const bool last = is_stopped(run) || step >= c.max_steps;
+    const bool last = step >= c.max_steps;
     // A status line shall appear every ten seconds or so. It waits for the end of its step: four steps are a margin.
     const bool slow = now() - run->status_shown + 4 * run->per_step > 10;
     auto due = [&](int interval) { return interval && (step % interval == 0 || last); };
-    // A file that is not written, after a skipped step or on a full disk, stays due. written: the newest one's step.
-    auto file_due = [&](int interval, int64_t written, const Retries& retries) {
-        const bool is_behind = interval && step / interval > written / interval;
-        return interval && (last || (is_behind && step >= retries.next_step));
+    // A file that is not written, after a skipped step, stays due. written: the newest one's step.
+    auto file_due = [&](int interval, int64_t written) {
+        return interval && (last || step / interval > written / interval);
     };
-    const bool save = file_due(c.save_interval, run->saved_step, run->checkpoint_retries);
-    const bool snapshot = file_due(c.ema_snapshots, run->snapshot_step, run->snapshot_retries);
+    const bool save = file_due(c.save_interval, run->saved_step);
+    const bool snapshot = file_due(c.ema_snapshots, run->snapshot_step);
     const bool show = slow || due(c.log_interval);
-    const bool draw = due(c.sample_interval) && !last; // finish_complete draws the last grid
-    // With --keep_best every checkpoint needs a validation loss, also the last one if a signal comes during the grid.
-    const bool wants_val_loss = due(c.val_interval) || (c.keep_best && (save || draw));
+    const bool draw = due(c.sample_interval) && !last;                        // finish_complete draws the last grid
+    const bool wants_val_loss = due(c.val_interval) || (c.keep_best && save); // by which keep_best compares checkpoints
     const bool validate = run->val.count && wants_val_loss;
     const bool records_full = step - run->state.step >= STEPS_AHEAD;
     if (!show && !save && !validate && !draw && !snapshot && !records_full) return;
@@ -2034,27 +2019,29 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
                  const ModelFile& start) {
     // First find errors in the settings, before the program allocates memory or writes a file.
     if (!world.rank) check_output_dir(c, output, resume, start.state().step);
-    const Dataset val = open_validation_data(c, data);
+    const Dataset val = open_validation_data(c);
     if (start.size) check_size(start, build_unet(c));
     Run run{c, make_trainer(c, data), val, output};
     if (!begin_run(&run, data, resume, start)) return 0; // all steps are done already
 
     run.steps_began = now();
     while (run.issued < c.max_steps && !is_stopped(&run) && data_error(run).empty()) run_step(&run);
-    if (lacks_validation(run) && data_error(run).empty()) run_step(&run);
+    // A signal may have come after the last step was issued. Then the run ends without its last grid. The next signal
+    // ends a wait for a full disk (while_full).
+    if (!run.stop) run.stop = any_rank("the end of the steps", stop_signal);
+    if (run.stop) stop_signal = 0;
     const bool validate = c.keep_best && data_error(run).empty();
     if (run.state.step < run.issued) collect_steps(&run, validate, validate);
-    // A signal may have come after the last step was issued. Then the run ends without its last grid.
-    if (!run.stop) run.stop = any_rank("the end of the steps", stop_signal);
     save_at_the_end(&run);
-    end_line(&run);
+    end_line();
     if (run.stop || !data_error(run).empty()) finish_stopped(&run); // after an error of the data, this does not return
     else finish_complete(&run);
     if (!run.stop) {
         prove_last_checkpoint(&run); // may remove a checkpoint, so the page is written after it
         write_page(&run, "done");
     }
-    write_the_rest(&run);
+    if (!world.rank && fsync(run.log_file))
+        die("%s/log.csv: writing failed (%s)", c.output_dir.c_str(), strerror(errno));
     end_page();
     return run.stop ? 128 + run.stop : 0;
 }
@@ -2089,8 +2076,8 @@ static int run_program(int argc, char** argv) {
     ModelFile model;
     if (resumes || !c.init.empty()) model = open_model(resumes ? resume : c.init);
     Dataset data;
-    complete_config(&c, model, resumes, &data);
     const std::string where = model.size ? model.path + ": " : ""; // error messages about a setting begin with it
+    complete_config(&c, model, resumes, where, &data);
     start_device(c.precision, c.device);
     // --exchange auto: GPUs write into each other's memory directly if they can. nccl: they send by NCCL.
     const bool directly = meaning<bool>("exchange", c.exchange, {{"auto", true}, {"nccl", false}});
@@ -2108,7 +2095,6 @@ static int run_program(int argc, char** argv) {
     }
 
     // A run: its data, all checks, and then the training.
-    take_data_dir(&c, resumes, where);
     check_run(&c, where);
     // If the data decided which preset is used, complete_config has opened the data file already.
     if (!data.size) data = open_dataset(c.data_file);
