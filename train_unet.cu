@@ -2089,8 +2089,8 @@ static void collect_steps(Run* run, bool validate, bool show) {
     const double ended = now();
     const double elapsed = ended - run->steps_began;
     const double val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
-    // The validation loss is rounded as in log.csv, from which a resumed run reads it (take_best_loss). So a resumed run
-    // makes the same decision about best.bin as a run without a pause.
+    // The validation loss is rounded as in log.csv, from which a resumed run reads it (take_best_loss). So a resumed
+    // run makes the same decision about best.bin as a run without a pause.
     run->val_loss = atof(text("%.9g", val).c_str());
 
     const double count = (double)(run->issued - logged);
@@ -2166,7 +2166,7 @@ static void run_step(Run* run) {
     const bool snapshot = file_due(c.ema_snapshots, run->snapshot_step);
     const bool show = slow || due(c.log_interval);
     const bool draw = due(c.sample_interval) && !last; // finish_complete draws the last grid
-    const bool wants_val_loss = due(c.val_interval) || (c.keep_best && save); // by which keep_best compares checkpoints
+    const bool wants_val_loss = due(c.val_interval) || (c.keep_best && save);
     const bool validate = run->val.count && wants_val_loss;
     const bool records_full = step - run->state.step >= STEPS_AHEAD;
     if (!show && !save && !validate && !draw && !snapshot && !records_full) return;

@@ -287,8 +287,8 @@ static std::set<std::string> left_out_of_preset(const Config& c) {
 }
 
 // Sets the flags of a text: --name value --name value. The text is that of a preset, or Config::OF_LABELS, the flags
-// for images with labels (unet/flags.h). Flags that the command line or a model file has set stay as they are, and so do
-// those that left_out_of_preset returns, and those in `without`.
+// for images with labels (unet/flags.h). Flags that the command line or a model file has set stay as they are, and so
+// do those that left_out_of_preset returns, and those in `without`.
 static void apply_flags(Config* c, const std::string& flags, std::set<std::string> without = {}) {
     without.merge(left_out_of_preset(*c));
     std::istringstream words(flags);
@@ -447,8 +447,8 @@ static void take_aliases(Config* c) {
 }
 
 // guided-diffusion's flag --rescale_learned_sigmas sets --vlb_weight here: True sets 1e-3, False 1 / diffusion_steps.
-// So this function is called after --diffusion_steps has got its final value. If only a preset gives it, a vlb_weight of
-// the command line or of a model file stays.
+// So this function is called after --diffusion_steps has got its final value. If only a preset gives it, a vlb_weight
+// of the command line or of a model file stays.
 static void take_rescale_learned_sigmas(Config* c) {
     const bool given = c->given("rescale_learned_sigmas");
     if (given && c->given("vlb_weight"))
@@ -827,8 +827,8 @@ static void check_microbatch(Config* c, const std::string& where) {
         die("%s--microbatch %d: must divide the %d images of a process, of --batch_size %d; %d does", where.c_str(),
             wanted, share, B, nearest);
     }
-    // With several ranks, a microbatch of 0 is replaced by the share. So a checkpoint holds this number, and a run that is
-    // resumed with another number of ranks keeps its bits.
+    // With several ranks, a microbatch of 0 is replaced by the share. So a checkpoint holds this number, and a run that
+    // is resumed with another number of ranks keeps its bits.
     if (N > 1) c->microbatch = c->micro();
 }
 

@@ -755,7 +755,11 @@ def test_what_the_best_checkpoint_needs(program: list[str], data: Path, tmp_path
     (tmp_path / "out" / model_name(2)).unlink()
     before = (tmp_path / "out/best.bin").read_bytes()
     err = call([*program, *given], tmp_path, code=1).stderr
-    assert "out: already holds a run, but no checkpoint model_STEP.bin" in err and err.count("\n") == 1 and (tmp_path / "out/best.bin").read_bytes() == before
+    assert (
+        "out: already holds a run, but no checkpoint model_STEP.bin" in err
+        and err.count("\n") == 1
+        and (tmp_path / "out/best.bin").read_bytes() == before
+    )
     (tmp_path / "out/best.bin").rename(tmp_path / "out" / model_name(2))
     (tmp_path / "out/best.bin").write_text("my notes")
     again = ["--resume_checkpoint", "latest", "--keep_best", "True", "--val_data_file", data, "--max_steps", 4]
