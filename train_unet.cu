@@ -1872,8 +1872,8 @@ static void run_step(Run* run) {
     const bool save = file_due(c.save_interval, run->saved_step);
     const bool snapshot = file_due(c.ema_snapshots, run->snapshot_step);
     const bool show = slow || due(c.log_interval);
-    const bool draw = due(c.sample_interval) && !last;                        // finish_complete draws the last grid
-    const bool wants_val_loss = due(c.val_interval) || (c.keep_best && save); // by which keep_best compares checkpoints
+    const bool draw = due(c.sample_interval) && !last; // finish_complete draws the last grid
+    const bool wants_val_loss = due(c.val_interval) || (c.keep_best && save);
     const bool validate = run->val.count && wants_val_loss;
     const bool records_full = step - run->state.step >= STEPS_AHEAD;
     if (!show && !save && !validate && !draw && !snapshot && !records_full) return;

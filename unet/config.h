@@ -762,8 +762,8 @@ static void check_microbatch(Config* c, const std::string& where) {
         die("%s--microbatch %d: must divide the %d images of a process, of --batch_size %d; %d does", where.c_str(),
             wanted, share, B, nearest);
     }
-    // With several ranks, a microbatch of 0 is replaced by the share. So a checkpoint holds this number, and a run that is
-    // resumed with another number of ranks keeps its bits.
+    // With several ranks, a microbatch of 0 is replaced by the share. So a checkpoint holds this number, and a run that
+    // is resumed with another number of ranks keeps its bits.
     if (N > 1) c->microbatch = c->micro();
 }
 

@@ -210,7 +210,7 @@ static void fuzz_flags(const uint8_t* bytes, size_t n) {
     parse_command_line(&c, (int)argv.size(), argv.data());
     take_aliases(&c);
     apply_preset(&c, c.preset.empty() ? "fashion32" : c.preset);
-    take_rescale_learned_sigmas(&c, false);
+    take_rescale_learned_sigmas(&c);
     check_run(&c, "");
     const std::string error = check_model(&c);
     if (!error.empty()) die("%s", error.c_str());

@@ -204,8 +204,8 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
     const bool counts_updates = g.n >= 0 && g.n <= (double)s.updates && g.n == std::floor(g.n);
     const bool guard_works = counts_updates && is_finite && g.var_loss >= 0 && g.var_norm >= 0;
     if (!steps_add_up || !skips_fit || !guard_works)
-        die("%s: its header is damaged (step %ld of at most %d, %ld updates, %ld skipped steps, %ld of them at last, and "
-            "their running means contradict each other): use an earlier checkpoint",
+        die("%s: its header is damaged (step %ld of at most %d, %ld updates, %ld skipped steps, %ld of them at last, "
+            "and their running means contradict each other): use an earlier checkpoint",
             m.path.c_str(), s.step, most_steps, s.updates, s.bad_total, s.bad_in_row);
     // header_crc depends on the data file's whole content. For files of unet.cu it is 0.
     const bool same_count = m.header.get<int64_t>(SLOT_IMAGES) == d.count;
