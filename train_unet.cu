@@ -14,14 +14,28 @@
 // the kernels of Part II. g++ takes the same operations from dev/reference.h, as plain loops, which are also the oracle
 // of the tests. Read those loops first if you want to know what an operation computes.
 //
-// The headers in unet/ are pages to open when you want them. You can follow this file without them. docs/READING.md is
-// a route for an evening, and says how to add things. make one writes the program as one file.
+// The headers in unet/ are pages to open when you want them. Part I needs unet/network.h beside it, for the structs of
+// the list. The kernels of Part II are made of pieces that all kernels share, in unet/gpu/shared.h and conv.h. make one
+// writes the program as one file. docs/READING.md is a route: an evening for Part I, others for the kernels.
+//
+// A training step (train_step; a drawing of its streams stands at "A training step"):
+//
+//   load_batch              x_0, the images of this step: a function of seed and step
+//   draw_levels             t and what it means: how much noise each image gets
+//   q_sample_forward        x_t = signal x_0 + sigma noise, and the target, such as the noise itself
+//   unet_forward            answer = network(x_t, t): the layers of the list, first to last
+//   loss_forward_backward   loss = mean of (answer - target)^2, and its gradient
+//   unet_backward           the list, last to first: gradients of all weights
+//   sum_gradients           over microbatches and GPUs, in one fixed order; judge_step: is this step sane?
+//   adamw_update            the weights move, and their averages follow
 //
 // Words. B, C, H, W as in PyTorch; T = H W, attention's tokens; a d in front of a name: the gradient of it.
 //   element             a number of a tensor as it lies in memory: fp32, bf16 or FP8; kernels know it as a type T
 //   piece               16 bytes: 8 neighbouring channels in bf16, 4 in fp32
 //   level               of noise: how noisy a sample is (NoiseLevel). Of resolution: the layers that have the same one
 //   picture             what a model is conditioned on (--cond_file, --cond). What it learns to make is an image
+//   skip                the U-Net's long way from its first half to its second. ConvSkip is the 1x1 convolution of a
+//                       residual block's shortcut. A skipped step is another matter:
 //   skipped step        a training step that changes nothing, because its loss or gradient looked wrong
 //   rank                a process of a run, which has one GPU
 //   flat array          all parameters one after the other, or their gradients, moments or averages, at the same places
@@ -29,8 +43,8 @@
 //   statistics          per image and channel, the sums of x and x^2 over pixels, for a group norm's mean and variance
 //   addend              a gradient from another reader of the same tensor, added to the gradient that a kernel stores
 //   tile                the part of a result that a block or a warp computes at a time
-//   tap, halo, slice    of a convolution: one of a filter's nine positions; a tile's pixels with a border around them;
-//                       64 channels. (A rank's slice is the part of the weights that it updates: Slice)
+//   tap, halo, slice    of a convolution: one of a filter's nine positions; a tile's pixels with a border around them; the
+//                       channels of a pixel that are in shared memory at a time. (A rank's Slice: weights it updates)
 //   stage, ring         a part of shared memory that is filled while others are read; several of them in turn
 //   epilogue            what a kernel does with a tile's sums before it stores them: bias, embedding, statistics
 //   partial             a sum over a part of the pixels or keys; a second kernel adds partials up in a fixed order
@@ -64,11 +78,13 @@
 #else
 #include "unet/gpu/no_hopper.h" // nothing is Hopper's
 #endif
-// Kernels of any GPU for special shapes
+// Kernels of any GPU for special shapes and small layers
+#include "unet/gpu/linear.h"            // linear layers of the embedding
 #include "unet/gpu/attention_general.h" // attention for heads of any size
 #include "unet/gpu/conv_any.h"          // convolutions of any kernel size and stride; the first and the last layer
 #include "unet/gpu/conv_weight_plan.h"  // how a weight gradient's pixels are divided among blocks
 #include "unet/gpu/groupnorm_whole.h"   // group norm's backward pass with an image's slab in shared memory
+#include "unet/gpu/device.h"            // which GPU a process uses
 #include "unet/gpu/ranks.h"             // between ranks, from device to device: NVLink, NCCL, MPI
 #include "unet/muon.h"                  // --optimizer muon, and its kernels
 // clang-format on
@@ -83,143 +99,6 @@
 // these numbers, and checksums of the images (docs/FORMATS.md). Labels and numbers are kept in memory. The images stay
 // on the disk: a step reads only its own, which the operating system is asked to fetch a few batches earlier.
 // open_dataset checks a file, once. load_batch sends the images of a step to the device.
-
-// Reads image i to memory at `to`. Returns whether it could be read and its checksum, if known, is right. If not,
-// d->error says why. With one rank the program goes on then, to save what it has trained.
-static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
-    const size_t n = d->image_bytes();
-    const char* why = d->try_read(to, n, d->image_at(i));
-    const bool has_crc = !d->image_crc.empty();
-    if (!why && has_crc && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
-    if (!why) return true;
-    d->error = d->path + text(": image %ld can't be used (%s): the file was changed or damaged; make it again", i, why);
-    if (world.size > 1) refuse(d->error); // the other ranks can't do this step without this rank
-    return false;
-}
-
-// Reads all images once. If their checksums are known, compares them and returns 0. Otherwise stores them, and returns
-// the checksum of all images together.
-static uint32_t check_images(Dataset* d) {
-    std::vector<uint8_t> image(d->image_bytes());
-    std::vector<uint32_t> found;
-    uint32_t all = 0;
-    for (int64_t i = 0; i < d->count; i++) {
-        if (!read_image(d, i, image.data())) refuse(d->error);
-        if (!d->image_crc.empty()) continue;
-        found.push_back(crc32(0, image.data(), image.size()));
-        all = crc32(all, image.data(), image.size());
-    }
-    if (d->image_crc.empty()) d->image_crc = found;
-    return all;
-}
-
-// A header of unet.cu, another program, has no version: its fields lie one slot earlier. It becomes one of ours.
-static Header data_header(const Dataset& d, const char* hint) {
-    const int* s = d.header.slot;
-    const int magic = s[SLOT_MAGIC];
-    const int version = s[SLOT_VERSION];
-    // s[1] to s[4]: images, channels, height, width. There are no classes, and values are floats.
-    if (magic == UNET_CU_DATA_MAGIC) return Header{{DATA_MAGIC, 0, s[1], s[2], s[3], s[4], 0, 4}};
-    must(magic == DATA_MAGIC, d.path,
-         text("is not a data file (it starts with %d, not %d); %s", magic, DATA_MAGIC, hint));
-    must(version == 1 || version == 2, d.path,
-         text("is a data file of version %d and this program reads 1 and 2; make it again with prepare_data.py",
-              version));
-    return d.header;
-}
-
-// Checks the fields before any memory is requested: a damaged number could ask for any amount of it.
-static void take_data_fields(Dataset* d, const Header& h, const char* hint) {
-    auto field = [&](int slot, const char* name, int low, int high) {
-        const int value = h.slot[slot];
-        if (value < low || value > high)
-            die("%s: its header is damaged (%s: %d, where %d to %d is possible); %s", d->path.c_str(), name, value, low,
-                high, hint);
-        return value;
-    };
-    d->version = h.slot[SLOT_VERSION];
-    d->header_crc = h.slot[DATA_SLOT_HEADER_CRC];
-    d->count = field(DATA_SLOT_COUNT, "images", 1, INT_MAX);
-    d->C = field(DATA_SLOT_CHANNELS, "channels", 1, 64);
-    d->H = field(DATA_SLOT_HEIGHT, "height", 1, 4096);
-    d->W = field(DATA_SLOT_WIDTH, "width", 1, 4096);
-    d->classes = field(DATA_SLOT_CLASSES, "classes", 0, INT_MAX);
-    d->bytes = h.slot[DATA_SLOT_BYTES];
-    if (!knows_image_values(d->bytes))
-        die("%s: its header is damaged (bytes a value: %d, where 1 or 4 is possible); %s", d->path.c_str(), d->bytes,
-            hint);
-    d->K = field(DATA_SLOT_VALUES, "numbers an image", 0, MOST_VALUES);
-    d->name_bytes = field(DATA_SLOT_NAMES, "bytes of names", 0, d->K > 0 ? MOST_NAME_BYTES : 0);
-    if (d->name_bytes % 4)
-        die("%s: its header is damaged (bytes of names: %d, where a multiple of 4 is possible); %s", d->path.c_str(),
-            d->name_bytes, hint);
-}
-
-static void take_values(Dataset* d, const std::vector<int32_t>& behind) {
-    const float* const numbers = (const float*)(behind.data() + d->label_words());
-    const char* const names = (const char*)(numbers + d->value_words());
-    d->values.assign(numbers, numbers + d->value_words());
-    d->value_names.assign(names, d->name_bytes);
-    while (d->value_names.ends_with('\0')) d->value_names.pop_back(); // zeros that fill up the last word of 4 bytes
-    for (size_t i = 0; i < d->values.size(); i++)
-        if (!std::isfinite(d->values[i]))
-            refuse(d->path + text(": image %zu has a number that is not finite; make the file again", i / d->K));
-}
-
-// body_crc: the header's checksum of all that follows the images. In version 1 it also covers the images.
-static void read_behind_images(Dataset* d, uint32_t body_crc) {
-    std::vector<int32_t> behind(d->words_behind());
-    const size_t bytes = behind.size() * sizeof(int32_t);
-    d->read(behind.data(), bytes, d->image_at(d->count));
-    if (d->version == 2) d->image_crc.assign(behind.end() - d->count, behind.end());
-    // In version 2, check_images returns 0, the value that the checksum of `behind` alone starts from.
-    const bool reads_all = d->size <= READ_AT_START;
-    const uint32_t images_crc = reads_all ? check_images(d) : 0;
-    const bool can_check = d->version == 2 || (d->version == 1 && reads_all);
-    const bool right = !can_check || crc32(images_crc, behind.data(), bytes) == body_crc;
-    must(right, d->path, "its checksum is wrong, so it was damaged; make it again");
-
-    if (d->classes) d->labels.assign(behind.begin(), behind.begin() + d->count);
-    for (int64_t i = 0; i < std::ssize(d->labels); i++) {
-        const int label = d->labels[i];
-        if (label >= 0 && label < d->classes) continue;
-        refuse(d->path + text(": image %ld has label %d of %d classes; make the file again", i, label, d->classes));
-    }
-    take_values(d, behind);
-}
-
-// The images of a file longer than READ_AT_START are not read here. In version 2, read_image checks them later.
-static Dataset open_dataset(const std::string& path) {
-    const char* hint = "prepare_data.py makes such files; make unpacks data/fashion32.bin and data/emoji64.bin";
-    Dataset d;
-    d.open(path, hint);
-    Header h = data_header(d, hint);
-    take_data_fields(&d, h, hint);
-
-    const size_t size = d.image_at(d.count) + d.words_behind() * sizeof(int32_t);
-    must(size == d.size, path,
-         text("is %zu bytes long, but its header speaks of %zu; it was cut or damaged: make it again", d.size, size));
-    check_unused(h, DATA_SLOT_UNUSED, 256, path, std::string("; ") + hint);
-    h.slot[DATA_SLOT_HEADER_CRC] = 0;
-    const bool right = d.version == 0 || crc32(0, h.slot, 1024) == d.header_crc;
-    must(right, path, "its header's checksum is wrong, so it was damaged; make it again");
-
-    read_behind_images(&d, (uint32_t)h.slot[DATA_SLOT_BODY_CRC]);
-    posix_fadvise(d.file, 0, 0, POSIX_FADV_RANDOM);
-    return d;
-}
-
-static void open_pictures(Dataset* d, const char* flag, const std::string& path) {
-    if (path.empty()) return;
-    d->cond = std::make_shared<Dataset>(open_dataset(path));
-    const Dataset& cond = *d->cond;
-    must(cond.count == d->count, text("--%s %s", flag, path.c_str()),
-         text("has %ld pictures, and %s has %ld images; each image needs its own, in the same order", cond.count,
-              d->path.c_str(), d->count));
-    must(cond.H == d->H && cond.W == d->W, text("--%s %s", flag, path.c_str()),
-         text("its pictures are %dx%d, and the images of %s %dx%d; prepare_data.py --image_size makes them fit", cond.H,
-              cond.W, d->path.c_str(), d->H, d->W));
-}
 
 // Returns the first sample of this rank's k-th microbatch. Of all ranks' microbatches, it is number k * ranks + rank.
 static int64_t first_sample(int k, int micro) { return ((int64_t)k * world.size + world.rank) * micro; }
@@ -248,8 +127,8 @@ static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
 }
 
 // Sends this rank's n samples of a batch to the device: images (n, C, H, W), labels (n), numbers (n, num_values) and
-// pictures (n, cond_channels, H, W). The batch is the B samples from position `first` of the stream on. In training n
-// is B / ranks, otherwise B. Returns false if an image can't be used: then nothing was sent.
+// pictures (n, cond_channels, H, W). first: the stream's position of the batch's first sample. B: the size of the whole
+// batch. In training n is B / ranks, otherwise B. Returns false if an image can't be used: then nothing was sent.
 static bool load_batch(Upload* batch, Dataset* d, const Config& c, bool training, int64_t first, int B) {
     const int micro = c.micro();
     const int own_images = training ? B / world.size : B;
@@ -406,8 +285,8 @@ static act* memory_of(const Walk& walk, int buffer) {
 //   If it reads the embedding (Layer::emb), its backward function writes its columns of LayerArgs::demb.
 //   Its kernels add floats in a fixed order, without atomics. So several ranks compute the bits of one rank.
 //   It reads its weights in fp32, because only the weights of convolutions have a copy.
-//   It reads no tensor that a 3x3 convolution reads, because such a tensor may be FP8 (plan_fp8), and its gradient may
-//   have no addends (conv_backward_input_fp8).
+//   It reads no tensor that choose_fp8 may make FP8: the input of a 3x3 convolution with stride 1. Such a tensor has
+//   one reader, because the FP8 kernel of an input's gradient adds no other gradient to it (conv_backward_input_fp8).
 //   It does not read the output of a skip connection, which the next convolution may compute itself (plan_fusions).
 //   Layers of the embedding stand before all others. Their forward function launches on a.stream and uses no workspace,
 //   because layers on the main stream run at the same time and use it.
@@ -810,8 +689,8 @@ static int add_resample(UNet* net, Resample resample, const std::string& name, i
 }
 
 // Ends a block: the layers from `first` on. With --use_checkpoint (Chen et al. 2016, arXiv:1604.06174) they are
-// computed again before the block's backward pass, except the last one and the one whose result that one adds. No
-// backward pass of the block reads what these two write.
+// computed again before the block's backward pass. Two are not: the last layer, and the one whose result it adds to its
+// own. No backward pass of the block reads what these two write.
 static int end_block(UNet* net, size_t first) {
     const Layer last = net->layers.back();
     const int end = (int)net->layers.size() - 1;
@@ -1078,8 +957,9 @@ static void plan_gradients(UNet* net) {
     }
 }
 
-// Returns how many layers after the backward pass of convolution l its weight gradient is complete at the latest. So
-// long, what it reads must stay in memory. Small tensors may stay longer, so that more weight gradients share a launch.
+// A convolution's weight gradient is computed beside the backward passes of the layers that follow. It must be complete
+// after so many of them, because its inputs stay in memory until then. Small tensors may stay longer, so that more weight
+// gradients share a launch.
 static int weights_lag(const UNet* net, const Layer& l) {
     const Tensor& x = net->tensors[l.x1];
     if (x.H * x.W <= 16 * 16) return 20;
@@ -1092,8 +972,9 @@ static int first_emb_reader(const UNet* net) {
     return i;
 }
 
-// Plans which weight gradients each layer waits for in the backward pass. Who waits for layer k also waits for all
-// layers after k in the list: the side stream computes these earlier, or in the same launch.
+// Plans which weight gradients each layer waits for in the backward pass. The pass goes from the last layer to the
+// first, and the side stream computes weight gradients in this order. So waiting for that of layer k is waiting for
+// those of all layers behind k in the list, too.
 static void plan_waits(UNet* net) {
     const int L = (int)net->layers.size();
     int done = L; // some layer already waits for the weight gradients of all layers from index `done` on
@@ -1326,9 +1207,9 @@ struct WeightGradients {
     std::vector<int> ticket{};
 
     void launch_waiting() {
-        // When this launch is finished, the gradients from complete_from on are complete. It lies after the weights of
-        // every convolution before `last`, which are not launched yet. From plain_size on, the flat array holds nothing
-        // but convolutions' weights, but not always in the order of the list.
+        // When this launch is finished, all gradients from complete_from on are complete. The weight gradients of the
+        // convolutions before `last` are not launched yet, so complete_from is behind the last of their weights. From
+        // plain_size on, the flat array holds convolutions' weights alone, not always in the order of the list.
         size_t complete_from = net->plain_size;
         for (int i = 0; i < last; i++) {
             const Layer& l = net->layers[i];
@@ -1609,6 +1490,7 @@ static float* whole_array(const Trainer& tr, float* array) {
     return flat;
 }
 
+// --------------- TRAINING SECTION BEGIN -----------------
 // =====================================================================================================================
 // A training step, the loop over the steps, and main
 // All parts are there. main opens the data, and train loops over the steps. Functions stand above those that call them,
@@ -1691,8 +1573,8 @@ static Pixels take_microbatch(Trainer* tr, const Upload& batch, int k, RandomKey
     return x0;
 }
 
-// --------------- TRAINING SECTION BEGIN -----------------
-// One training step: forward, loss, backward, sum, judge, update. Then the loop over the steps.
+// ---------------------------------------------------------------------------------------------------------------------
+// --- one training step: forward, loss, backward, sum, judge, update
 
 // Computes the losses of samples first .. first + B - 1 of a step or of a round of validation (tr->loss + first), and
 // the loss's gradient (output_gradient): in training, that of the mean loss of the step's whole batch. bytes: the size
@@ -1712,8 +1594,8 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
     const bool flips = training && c.random_flip;
     float* const x = tensor_data<float>(net, net->input);
     float* const out = tensor_data<float>(net, net->output);
-    // t: what the network is told about the noise. teacher: the teacher's answer, a part of the target, or null. It
-    // lies in `out`: q_sample_forward reads it there, before unet_forward writes the new answer to the same place.
+    // t: what the network is told about the noise. teacher: null, or with --objective ect the teacher's answer, which
+    // is a part of the target. It may be `out`: q_sample_forward reads it before unet_forward writes the new answer.
     auto forward = [&](float* t, const NoiseLevel* levels, const float* teacher) {
         q_sample_forward(x, tr->target, levels, teacher, images, flips, noise_key, flip_key, B, c.in_channels, c.H, c.W,
                          bytes);
@@ -1928,7 +1810,7 @@ static void collect_steps(Run* run, bool validate, bool show) {
     const double ended = now();
     const double elapsed = ended - run->steps_began;
     const double val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
-    // Rounded as in log.csv, from which a resumed run reads it. So it makes the same decision about best.bin.
+    // Rounded as in log.csv, from which a resumed run reads it (take_best_loss). So it decides the same about best.bin.
     run->val_loss = atof(text("%.9g", val).c_str());
 
     const double count = (double)(run->issued - logged);
@@ -1945,11 +1827,9 @@ static void collect_steps(Run* run, bool validate, bool show) {
         const double done = ended - elapsed * steps_later / count; // assumes that all steps took the same time
         log_step(run, elapsed * 1e3 / count, is_last ? val : NAN, done - run->began);
         if (!run->state.ok) report_bad_step(run);
-        else if (run->proven_step != run->saved_step) prove_checkpoint(run);
+        else if (run->proven != run->saved) prove_checkpoint(run);
     }
-    check_folder(run);
     write_log(run);
-    if (now() - run->pictures_tried > 1) write_waiting(run);
     if (show) print_step(run, val);
     if (now() >= run->page.due) write_page(run, "running");
     run->steps_began = now();
@@ -1968,21 +1848,10 @@ static void prove_last_checkpoint(Run* run) {
     if (after.ok) prove_checkpoint(run);
 }
 
-// Returns whether one more step is needed before a stopped run can end. With --keep_best, the last checkpoint needs a
-// validation loss, which is measured only when a step is logged.
-static bool lacks_validation(const Run& run) {
-    const Config& c = run.config;
-    const bool all_logged = run.state.step == run.issued;
-    const bool unsaved = all_logged && run.saved_updates < run.state.updates;
-    return c.keep_best && run.stop && unsaved && std::isnan(run.val_loss) && run.issued < c.max_steps;
-}
-
-// Ranks must stop after the same step, so they ask each other, every STEPS_AGREED steps and once for a step. If they
-// asked twice, some might have logged the step by then, and only these would do one more (lacks_validation).
+// Ranks must stop after the same step, so they ask each other, every STEPS_AGREED steps.
 static bool is_stopped(Run* run) {
-    const bool is_due = run->issued % STEPS_AGREED == 0 && run->issued != run->asked_step;
-    if (world.size == 1 || is_due) run->stop = any_rank("the question whether to stop", stop_signal);
-    run->asked_step = run->issued;
+    const bool is_due = world.size == 1 || run->issued % STEPS_AGREED == 0;
+    if (is_due) run->stop = any_rank("the question whether to stop", stop_signal);
     return run->stop;
 }
 
@@ -1992,21 +1861,19 @@ static void run_step(Run* run) {
     if (!train_step(&run->trainer, run->issued)) return; // unreadable images end the run (data_error, in train)
     run->issued++;
     const int64_t step = run->issued;
-    const bool last = is_stopped(run) || step >= c.max_steps;
+    const bool last = step >= c.max_steps;
     // A status line shall appear every ten seconds or so. It waits for the end of its step: four steps are a margin.
     const bool slow = now() - run->status_shown + 4 * run->per_step > 10;
     auto due = [&](int interval) { return interval && (step % interval == 0 || last); };
-    // A file that is not written, after a skipped step or on a full disk, stays due. written: the newest one's step.
-    auto file_due = [&](int interval, int64_t written, const Retries& retries) {
-        const bool is_behind = interval && step / interval > written / interval;
-        return interval && (last || (is_behind && step >= retries.next_step));
+    // A file that is not written, after a skipped step, stays due. written: the newest one's step.
+    auto file_due = [&](int interval, int64_t written) {
+        return interval && (last || step / interval > written / interval);
     };
-    const bool save = file_due(c.save_interval, run->saved_step, run->checkpoint_retries);
-    const bool snapshot = file_due(c.ema_snapshots, run->snapshot_step, run->snapshot_retries);
+    const bool save = file_due(c.save_interval, run->saved_step);
+    const bool snapshot = file_due(c.ema_snapshots, run->snapshot_step);
     const bool show = slow || due(c.log_interval);
     const bool draw = due(c.sample_interval) && !last; // finish_complete draws the last grid
-    // With --keep_best every checkpoint needs a validation loss, also the last one if a signal comes during the grid.
-    const bool wants_val_loss = due(c.val_interval) || (c.keep_best && (save || draw));
+    const bool wants_val_loss = due(c.val_interval) || (c.keep_best && save);
     const bool validate = run->val.count && wants_val_loss;
     const bool records_full = step - run->state.step >= STEPS_AHEAD;
     if (!show && !save && !validate && !draw && !snapshot && !records_full) return;
@@ -2034,27 +1901,29 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
                  const ModelFile& start) {
     // First find errors in the settings, before the program allocates memory or writes a file.
     if (!world.rank) check_output_dir(c, output, resume, start.state().step);
-    const Dataset val = open_validation_data(c, data);
+    const Dataset val = open_validation_data(c);
     if (start.size) check_size(start, build_unet(c));
     Run run{c, make_trainer(c, data), val, output};
     if (!begin_run(&run, data, resume, start)) return 0; // all steps are done already
 
     run.steps_began = now();
     while (run.issued < c.max_steps && !is_stopped(&run) && data_error(run).empty()) run_step(&run);
-    if (lacks_validation(run) && data_error(run).empty()) run_step(&run);
+    // A signal may have come after the last step was issued. Then the run ends without its last grid. The next signal
+    // ends a wait for a full disk (while_full).
+    if (!run.stop) run.stop = any_rank("the end of the steps", stop_signal);
+    if (run.stop) stop_signal = 0;
     const bool validate = c.keep_best && data_error(run).empty();
     if (run.state.step < run.issued) collect_steps(&run, validate, validate);
-    // A signal may have come after the last step was issued. Then the run ends without its last grid.
-    if (!run.stop) run.stop = any_rank("the end of the steps", stop_signal);
     save_at_the_end(&run);
-    end_line(&run);
+    end_line();
     if (run.stop || !data_error(run).empty()) finish_stopped(&run); // after an error of the data, this does not return
     else finish_complete(&run);
     if (!run.stop) {
         prove_last_checkpoint(&run); // may remove a checkpoint, so the page is written after it
         write_page(&run, "done");
     }
-    write_the_rest(&run);
+    if (!world.rank && fsync(run.log_file))
+        die("%s/log.csv: writing failed (%s)", c.output_dir.c_str(), strerror(errno));
     end_page();
     return run.stop ? 128 + run.stop : 0;
 }
@@ -2089,8 +1958,8 @@ static int run_program(int argc, char** argv) {
     ModelFile model;
     if (resumes || !c.init.empty()) model = open_model(resumes ? resume : c.init);
     Dataset data;
-    complete_config(&c, model, resumes, &data);
     const std::string where = model.size ? model.path + ": " : ""; // error messages about a setting begin with it
+    complete_config(&c, model, resumes, where, &data);
     start_device(c.precision, c.device);
     // --exchange auto: GPUs write into each other's memory directly if they can. nccl: they send by NCCL.
     const bool directly = meaning<bool>("exchange", c.exchange, {{"auto", true}, {"nccl", false}});
@@ -2108,7 +1977,6 @@ static int run_program(int argc, char** argv) {
     }
 
     // A run: its data, all checks, and then the training.
-    take_data_dir(&c, resumes, where);
     check_run(&c, where);
     // If the data decided which preset is used, complete_config has opened the data file already.
     if (!data.size) data = open_dataset(c.data_file);
@@ -2125,6 +1993,19 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 
 // =====================================================================================================================
 // Part II. The device
+// The operations of the interface as kernels. All have the same few words, from unet/gpu/shared.h:
+//
+//   with_act(f)             calls f with a value of the activations' type T (float or bf16). On the host an activation is
+//                           an act, which is void: act* has no size until a kernel gives it one
+//   launch(kernel, grid, threads, shared bytes, arguments...)      on the main stream; launch_on: on another one
+//   await_previous_kernel   a kernel may begin before the one ahead of it has ended (programmatic dependent launch). It
+//                           calls this before it reads what that one writes. launch_behind is for kernels that don't
+//   each(n, f)              a kernel that calls f(i) for every i < n, a thread each
+//   VEC<T>, load16, unpack  a piece of 16 bytes as VEC<T> floats, and back (pack)
+//   PARTS<T>                on the tensor cores a float is the sum of PARTS = 2 numbers of fp16: a product is three
+//                           products of such halves. bf16 is multiplied as it is (1)
+//   decide(call, table)     takes the first row of a table of {condition, function} whose condition holds
+//   T                       a type; in attention's comments the number of tokens, in diffusion the number of timesteps
 
 #ifdef __CUDACC__ // the GPU
 
@@ -2308,247 +2189,6 @@ static void join_channels(float* out, const float* x, const float* cond, int B, 
 // The embedding is computed, and projected for every residual block. There are too few images to keep the GPU busy, so
 // latencies are what this costs. Each weight is read once for 32 images.
 
-INLINE float with_addends(const GradOf<float>& g, size_t i, float d) {
-    d += g.add1 ? g.add1[i] : 0.0f;
-    return d + (g.add2 ? g.add2[i] : 0.0f);
-}
-
-// images that a block works on at a time. Cin is a multiple of 4; x, weight and dweight are aligned to 16 bytes
-constexpr int LINEAR_ROWS = 32;
-
-// out (B, Cout) = x (B, Cin) weight (Cout, Cin)^T + bias. grid (Cout / OUTPUTS, B / 32), both rounded up: a block
-// computes OUTPUTS outputs of 32 images. A lane works on one image, and a warp on every eighth quad of its inputs (a
-// quad is 4 neighbouring inputs). The first weights are copied before the previous kernel has ended, because it does
-// not write weights.
-template <int OUTPUTS>
-static __global__ void __launch_bounds__(256) linear_forward_kernel(float* out, const float* x, const float* weight,
-                                                                    const float* bias, int B, int Cin, int Cout) {
-    constexpr int WARPS = 8;
-    constexpr int QUADS = 64; // how many quads of a row are in shared memory at a time
-    __shared__ float4 weights[OUTPUTS][QUADS], rows[LINEAR_ROWS][QUADS];
-    const int row = threadIdx.x % 32; // the number of this lane's image among the block's 32
-    const int warp = threadIdx.x / 32;
-    const int n0 = blockIdx.x * OUTPUTS;           // the block's first output
-    const int b0 = blockIdx.y * LINEAR_ROWS;       // the block's first image
-    const int column = n0 + threadIdx.x % OUTPUTS; // the output that this thread adds up and stores in the end
-    const float shift = column < Cout ? bias[column] : 0;
-    // Copies 64 quads, from column k0 on, of rows `first`, `first + 1`, ... of `from` (`end` rows, Cin columns), and
-    // zeros beyond. Quad i of row r is stored at place i ^ (r & swap). With swap = 7, lanes that read the same quad of
-    // different rows use different banks.
-    auto load = [&](auto& to, const float* from, int first, int end, int k0, int swap) {
-        UNROLL_FOR (int i = threadIdx.x; i < (int)(sizeof(to) / sizeof(float4)); i += 256) {
-            const int r = i / QUADS;
-            const int quad = i % QUADS;
-            const int k = k0 + quad * 4;
-            const bool inside = first + r < end && k < Cin;
-            const size_t place = inside ? (size_t)(first + r) * Cin + k : 0;
-            copy_async_16(&to[r][quad ^ (r & swap)], from + place, inside);
-        }
-    };
-    float acc[OUTPUTS] = {}; // the part that this warp has summed of each output of this thread's image
-    for (int k0 = 0; k0 < Cin; k0 += 4 * QUADS) {
-        load(weights, weight, n0, Cout, k0, 0);
-        if (k0 == 0) await_previous_kernel();
-        load(rows, x, b0, B, k0, 7);
-        copies_committed();
-        copies_arrived<0>();
-        __syncthreads(); // the copies of all threads have arrived
-        UNROLL_FOR (int quad = warp; quad < QUADS; quad += WARPS) {
-            if (k0 + (quad - warp) * 4 >= Cin) break;
-            const float4 v = rows[row][quad ^ (row & 7)];
-            UNROLL_FOR (int n = 0; n < OUTPUTS; n++) {
-                const float4 w = weights[n][quad];
-                acc[n] += v.x * w.x;
-                acc[n] += v.y * w.y;
-                acc[n] += v.z * w.z;
-                acc[n] += v.w * w.w;
-            }
-        }
-        __syncthreads(); // all threads have read these quads, so the next ones may be copied
-    }
-    // The warps' partial sums are written over the array `rows`, which nobody reads any more.
-    typedef float PartialSums[WARPS][OUTPUTS][LINEAR_ROWS + 1];
-    PartialSums& sums = *(PartialSums*)rows;
-    UNROLL_FOR (int n = 0; n < OUTPUTS; n++) {
-        sums[warp][n][row] = acc[n];
-    }
-    __syncthreads();
-    for (int r = threadIdx.x / OUTPUTS; r < min(LINEAR_ROWS, B - b0) && column < Cout; r += 256 / OUTPUTS) {
-        float sum = shift;
-        UNROLL_FOR (int k = 0; k < WARPS; k++) {
-            sum += sums[k][column - n0][r];
-        }
-        out[(size_t)(b0 + r) * Cout + column] = sum;
-    }
-}
-
-// Backward:
-//   dweight = dout^T x      dbias = the sum of dout over images      dx = dout weight
-//
-// A warp works on 64 inputs of 32 images, and on 8 outputs at a time. A lane has two of these inputs. Its registers
-// hold x and dx of both for all 32 images. For each output it reads its two weights once, and the dout of every image.
-// The outputs are divided among the 4 warps of a block, and among splits, which are different blocks. A split stores
-// its dx as one of the `parts` (splits, B, Cin). A second kernel adds up the parts.
-constexpr int LINEAR_OUTS = 8;
-constexpr int LINEAR_WARPS = 4;
-// What a warp reads for 8 outputs, 64 inputs and 32 images. before: dweight, summed over earlier images
-struct LinearStage {
-    float weight[LINEAR_OUTS][64];
-    float before[LINEAR_OUTS][64];
-    float dout[LINEAR_OUTS][LINEAR_ROWS + 4]; // padded, so that a warp copies to 32 different banks
-};
-struct LinearShared { // a block's shared memory
-    LinearStage stages[LINEAR_WARPS][2];
-    float2 sums[LINEAR_WARPS][LINEAR_ROWS][32]; // the part of dx that each warp has summed over its outputs
-};
-struct LinearBackward {
-    float *dweight, *dbias;
-    float* parts; // (splits, B, Cin): partial sums of dx; null: dx is not wanted
-    const float *dout, *x, *weight;
-    int B, Cin, Cout;
-    int tiles;  // how many tiles of 64 inputs there are
-    int splits; // into how many splits the outputs are divided; different blocks work on different splits
-};
-
-// Copies what belongs to outputs o0 ... o0 + 7 and images b0 ... b0 + 31. dout of others becomes 0.
-INLINE void load_linear_stage(LinearStage& to, const LinearBackward& p, int o0, int b0, int tile) {
-    const int lane = threadIdx.x % 32;
-    const int w_row = lane / 16;
-    const int w_column = min(tile * 64 + lane % 16 * 4, p.Cin - 4);
-    const int d_output = lane % LINEAR_OUTS;
-    const int d_row = lane / LINEAR_OUTS; // the first image that this lane copies
-    const int rows = min(LINEAR_ROWS, p.B - b0);
-    const int left = p.Cout - o0;
-    if (left <= 0) return;
-    UNROLL_FOR (int k = 0; k < LINEAR_OUTS; k += 2) {
-        const int output = o0 + min(k + w_row, left - 1);
-        const size_t i = (size_t)output * p.Cin + w_column;
-        copy_async_row_if(true, shared_address(&to.weight[k + w_row][lane % 16 * 4]), p.weight + i, true);
-        copy_async_row_if(true, shared_address(&to.before[k + w_row][lane % 16 * 4]), p.dweight + i, b0 > 0);
-    }
-    UNROLL_FOR (int k = 0; k < LINEAR_ROWS; k += 4) {
-        const size_t b = b0 + min(k + d_row, rows - 1);
-        const float* from = p.dout + b * p.Cout + o0 + min(d_output, left - 1);
-        copy_async<4>(&to.dout[d_output][k + d_row], from, k + d_row < rows && d_output < left);
-    }
-    copies_committed();
-}
-
-// grid (tiles * splits): a block works on one tile of 64 inputs and on one split of the outputs.
-static __global__ void __launch_bounds__(LINEAR_WARPS * 32, 2) linear_backward_kernel(const LinearBackward p) {
-    extern __shared__ __align__(16) unsigned char memory[];
-    LinearShared& shared = *(LinearShared*)memory;
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
-    const int tile = blockIdx.x % p.tiles;
-    const int split = blockIdx.x / p.tiles;
-    const int i = tile * 64 + lane * 2;                            // this lane's first input
-    const int first = (split * LINEAR_WARPS + warp) * LINEAR_OUTS; // this warp's first output
-    const int stride = p.splits * LINEAR_WARPS * LINEAR_OUTS;      // distance to the warp's next eight outputs
-    // For dbias, this lane sums dout of output o0 + bias_output over images 8 bias_row ... 8 bias_row + 7 of the 32.
-    const int bias_output = lane % LINEAR_OUTS;
-    const int bias_row = lane / LINEAR_OUTS;
-    const bool inside = i < p.Cin;
-    await_previous_kernel();
-    for (int b0 = 0; b0 < p.B; b0 += LINEAR_ROWS) {
-        float2 x[LINEAR_ROWS], dx[LINEAR_ROWS]; // values and gradients of this lane's two inputs, for each image
-        const int rows = min(LINEAR_ROWS, p.B - b0);
-        load_linear_stage(shared.stages[warp][0], p, first, b0, tile);
-        UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) {
-            const float* from = p.x + (size_t)(b0 + b) * p.Cin + i;
-            x[b] = inside && b < rows ? *(const float2*)from : float2{};
-            dx[b] = float2{};
-        }
-        int place = 0; // the stage that is read
-        for (int o0 = first; o0 < p.Cout; o0 += stride, place ^= 1) {
-            copies_arrived<0>();
-            __syncwarp();
-            load_linear_stage(shared.stages[warp][place ^ 1], p, o0 + stride, b0, tile);
-            const LinearStage& now = shared.stages[warp][place];
-            // dbias does not depend on the inputs, so only the blocks of the first tile of inputs compute it.
-            if (tile == 0) { // a lane adds up dout of 8 images for one output, then 4 lanes add up their sums
-                const float4* const d = (const float4*)&now.dout[bias_output][bias_row * 8];
-                const float4 u = d[0];
-                const float4 v = d[1];
-                const float eight = ((u.x + u.y) + (u.z + u.w)) + ((v.x + v.y) + (v.z + v.w));
-                const float sum = lane_sum<8, 16>(eight);
-                float* const bias = p.dbias + o0 + bias_output;
-                if (bias_row == 0 && o0 + bias_output < p.Cout) *bias = b0 ? *bias + sum : sum;
-            }
-            float* to = p.dweight + (size_t)o0 * p.Cin + i;
-            const int outs = inside ? min(LINEAR_OUTS, p.Cout - o0) : 0;
-            NO_UNROLL_FOR (int o = 0; o < LINEAR_OUTS; o++, to += p.Cin) {
-                const float2 w = *(const float2*)&now.weight[o][lane * 2];
-                float2 dw = *(const float2*)&now.before[o][lane * 2];
-                // dw += dout^T x,   dx += dout w: four images at a time
-                UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b += 4) {
-                    const float4 four = *(const float4*)&now.dout[o][b];
-                    const float d[4] = {four.x, four.y, four.z, four.w};
-                    UNROLL_FOR (int k = 0; k < 4; k++) {
-                        dw.x += d[k] * x[b + k].x;
-                        dw.y += d[k] * x[b + k].y;
-                        dx[b + k].x += d[k] * w.x;
-                        dx[b + k].y += d[k] * w.y;
-                    }
-                }
-                if (o < outs) *(float2*)to = dw;
-            }
-        }
-        copies_arrived<0>();
-        // All warps have read their stages, and the shared.sums of the previous 32 images.
-        __syncthreads();
-        if (!p.parts) continue;
-        UNROLL_FOR (int b = 0; b < LINEAR_ROWS; b++) {
-            shared.sums[warp][b][lane] = dx[b];
-        }
-        __syncthreads();
-        for (int b = warp; b < rows && inside; b += LINEAR_WARPS) {
-            float2 sum = shared.sums[0][b][lane];
-            for (int k = 1; k < LINEAR_WARPS; k++) {
-                sum.x += shared.sums[k][b][lane].x;
-                sum.y += shared.sums[k][b][lane].y;
-            }
-            float* to = p.parts + ((size_t)split * p.B + b0 + b) * p.Cin + i;
-            *(float2*)to = sum;
-        }
-    }
-}
-
-static void linear_forward(float* out, const float* x, const float* weight, const float* bias, int B, int Cin, int Cout,
-                           Stream* stream = MAIN_STREAM) {
-    const int outputs = Cout <= 1024 ? 8 : 16;
-    const dim3 grid(ceil_div(Cout, outputs), ceil_div(B, LINEAR_ROWS));
-    auto kernel = outputs == 8 ? linear_forward_kernel<8> : linear_forward_kernel<16>;
-    launch_on(stream, 1, kernel, grid, 256, 0, out, x, weight, bias, B, Cin, Cout);
-}
-
-// about two blocks for each multiprocessor, but not so many that some warps have no outputs
-static int linear_splits(int Cin, int Cout) {
-    const int two_blocks_an_sm = 2 * gpu.sms / ceil_div(Cin, 64);
-    const int all_warps_busy = ceil_div(Cout, LINEAR_WARPS * LINEAR_OUTS);
-    return std::max(1, std::min(two_blocks_an_sm, all_warps_busy));
-}
-static size_t linear_backward_workspace(int B, int Cin, int Cout) {
-    return (size_t)linear_splits(Cin, Cout) * B * Cin * sizeof(float);
-}
-
-static void linear_backward(GradOf<float> dx, float* dweight, float* dbias, const float* dout, const float* x,
-                            const float* weight, int B, int Cin, int Cout) {
-    const int tiles = ceil_div(Cin, 64);
-    const int splits = linear_splits(Cin, Cout);
-    const size_t n = (size_t)B * Cin;
-    float* const parts = dx.dx ? (float*)device.workspace : nullptr;
-    const LinearBackward call{dweight, dbias, parts, dout, x, weight, B, Cin, Cout, tiles, splits};
-    launch(linear_backward_kernel, tiles * splits, LINEAR_WARPS * 32, sizeof(LinearShared), call);
-    if (!dx.dx) return;
-    each(n, [=] __device__(size_t i) {
-        float sum = 0;
-        _Pragma("unroll 12") for (int k = 0; k < splits; k++) sum += parts[k * n + i];
-        dx.dx[i] = with_addends(dx, i, sum);
-    });
-}
-
-// struct Silu (elements.h) has the formulas. Z_FACTOR<float> is 1, so the argument of df is x itself.
 static void silu_forward(float* out, const float* x, size_t n, Stream* stream = MAIN_STREAM) {
     each_on(stream, n, [=] __device__(size_t i) { out[i] = Silu<float>::f(x[i]); });
 }
@@ -2636,27 +2276,6 @@ static void draw_levels(NoiseLevel* levels, float* t, int* quarters, int B, cons
         levels[b] = l;
         t[b] = l.t;
         quarters[b] = l.quarter;
-    });
-}
-
-// --objective ect. The random words are those of draw_levels, so the student's sigma is drawn again.
-static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key) {
-    each(B, [=] __device__(size_t b) {
-        const NoiseLevel l = draw_teacher(o, random_words(key, 0, (int)b));
-        teachers[b] = l;
-        t[b] = l.t;
-    });
-}
-
-// --schedule_sampler loss-second-moment draws those t more often whose latest losses were large. Row t of `history`
-// holds the losses of this t, in the order of the batch. rms_losses[t] is their root mean square, or -1 while there are
-// fewer than HISTORY. All ranks compute the same rows.
-static void update_rms_losses(double* rms_losses, float* history, const NoiseLevel* levels, const double* loss,
-                              const StepState* state, int T, int B) {
-    each(T, [=] __device__(size_t t) {
-        float* const of_t = history + t * (HISTORY + 1);
-        const int samples = state->ok ? B : 0; // the losses of a skipped step are not remembered
-        rms_losses[t] = remember_losses(of_t, (int)t, levels, loss, samples);
     });
 }
 
@@ -2752,7 +2371,7 @@ static __global__ void __launch_bounds__(1024, BOUND ? 1 : SUM_BLOCKS)
         BoundTerm term{};
         if (BOUND) { // the bound's term needs v, the answer for the variance (0 if it is not learned), and the true x0
             const float v = Cout > C ? out[at_variance] : 0.0f;
-            // The formula that computes x0 from an answer gives the true x0 if the answer is the target.
+            // If the answer were the target, the x0 computed from it would be the true one.
             const float x0 = l.x0_x * x[first_target + i] + l.x0_out * wanted;
             term = bound_term(l, d, v, x0);
         }
@@ -2779,41 +2398,6 @@ static void loss_forward_backward(double* loss, float* dout, const float* out, c
         double sum = 0;
         for (int k = 0; k < LOSS_PARTS; k++) sum += sums[b * LOSS_PARTS + k];
         loss[b] = sum / ((double)HW * C);
-    });
-}
-
-// The loss of consistency tuning is a function of an image's squared distance |x0_out (out - target)|^2 (tuning_loss).
-// So its gradient is slope * (out - target), with one slope for each image. There are three launches: the squared
-// distances (here), then the losses and the slopes, then the gradients.
-// grid (LOSS_PARTS, B). sums (B, LOSS_PARTS): each block's part of an image's squared distance
-static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
-    tuning_distance_kernel(double* sums, const float* out, const float* target, const NoiseLevel* levels, int n) {
-    const size_t first = (size_t)blockIdx.y * n;
-    const float x0_out = levels[blockIdx.y].x0_out;
-    double sum = 0;
-    for (int i = blockIdx.x * 1024 + threadIdx.x; i < n; i += LOSS_PARTS * 1024) {
-        const float d = x0_out * (out[first + i] - target[first + i]);
-        sum += (double)d * d;
-    }
-    sum = block_sum(sum);
-    if (threadIdx.x == 0) sums[blockIdx.y * LOSS_PARTS + blockIdx.x] = sum;
-}
-
-static void tuning_loss_forward_backward(double* loss, float* dout, const float* out, const float* target,
-                                         const NoiseLevel* levels, float c, float factor, int B, int n) {
-    double* const sums = (double*)device.workspace;
-    double* const slopes = sums + (size_t)B * LOSS_PARTS;
-    launch_behind(tuning_distance_kernel, dim3(LOSS_PARTS, B), 1024, 0, sums, out, target, levels, n);
-    each(B, [=] __device__(size_t b) {
-        double distance = 0;
-        for (int k = 0; k < LOSS_PARTS; k++) distance += sums[b * LOSS_PARTS + k];
-        const TuningLoss l = tuning_loss(levels[b], distance, c);
-        loss[b] = l.value;
-        slopes[b] = factor * l.slope;
-    });
-    each((size_t)B * n, [=] __device__(size_t i) {
-        const float slope = (float)slopes[i / n];
-        dout[i] = slope * (out[i] - target[i]);
     });
 }
 
@@ -2865,8 +2449,8 @@ template <class T, int PIXELS> struct NormColumn {
 
     // A ring of PIXELS slots, each of which holds what was loaded of one pixel. begin calls fetch for the first PIXELS
     // pixels. walk calls work for each pixel as soon as its loads have arrived; `more`: it has to load a later pixel.
-    // For each pixel, fetch or work must close exactly one group of copies (copies_committed), even if nothing is
-    // loaded: before it calls work, walk waits until all groups except the latest PIXELS - 1 have arrived.
+    // Each pixel has one group of copies (copies_committed), also if nothing is loaded for it: walk counts groups, and
+    // waits for all but the latest PIXELS - 1 before it calls work.
     template <class F> INLINE void begin(F fetch) const {
         UNROLL_FOR (int i = 0; i < PIXELS; i++) {
             fetch(i, first + i * rows < end);
@@ -3212,6 +2796,64 @@ static void groupnorm_forward(act* out, float* mean, float* rstd, const act* x1,
     });
 }
 
+template <class T> static auto norm_first_pass(bool drop) {
+    if (drop) return groupnorm_sums_kernel<T, true>;
+    return groupnorm_sums_kernel<T, false>;
+}
+template <class T, class GRAD> static auto norm_second_pass(bool drop, bool addends) {
+    if (addends && drop) return groupnorm_backward_kernel<T, true, true, GRAD>;
+    if (addends) return groupnorm_backward_kernel<T, false, true, GRAD>;
+    if (drop) return groupnorm_backward_kernel<T, true, false, GRAD>;
+    return groupnorm_backward_kernel<T, false, false, GRAD>;
+}
+
+static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 and x2
+                               float* dweight, float* dbias,         // (C1 + C2)
+                               float* dscale_shift,                  // (B, ss_stride) or null
+                               const act* dout,                      // (B, HW, C1 + C2)
+                               const act* x1, const act* x2,         // (B, HW, C1), (B, HW, C2)
+                               const float* mean, const float* rstd, // (B, groups)
+                               const float* weight, const float* bias, const float* scale_shift, int ss_stride,
+                               Dropout dropout, NormShape s, Fp8Copy dx1_fp8, Fp8Copy dx2_fp8) {
+    const bool drop = dropout.p > 0;
+    const bool addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2;
+
+    // The terms of all images stay in memory until finish_gradients adds up those of many group norms.
+    const size_t bytes = norm_sums_bytes(s);
+    if (norm_sums_count == MAX_NORM_SUMS || norm_sums_used + bytes > device.norm_sums_bytes) finish_gradients();
+    float2* const sums = (float2*)(device.norm_sums + norm_sums_used);
+    norm_sums_list.norms[norm_sums_count++] = NormSums{sums, dweight, dbias, s.B, s.C1 + s.C2};
+    norm_sums_used += bytes;
+
+    NormArgs a{x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, mean, rstd, dscale_shift, sums};
+    const NormWhole w = plan_norm_whole(s, addends);
+    auto run = [&]<class T, class GRAD>(T, GRAD to1, GRAD to2) {
+        if (w.chunks) {
+            auto kernel = norm_whole_kernel<T, GRAD>(drop);
+            const dim3 grid(w.chunks, a.C / w.slab, s.B);
+            return launch_on(MAIN_STREAM, w.chunks, kernel, grid, w.threads, w.bytes(), to1, to2, dout, a, w);
+        }
+        // Each block of the second pass reads all chunks' sums of its image, so the first pass has at most 64 chunks.
+        // With addends, fewer blocks of the second pass may fit on a multiprocessor, so its chunks are others.
+        auto first_pass = norm_first_pass<T>(drop);
+        auto second_pass = norm_second_pass<T, GRAD>(drop, addends);
+        float2* const partial = (float2*)device.workspace;
+        dim3 grid = norm_grid(a, norm_backward_blocks(drop), 64);
+        const int chunks = grid.x;
+        launch(first_pass, grid, NORM_THREADS, 0, partial, dout, a);
+        if (addends) grid = norm_grid(a, norm_backward_blocks(true), s.HW);
+        launch(second_pass, grid, NORM_THREADS, 0, to1, to2, partial, chunks, dout, a);
+    };
+    if (dx1_fp8.bytes || dx2_fp8.bytes) {
+        if (!act_has_wgmma()) die("internal error: FP8 is for Hopper");
+        using GradFp8 = Fp8GradOf<bf16>;
+        const GradFp8 to1{typed<bf16>(dx1), dx1_fp8};
+        const GradFp8 to2{typed<bf16>(dx2), dx2_fp8};
+        return run(bf16(), to1, to2);
+    }
+    with_act([&]<class T>(T) { run(T(), typed<T>(dx1), typed<T>(dx2)); });
+}
+
 // =====================================================================================================================
 // Attention
 // Over T = H * W pixels. qkv (B, T, 3C) holds q, k and v, each of which has C = heads * d channels. The formulas are
@@ -3262,8 +2904,8 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
 //      S (M, SUB)  =  own rows (M, d) x streamed rows (SUB, d)^T       in registers: 16 MT rows of S for each warp
 //      out (M, d) +=  P (M, SUB) x streamed rows (SUB, d)              P: the registers of S (see load_score_fragments)
 //
-// In mma.sync, two neighbouring tiles of a result lie in the registers just as a fragment of a first operand does. So P
-// need not go through shared memory. There, rows are padded by 16 bytes, so that the eight rows that ldmatrix reads at
+// A result of mma.sync lies in the registers as its first operand does (two tiles of the result are one fragment). So P
+// need not go through shared memory. In shared memory, rows are padded by 16 bytes, so that the eight rows that ldmatrix reads at
 // once lie in different banks.
 // In the backward pass, the blocks that own queries and those that own keys both compute S and dP. In return, every sum
 // is computed by one block, in one order.
@@ -3755,6 +3397,23 @@ static void launch_attention(const AttentionCall& a) {
 // have the reverse order. The result of any convolution is rounded once, after bias, embedding and addends. Statistics
 // are sums of the rounded values, because the next group norm reads these.
 // 1x1, stride 2, and the first and last layers: gpu/conv_any.h. Hopper's kernels: gpu/hopper/.
+//
+// The way from a layer to an instruction of the tensor cores, from function to function (in brackets: fp32):
+//
+//   forward_conv                     what a layer of kind CONV calls
+//   conv_forward                     fills a ConvCall; upsampling, stride 2, few channels: may replace the convolution
+//   conv_product                     asks hopper_conv, then takes the first row of its table whose condition holds
+//
+//   3x3, stride 1                    all others
+//   pick_conv_halo_bf16 (_fp32)      pick_conv_gather
+//   conv_halo                        conv_gather
+//   conv_halo_kernel                 conv_gather_kernel
+//   multiply_step, multiply_tap      multiply
+//   mma_bf16 (mma_fp16)              mma_bf16 (mma_fp16)
+//   mma.sync m16n8k16                mma.sync m16n8k16
+//
+// Hopper's conv_tiles and conv_small, in bf16 or FP8, end in wgmma (gpu/hopper/choose.h). For an input's gradient,
+// conv_backward_input calls conv_product with BACKWARD = true.
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- conv_halo: 3x3, stride 1, any GPU
@@ -3801,7 +3460,8 @@ struct HaloTile : ProductTile<IMAGES_, IMAGES_ == 1 ? 4 : 2, CHANNELS_, CHANNELS
     static constexpr int WARPS_ACROSS = WARPS_DOWN;
     static constexpr int TILE_H = WARPS_DOWN * 8;
     static constexpr int TILE_W = WARPS_ACROSS * 8;
-    // A slice is 64 bytes of a pixel. It has more bytes if a K group would otherwise have fewer than 16 channels.
+    // A slice is 64 bytes of a pixel: 32 channels in bf16, 16 in fp32. It has more bytes if a K group (a set of warps
+    // that sums over a part of a slice's channels) would otherwise have fewer than 16 channels.
     static constexpr int PIXEL_BYTES = std::max(64, 16 * (int)sizeof(T) * K_GROUPS_);
     static constexpr int SLICE = PIXEL_BYTES / sizeof(T);
     static constexpr int K16 = SLICE / 16 / K_GROUPS_; // a K group has 16 * K16 input channels of a slice
@@ -3978,9 +3638,8 @@ template <class Tile, bool BACKWARD> struct HaloWeights {
             load_fragment<T, false>(a, channels_on<T>(lane, 16 * k), tap + m * 16 * ROW_BYTES);
             return;
         }
-        // m * 16 channels further in the same row. If a row has 2 or 6 chunks, the swizzle moves nothing out of its
-        // pair of chunks, so bytes can be added. If the number of chunks is a multiple of 4, it moves pieces within 128
-        // bytes. So multiples of 128 bytes are added, and the rest is XORed, as in channels_on.
+        // m * 16 channels further in the same row. The swizzle moves pieces only within a pair of chunks (rows of 2 or
+        // 6 chunks: bytes are added), or within 128 bytes (multiples of 4: what is below 128 is XORed).
         const int channel_bytes = m * 16 * sizeof(T);
         uint32_t columns;
         if (CHUNKS % 4) columns = lane + channel_bytes;
@@ -4148,8 +3807,9 @@ template <class Tile, bool BACKWARD, class TO = typename Tile::T> static void co
 //     | pixel tiles   |            | pixel tiles  |
 //     +----+----+----+             +----+----+----+
 //
-// The bias gradient is dout^T times a matrix of ones. It has a partial for each pair of a range and an image that have
-// common pixels, because the sum over one image is wanted, too: the gradient of its embedding (demb).
+// The bias gradient is dout^T times a matrix of ones. Each image needs a sum
+// of its own, too, which is the gradient of its embedding (demb). So a range that goes over the border of two images
+// has a partial for each of them.
 
 // A block computes 64 x 64 weights of all nine taps. It has 12 warps: four for each kw, each with a quarter of the
 // weights, for all three kh. A pixel tile is 8 x 8 pixels of dout, and the 10 x 10 pixels of x that the taps read for
@@ -4429,6 +4089,24 @@ static void cast_params(act* copy, const float* params, size_t n) {
     if (weights_have_copy()) with_act([&]<class T>(T) { round_params((T*)copy, params, n); });
 }
 
+// Factors of an update that are the same for all parameters. t: the number of updates, including this one.
+struct AdamWFactors {
+    float clip;      // clip_factor
+    float decay;     // 1 - lr weight_decay
+    float step_size; // lr / (1 - beta1^t)
+    float root;      // sqrt(1 - beta2^t)
+    float lr;
+    float share; // of the newest weights in the first average (average_share)
+};
+INLINE AdamWFactors adamw_factors(const StepState* state, const AdamW& h) {
+    const double correction1 = 1 - pow((double)h.beta1, (double)state->updates);
+    const double correction2 = 1 - pow((double)h.beta2, (double)state->updates);
+    const float decay = 1 - state->lr * h.weight_decay;
+    const float step_size = (float)(state->lr / correction1);
+    const float share = average_share(h.ema_rate, state->updates);
+    return {(float)clip_factor(state, h), decay, step_size, (float)sqrt(correction2), state->lr, share};
+}
+
 // AdamW (Loshchilov & Hutter 2019) and the average of the parameters, for one rank's slice:
 //
 //   g   = clip sum                                            sum: the gradient of the step's whole batch
@@ -4520,69 +4198,8 @@ static __global__ void __launch_bounds__(256)
 static void ema_update(float* ema, const float* params, const StepState* state, float rate, Slice own) {
     launch(ema_kernel, blocks_for(own.owned()), 256, 0, ema, params, state, rate, own);
 }
-#endif
-
-#ifdef __CUDACC__ // the GPU
-
 // =====================================================================================================================
 // Which kernel runs: costs as measured, tables of decisions, and the operations that have several kernels
-template <class T> static auto norm_first_pass(bool drop) {
-    if (drop) return groupnorm_sums_kernel<T, true>;
-    return groupnorm_sums_kernel<T, false>;
-}
-template <class T, class GRAD> static auto norm_second_pass(bool drop, bool addends) {
-    if (addends && drop) return groupnorm_backward_kernel<T, true, true, GRAD>;
-    if (addends) return groupnorm_backward_kernel<T, false, true, GRAD>;
-    if (drop) return groupnorm_backward_kernel<T, true, false, GRAD>;
-    return groupnorm_backward_kernel<T, false, false, GRAD>;
-}
-
-static void groupnorm_backward(Grad dx1, Grad dx2,                   // like x1 and x2
-                               float* dweight, float* dbias,         // (C1 + C2)
-                               float* dscale_shift,                  // (B, ss_stride) or null
-                               const act* dout,                      // (B, HW, C1 + C2)
-                               const act* x1, const act* x2,         // (B, HW, C1), (B, HW, C2)
-                               const float* mean, const float* rstd, // (B, groups)
-                               const float* weight, const float* bias, const float* scale_shift, int ss_stride,
-                               Dropout dropout, NormShape s, Fp8Copy dx1_fp8, Fp8Copy dx2_fp8) {
-    const bool drop = dropout.p > 0;
-    const bool addends = dx1.add1 || dx1.add2 || dx2.add1 || dx2.add2;
-
-    // The terms of all images stay in memory until finish_gradients adds up those of many group norms.
-    const size_t bytes = norm_sums_bytes(s);
-    if (norm_sums_count == MAX_NORM_SUMS || norm_sums_used + bytes > device.norm_sums_bytes) finish_gradients();
-    float2* const sums = (float2*)(device.norm_sums + norm_sums_used);
-    norm_sums_list.norms[norm_sums_count++] = NormSums{sums, dweight, dbias, s.B, s.C1 + s.C2};
-    norm_sums_used += bytes;
-
-    NormArgs a{x1, x2, weight, bias, scale_shift, ss_stride, dropout, s, mean, rstd, dscale_shift, sums};
-    const NormWhole w = plan_norm_whole(s, addends);
-    auto run = [&]<class T, class GRAD>(T, GRAD to1, GRAD to2) {
-        if (w.chunks) {
-            auto kernel = norm_whole_kernel<T, GRAD>(drop);
-            const dim3 grid(w.chunks, a.C / w.slab, s.B);
-            return launch_on(MAIN_STREAM, w.chunks, kernel, grid, w.threads, w.bytes(), to1, to2, dout, a, w);
-        }
-        // Each block of the second pass reads all chunks' sums of its image, so the first pass has at most 64 chunks.
-        // With addends, fewer blocks of the second pass may fit on a multiprocessor, so its chunks are others.
-        auto first_pass = norm_first_pass<T>(drop);
-        auto second_pass = norm_second_pass<T, GRAD>(drop, addends);
-        float2* const partial = (float2*)device.workspace;
-        dim3 grid = norm_grid(a, norm_backward_blocks(drop), 64);
-        const int chunks = grid.x;
-        launch(first_pass, grid, NORM_THREADS, 0, partial, dout, a);
-        if (addends) grid = norm_grid(a, norm_backward_blocks(true), s.HW);
-        launch(second_pass, grid, NORM_THREADS, 0, to1, to2, partial, chunks, dout, a);
-    };
-    if (dx1_fp8.bytes || dx2_fp8.bytes) {
-        if (!act_has_wgmma()) die("internal error: FP8 is for Hopper");
-        using GradFp8 = Fp8GradOf<bf16>;
-        const GradFp8 to1{typed<bf16>(dx1), dx1_fp8};
-        const GradFp8 to2{typed<bf16>(dx2), dx2_fp8};
-        return run(bf16(), to1, to2);
-    }
-    with_act([&]<class T>(T) { run(T(), typed<T>(dx1), typed<T>(dx2)); });
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- attention: forward and, where a has dout, backward
@@ -4726,22 +4343,7 @@ template <class T, bool BACKWARD> static void pick_conv_gather(const ConvCall& c
 }
 
 // Decides which kernel computes a convolution. A pick_ function chooses the kernel's tile, in general the largest with
-// which every multiprocessor still has a block. The way from a layer to an instruction (in brackets: fp32):
-//
-//   forward_conv                     what a layer of kind CONV calls
-//   conv_forward                     fills a ConvCall; upsampling, stride 2, few channels: may replace the convolution
-//   conv_product                     asks hopper_conv, then takes the first row of its table whose condition holds
-//
-//   3x3, stride 1                    all others
-//   pick_conv_halo_bf16 (_fp32)      pick_conv_gather
-//   conv_halo                        conv_gather
-//   conv_halo_kernel                 conv_gather_kernel
-//   multiply_step, multiply_tap      multiply
-//   mma_bf16 (mma_fp16)              mma_bf16 (mma_fp16)
-//   mma.sync m16n8k16                mma.sync m16n8k16
-//
-// Hopper's conv_tiles and conv_small, in bf16 or FP8, end in wgmma (gpu/hopper/choose.h). For an input's gradient,
-// conv_backward_input calls conv_product with BACKWARD = true.
+// which every multiprocessor still has a block.
 template <bool BACKWARD> static void conv_product(const ConvCall& c) {
     const ConvShape& s = c.s;
     if (hopper_conv<BACKWARD>(c)) return;
@@ -4900,8 +4502,8 @@ static void launch_weight_kind(WeightKind kind, const WeightPlans& works, Stream
     }
 }
 
-// What fraction of the work of a good launch this layer is. From 1 on, it needs no other layers in its launch. A launch
-// has at most WEIGHT_BATCH layers.
+// This layer's work as a fraction of the work that a launch should have. At 1 it needs no other layers in its launch. A
+// launch has at most WEIGHT_BATCH layers.
 static double conv_weight_load(const ConvShape& s) {
     if (conv_weight_alone(s)) return 1;
     ConvWeight p = plan_weight(s);
@@ -4993,53 +4595,7 @@ static void conv_backward_weights(const std::vector<WeightWork>& works, Stream* 
 // The smallest part that a kernel writes is a square of 8 x 8 pixels, or 64 consecutive pixels (conv_gather).
 static int max_stat_parts(int H, int W) { return ceil_div(H, 8) * ceil_div(W, 8); }
 
-// code_version asks for which architecture this kernel, like all of this binary, was compiled.
-static __global__ void nothing_kernel() { await_previous_kernel(); }
-
-static cudaDeviceProp properties; // the properties of this process's GPU, as CUDA reports them
-static cudaStream_t side_queue;   // the queue of low priority, which the side stream uses if allowed.beside is true
-
-static int count_gpus() {
-    int count = 0;
-    return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
-}
-
-static int choose_device(int number) {
-    int count = 0, driver = 0;
-    const cudaError_t error = cudaGetDeviceCount(&count);
-    CUDA_CHECK(cudaDriverGetVersion(&driver)); // sets driver to 0 if no driver is installed
-    if (error == cudaErrorInsufficientDriver && driver)
-        die("this GPU's driver is too old for the program: it knows CUDA %d.%d, and the program was built with %d.%d; "
-            "update the driver, or build with a CUDA toolkit that is no newer than it (make -B train_unet "
-            "NVCC=/path/to/nvcc); make train_unet_cpu needs neither",
-            driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
-    if (error != cudaSuccess || !count)
-        die("this is the GPU build and there is no GPU that it can use (%s); make train_unet_cpu needs none",
-            cudaGetErrorString(error));
-    if (world.size > 1 && count == 1) number = 0; // some launchers show each process only its own GPU
-    else if (world.size > 1) number += world.local_rank;
-    if (world.size > 1 && number >= count)
-        die("process %d of this machine finds %d GPUs; start one for each", world.local_rank + 1, count);
-    if (number >= count)
-        die("--device %d: the program can use %d GPUs, from 0 on (CUDA_VISIBLE_DEVICES, if set, says which)", number,
-            count);
-    return number;
-}
-
-// of the code that the GPU runs, such as 80; it stays 80 where a driver translates the code for a newer GPU
-static int code_version(int number) {
-    cudaFuncAttributes code;
-    const cudaError_t found = cudaFuncGetAttributes(&code, nothing_kernel);
-    if (found != cudaSuccess && properties.major < 8)
-        die("GPU %d has compute capability %d.%d, and the GPU build needs 8.0 or later (A100, RTX 30); make "
-            "train_unet_cpu builds the program for the processor",
-            number, properties.major, properties.minor);
-    if (found != cudaSuccess)
-        die("this binary holds no code for GPU %d, of compute capability %d.%d (%s); make -B train_unet builds it for "
-            "the GPUs of this machine",
-            number, properties.major, properties.minor, cudaGetErrorString(found));
-    return code.ptxVersion;
-}
+static cudaStream_t side_queue; // the queue of low priority, which the side stream uses if allowed.beside is true
 
 static void start_device(const std::string& precision, int number) {
     number = choose_device(number);

@@ -85,11 +85,12 @@ struct Config {
     PictureKind picture_kind = PictureKind::FILE; // cond
     int picture_factor = 0;                       // cond: the K of lowres:K, which shrinks images to height / K
 
-    // The names of the flags that the command line or the preset has set.
-    std::set<string> on_command_line, by_preset;
+    // The names of the flags that the command line, a model file or the preset has set: the first of these decides.
+    std::set<string> on_command_line, by_file, by_preset;
     bool default_preset = false; // the program has chosen the preset, not the user
     bool given(const string& flag) const { return on_command_line.contains(flag); }
-    bool chosen(const string& flag) const { return given(flag) || by_preset.contains(flag); }
+    bool fixed(const string& flag) const { return given(flag) || by_file.contains(flag); } // a preset can't change it
+    bool chosen(const string& flag) const { return fixed(flag) || by_preset.contains(flag); }
 
     // A factor such as 1.6666666 stands for 5/3, and 1.6666666 * 96 is slightly less than 160. So the product is
     // rounded.
@@ -144,7 +145,7 @@ constexpr bool slots_are_unique() {
 static_assert(slots_are_unique(), "unet/flags.h: two flags have the same slot, or a flag has one of OTHER_SLOTS");
 
 // Without --preset, if the data has at least this many images, and the chosen preset sets --min_snr_gamma, the flag
-// becomes 5 (take_number_of_images).
+// becomes 5 (apply_default_preset).
 constexpr int64_t MANY_IMAGES = 5000;
 constexpr int MORE_EMAS = 7; // the most averages of the weights besides the first one
 // --objective ect: the largest q^a that is allowed. If it were much larger, the sigmas of student and teacher would be
@@ -265,29 +266,32 @@ static std::string wrong(Config* c, const char* name, const std::string& why) {
     return text("--%s %s: ", name, flag_value(*c, *find_flag(name)).c_str()) + why;
 }
 
-// The flags of a preset that would undo or forbid what the command line asks for.
+// The flags of a preset that would undo or forbid what the command line or a model file asks for.
 static std::set<std::string> left_out_of_preset(const Config& c) {
     std::set<std::string> names;
-    if (c.given("num_heads")) names.insert("num_head_channels"); // num_head_channels would have priority over num_heads
+    if (c.fixed("num_heads")) names.insert("num_head_channels"); // num_head_channels would have priority over num_heads
     if (c.objective != "ddpm") names.insert({"predict", "min_snr_gamma", "learn_sigma"});
     // The preset's min_snr_gamma suits the preset's own --predict, and with --use_kl it is not allowed.
-    if (c.given("predict") || c.use_kl) names.insert("min_snr_gamma");
+    if (c.fixed("predict") || c.use_kl) names.insert("min_snr_gamma");
     // The preset's churn and guidance suit the preset's sampler, and samples that are made of noise alone.
     if (c.given("sampler") || c.changes_images()) names.insert({"S_churn", "guidance_scale"});
+    if (c.objective == "ect") names.insert("sampler");
+    if (c.sampler == "consistency") names.insert({"timestep_respacing", "S_churn", "guidance_scale"});
     if (c.given("guidance_scale")) names.insert({"guidance_min", "guidance_max"}); // they suit the preset's scale
-    if (c.given("class_cond") && !c.class_cond) names.insert({"class_dropout", "guidance_scale"});
-    if (c.given("class_dropout") && !c.class_dropout) names.insert("guidance_scale");
+    // Without classes, or without steps that leave them out, there is nothing to be guided by.
+    if (c.fixed("class_cond") && !c.class_cond) names.insert({"class_dropout", "guidance_scale"});
+    if (c.fixed("class_dropout") && !c.class_dropout) names.insert("guidance_scale");
     return names;
 }
 
-// Sets the flags of a text: --name value --name value. Flags that the command line has set stay as they are, and so do
-// those of left_out_of_preset.
-static void apply_flags(Config* c, const std::string& flags) {
-    const std::set<std::string> without = left_out_of_preset(*c);
+// Sets the flags of a text: --name value --name value. Flags that the command line or a model file has set stay as they
+// are, and so do those of left_out_of_preset and those in `without`.
+static void apply_flags(Config* c, const std::string& flags, std::set<std::string> without = {}) {
+    without.merge(left_out_of_preset(*c));
     std::istringstream words(flags);
     for (std::string flag, value; words >> flag >> value;) {
         const std::string name = flag.substr(2);
-        if (c->given(name) || without.contains(name)) continue;
+        if (c->fixed(name) || without.contains(name)) continue;
         set_flag(c, *find_flag(name), value);
         c->by_preset.insert(name);
     }
@@ -428,14 +432,12 @@ static void take_aliases(Config* c) {
 }
 
 // guided-diffusion's flag --rescale_learned_sigmas sets --vlb_weight here: True 1e-3, False 1 / diffusion_steps. So
-// --diffusion_steps must be final. If a preset gives the flag, --vlb_weight is set only if neither the command line nor
-// a model file (from_file) has set it.
-static void take_rescale_learned_sigmas(Config* c, bool from_file) {
+// --diffusion_steps must be final. If a preset gives the flag, a vlb_weight of the command line or a model file stays.
+static void take_rescale_learned_sigmas(Config* c) {
     const bool given = c->given("rescale_learned_sigmas");
-    const bool weight_given = c->given("vlb_weight");
-    if (given && weight_given)
+    if (given && c->given("vlb_weight"))
         die("--rescale_learned_sigmas: sets --vlb_weight, which is given too; leave one of them out");
-    const bool preset_asks = !weight_given && !from_file && c->chosen("rescale_learned_sigmas");
+    const bool preset_asks = !c->fixed("vlb_weight") && c->chosen("rescale_learned_sigmas");
     if (given || preset_asks) c->vlb_weight = c->rescale_learned_sigmas ? 1e-3f : 1.0f / (float)c->diffusion_steps;
 }
 
@@ -767,13 +769,7 @@ static void check_ect_stages(Config* c, const std::string& where) {
                               c->ect_q, LARGEST_GAP_DIVISOR, enough)));
 }
 
-// The microbatch is not the one of a file or a preset, so gradients are rounded differently.
-static void tell_new_microbatch(int now, int before) {
-    printf("--microbatch %d: was %d before; %d processes sum up in another order\n", now, before, world.size);
-}
-
-// A microbatch must divide a rank's share of the batch. If a file or a preset has set one that does not, and there are
-// several ranks, each rank computes its whole share at once.
+// The ranks share a batch, and each computes its share in microbatches, which must divide it.
 static void check_microbatch(Config* c, const std::string& where) {
     const int B = c->batch_size;
     const int N = world.size;
@@ -783,21 +779,16 @@ static void check_microbatch(Config* c, const std::string& where) {
             B, N, nearest);
     }
     const int share = B / N;
-    const int before = c->microbatch;
-    const bool works = before <= share && share % c->micro() == 0;
-    if (works) {
-        // Replaces 0 by the share. So a run that is resumed with another number of ranks can keep the same microbatch.
-        if (N > 1) c->microbatch = c->micro();
-        return;
-    }
-    if (c->given("microbatch") || N == 1) {
-        int nearest = std::min(before, share);
+    const int wanted = c->microbatch;
+    if (wanted > share || share % c->micro()) {
+        int nearest = std::min(wanted, share);
         while (share % nearest) nearest--;
         die("%s--microbatch %d: must divide the %d images of a process, of --batch_size %d; %d does", where.c_str(),
-            before, share, B, nearest);
+            wanted, share, B, nearest);
     }
-    tell_new_microbatch(share, before);
-    c->microbatch = share;
+    // With several ranks, a microbatch of 0 is replaced by the share. So a checkpoint holds this number, and a run that
+    // is resumed with another number of ranks keeps its bits.
+    if (N > 1) c->microbatch = c->micro();
 }
 
 // Ends the program if settings of the run cannot work together. where: what an error message begins with: "FILE: " if

@@ -78,8 +78,8 @@ static __global__ void __launch_bounds__(256)
     muon_momentum_kernel(float* X, const __grid_constant__ Update u, const StepState* state, AdamW h, Slice own) {
     await_previous_kernel();
     if (!state->ok) return;
-    __shared__ float shared_clip; // only one thread computes it, because adamw_factors is slow (in double)
-    if (threadIdx.x == 0) shared_clip = adamw_factors(state, h).clip;
+    __shared__ float shared_clip; // only one thread computes it
+    if (threadIdx.x == 0) shared_clip = (float)clip_factor(state, h);
     __syncthreads();
     const float clip = shared_clip;
     auto four = [](float v) { return make_float4(v, v, v, v); };

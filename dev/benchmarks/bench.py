@@ -23,7 +23,12 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 OURS, PLAIN, TORCH, JAX = "train_unet", "plain", "PyTorch", "JAX"
-COMMANDS = {OURS: ["dev/bench_cuda"], PLAIN: ["dev/bench_plain_cuda"], TORCH: [sys.executable, "dev/benchmarks/bench_torch.py"], JAX: [sys.executable, "dev/benchmarks/bench_jax.py"]}
+COMMANDS = {
+    OURS: ["dev/bench_cuda"],
+    PLAIN: ["dev/bench_plain_cuda"],
+    TORCH: [sys.executable, "dev/benchmarks/bench_torch.py"],
+    JAX: [sys.executable, "dev/benchmarks/bench_jax.py"],
+}
 COLORS = {OURS: "darkblue", PLAIN: "royalblue", TORCH: "lightsteelblue", JAX: "lightgrey"}
 CORES = os.cpu_count() or 1
 

@@ -5,7 +5,7 @@
 //
 // FAIL_CALL   a name of CALLS below, or malloc                      FAIL_AT     which one fails first, from 1 on; 0: none
 // FAIL_FOR    how many fail from there on, by default one           FAIL_REPORT file that says what failed, and at the end how many calls there were
-// FAIL_FAST   how fast the clock goes, and sleep() with it, from the first failure on: a program waits 15 s for a full disk before it ends
+// FAIL_FAST   how fast the clock goes, and sleep() with it, from the first failure on: a program waits ten minutes for a full disk before it ends
 //
 // Calls of the system are caught where the program enters the kernel (seccomp's SIGSYS), so that those of the C library, as of fwrite, are caught, too.
 // What goes to the standard streams never fails: it is how a program says what happened. malloc counts from LARGE bytes on: operator new is made of it.

@@ -144,9 +144,9 @@ static void fuzz_model(Header h, const uint8_t* body, size_t n, bool right) {
         c = Config();
         apply_preset(&c, "fashion32");
         const bool resume = m.has(HAS_TRAINING | HAS_EMA);
-        if (m.header.slot[SLOT_MAGIC] == MODEL_MAGIC) check_lists(m); // as open_model does
+        check_lists(m); // as open_model does
         take_model_file(&c, m, resume);
-        take_rescale_learned_sigmas(&c, true);
+        take_rescale_learned_sigmas(&c);
         const std::string error = check_model(&c);
         if (!error.empty()) die("%s", error.c_str());
         check_run(&c, "");
@@ -158,7 +158,7 @@ static void fuzz_model(Header h, const uint8_t* body, size_t n, bool right) {
                c.mult.size() * c.num_res_blocks <= 8; // small enough to go on with
     };
     ModelFile m;
-    if (right && h.slot[0] != UNET_CU_MODEL_MAGIC) h.slot[0] = MODEL_MAGIC, h.slot[1] = 1;
+    if (right) h.slot[0] = MODEL_MAGIC, h.slot[1] = 1;
     m.header = h;
     m.header.slot[SLOT_EMAS] = std::clamp(h.slot[SLOT_EMAS], 0, MORE_EMAS); // which open_model checks
     m.path = path;
@@ -166,11 +166,10 @@ static void fuzz_model(Header h, const uint8_t* body, size_t n, bool right) {
     const size_t count = right ? build_unet(c).num_params : n / 4;
     if (!small) return;
     if (crc32(0, h.slot, 1024) & 15 || count > 1 << 20) return;
-    const bool ours = h.slot[0] == MODEL_MAGIC;
-    const int arrays = 1 + m.emas() + (ours && h.slot[SLOT_CONTENTS] & HAS_TRAINING ? 2 : 0);
-    if (right && ours) h.set(SLOT_PARAMS, count);
+    const int arrays = 1 + m.emas() + (h.slot[SLOT_CONTENTS] & HAS_TRAINING ? 2 : 0);
+    if (right) h.set(SLOT_PARAMS, count);
     std::vector<uint8_t> all = file_of(h, body, n, 1024 + (right ? (arrays * count + m.history()) * 4 : n));
-    if (right && ours) put_crc(&all, SLOT_CRC, 0);
+    if (right) put_crc(&all, SLOT_CRC, 0);
     write_file(all);
     m = open_model(path);
     if (!take(m)) return;
@@ -211,7 +210,7 @@ static void fuzz_flags(const uint8_t* bytes, size_t n) {
     parse_command_line(&c, (int)argv.size(), argv.data());
     take_aliases(&c);
     apply_preset(&c, c.preset.empty() ? "fashion32" : c.preset);
-    take_rescale_learned_sigmas(&c, false);
+    take_rescale_learned_sigmas(&c);
     check_run(&c, "");
     const std::string error = check_model(&c);
     if (!error.empty()) die("%s", error.c_str());
@@ -261,12 +260,6 @@ static void write_seeds(const std::string& target, const std::string& corpus) {
         h.slot[SLOT_UPDATES] = 5;
         strcpy((char*)&h.slot[SLOT_PATH], "data/fashion32.bin");
         if (c.cond_channels) h.slot[SLOT_COND_CRC] = 0x1234;
-        seed('\1' + std::string((char*)h.slot, 1024) + body);
-    }
-    if (target == "model") {
-        Header h;
-        const int32_t slots[8] = {UNET_CU_MODEL_MAGIC, 1, 1, 32, 1, 8, 8, 1000};
-        memcpy(h.slot, slots, sizeof slots);
         seed('\1' + std::string((char*)h.slot, 1024) + body);
     }
     if (target == "data") {

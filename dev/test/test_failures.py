@@ -270,7 +270,7 @@ class Laboratory:
         cwd = self.folder / f"{failure.scenario} {failure.call} {failure.at} {failure.many}"
         self.prepare(failure.scenario, cwd)
         try:
-            how = dict(FAIL_CALL=failure.call, FAIL_AT=failure.at, FAIL_FOR=failure.many, FAIL_FAST=100)
+            how = dict(FAIL_CALL=failure.call, FAIL_AT=failure.at, FAIL_FOR=failure.many, FAIL_FAST=10000)
             done = self.run(failure.scenario, cwd, **how, FAIL_REPORT="report")
             failure.code, failure.out, failure.err = done.returncode, done.stdout, done.stderr
         except subprocess.TimeoutExpired:

@@ -16,14 +16,14 @@ LEVELS = [
     "host/",
     "elements.h random.h interface.h",
     "gpu/",
-    "flags.h config.h network.h trainer.h",
+    "flags.h config.h data.h network.h trainer.h",
     "diffusion/",
     "cpu.h fp8.h muon.h",
     "run/",
 ]
 HEADERS = sorted(path.relative_to(ROOT / "unet").as_posix() for path in (ROOT / "unet").rglob("*.h"))
 MOST_BYTES = 350 * 1024  # GitHub's code search leaves out larger files
-MOST_CALLS_UPWARDS = 12  # prototypes in trainer.h of what train_unet.cu defines and headers call
+MOST_CALLS_UPWARDS = 10  # prototypes in trainer.h of what train_unet.cu defines and headers call
 
 
 def level(header: str) -> int:

@@ -100,11 +100,10 @@ def test_what_each_takes_is_its_share_of_the_batch(ranks: Callable, data: Path, 
     for name, n in (("1", 3), ("3", 1)):
         ranks(n, ["--resume_checkpoint", "latest", "--output_dir", name, "--max_steps", 6])
     assert_same_run(tmp_path / "1", tmp_path / "3")
-    told = ranks(2, ["--resume_checkpoint", "latest", "--output_dir", "3", "--max_steps", 7])
-    assert "--microbatch 3: was 2 before" in told.out and checkpoints(tmp_path / "3")[-1] == 7
-    ranks(1, [*given, "--output_dir", "whole"])
-    assert "before" not in ranks(1, ["--resume_checkpoint", "latest", "--output_dir", "whole", "--max_steps", 4]).out
-    assert "--microbatch 3: was 6 before" in ranks(2, ["--resume_checkpoint", "latest", "--output_dir", "whole", "--max_steps", 5]).out
+    again = ["--resume_checkpoint", "latest", "--output_dir", "3", "--max_steps", 7]
+    assert "--microbatch 2: must divide the 3 images of a process, of --batch_size 6; 1 does" in ranks(2, again, code=1).err
+    ranks(2, [*again, "--microbatch", 3])
+    assert checkpoints(tmp_path / "3")[-1] == 7
 
 
 def test_resume_on_another_number(ranks: Callable, data: Path, tmp_path: Path) -> None:

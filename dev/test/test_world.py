@@ -22,7 +22,6 @@ from conftest import (
     BUILD,
     ROOT,
     TINY,
-    UNET_CU_DATA_MAGIC,
     Result,
     binary_path,
     checkpoints,
@@ -221,8 +220,6 @@ DIFFER = {
     "samples and a run": ("--sample 2 --init init.bin", "", "file of weights"),
     "data of another name": ("", "--data_file other.bin", "has a --data_file of 2656 bytes and checksum"),
     "data of one name": ("--data_file differs.bin", "--data_file differs.bin", "has a --data_file of 2656 bytes and checksum"),
-    "unet.cu's data": ("--data_file unet_cu.bin", "--data_file unet_cu.bin", "has a --data_file of 7168 bytes and checksum"),
-    "a large file": ("--data_file large.bin", "--data_file large.bin", "has a --data_file of 83887104 bytes and checksum"),
     "data that one lacks": ("--data_file only_0.bin", "--data_file only_0.bin", "only_0.bin: can't be opened"),
     "data that is damaged at one": ("--data_file damaged_1.bin", "--data_file damaged_1.bin", "damaged_1.bin: its checksum is wrong"),
     "validation at one": ("", "--val_data_file data.bin", "has a --val_data_file of 2656 bytes and checksum"),
@@ -251,13 +248,6 @@ def folders(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         (folder / "other.bin").write_bytes(data_bytes(make_images(seed=7), np.arange(24) % 3, 3))
         (folder / "differs.bin").write_bytes(data_bytes(images, np.arange(24) % 3, 3))
         (folder / "short.bin").write_bytes(data_bytes(images[:6], np.arange(6) % 3, 3))
-        header = np.zeros(256, "<i4")
-        header[:5] = [UNET_CU_DATA_MAGIC, 24, 1, 8, 8]
-        (folder / "unet_cu.bin").write_bytes(header.tobytes() + images.astype("<f4").tobytes())
-        header[1] = (80 << 20) // 256
-        large = np.zeros(20 << 20, "<f4")
-        large[-(1 << 20) :] += rank  # 5 % of it
-        (folder / "large.bin").write_bytes(header.tobytes() + large.tobytes())
         given = [binary_path("cpu"), *TINY, *flags("--data_file data.bin --max_steps 1 --output_dir run --seed", rank)]
         subprocess.run(list(map(str, given)), cwd=folder, env=environment(), check=True, capture_output=True)
         shutil.copy(folder / "run" / model_name(1), folder / "init.bin")
@@ -319,7 +309,7 @@ def test_programs_that_differ(program: Path, folders: list[Path], tmp_path: Path
 
 ONLY_AT_RANK_0 = {
     "a run is there": ("", "already holds a run (up to step 1); continue it with --resume_checkpoint latest"),
-    "a log without checkpoints": ("rm out/model*", "already holds a run's log.csv, but no checkpoint"),
+    "a log without checkpoints": ("rm out/model*", "already holds a run, but no checkpoint"),
     "a folder that can't be made": ("rm -r out; touch out", "--output_dir out: can't be written to"),
     "a full disk": ("rm -r out; ulimit -f 8", "writing failed (File too large); what was there before is untouched"),
     "another run holds the folder": ("rm -r out; mkdir out; exec 9>out/.lock; flock -n 9", "trains there; wait until it ends"),

@@ -1,5 +1,6 @@
 // objectives.h - objectives beside DDPM (EDM, flow, consistency), losses by noise level, the bound.
 #pragma once
+#include "../gpu/shared.h"
 #include "../trainer.h"
 
 // docs/DIFFUSION.md explains the formulas. For a given amount of noise, an objective defines:
@@ -231,13 +232,6 @@ HD static inline NoiseLevel draw_teacher(const Objective& o, const Words& words)
     return teacher_level(o, draw_sigma(o, words, &z));
 }
 
-// A value of an image is a uint8_t (1 byte) or a float in [-1, 1] (4 bytes). image_value returns value i, in [-1, 1].
-static bool knows_image_values(int bytes) { return bytes == 1 || bytes == 4; }
-HD static inline float image_value(const void* images, int bytes, size_t i) {
-    if (bytes == 1) return ((const uint8_t*)images)[i] / 127.5f - 1.0f;
-    return ((const float*)images)[i];
-}
-
 // The loss of ect (Geng et al. 2024): weight (sqrt(D + c^2) - c), where D is the sum of (x0_out (out - target))^2, the
 // squared differences between the student's image and the teacher's. The loss's derivative with respect to `out` is
 // slope (out - target).
@@ -308,3 +302,61 @@ HD static inline BoundTerm bound_term(const NoiseLevel& level, float d, float v,
     const double d_variance = (dense_high * high - dense_low * low) * 0.5 * slope / p;
     return BoundTerm{(float)-log(p), (float)d_mean, (float)d_variance};
 }
+
+#ifdef __CUDACC__
+// --objective ect. The random words are those of draw_levels, so the student's sigma is drawn again.
+static void draw_teachers(NoiseLevel* teachers, float* t, int B, const Objective& o, RandomKey key) {
+    each(B, [=] __device__(size_t b) {
+        const NoiseLevel l = draw_teacher(o, random_words(key, 0, (int)b));
+        teachers[b] = l;
+        t[b] = l.t;
+    });
+}
+
+// --schedule_sampler loss-second-moment draws those t more often whose latest losses were large. Row t of `history`
+// holds the losses of this t, in the order of the batch. rms_losses[t] is their root mean square, or -1 while there are
+// fewer than HISTORY. All ranks compute the same rows.
+static void update_rms_losses(double* rms_losses, float* history, const NoiseLevel* levels, const double* loss,
+                              const StepState* state, int T, int B) {
+    each(T, [=] __device__(size_t t) {
+        float* const of_t = history + t * (HISTORY + 1);
+        const int samples = state->ok ? B : 0; // the losses of a skipped step are not remembered
+        rms_losses[t] = remember_losses(of_t, (int)t, levels, loss, samples);
+    });
+}
+
+// The loss of consistency tuning is a function of an image's squared distance |x0_out (out - target)|^2 (tuning_loss).
+// So its gradient is slope * (out - target), with one slope for each image. There are three launches: the squared
+// distances (here), then the losses and the slopes, then the gradients.
+// grid (LOSS_PARTS, B). sums (B, LOSS_PARTS): each block's part of an image's squared distance
+static __global__ void __launch_bounds__(1024, SUM_BLOCKS)
+    tuning_distance_kernel(double* sums, const float* out, const float* target, const NoiseLevel* levels, int n) {
+    const size_t first = (size_t)blockIdx.y * n;
+    const float x0_out = levels[blockIdx.y].x0_out;
+    double sum = 0;
+    for (int i = blockIdx.x * 1024 + threadIdx.x; i < n; i += LOSS_PARTS * 1024) {
+        const float d = x0_out * (out[first + i] - target[first + i]);
+        sum += (double)d * d;
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) sums[blockIdx.y * LOSS_PARTS + blockIdx.x] = sum;
+}
+
+static void tuning_loss_forward_backward(double* loss, float* dout, const float* out, const float* target,
+                                         const NoiseLevel* levels, float c, float factor, int B, int n) {
+    double* const sums = (double*)device.workspace;
+    double* const slopes = sums + (size_t)B * LOSS_PARTS;
+    launch_behind(tuning_distance_kernel, dim3(LOSS_PARTS, B), 1024, 0, sums, out, target, levels, n);
+    each(B, [=] __device__(size_t b) {
+        double distance = 0;
+        for (int k = 0; k < LOSS_PARTS; k++) distance += sums[b * LOSS_PARTS + k];
+        const TuningLoss l = tuning_loss(levels[b], distance, c);
+        loss[b] = l.value;
+        slopes[b] = factor * l.slope;
+    });
+    each((size_t)B * n, [=] __device__(size_t i) {
+        const float slope = (float)slopes[i / n];
+        dout[i] = slope * (out[i] - target[i]);
+    });
+}
+#endif

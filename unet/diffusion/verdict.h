@@ -72,24 +72,7 @@ HD static inline float average_share(float rate, int64_t updates) {
     return (float)((1.0 - rate) / sum);
 }
 
-#ifdef __CUDACC__
-// Factors of an update that are the same for all parameters. t: the number of updates, including this one.
-struct AdamWFactors {
-    float clip;      // what the gradient is multiplied by, to limit its norm, as in torch's clip_grad_norm_
-    float decay;     // 1 - lr weight_decay
-    float step_size; // lr / (1 - beta1^t)
-    float root;      // sqrt(1 - beta2^t)
-    float lr;
-    float share; // of the newest weights in the first average (average_share)
-};
-INLINE AdamWFactors adamw_factors(const StepState* state, const AdamW& h) {
-    double clip = 1;
-    if (h.grad_clip > 0) clip = fmin(1.0, h.grad_clip / (state->grad_norm + 1e-6));
-    const double correction1 = 1 - pow((double)h.beta1, (double)state->updates);
-    const double correction2 = 1 - pow((double)h.beta2, (double)state->updates);
-    const float decay = 1 - state->lr * h.weight_decay;
-    const float step_size = (float)(state->lr / correction1);
-    const float share = average_share(h.ema_rate, state->updates);
-    return {(float)clip, decay, step_size, (float)sqrt(correction2), state->lr, share};
+// What the gradient is multiplied by, to limit its norm, as in torch's clip_grad_norm_.
+HD static inline double clip_factor(const StepState* state, const AdamW& h) {
+    return h.grad_clip > 0 ? fmin(1.0, h.grad_clip / (state->grad_norm + 1e-6)) : 1;
 }
-#endif

@@ -1,8 +1,7 @@
 // files.h - errors, time, the terminal, signals, the process, checksums, folders, files and locks.
-//
 // Nothing in here knows what the program computes. Two rules hold everywhere:
 // - What can go wrong is a mistake of the user or of the machine. The program says it in one sentence and ends (die).
-//   Functions whose names begin with try_ return the sentence instead, because a run of many hours must go on.
+//     Functions whose names begin with try_ return the sentence instead.
 // - A file appears whole or not at all (AtomicFile), and nothing is overwritten before its successor is on the disk.
 #pragma once
 
@@ -56,8 +55,7 @@ __attribute__((format(printf, 1, 2))) static std::string text(const char* format
     return buffer;
 }
 
-// When the program ends by an error, two others may want to know why. Each of them sets its function; null: nobody
-// asks.
+// When the program ends by an error, each of these is told; null: nobody asks.
 typedef void (*Listener)(const std::string& why);
 static std::atomic<Listener> end_all_ranks = nullptr; // of ranks.h, in a run of several processes; it does not return
 static std::atomic<Listener> tell_page = nullptr;     // of page.h, while a run goes on: its page says why it ended
@@ -83,7 +81,7 @@ static void must(bool ok, const std::string& what, const std::string& why) {
 }
 
 // Called by new when there is no memory, in any thread. It ends the process by _exit: an exception can't leave an
-// OpenMP loop, and exit() may not run in one of its threads. It is set before anything below asks for memory.
+// OpenMP loop, and exit() may not run in one of its threads.
 [[maybe_unused]] static const std::new_handler handler_before = std::set_new_handler([] {
     fflush(stdout);
     fprintf(stderr, "train_unet: there is not enough memory; "
@@ -122,9 +120,8 @@ static const std::map<int, const char*> STOP_SIGNALS = {
     {SIGINT, "SIGINT"}, {SIGTERM, "SIGTERM"}, {SIGHUP, "SIGHUP"}, {SIGPIPE, "SIGPIPE"}};
 static volatile sig_atomic_t stop_signal = 0; // the one that came; 0: none. Who listens to them, sets it.
 
-// Waits until stdout takes a line. A terminal that is held by Ctrl-S takes none, and neither does a full pipe whose
-// reader is busy, as mpirun is when it ends. printf would wait, too, but no signal would end that wait, so that a run
-// could not be stopped. Result: false if a signal came instead. Then the line is better left out.
+// Waits until stdout takes a line. A terminal that is held by Ctrl-S takes none, nor does a full pipe. printf would
+// wait, too, but no signal would end that wait. Result: false if a signal came instead.
 static bool stdout_takes_a_line() {
     struct pollfd out = {1, POLLOUT, 0};
     while (true) {
@@ -135,6 +132,8 @@ static bool stdout_takes_a_line() {
     }
 }
 
+static bool status_line_open = false; // the cursor stands in a status line, which the next status line replaces
+
 // Prints a line about how things stand. On a terminal it replaces the line before it, and is cut to the terminal's
 // width.
 static void show_status(const std::string& line) {
@@ -142,6 +141,23 @@ static void show_status(const std::string& line) {
     const int columns = terminal_columns();
     if (columns) printf("\r\033[K%s", line.substr(0, (size_t)columns - 1).c_str());
     else printf("%s\n", line.c_str());
+    fflush(stdout);
+    status_line_open = columns && !line.empty();
+}
+
+// Moves the cursor out of a status line. What is printed next begins a new line.
+static void end_line() {
+    if (status_line_open && stdout_takes_a_line()) printf("\n");
+    status_line_open = false;
+}
+
+// Prints a sentence on a line of its own. If a signal comes while stdout takes no line, the sentence is left out.
+__attribute__((format(printf, 1, 2))) static void tell(const char* format, ...) {
+    end_line();
+    va_list args;
+    va_start(args, format);
+    if (stdout_takes_a_line()) vprintf(format, args);
+    va_end(args);
     fflush(stdout);
 }
 
@@ -151,17 +167,16 @@ static void show_status(const std::string& line) {
 // The first call of main: prepares the process for what the system may do to it.
 static void start_process([[maybe_unused]] char** argv) {
 #ifdef _OPENMP
-    // A thread of libgomp that waits first looks 300,000 times whether it may go on. Beside one busy process that made
-    // a step 8 times as slow. With 3,000 looks (0.04 to 0.15 ms) most waits on an idle machine still end while it
-    // looks. The library reads the number when it is loaded, so the program sets it and starts itself again, once. It
-    // does not if the user has said how threads shall wait.
+    // A thread of libgomp that waits first looks 300,000 times whether it may go on, which makes a step 8 times as slow
+    // beside one busy process. 3,000 looks take 0.04 to 0.15 ms. The library reads the number when it is loaded, so the
+    // program starts itself again, once. It does not if the user has said how threads shall wait.
     std::error_code none;
     const std::string self = std::filesystem::read_symlink("/proc/self/exe", none);
     if (!none && !getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT") && !setenv("GOMP_SPINCOUNT", "3000", 1))
         execv(self.c_str(), argv); // if this fails, the threads wait as they always did
 #endif
     // If stdin, stdout or stderr is closed, the next file that is opened would take its number, and messages would go
-    // into that file. /dev/null takes the number instead.
+    // into that file.
     for (int fd = 0; fd < 3; fd++)
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
     // Under ulimit -f, writing beyond the limit sends this signal. Ignored, it makes write() fail as on a full disk.
@@ -192,7 +207,7 @@ static int run_child(std::vector<std::string> words) {
 // --- CRC-32, the checksum of zlib and PNG (polynomial 0xEDB88320)
 
 // The checksum of n bytes. crc: 0 or, to go on, the checksum of all bytes before them. Eight bytes are taken at a time
-// ("slicing by 8"), by eight tables: table[256 k + i] is the checksum of the byte i with k bytes of zeros behind it.
+// ("slicing by 8"): table[256 k + i] is the checksum of the byte i with k bytes of zeros behind it.
 static uint32_t crc32(uint32_t crc, const void* data, size_t n) {
     static const std::vector<uint32_t> table = [] {
         std::vector<uint32_t> t(8 * 256);
@@ -231,8 +246,6 @@ struct Folder {
 
     std::string name(const std::string& file) const; // of a file in it, for messages
     bool has(const std::string& file) const;         // true also if an error other than "no such file" hides it
-    bool is_removed() const;
-    bool has_its_name() const; // false: it was moved or removed
     // The files PREFIX0001000SUFFIX, such as a run's checkpoints, by the step in their name. If they can't be listed,
     // *trouble becomes errno; without trouble the program ends.
     std::map<int64_t, std::string> list(const std::string& prefix = "model_", const char* suffix = ".bin",
@@ -267,18 +280,6 @@ inline std::string Folder::name(const std::string& file) const {
 inline bool Folder::has(const std::string& file) const {
     struct stat st;
     return descriptor >= 0 && (!fstatat(descriptor, file.c_str(), &st, 0) || errno != ENOENT);
-}
-
-inline bool Folder::is_removed() const {
-    struct stat st;
-    return !fstat(descriptor, &st) && st.st_nlink == 0;
-}
-
-inline bool Folder::has_its_name() const {
-    struct stat here, there;
-    if (fstat(descriptor, &here)) return true; // nobody can tell
-    if (stat(path.c_str(), &there)) return errno != ENOENT;
-    return here.st_dev == there.st_dev && here.st_ino == there.st_ino;
 }
 
 // The names of all that is in a folder, as far as they can be read. If that is not all, *error becomes errno.
@@ -317,8 +318,7 @@ inline std::map<int64_t, std::string> Folder::list(const std::string& prefix, co
         const int64_t step = step_in_name(file, prefix, suffix);
         if (step >= 0) found[step] = file;
     }
-    // A folder that can't be read is not an empty one: a run would begin again and write over what is there. (A folder
-    // that does not exist is an empty one.)
+    // A folder that can't be read is not an empty one: a run would begin again and write over what is there.
     if (trouble) *trouble = why;
     if (!trouble && why && why != ENOENT && why != ENOTDIR)
         die("%s: its files can't be listed (%s)", path.c_str(), strerror(why));
@@ -340,8 +340,8 @@ inline void Folder::remove_leftovers(const std::vector<std::string>& starts) con
     }
 }
 
-// When a file or folder last changed, or, of a folder, something below it; see last_change.
-// seen: the folders that were looked at already. A link may lead to them again.
+// When a file or folder last changed, or something below it. seen: the folders that were looked at already, to which a
+// link may lead again.
 static int64_t last_change_of(const std::string& path, std::set<std::pair<dev_t, ino_t>>* seen) {
     struct stat st;
     if (stat(path.c_str(), &st)) return 0; // a link to nothing
@@ -356,8 +356,7 @@ static int64_t last_change_of(const std::string& path, std::set<std::pair<dev_t,
     return latest;
 }
 
-// When something in a folder last changed, in nanoseconds since 1970: a file in it or below it, or which files there
-// are. Hidden files don't count.
+// When something in a folder last changed, in nanoseconds since 1970. Hidden files don't count.
 static int64_t last_change(const std::string& folder) {
     std::set<std::pair<dev_t, ino_t>> seen;
     return last_change_of(folder, &seen);
@@ -366,10 +365,39 @@ static int64_t last_change(const std::string& folder) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- Files that are written
 
+// A full disk is waited for, so that somebody who reads the line can make room. This loop is the only place for it.
+constexpr double PATIENCE = 600;    // seconds
+constexpr unsigned RETRY_AFTER = 5; // seconds
+
+// Repeats a system call while the disk has no room for it: for PATIENCE seconds at most, or until a signal comes. file:
+// what it writes, for the line that it prints. Result: the last call's, whose error is in errno.
+template <class Call> static auto while_full(const std::string& file, Call call) {
+    const double began = now();
+    bool told = false;
+    while (true) {
+        const auto result = call();
+        if (result < 0 && errno == EINTR) continue;
+        const bool is_full = result < 0 && (errno == ENOSPC || errno == EDQUOT);
+        if (!is_full || stop_signal || now() - began > PATIENCE) return result;
+        if (!told) tell("%s: %s; it is tried again for %.0f minutes\n", file.c_str(), strerror(errno), PATIENCE / 60);
+        told = true;
+        sleep(RETRY_AFTER); // a signal ends it early
+    }
+}
+
+// Writes n bytes, of which the system may take fewer at a time. Result: false if it fails; errno says why.
+static bool write_all(int descriptor, const std::string& file, const void* data, size_t n) {
+    for (size_t done = 0; done < n;) {
+        const ssize_t count = while_full(file, [&] { return write(descriptor, (const char*)data + done, n - done); });
+        if (count <= 0) return false;
+        done += (size_t)count;
+    }
+    return true;
+}
+
 // A file that appears whole or not at all. It is written under a temporary name beside its place and locked meanwhile;
 // commit() waits until it is on the disk and gives it its name. If something fails, error and failure say what, nothing
-// is left of the file, and what was there before is untouched. Calls after a failure do nothing, so it is enough to
-// look at error once, at the end.
+// is left of the file, and what was there before is untouched. Calls after a failure do nothing.
 struct AtomicFile {
     const Folder& folder;
     const std::string name;
@@ -389,8 +417,7 @@ struct AtomicFile {
 static std::set<const AtomicFile*> unfinished; // neither committed nor discarded yet
 static std::mutex finishing;                   // guards it
 
-// Called when the program ends by an error. Another thread may still write to such a file: its bytes then go into a
-// file that has no name any more.
+// Called when the program ends by an error. Another thread may still write to such a file, which then has no name.
 static void remove_unfinished() {
     const std::lock_guard lock(finishing);
     for (const AtomicFile* file : unfinished) file->folder.remove(file->temporary);
@@ -398,29 +425,21 @@ static void remove_unfinished() {
 
 inline AtomicFile::AtomicFile(const Folder& folder, const std::string& name) : folder(folder), name(name) {
     folder.remove_leftovers({name + ".tmp"});
-    int number = getpid(); // a process of another machine that writes here, too, may have the same number
-    do {
-        temporary = name + ".tmp" + std::to_string(number++);
-        file = openat(folder.descriptor, temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-        if (file >= 0) flock(file, LOCK_EX | LOCK_NB);
-        // The next number, if such a file was there already. Or if it is gone again: another process took it for a
-        // leftover and removed it before it was locked.
-    } while (file < 0 ? errno == EEXIST : !folder.has(temporary) && !folder.is_removed());
+    temporary = name + ".tmp" + std::to_string(getpid());
+    const int flags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC;
+    file = while_full(folder.name(name), [&] { return openat(folder.descriptor, temporary.c_str(), flags, 0666); });
     if (file < 0) {
         fail("can't be written", "choose a folder that exists and is yours");
         return;
     }
+    flock(file, LOCK_EX | LOCK_NB); // so that nobody takes it for a leftover
     const std::lock_guard lock(finishing);
     unfinished.insert(this);
 }
 
-// The system may take fewer bytes at a time than it is given, so it is asked until all are written.
 inline void AtomicFile::write(const void* data, size_t n) {
-    for (size_t done = 0; done < n && !error;) {
-        const ssize_t count = ::write(file, (const char*)data + done, n - done);
-        if (count > 0) done += (size_t)count;
-        else if (errno != EINTR) fail("writing failed", "what was there before is untouched");
-    }
+    if (!error && !write_all(file, folder.name(name), data, n))
+        fail("writing failed", "what was there before is untouched");
 }
 
 inline void AtomicFile::write_at(off_t offset, const void* data, size_t n) {
@@ -428,12 +447,13 @@ inline void AtomicFile::write_at(off_t offset, const void* data, size_t n) {
     write(data, n);
 }
 
-// The bytes are on the disk before the name is changed. So at any moment, be it that of a power cut, the name stands
-// for the old file or for the whole new one.
+// The bytes are on the disk before the name is changed. So even after a power cut, the name stands for the old file or
+// for the whole new one.
 inline void AtomicFile::commit() {
     if (error) return;
     const int where = folder.descriptor;
-    if (fsync(file) || renameat(where, temporary.c_str(), where, name.c_str()))
+    auto take_name = [&] { return renameat(where, temporary.c_str(), where, name.c_str()); };
+    if (fsync(file) || while_full(folder.name(name), take_name))
         return fail("writing failed", "what was there before is untouched");
     close(file);
     fsync(where); // the new name, too, must survive a power cut
@@ -477,8 +497,8 @@ static std::string try_copy_file(const Folder& folder, const std::string& file, 
     return copy.failure;
 }
 
-// Gives a file a second name in its folder, in place of the file that has that name. Where the file system has no hard
-// links, it is copied. Result: why that failed, or "".
+// Gives a file a second name in its folder, in place of the file that has that name; without hard links, a copy.
+// Result: why that failed, or "".
 static std::string try_link_file(const Folder& folder, const std::string& file, const std::string& name) {
     const std::string temporary = name + ".tmp" + std::to_string(getpid());
     const int where = folder.descriptor;
@@ -559,8 +579,7 @@ inline uint32_t InputFile::crc(uint32_t before, size_t offset) const {
     return before;
 }
 
-// Slots from .. to - 1 of a header must be 0, since they mean nothing. then: the end of the sentence where they are
-// not.
+// Slots from .. to - 1 of a header must be 0, since they mean nothing. then: the end of the sentence.
 static void check_unused(const Header& h, int from, int to, const std::string& path, const std::string& then) {
     for (int i = from; i < to; i++)
         if (const int v = h.slot[i])
@@ -586,37 +605,31 @@ static std::string read_text(const Folder& folder, const std::string& name) {
 // --- The lock of a run's folder
 
 // One process at a time trains in a folder: it locks the file .lock there until it ends, however it ends. The file says
-// whose lock it is. create: if the file is not there; false: then nobody trains there, and nothing is locked.
+// whose lock it is. create: if the file is not there, it is made; false: then nothing is locked.
 static void lock_folder(const Folder& folder, bool create) {
     static int fd = -1; // it stays open, and so locked, until the process ends
-    char who[128] = "another process", host[64] = "", since[32] = "", before[9] = "";
     const char* const name = folder.path.c_str();
     const int flags = O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC | (create ? O_CREAT : 0);
     if (folder.error && folder.error != ENOENT)
         die("--output_dir %s: can't be written to (%s); choose another", name, strerror(folder.error));
-    // The lock is on the file, not on its name. If the name was removed between opening and locking, another process
-    // may make and lock a new file of that name, so this one is opened again.
-    struct stat st = {};
-    while (fd < 0 || (!fstat(fd, &st) && !st.st_nlink)) {
-        if (fd >= 0) close(fd);
-        fd = openat(folder.descriptor, ".lock", flags, 0666);
-        if (fd < 0 && errno == ELOOP) die("%s/.lock: is a link, and a run's is a file of its own; remove it", name);
-        if (fd < 0 && create) die("--output_dir %s: can't be written to (%s); choose another", name, strerror(errno));
-        if (fd < 0) return;
-        if (flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK) { // other errors: the file system has no locks
-            if (pread(fd, who, sizeof who - 1, 0) > 0) who[strcspn(who, "\n")] = 0;
-            die("%s: %s trains there; wait until it ends, or choose another --output_dir", name, who);
-        }
-    }
-    // What is there is written over below, so it must be a lock: a new file, or one that begins as a lock does.
-    const bool empty = st.st_size == 0 && st.st_nlink == 1;
-    const bool ours = empty || (pread(fd, before, 8, 0) == 8 && !strcmp(before, "process "));
-    if (!S_ISREG(st.st_mode) || !ours) die("%s/.lock: is no run's lock, but something else; move it away", name);
+    if (fd < 0) fd = openat(folder.descriptor, ".lock", flags, 0666);
+    if (fd < 0 && errno == ELOOP) die("%s/.lock: is a link, and a run's is a file of its own; remove it", name);
+    if (fd < 0 && create) die("--output_dir %s: can't be written to (%s); choose another", name, strerror(errno));
+    if (fd < 0) return;
+    const bool is_taken = flock(fd, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK; // other errors: there are no locks here
+    char holder[128] = "";
+    const bool has_holder = pread(fd, holder, sizeof holder - 1, 0) > 0;
+    const std::string who = has_holder ? std::string(holder, strcspn(holder, "\n")) : "another process";
+    if (is_taken) die("%s: %s trains there; wait until it ends, or choose another --output_dir", name, who.c_str());
+    // What is there is written over below, so it must be a lock.
+    const bool is_lock = !has_holder || who.starts_with("process ");
+    if (!is_lock) die("%s/.lock: is no run's lock, but something else; move it away", name);
     if (!create) return;
+    char host[64] = "", since[32] = "";
     const time_t today = time(nullptr);
     gethostname(host, sizeof host - 1);
     strftime(since, sizeof since, "%Y-%m-%d %H:%M:%S", localtime(&today));
-    const std::string holder = text("process %d on %s, since %s,\n", getpid(), host, since);
+    const std::string own = text("process %d on %s, since %s,\n", getpid(), host, since);
     // On a full disk nobody will know whose lock it is, but it is one.
-    if (ftruncate(fd, 0) || pwrite(fd, holder.data(), holder.size(), 0) < 0) return;
+    if (ftruncate(fd, 0) || pwrite(fd, own.data(), own.size(), 0) < 0) return;
 }

@@ -1,8 +1,7 @@
 // png.h - PNG files (PNG specification, third edition), and grids of images as PNG files. Needs files.h.
-//
-// A PNG file is: 8 bytes that say that it is one, a chunk with its size, a chunk with its pixels, a chunk that ends it.
-// The pixels are a zlib stream (RFC 1950) of what DEFLATE (RFC 1951) makes shorter. All of it is written here in its
-// simplest form that still gives small files, so that the program needs no library.
+// A PNG file is 8 bytes that say that it is one, a chunk with its size, a chunk with its pixels, a chunk that ends it.
+// The pixels are a zlib stream (RFC 1950) of what DEFLATE (RFC 1951) makes shorter, in the simplest form that still
+// gives small files.
 #pragma once
 
 #include <climits>
@@ -39,8 +38,7 @@ struct BitString {
     }
 };
 
-// A symbol of RFC 1951, section 3.2.6, with its fixed code: a byte as it is (0 to 255), the end of the block (256), or
-// a length (from 257 on).
+// A symbol of RFC 1951, section 3.2.6, with its fixed code: a byte (0 to 255), the end of the block (256), or a length.
 static void put_symbol(BitString* out, uint32_t symbol) {
     if (symbol < 144) out->put_code(symbol + 48, 8);
     else if (symbol < 256) out->put_code(symbol + 256, 9);
@@ -83,8 +81,8 @@ static uint32_t adler32(const std::string& bytes) {
 // A number of four bytes, the highest one first, as PNG and zlib have it.
 static std::string big_endian(uint32_t v) { return {(char)(v >> 24), (char)(v >> 16), (char)(v >> 8), (char)v}; }
 
-// A zlib stream of these bytes: one block with fixed codes. At every byte, the latest place where the same four bytes
-// stood is looked up by their hash. If at least four bytes are the same there, they are copied from it.
+// A zlib stream of these bytes: one block with fixed codes. At every byte, the latest place of the same four bytes is
+// looked up by their hash, and what is the same there is copied.
 static std::string deflate(const std::string& raw) {
     constexpr size_t LONGEST = 257, FARTHEST = 32768;
     std::vector<size_t> latest(1 << 15, 0); // the place of four bytes, by their hash
@@ -124,7 +122,7 @@ static int paeth(int left, int up, int corner) {
 }
 
 // The pixels (H, W, C), a row at a time: the number of its filter, 4 for Paeth's, then each byte less what the filter
-// expects there. Pictures become many small numbers by that, which DEFLATE makes shorter.
+// expects there. So pictures become many small numbers.
 static std::string filtered_rows(const std::vector<uint8_t>& pixels, int W, int H, int C) {
     std::string raw;
     const int row = W * C;

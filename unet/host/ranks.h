@@ -100,8 +100,8 @@ struct Ranks {
     std::mutex parts_lock;             // held by a thread that uses any line's parts
     std::condition_variable part_came; // wakes fetch()
 
-    // The places that this rank has come to, each with \n behind it. Rank 0 keeps those that are not compared yet,
-    // every other rank those that it has not told to rank 0 yet.
+    // The places that this rank has come to, each with \n behind it: at rank 0 those that are not compared yet, else
+    // those that rank 0 was not told yet.
     std::string places;
     std::mutex places_lock; // held by a thread that uses places
 
@@ -150,8 +150,7 @@ static NoteKind receive(int socket, std::string* content) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- How a run ends early: one sentence, said by one rank, then all processes end
 
-// Says why, tells those to whom it has a line to leave, too, and ends this process. It ends by _exit,
-// since another thread may hold any lock or be in the middle of anything.
+// Says why, tells the others to leave, too, and ends this process by _exit, since another thread may hold any lock.
 [[noreturn]] static void say_and_leave(const std::string& why) {
     while (ranks.said.exchange(true)) pause(); // another thread says something already, and will end the process
     fprintf(stderr, "train_unet: %s\n", why.c_str());
@@ -228,8 +227,8 @@ static bool take_note(int rank, Line* line) {
     return true;
 }
 
-// Ways 1 and 2 of the three: reads what has come, and finds out who has ended and who is silent.
-// sockets: what poll() says of each line, in the order of the lines.
+// Ways 1 and 2 of the three: reads what has come, and finds out who has ended and who is silent. sockets: what poll()
+// says of each line, in the order of the lines.
 static void read_lines(const Watch& watch, const std::vector<struct pollfd>& sockets) {
     // Until rank 0 has let all others in, it sends no signs of life, since its watch is not started yet.
     const bool all_came = ranks.hosts[0].process;
@@ -256,8 +255,8 @@ static std::string place_at(const std::string& places, size_t i) {
     return places.substr(start, places.find('\n', start) - start);
 }
 
-// Rank 0 says for whom the others wait, once, after --rank_timeout seconds. Whoever is late sends signs of life and may
-// only be slow (a large file, a slow disk), so the run goes on.
+// Rank 0 says once for whom the others wait. Whoever is late sends signs of life and may only be slow, as with a full
+// disk, so the run goes on.
 static void note_who_is_late(Watch* watch) {
     if (watch->noted || watch->woke - watch->moved < ranks.patience) return;
     std::string late = ranks.places.empty() ? rank_name(0) : "";
@@ -272,8 +271,7 @@ static void note_who_is_late(Watch* watch) {
             (int)ranks.patience, late.c_str(), watch->place.empty() ? "the start" : watch->place.c_str());
 }
 
-// Way 3 of the three, at rank 0: compares the places of all ranks, as far as both ranks have got, and then forgets
-// those that all have come to.
+// Way 3 of the three, at rank 0: compares the places of all ranks, and forgets those that all have come to.
 static void compare_places(Watch* watch) {
     const std::lock_guard<std::mutex> lock(ranks.places_lock);
     std::string& own = ranks.places;
@@ -314,8 +312,8 @@ static void tell_others(Watch* watch) {
     post(ALIVE, places);
 }
 
-// Trouble between devices ends the run after three seconds. Its reason is often that a rank has ended. Then the watch
-// finds that within the three seconds, and the user is told the reason instead of its consequence.
+// Trouble between devices ends the run after three seconds, within which the watch finds a rank that has ended. Then
+// the user is told this reason instead of its consequence.
 static void report_device_trouble(Watch* watch) {
     const std::string trouble = device_trouble();
     if (trouble.empty()) watch->healthy = watch->woke;
@@ -348,8 +346,7 @@ static void keep_watch() {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- What ranks do together: come to a place, exchange small values
 
-// Every rank calls this before what all ranks must do together, with the same name. It does not wait. The functions
-// below call it themselves; most of them do wait, for one rank or for all.
+// Every rank calls this, with the same name, before what all ranks must do together. It does not wait.
 static void come_to(const char* place) {
     if (world.size < 2) return;
     const std::lock_guard<std::mutex> lock(ranks.places_lock);
@@ -471,9 +468,8 @@ static std::string ask_launcher(const Launcher& l) {
     return "";
 }
 
-// The number of the process that has started the ranks of this machine. A rank's parent may be a script between them.
-// But that script has inherited the rank's number from the launcher. So the launcher is the nearest ancestor that was
-// not told this number. Where there is no /proc, the parent is taken.
+// The process that has started the ranks of this machine. A rank's parent may be a script, which has inherited the
+// rank's number. So the launcher is the nearest ancestor that was not told this number.
 static int launcher_process() {
     const std::string told = std::string(launcher->rank) + "=" + getenv(launcher->rank);
     int process = getppid();
@@ -514,8 +510,8 @@ static Meeting find_meeting() {
     char name[256] = "127.0.0.1", number[16] = "";
     if (list) sscanf(list, "%255[^[,][%15[0-9]", name, number); // the first host: gpu07 of gpu[07-09,12]
     m.host = getenv("MASTER_ADDR") ? getenv("MASTER_ADDR") : std::string(name) + number;
-    // torchrun itself listens at MASTER_PORT, so the next port is taken. Without it, a port from 20000 to 31999: from
-    // 32768 on systems give ports to any program that asks for one.
+    // torchrun itself listens at MASTER_PORT, so the next port is taken. Without it, a port below 32768, from where on
+    // systems give ports to any program.
     if (getenv("MASTER_PORT")) m.port = std::to_string(launcher_number("MASTER_PORT", 1, 65534) + 1);
     else m.port = std::to_string(20000 + m.job % 12000);
     return m;
@@ -626,7 +622,7 @@ static void join_ranks() {
 // --- The start and the end of a rank
 
 // At the end of a run that went well. Rank 0 waits for DONE from all others, and they for DONE from rank 0. So a rank
-// that is lost before all are done is still missed, and one that ends behind that is not.
+// that is lost before all are done is missed, and one that ends behind that is not.
 static void leave_ranks() {
     come_to(LAST_PLACE);
     leave_devices();
@@ -640,8 +636,7 @@ static void leave_ranks() {
     post_part(LAST_PLACE, "", DONE);
 }
 
-// At the start of the program: who is this process, who are the others? Where no launcher says that there are others,
-// this process is alone, and nothing else in this file does anything.
+// At the start of the program: who is this process, who are the others? Without a launcher, it is alone.
 static void find_ranks() {
     std::string lacks;
     for (const Launcher& l : LAUNCHERS) {
@@ -653,8 +648,7 @@ static void find_ranks() {
         die("environment variables of a launcher: %s; it sets both, or nobody does", lacks.c_str());
     if (!launcher) return;
     if (const char* const need = ranks_need()) {
-        // The ranks can't talk to each other yet. Rank 0 says it first, and its launcher then ends the others. They say
-        // it themselves if there is no launcher, or if rank 0 is another program.
+        // The ranks can't talk to each other yet. Rank 0 says it first, and its launcher then ends the others.
         if (world.rank) sleep(2);
         fprintf(stderr, "train_unet: %d processes were started, of which this is rank %d; %s\n", world.size, world.rank,
                 need);
@@ -692,8 +686,8 @@ static void start_processes(int count, char** argv) {
     }
 }
 
-// Starts a rank for each GPU and waits until all have ended. When one has failed, the others get five seconds to end by
-// themselves. Then this process ends with the exit code of the first that failed.
+// Starts a rank for each GPU and waits until all have ended. When one has failed, the others get five seconds. The exit
+// code is that of the first that failed.
 [[noreturn]] static void start_ranks(int count, char** argv) {
     start_processes(count, argv);
     auto pass_on = [](int number) {

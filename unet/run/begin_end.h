@@ -6,50 +6,30 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // --- how a run begins: validation data, conditions of grids, its folder
 
-// Opens --val_data_file and --val_cond_file, if they are given. Checks that the images have the size of the training
-// data's images, and that the images' numbers, labels and pictures fit the model. Without --val_data_file the result is
-// an empty data set: its count is 0, and the run measures no validation loss.
-static Dataset open_validation_data(const Config& c, const Dataset& data) {
+// Opens --val_data_file and --val_cond_file, and checks that they fit the model. Without them the data set is empty, and
+// the run measures no validation loss.
+static Dataset open_validation_data(const Config& c) {
     if (c.val_data_file.empty()) return Dataset{};
     Dataset val = open_dataset(c.val_data_file);
-    if (val.count && (val.C != data.C || val.H != data.H || val.W != data.W))
-        die("--val_data_file %s: its images are %dx%dx%d, the training data's %dx%dx%d", val.path.c_str(), val.H, val.W,
-            val.C, data.H, data.W, data.C);
-    if (val.count && c.cond_dim && val.K != c.cond_dim)
-        die("--val_data_file %s: has %d numbers an image and the model takes --cond_dim %d", val.path.c_str(), val.K,
-            c.cond_dim);
-    // For a model with classes, the validation images must have labels, of at most --num_classes classes.
-    if (val.count && c.class_cond && val.labels.empty())
-        die("--val_data_file %s: has no labels, and the model has classes; it must be labelled as the training data is",
-            val.path.c_str());
-    if (val.count && c.class_cond && val.classes > c.num_classes)
-        die("--val_data_file %s: has %d classes and the model %d; it must be labelled as the training data is",
-            val.path.c_str(), val.classes, c.num_classes);
-    const bool makes_them = c.picture_kind != PictureKind::FILE;
-    if (c.cond_channels && !makes_them && c.val_cond_file.empty())
-        die("--val_data_file %s: needs --val_cond_file, the pictures that its images are conditioned on",
-            val.path.c_str());
-    if (!c.cond_channels && !c.val_cond_file.empty())
-        die("--val_cond_file %s: this model is not conditioned on pictures (--cond_channels)", c.val_cond_file.c_str());
-    if (makes_them && !c.val_cond_file.empty())
-        die("--val_cond_file %s: is not read, since --cond makes the pictures of the images", c.val_cond_file.c_str());
+    const bool reads_pictures = c.cond_channels && c.picture_kind == PictureKind::FILE;
+    if (!c.val_cond_file.empty() && !reads_pictures)
+        die("--val_cond_file %s: is not read: this model is not conditioned on pictures, or --cond makes them",
+            c.val_cond_file.c_str());
     open_pictures(&val, "val_cond_file", c.val_cond_file);
-    if (val.cond && val.cond->C != c.cond_channels)
-        die("--val_cond_file %s: has pictures of %d channels and the model takes --cond_channels %d",
-            c.val_cond_file.c_str(), val.cond->C, c.cond_channels);
+    check_data(c, val, "val_data_file", "val_cond_file", "");
     return val;
 }
 
-// Without --values, the images of a run's grids are conditioned on the numbers of the first images of d. d is the
-// validation data, because the run does not train on it. Without validation data, d is the training data.
+// Without --values, the images of a run's grids are conditioned on the numbers of the first images of d: the validation
+// data or, without it, the training data.
 static void take_values_of_data(const Config& c, Sampler* s, const Dataset& d) {
     if (!s->value_rows.empty()) return;
     const int64_t rows = std::min<int64_t>(d.count, c.num_samples);
     s->value_rows.assign(d.values.begin(), d.values.begin() + rows * c.cond_dim);
 }
 
-// With --cond_channels, the images of a run's grids are conditioned on pictures: the first pictures of d or, with
-// --cond, pictures that are made of the first images of d. d is the validation data or, without it, the training data.
+// With --cond_channels, the images of a run's grids are conditioned on the first pictures of d or, with --cond, on
+// pictures that are made of its first images.
 static void take_pictures_of_data(const Config& c, Sampler* s, const Dataset& d) {
     if (!c.cond_channels) return;
     const char* const flag = c.val_cond_file.empty() ? "cond_file" : "val_cond_file";
@@ -66,26 +46,10 @@ static void take_folder(Run* run, const std::string& resume) {
     if (run->folder.descriptor < 0) run->folder = make_folder(c.output_dir);
     const Folder& folder = run->folder;
     lock_folder(folder, true);
-    must(folder.has_its_name(), c.output_dir, "was moved or replaced while the run began; start it again");
     check_output_dir(c, folder, resume, run->first_step); // again: before the lock, another run could begin here
     // Remove the files that a killed process left unfinished.
     folder.remove_leftovers({"model_", "samples_", "log.csv.", "index.html.", "ema_", "best.bin."});
     leave_later_snapshots(folder, run->first_step);
-}
-
-// Returns whether the folder lacks a grid or a snapshot of the step that a resumed run goes on from. A grid may be
-// missing because the run was killed or stopped after it had written its checkpoint, and before it wrote the grid. A
-// snapshot may be missing because the disk had no room for it. Both may also be missing because `interval` was another
-// number before. prefix and suffix: the beginning and the end of the file's name. interval: the flag that says after
-// how many steps such a file is written. All ranks call this function together, since only rank 0 knows the folder.
-static bool lacks_file(const Run& run, const char* prefix, const char* suffix, int interval) {
-    const int64_t step = run.first_step;
-    const bool is_due = interval && (step % interval == 0 || step >= run.config.max_steps);
-    auto has = [&](const std::string& name) { return run.folder.descriptor >= 0 && run.folder.has(name); };
-    // A run that goes on in a new folder starts with no files there, and lacks none.
-    const bool own_folder = has(text("model_%07ld.bin", step));
-    const bool lacks = is_due && own_folder && !has(prefix + text("%07ld", step) + suffix);
-    return any_rank("the question whether a file is missing", !world.rank && lacks);
 }
 
 // After this call, a signal of STOP_SIGNALS makes the run save what was trained, and end.
@@ -97,20 +61,8 @@ static void listen_to_signals() {
     }
 }
 
-// Calls keep_best_of_resumed for a run that has done all its steps already, before the program ends. So best.bin
-// becomes a link to the last checkpoint if this is the best one.
-static void link_best_of_finished(Run* run, const std::string& resume) {
-    const std::string checkpoint = text("model_%07ld.bin", run->first_step);
-    const bool own_folder = run->folder.descriptor >= 0 && run->folder.has(checkpoint);
-    if (world.rank || !own_folder) return;
-    take_folder(run, resume);
-    open_log(run);
-    keep_best_of_resumed(run);
-}
-
-// Begins a run: fills the weights, opens the files that the run writes, and writes a snapshot or a grid that is
-// missing. data, resume, start: as in train. Returns false if there is nothing to do, because all steps were done
-// before.
+// Begins a run: fills the weights and opens the files that the run writes. data, resume, start: as in train. Returns
+// false if all steps were done before.
 static bool begin_run(Run* run, const Dataset& data, const std::string& resume, const ModelFile& start) {
     const Config& c = run->config;
     const Dataset& val = run->val;
@@ -121,13 +73,8 @@ static bool begin_run(Run* run, const Dataset& data, const std::string& resume, 
     print_start(c, tr, data);
     if (resume.empty()) start_weights(&tr, start);
     else restore(run, start);
-    if (!resume.empty()) compare_val_losses(run, start);
     cast_params(tr.copy, tr.params, tr.net.flat_size); // with bf16, convolutions read this copy of the weights
-    const bool lacks_snapshot = lacks_file(*run, "ema_", ".bin", c.ema_snapshots);
-    const bool lacks_grid = lacks_file(*run, "samples_", ".png", c.sample_interval);
-    const bool all_steps_done = run->state.step >= c.max_steps;
-    if (all_steps_done && !lacks_snapshot && !lacks_grid) {
-        if (c.keep_best) link_best_of_finished(run, resume);
+    if (run->state.step >= c.max_steps) {
         printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", run->state.step,
                c.max_steps);
         return false;
@@ -135,49 +82,24 @@ static bool begin_run(Run* run, const Dataset& data, const std::string& resume, 
     if (!resume.empty()) compare_with_checkpoint(run, start);
     // From here on the run writes into its folder.
     if (!world.rank) take_folder(run, resume);
-    const bool is_here = world.rank || run->folder.has(text("model_%07ld.bin", run->first_step));
-    if (!is_here) run->resumed_from = resume;
     open_log(run);
-    keep_best_of_resumed(run);
+    take_best_loss(run);
     begin_page(run);
     listen_to_signals();
-
-    if (lacks_snapshot) {
-        // If the snapshot can't be written now, these numbers tell run_step and save_at_the_end that it is still due.
-        run->snapshot_step = run->first_step - 1;
-        run->snapshot_updates = -1;
-        save_snapshot(run);
-    }
-    if (lacks_grid && !all_steps_done) save_grid(run); // finish_complete draws the last grid
     return true;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- how a run ends
 
-// Writes the last checkpoint and the last snapshot, if they do not exist yet. If one of them can't be written (the disk
-// may be full), this function tries again for PATIENCE_AT_THE_END seconds, or until the next signal comes. (A signal
-// that has already stopped the run does not count.) If the file still can't be written then, the program ends with an
-// error. Unlike run_step, this function also saves if the newest steps were skipped: the weights may be broken then,
-// but no older checkpoint is removed before a good step has followed (prove_checkpoint).
+// Writes the last checkpoint and snapshot, if they do not exist yet. Unlike run_step, it also saves if the newest steps
+// were skipped: no older checkpoint is removed before a good step has followed (prove_checkpoint).
 static void save_at_the_end(Run* run) {
     const int64_t updates = run->state.updates;
-    const bool takes_snapshots = run->config.ema_snapshots;
-    const double began = now();
-    if (run->stop) stop_signal = 0; // forgets the signal that has stopped the run; the next one ends the attempts below
-    while (true) {
-        // The snapshot comes before the checkpoint. If the process is killed between the two, the resumed run goes on
-        // from an earlier checkpoint, comes to this step again, and writes the snapshot again.
-        if (takes_snapshots && run->snapshot_updates < updates) save_snapshot(run);
-        if (run->saved_updates < updates) save_checkpoint(run);
-        const bool snapshot_done = !takes_snapshots || run->snapshot_updates == updates;
-        if (run->saved_updates == updates && snapshot_done) return;
-        const bool give_up = stop_signal || now() - began > PATIENCE_AT_THE_END;
-        if (any_rank("the end of a wait", give_up))
-            die("%s: step %ld could not be saved; %s", run->config.output_dir.c_str(), run->state.step,
-                saved_so_far(*run).c_str());
-        sleep(1); // a signal ends the sleep early
-    }
+    // The snapshot comes first. If the process is killed between the two, the resumed run goes on from an earlier
+    // checkpoint, and writes the snapshot again.
+    if (run->config.ema_snapshots && run->snapshot_updates < updates) save_snapshot(run);
+    if (run->saved_updates < updates) save_checkpoint(run);
 }
 
 // Returns why an image could not be read; "": all images could be read.
@@ -192,7 +114,7 @@ static void finish_stopped(Run* run) {
     if (!error.empty()) die("%s; stopped after step %ld; %s", error.c_str(), step, saved.c_str());
     const std::string end = text("stopped by %s after step %ld; ", STOP_SIGNALS.at(run->stop), step) + saved;
     write_page(run, "stopped", end);
-    tell(run, "%s\n", end.c_str());
+    tell("%s\n", end.c_str());
 }
 
 // Ends a run that has done all its steps.
@@ -203,24 +125,8 @@ static void finish_complete(Run* run) {
     if (run->stop) return finish_stopped(run); // a signal came while the grid was drawn
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
-    // A resumed run that only had to write a missing grid or snapshot has done no step. Then `steps` is 1, because the
-    // time is divided by it.
-    const double steps = (double)std::max<int64_t>(s.step - run->first_step, 1);
-    const double ms = run->seconds / steps * 1e3;
+    const double ms = run->seconds / (double)(s.step - run->first_step) * 1e3;
     const double peak_mib = usage.ru_maxrss / 1024.0; // Linux gives it in KiB
-    tell(run, "done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step, ms, peak_mib,
+    tell("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step, ms, peak_mib,
          c.output_dir.c_str());
-}
-
-// Writes the rows and pictures that still wait for the disk. This is the last attempt. So if any of them can't be
-// written, the program ends with an error.
-static void write_the_rest(Run* run) {
-    write_log(run);
-    write_waiting(run);
-    if (!world.rank && (!run->unwritten_rows.empty() || fsync(run->log_file)))
-        die("%s: its last rows could not be written (%s)", run->folder.name("log.csv").c_str(), strerror(errno));
-    const auto& waiting = run->waiting_pictures;
-    if (!waiting.empty())
-        die("%s: could not be written, and so %zu pictures are missing, for want of room; the rest is there",
-            run->folder.name(waiting.begin()->first).c_str(), waiting.size());
 }

@@ -8,9 +8,8 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // --- checkpoints, snapshots and grids
 
-// This function is called after a good step that follows the newest checkpoint. If the weights of this checkpoint were
-// broken, the step would not be good. So the checkpoint is good, and the oldest checkpoints may be removed.
-// --keep_checkpoints is the number of checkpoints that stay; 0: all of them stay.
+// Is called after a good step that follows the newest checkpoint: so its weights are good, and the oldest checkpoints
+// may be removed. --keep_checkpoints: how many stay; 0: all.
 static void prove_checkpoint(Run* run) {
     const size_t keep = run->config.keep_checkpoints;
     auto found = run->folder.list(); // sorted by step: the oldest checkpoint comes first
@@ -20,77 +19,30 @@ static void prove_checkpoint(Run* run) {
         run->folder.remove(oldest->second);
         found.erase(oldest);
     }
-    run->proven_step = run->saved_step;
+    run->proven = run->saved;
 }
 
 // Ends a run whose weights are broken, and prints which checkpoint the user can go on from.
 static void stop_run(Run* run, const std::string& why) {
-    const Folder folder = world.rank ? open_folder(run->config.output_dir) : run->folder;
-    const auto found = folder.list();
-    const auto newest = found.rbegin();
     // The newest checkpoint is good if a good step followed it. Otherwise its weights may have been broken already.
+    const std::string earlier =
+        run->proven.empty() ? "start again or from an earlier one" : "go on from " + run->proven;
     std::string last = "no checkpoint was written yet";
-    if (!run->resumed_from.empty()) last += ", so go on from " + run->resumed_from;
-    if (!found.empty() && newest->first == run->proven_step) {
-        last = "the last good checkpoint is " + folder.name(newest->second);
-    } else if (!found.empty()) {
-        last = "no step was good from " + folder.name(newest->second) + ", so move it away and ";
-        if (found.size() > 1) last += "go on from " + folder.name(std::next(newest)->second);
-        else last += run->resumed_from.empty() ? "start again" : "go on from " + run->resumed_from;
-    }
+    if (!run->saved.empty()) last = "no step was good from " + run->saved + ", so move it away and " + earlier;
+    if (!run->saved.empty() && run->saved == run->proven) last = "the last good checkpoint is " + run->saved;
     refuse(text("stopped at step %ld: ", run->state.step) + why + "; " + last +
            "; a lower --lr or a --warmup_steps may help");
 }
 
-// Returns a text that tells the user which saved step the run can go on from if it ends now.
-static std::string saved_so_far(const Run& run) {
-    if (!run.saved_step) return run.state.updates ? "no checkpoint was written yet" : "no good step was there to save";
-    const bool is_elsewhere = run.saved_step == run.first_step && !run.resumed_from.empty();
-    const std::string checkpoint = is_elsewhere ? run.resumed_from : "latest";
-    return text("saved is step %ld; --resume_checkpoint ", run.saved_step) + checkpoint + " goes on from there";
-}
-
-// All ranks call this after rank 0 has tried to write a model file. If the file could not be written, the ranks agree
-// on the step after which rank 0 tries again. retries: the Retries of this kind of file. Rank 0 passes the members
-// `failure` and `error` of its AtomicFile. The other ranks pass "" and 0. Returns whether the file was written.
-static bool is_written(Run* run, Retries* retries, const std::string& name, const std::string& failure, int error) {
-    if (!world.rank) check_folder(run);
-    // Print a message at the first failure, and at the first success after failures. End the run if the failures have
-    // lasted for PATIENCE seconds, or at once if it is hopeless to wait.
-    const bool hopeless = error == EFBIG; // the file is above a limit of size (ulimit -f), which does not go away
-    if (error && !hopeless && !retries->failing_since) {
-        retries->failing_since = now();
-        tell(run, "%s: %s; it is tried again for %.0f minutes\n", name.c_str(), failure.c_str(), PATIENCE / 60);
-    }
-    if (error && (hopeless || now() - retries->failing_since > PATIENCE))
-        die("%s: %s; stopped after step %ld; %s", name.c_str(), failure.c_str(), run->state.step,
-            saved_so_far(*run).c_str());
-    if (!error && retries->failing_since) {
-        tell(run, "%s: is written again\n", name.c_str());
-        retries->failing_since = 0;
-    }
-    // All ranks must try again after the same step. So the pause is turned into a number of steps, and rank 0 tells the
-    // other ranks this number. (A step is assumed to last at least a millisecond. At the beginning of a run, per_step
-    // is 0, because it is not known. Then the next attempt is made after one step.)
-    int steps_of_pause = 1;
-    if (run->per_step > 0) steps_of_pause = (int)(RETRY_AFTER / std::max(run->per_step, 1e-3));
-    const int pause = error ? std::max(1, steps_of_pause) : 0;
-    const int agreed = any_rank("the moment to try again", pause);
-    retries->next_step = run->issued + agreed;
-    return !agreed;
-}
-
-// Writes a model file: the header, the arrays, and `history`, which is a copy of Trainer::history or empty. slices:
-// this rank's slice of each array, in the order in which the arrays lie in the file. (For the weights it is
-// Trainer::params, the whole array, in which this rank's slice is up to date.) All ranks call this function, because
-// they gather the slices together. Only rank 0 writes. retries: the Retries of this kind of file. Returns whether the
-// file was written.
-static bool save_arrays(Run* run, Retries* retries, const std::string& name, Header header,
-                        const std::vector<float*>& slices, const std::vector<float>& history = {}) {
+// Writes a model file: the header, the arrays, and `history`, a copy of Trainer::history or empty. slices: this rank's
+// slice of each array (of the weights: the whole array Trainer::params), in the file's order. All ranks call it and
+// gather the slices together; rank 0 writes. If the file can't be written, the run ends.
+static void save_arrays(Run* run, const std::string& name, Header header, const std::vector<float*>& slices,
+                        const std::vector<float>& history = {}) {
     const UNet& net = run->trainer.net;
-    if (world.rank) { // this rank sends its slices, and learns whether rank 0 could write them
+    if (world.rank) { // this rank only sends its slices
         for (float* slice : slices) whole_array(run->trainer, slice);
-        return is_written(run, retries, name, "", 0);
+        return;
     }
     AtomicFile file(run->folder, name); // the file appears under this name when it is complete (commit)
     uint32_t crc = 0;                   // the checksum of all bytes that were written so far
@@ -104,10 +56,7 @@ static bool save_arrays(Run* run, Retries* retries, const std::string& name, Hea
     std::vector<float> flat(net.flat_size); // an array in our layout
     std::vector<float> tensor;              // one parameter of the array, in PyTorch's layout
     for (float* slice : slices) {
-        // whole_array returns only when all ranks have called it. So rank 0 calls it even after a failure to write the
-        // file. Otherwise the other ranks would wait for ever.
         const float* whole = whole_array(run->trainer, slice);
-        if (file.error) continue;
         copy_to_host(flat.data(), whole, flat.size() * sizeof(float));
         for (const Param& p : net.params) {
             tensor.resize(p.size);
@@ -122,7 +71,9 @@ static bool save_arrays(Run* run, Retries* retries, const std::string& name, Hea
     if (!history.empty()) write(history.data(), history.size() * sizeof(float));
     file.write_at(SLOT_CRC * 4, &crc, 4); // a slot has 4 bytes
     file.commit();
-    return is_written(run, retries, run->folder.name(name), file.failure, file.error);
+    if (file.error)
+        die("%s: %s; stopped after step %ld; %s", run->folder.name(name).c_str(), file.failure.c_str(), run->state.step,
+            saved_so_far(*run).c_str());
 }
 
 // Returns a checksum of all validation data: of the images and, with --val_cond_file, of the pictures.
@@ -132,8 +83,7 @@ static uint32_t validation_crc(const Dataset& val) {
 }
 
 // With --keep_best: if the checkpoint that was just written has the lowest validation loss so far, makes best.bin a
-// link to this checkpoint. If the run ended because data could not be read, the last step has no validation loss (NaN).
-// Then best.bin stays as it is.
+// link to it. After a signal, or if data could not be read, the loss may be unknown (NaN).
 static void keep_best(Run* run, const std::string& checkpoint) {
     const bool is_better = run->val_loss < run->best_loss; // false if val_loss is NaN
     if (world.rank || !run->config.keep_best || !is_better) return;
@@ -143,17 +93,8 @@ static void keep_best(Run* run, const std::string& checkpoint) {
         run->best_loss = run->val_loss;
         return;
     }
-    tell(run, "%s: %s; the run goes on, and %s is the best checkpoint until now\n", run->folder.name(BEST).c_str(),
+    tell("%s: %s; the run goes on, and %s is the best checkpoint until now\n", run->folder.name(BEST).c_str(),
          failure.c_str(), checkpoint.c_str());
-}
-
-// A run may be killed after it wrote its best checkpoint, and before it made best.bin a link to this checkpoint. If the
-// run is then resumed from this checkpoint, this function makes the link. But if there is a best.bin whose loss is
-// unknown, best.bin stays as it is.
-static void keep_best_of_resumed(Run* run) {
-    if (world.rank || (run->folder.has(BEST) && std::isinf(run->best_loss))) return;
-    const std::string checkpoint = text("model_%07ld.bin", run->first_step);
-    if (run->folder.has(checkpoint)) keep_best(run, checkpoint);
 }
 
 // Writes a checkpoint (docs/FORMATS.md). A run that is resumed from it computes the same bits as if it had not paused.
@@ -174,8 +115,7 @@ static void save_checkpoint(Run* run) {
     if (tr.data.cond) h.set(SLOT_COND_CRC, tr.data.cond->header_crc);
     const std::string paths = c.data_file + '\0' + c.cond_file;
     memcpy(&h.slot[SLOT_PATH], paths.data(), paths.size());
-    // Store the rates of the averages: the first rate in SLOT_EMA_RATE, the number of the other rates in SLOT_EMAS, and
-    // these other rates in the slots after SLOT_EMAS.
+    // The rates of the averages: the first, how many others there are, and these.
     h.set(SLOT_EMA_RATE, c.emas[0]);
     h.slot[SLOT_EMAS] = (int)c.emas.size() - 1;
     for (size_t k = 1; k < c.emas.size(); k++) h.set(SLOT_EMAS + (int)k, c.emas[k]);
@@ -187,18 +127,17 @@ static void save_checkpoint(Run* run) {
     arrays.insert(arrays.end(), tr.emas.begin() + 1, tr.emas.end());
     // The name holds the step with at least seven digits. So, up to step 9,999,999, sorting by name sorts by step.
     const std::string name = text("model_%07ld.bin", s.step);
-    if (!save_arrays(run, &run->checkpoint_retries, name, h, arrays, history)) return;
+    save_arrays(run, name, h, arrays, history);
     // The checkpoint is written. The next step shows whether its weights are good (prove_checkpoint).
     run->saved_step = s.step;
     run->saved_updates = s.updates;
+    run->saved = Folder{c.output_dir}.name(name);
     keep_best(run, name);
 }
 
-// Writes the two averages whose rates are in POWER_EMAS into a model file. The first of them lies where other model
-// files have the weights, and the second lies where they have the first average. A rate of POWER_EMAS is the exponent
-// of a power function. From the snapshots of a run, train_unet.py --ema_sigma_rel makes averages with other exponents.
-// The slot SLOT_STEP of this file holds the number of updates instead of the number of steps, because the averages
-// depend on the number of updates.
+// Writes the two averages whose rates are in POWER_EMAS into a model file, in the places of the weights and of the
+// first average. Of a run's snapshots, train_unet.py --ema_sigma_rel makes averages with other exponents. SLOT_STEP
+// holds the number of updates here, since the averages depend on it.
 static void save_snapshot(Run* run) {
     const Config& c = run->config;
     const Header h = model_header(c, HAS_EMA, run->state.updates);
@@ -209,7 +148,7 @@ static void save_snapshot(Run* run) {
         slices.push_back(run->trainer.emas[k]);
     }
     const std::string name = text("ema_%07ld.bin", run->state.step);
-    if (!save_arrays(run, &run->snapshot_retries, name, h, slices)) return;
+    save_arrays(run, name, h, slices);
     run->snapshot_step = run->state.step;
     run->snapshot_updates = run->state.updates;
 }
@@ -222,9 +161,9 @@ static std::vector<std::string> value_captions(const Config& c, const Sampler& s
     return captions;
 }
 
-// Returns what a grid shows of images (n, H, W, C) that are conditioned on pictures. Three things lie side by side, so
-// the result is (n, H, 3 W, C): the picture, the image, and the data's image that belongs to the picture. If a picture
-// has fewer channels than an image, only the picture's first channel is shown.
+// Returns what a grid shows of images (n, H, W, C) that are conditioned on pictures: the picture, the image, and the
+// data's image that belongs to the picture, side by side, (n, H, 3 W, C). If a picture has fewer channels than an
+// image, its first channel is shown.
 static std::vector<float> beside_pictures(const Config& c, const Sampler& s, const std::vector<float>& images) {
     const int K = c.cond_channels;
     const int C = c.in_channels;
@@ -242,13 +181,12 @@ static std::vector<float> beside_pictures(const Config& c, const Sampler& s, con
     return shown;
 }
 
-// Draws samples with the first average of the weights, and writes them as a grid. Every grid of a run starts from the
-// same noise, so that the user sees how the samples get better. If a signal comes meanwhile, the grid is given up, so
-// that the run can end at once; a resumed run draws it (lacks_file).
+// Draws samples with the first average of the weights, and writes them as a grid. All grids of a run start from the
+// same noise. If a signal comes meanwhile, the grid is given up.
 static void save_grid(Run* run) {
     const Config& c = run->config;
     Trainer& tr = run->trainer;
-    end_line(run);
+    end_line();
     // Every rank needs the whole average, in the type that the network reads.
     const float* ema = whole_array(tr, tr.emas[0]);
     cast_params(tr.ema_copy, ema, tr.net.flat_size);
@@ -258,15 +196,16 @@ static void save_grid(Run* run) {
     const auto captions = value_captions(c, run->sampler, c.num_samples);
     const int parts = c.cond_channels ? 3 : 1;
     const std::vector<float> shown = c.cond_channels ? beside_pictures(c, run->sampler, images) : images;
-    write_or_wait(run, text("samples_%07ld.png", run->state.step),
-                  grid_png(shown, c.num_samples, c.H, parts * c.W, c.in_channels, captions, parts));
+    const std::string name = text("samples_%07ld.png", run->state.step);
+    const std::string png = grid_png(shown, c.num_samples, c.H, parts * c.W, c.in_channels, captions, parts);
+    const std::string failure = try_write_file(run->folder, name, png);
+    if (!failure.empty()) tell("%s: %s; the run goes on\n", run->folder.name(name).c_str(), failure.c_str());
 }
 
 // Prints that a step was skipped. Ends the run after --max_bad_steps skipped steps in a row.
 static void report_bad_step(Run* run) {
     const StepState& s = run->state;
-    tell(run,
-         "step %ld: loss %g (mean %g), gradient norm %g (mean %g): not finite or far outside its spread, "
+    tell("step %ld: loss %g (mean %g), gradient norm %g (mean %g): not finite or far outside its spread, "
          "so this step is skipped (%ld in a row, %ld in all)\n",
          s.step, s.loss, s.guard.mean_loss, s.grad_norm, s.guard.mean_norm, s.bad_in_row, s.bad_total);
     if (s.bad_in_row < run->config.max_bad_steps) return;
@@ -277,9 +216,8 @@ static void report_bad_step(Run* run) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- a run's first weights: new, of a file, or of the run that is resumed
 
-// Sets the weights of a new run. With --init they are read from that file; otherwise they are random. If the file holds
-// an average of the weights, the run starts from the average, unless --use_ema is False. The run's own averages get the
-// same numbers. At the first update, the new weights replace the content of the averages (average_share is 1 then).
+// Sets the weights of a new run. With --init they are read from that file, from its average unless --use_ema is False;
+// otherwise they are random. The run's own averages are replaced at the first update (average_share is 1 then).
 static void start_weights(Trainer* tr, const ModelFile& m) {
     const UNet& net = tr->net;
     const bool takes_average = m.has(HAS_EMA) && net.config.use_ema;
@@ -289,14 +227,9 @@ static void start_weights(Trainer* tr, const ModelFile& m) {
     for (float* ema : tr->emas) copy_slice(ema, flat, tr->own);
 }
 
-// The k-th average of a resumed run goes on from an array of the checkpoint. Returns the number of this array. It is
-// the first of these arrays that the checkpoint holds:
-//   1. the average that has the rate of the run's k-th average. If this rate is above 1, and the checkpoint does not
-//      hold such an average, the program ends
-//   2. the checkpoint's k-th average
-//   3. the weights (array 0)
-// The run then continues as if the array were the average over all updates so far, because average_share gets the
-// number of all updates, not of those since the run was resumed.
+// Returns the number of the checkpoint's array from which the k-th average of a resumed run goes on: the average of the
+// same rate, else the k-th average, else the weights (array 0). The run continues as if this were the average over all
+// updates so far. --ema_snapshots needs an average of the same rate.
 static int array_for_average(const Config& c, const ModelFile& m, int k) {
     const float rate = c.emas[k];
     // In the resumed run, --ema_rate may list the rates in another order than before.
@@ -308,9 +241,8 @@ static int array_for_average(const Config& c, const ModelFile& m, int k) {
     return k < m.emas() ? m.ema_array(k) : 0;
 }
 
-// Reads the losses that --schedule_sampler loss-second-moment remembers. They lie at the end of a checkpoint. For every
-// timestep t there are HISTORY + 1 numbers. The first HISTORY numbers are places for losses, and the last number is how
-// many of these places are filled.
+// Reads the losses at the end of a checkpoint that --schedule_sampler loss-second-moment remembers: for every timestep
+// t HISTORY places for losses, and how many of them are filled.
 static void restore_history(const Trainer& tr, const ModelFile& m) {
     std::vector<float> history(tr.history ? m.history() : 0); // empty if t is drawn uniformly, now or in the old run
     const size_t bytes = history.size() * sizeof(float);
@@ -325,21 +257,15 @@ static void restore_history(const Trainer& tr, const ModelFile& m) {
     if (bytes) copy_to_device(tr.history, history.data(), bytes);
 }
 
-// Compares the flags for which matters(flag) is true with their values in a checkpoint's header h. Returns a text about
-// the first flag whose value has changed: its name, its new value and its old value. "": none has changed. Flags that
-// the checkpoint does not hold are not compared.
+// Compares the flags for which matters(flag) is true with a checkpoint's header h. Returns a text about the first one
+// that has changed, or "". Flags that the checkpoint does not hold are not compared.
 static std::string changed_flag(const Config& c, const Header& h, auto matters) {
     for (const Flag& f : FLAGS) {
         if (!f.slot || !matters(f) || !slot_is_used(h, f)) continue;
-        Config then; // holds the checkpoint's value of this flag; all other flags but max_steps have their defaults
+        Config then; // holds the checkpoint's value of this flag
         set_flag(&then, f, header_value(c, h, f));
-        then.max_steps = h.slot[SLOT_MAX_STEPS];
-        std::string before = flag_value(then, f);
-        std::string now = flag_value(c, f);
-        if (f.slot == SLOT_ECT_D) { // its value may be 0, which stands for a number that depends on max_steps
-            before = std::to_string(then.ect_stage());
-            now = std::to_string(c.ect_stage());
-        }
+        const std::string before = flag_value(then, f);
+        const std::string now = flag_value(c, f);
         if (!same_value(f.name, now, before))
             return text("--%s %s: was %s before", f.name, now.c_str(), before.c_str());
     }
@@ -350,18 +276,19 @@ static std::string changed_flag(const Config& c, const Header& h, auto matters) 
 static bool is_of_objective(const Config& c, const Flag& f) {
     // sigma_small is for samples, but with --use_kl True it may also be a part of the loss.
     if (f.slot == SLOT_SIGMA_SMALL) return c.use_kl;
+    // The stages of --objective ect, and so its losses, depend on the length of the run.
+    if (f.slot == SLOT_MAX_STEPS) return c.objective == "ect";
     const bool is_of_ect = f.slot >= SLOT_ECT && f.slot < SLOT_ECT_END;
     return is_of_ect || (f.slot >= SLOT_DIFFUSION && f.slot < SLOT_PATCH_SIZE);
 }
 
-// Returns why the losses or gradients of a resumed run can't be compared with those before its checkpoint m: a text
-// that names the first flag that matters for them and whose value has changed. If no such flag has changed, but the
-// content of --data_file or --cond_file has, the text names that file. "": they can be compared.
+// Returns why the losses or gradients of a resumed run can't be compared with those before its checkpoint m: the flag
+// or the data file that has changed. "": they can be compared.
 static std::string changed_loss(const Config& c, const ModelFile& m, const Dataset& d) {
     const std::string flag = changed_flag(c, m.header, [&](const Flag& f) {
-        const bool is_of_samples = f.slot == SLOT_SIGMA_SMALL && !c.use_kl;
         const bool is_of_batch = f.slot == SLOT_SAMPLER || f.slot == SLOT_BATCH_SIZE || f.slot == SLOT_COND_NOISE;
-        return (f.free && !is_of_samples) || is_of_batch || is_of_objective(c, f);
+        const bool is_of_training = f.free && f.slot != SLOT_SIGMA_SMALL;
+        return is_of_training || is_of_batch || is_of_objective(c, f);
     });
     if (!flag.empty()) return flag;
     if (m.header.get<uint32_t>(SLOT_DATA_CRC) != d.header_crc)
@@ -371,34 +298,38 @@ static std::string changed_loss(const Config& c, const ModelFile& m, const Datas
     return "";
 }
 
-// Returns whether the run's validation losses mean something else than those of a checkpoint whose header is h: whether
-// the objective or the validation data is another one.
-static bool val_loss_changed_since(const Run& run, const Header& h) {
-    const Config& c = run.config;
-    const std::string objective = changed_flag(c, h, [&](const Flag& f) { return is_of_objective(c, f); });
-    // With --objective ect, all validation losses of a run are computed as in the stage of its last step
-    // (validation_loss). This stage may depend on --max_steps. So the last stages of both runs are compared.
-    Config then;
-    then.max_steps = h.slot[SLOT_MAX_STEPS];
-    then.ect_d = h.slot[SLOT_ECT_D];
-    const bool other_stage = is_ect(h) && then.last_ect_stage() != c.last_ect_stage();
-    const uint32_t val_crc = h.get<uint32_t>(SLOT_VAL_CRC); // 0: unknown, or there was no validation data
-    return !objective.empty() || other_stage || (val_crc && val_crc != validation_crc(run.val));
+// Returns the validation loss in log.csv's row of a step; infinite: there is none.
+static double logged_val_loss(const Run& run, int64_t step) {
+    std::istringstream rows(read_text(run.folder, "log.csv"));
+    for (std::string row; std::getline(rows, row);) {
+        const LogValues values = parse_row(row);
+        const bool is_it = values[COLUMN_STEP] == (double)step && std::isfinite(values[COLUMN_VAL_LOSS]);
+        if (is_it) return values[COLUMN_VAL_LOSS];
+    }
+    return INFINITY;
 }
 
-// Sets run->val_loss_changed to true if the validation losses of a resumed run can't be compared with the one of its
-// checkpoint m. Sets run->best_loss_changed to true if they can't be compared with the one of best.bin. For best.bin
-// the header in best.bin itself is read, because the run may have been resumed with other flags after best.bin was
-// written.
-static void compare_val_losses(Run* run, const ModelFile& m) {
-    run->val_loss_changed = val_loss_changed_since(*run, m.header);
-    const std::optional<Header> best = best_header(*run);
-    run->best_loss_changed = best && val_loss_changed_since(*run, *best);
+// Sets best_loss of a resumed run to the validation loss of best.bin. If it is unknown, or the objective or the
+// validation data has changed since, it stays infinite, so that the next checkpoint becomes the best.
+static void take_best_loss(Run* run) {
+    const Config& c = run->config;
+    if (world.rank || !c.keep_best || !run->folder.has(BEST)) return;
+    InputFile best;
+    best.open(run->folder.name(BEST), "move it away, for --keep_best would replace it");
+    close(best.file);
+    const Header& h = best.header;
+    const bool is_checkpoint = h.slot[SLOT_MAGIC] == MODEL_MAGIC && h.slot[SLOT_CONTENTS] == (HAS_EMA | HAS_TRAINING);
+    must(is_checkpoint, best.path, "is no checkpoint; move it away, for --keep_best would replace it");
+    const int64_t step = h.get<int64_t>(SLOT_STEP);
+    std::string why = changed_flag(c, h, [&](const Flag& f) { return is_of_objective(c, f); });
+    if (why.empty() && h.get<uint32_t>(SLOT_VAL_CRC) != validation_crc(run->val)) why = "--val_data_file has changed";
+    if (why.empty()) run->best_loss = logged_val_loss(*run, step);
+    if (why.empty() && std::isinf(run->best_loss)) why = text("log.csv has no validation loss of its step %ld", step);
+    if (!why.empty()) printf("%s: %s, so the next checkpoint becomes the best\n", best.path.c_str(), why.c_str());
 }
 
-// Compares a resumed run with its checkpoint m. If losses or gradient norms now mean something else than before, starts
-// the guard anew, as in a new run. A guard that compared them with those of earlier steps could skip every step of the
-// resumed run.
+// If losses or gradient norms of a resumed run mean something else than before its checkpoint m, starts the guard anew.
+// The old one could skip every step.
 static void compare_with_checkpoint(Run* run, const ModelFile& m) {
     const Config& c = run->config;
     const std::string why = changed_loss(c, m, run->trainer.data);
@@ -408,8 +339,7 @@ static void compare_with_checkpoint(Run* run, const ModelFile& m) {
     copy_to_device(run->trainer.state, &run->state, sizeof run->state);
 }
 
-// Gives a resumed run the state that is in its checkpoint: weights, the optimiser's moments, averages, the counters and
-// the guard of StepState, and the history of losses.
+// Gives a resumed run the state that is in its checkpoint.
 static void restore(Run* run, const ModelFile& m) {
     const Config& c = run->config;
     Trainer& tr = run->trainer;
@@ -424,21 +354,20 @@ static void restore(Run* run, const ModelFile& m) {
         copy_slice(tr.emas[k], read_array(m, tr.net, array), tr.own);
     }
     restore_history(tr, m);
-    // This state is saved already, in the checkpoint. (begin_run writes a snapshot of this step if one is missing.)
+    // This state is saved already, in the checkpoint.
     run->first_step = s.step;
     run->issued = s.step;
     run->saved_step = s.step;
     run->saved_updates = s.updates;
+    run->saved = m.path;
     run->snapshot_step = s.step;
     run->snapshot_updates = s.updates;
     copy_to_device(tr.state, &s, sizeof s);
-    // The probability of each t depends on rms_losses, which are computed from the history. The last argument is the
-    // number of new losses: 0.
+    // The probability of each t depends on rms_losses, which are computed from the history. 0: no new losses.
     if (tr.history) update_rms_losses(tr.rms_losses, tr.history, nullptr, nullptr, tr.state, c.diffusion_steps, 0);
     printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), s.step, c.max_steps, s.updates,
            c.seed);
-    // The images of a step begin at position step * B of the stream of images. If the batch size B is changed, this
-    // position changes, and the run continues with other images.
+    // The images of a step begin at position step * B of the stream of images.
     const int B = c.batch_size;
     const int before = m.header.slot[SLOT_BATCH_SIZE];
     if (B != before)
@@ -447,63 +376,45 @@ static void restore(Run* run, const ModelFile& m) {
                B, before, s.step * B, s.step * before);
 }
 
-// Ends the program if this run must not write into the output folder. A folder may hold one run only. So a new run
-// needs a folder that holds no run. A resumed run needs its own folder, without checkpoints of steps after resume_step,
-// or a folder that holds no run. resume: the path of the checkpoint that the run goes on from; "": the run is new.
-// resume_step: the step of that checkpoint.
+// Ends the program if this run must not write into the output folder. A new run needs a folder that holds no run. A
+// resumed run needs its own folder, without later checkpoints, or one that holds no run. resume: the path of the
+// checkpoint that the run goes on from; "": the run is new. resume_step: its step.
 static void check_output_dir(const Config& c, const Folder& output, const std::string& resume, int64_t resume_step) {
-    // If the folder has a best.bin but no other checkpoint, best.bin belongs to another run. With --keep_best this run
-    // would replace it. That is allowed only if this run goes on from this best.bin.
+    // A log without a checkpoint was left by a run that was killed early, and --resume_checkpoint auto starts anew
+    // there. But best.bin alone is what is left of a run that a new one must not replace.
     const auto found = output.list();
     const bool has_checkpoint = !found.empty();
-    std::error_code error;
-    const bool from_best = std::filesystem::equivalent(output.name(BEST), resume, error);
-    must(!c.keep_best || has_checkpoint || from_best || !output.has(BEST), output.name(BEST),
-         "is another run's; move it away, or choose another --output_dir");
-    // A log without a checkpoint was left by a run that was killed early. With --resume_checkpoint auto, such a folder
-    // is used as if it held no run: a new run starts in it.
-    const bool holds_run = has_checkpoint || (output.has("log.csv") && c.resume_checkpoint != "auto");
-    if (!holds_run) return;
+    const bool has_log = output.has("log.csv") && c.resume_checkpoint != "auto";
+    if (!has_checkpoint && !has_log && !output.has(BEST)) return;
 
     // The folder holds a run. So the program must resume this run; it must not start a new run here.
     const int64_t newest_step = has_checkpoint ? found.rbegin()->first : 0;
-    const std::string newest = has_checkpoint ? output.name(found.rbegin()->second) : "";
-    std::string what = "'s log.csv, but no checkpoint to continue it from; move log.csv away to start again";
+    std::string what = ", but no checkpoint model_STEP.bin to continue; move its log.csv and best.bin away";
     if (has_checkpoint) what = text(" (up to step %ld); continue it with --resume_checkpoint latest", newest_step);
     must(!resume.empty(), c.output_dir, "already holds a run" + what + ", or choose another --output_dir");
 
     // The checkpoint that this run goes on from must lie in this folder.
+    std::error_code error;
     const std::filesystem::path folder = std::filesystem::path(resume).parent_path() / ".";
     must(std::filesystem::equivalent(folder, c.output_dir + "/.", error), c.output_dir,
          "already holds a run, but " + resume + " is not part of it; choose another --output_dir");
-    // No checkpoint in the folder may be of a later step than `resume`: this run would come to that step, too, and
-    // replace that checkpoint.
-    const bool none_is_later = newest_step <= resume_step;
-    const bool has_wrong_name = !none_is_later && std::filesystem::equivalent(newest, resume, error);
-    must(!has_wrong_name, newest, text("holds step %ld; rename it to model_%07ld.bin", resume_step, resume_step));
-    must(none_is_later, newest,
-         text("is later (step %ld) than ", newest_step) + resume +
+    // The run would come to that step, too, and replace that checkpoint.
+    must(newest_step <= resume_step, output.name(has_checkpoint ? found.rbegin()->second : ""),
+         text("is called step %ld, which is later than step %ld of ", newest_step, resume_step) + resume +
              "; resume that one (latest), move it away, or choose another --output_dir");
 }
 
-// A run that goes on from an early checkpoint does later steps again, maybe with other flags. But the folder still has
-// snapshots ema_STEP.bin of these steps from before. train_unet.py --ema_sigma_rel adds up the snapshots in a folder,
-// and must not mix old snapshots with those that this run writes. So the old snapshots are renamed.
+// A run that goes on from an early checkpoint does later steps again, maybe with other flags. Post-hoc averages
+// (--ema_sigma_rel) must not mix snapshots of both, so later ones are renamed.
 static void leave_later_snapshots(const Folder& folder, int64_t first_step) {
-    int64_t count = 0;
     for (const auto& [step, name] : folder.list("ema_")) {
         if (step <= first_step) continue; // this snapshot is a part of this run
-        std::string new_name = name + ".left";
-        for (int k = 2; folder.has(new_name); k++) new_name = name + text(".left%d", k);
+        const std::string new_name = name + ".left";
         if (renameat(folder.descriptor, name.c_str(), folder.descriptor, new_name.c_str()))
-            die("%s: can't be renamed to %s (%s); move it away", folder.name(name).c_str(), new_name.c_str(),
-                strerror(errno));
-        count++;
+            die("%s: can't be renamed (%s); move it away", folder.name(name).c_str(), strerror(errno));
+        printf("%s: is later than step %ld, where this run goes on; it is called %s now\n", folder.name(name).c_str(),
+               first_step, new_name.c_str());
     }
-    if (count)
-        printf("%s: snapshots ema_STEP.bin beyond step %ld, where this run goes on: %ld; "
-               "they are called ema_STEP.bin.left now (or .left2 and so on), and no average takes them\n",
-               folder.path.c_str(), first_step, count);
 }
 
 // Prints how the memory of the device is used, in GiB.
@@ -511,8 +422,8 @@ static void print_memory(const Config& c, const UNet& net, const MuonWork& muon)
     const double GIB = 0x1p30;
     const double array = net.flat_size * sizeof(float) / GIB; // all parameters in fp32
     const double slice = slice_of(net.flat_size, 0, world.size).owned() * sizeof(float) / GIB;
-    // If activations are bf16 (also with --precision fp8), there are copies of two arrays: of the weights, and of their
-    // first average. With --precision fp8 there are two more copies of the weights, with one byte for each weight.
+    // If activations are bf16, there are copies of the weights and of their first average. With --precision fp8 there
+    // are two more copies of the weights, with one byte for each weight.
     double copies = weights_have_copy() ? 2.0 * net.flat_size * act_bytes() / GIB : 0;
     if (c.precision == "fp8") copies += 2.0 * net.flat_size * bytes_of(Element::FP8) / GIB;
 
@@ -531,9 +442,7 @@ static void print_memory(const Config& c, const UNet& net, const MuonWork& muon)
            all, weights, grads, moments, net.B, arena, rest);
 }
 
-// Returns the flags of the run's preset, with their values. A flag is left out if the run has another value for it, for
-// example because a model file or the data has replaced it. (If the command line has replaced the value, the flag is
-// kept: print_start prints the command line's flags after those of the preset.)
+// Returns the flags of the run's preset that the run has, or that the command line gives (which is printed after them).
 static std::string preset_in_force(const Config& c) {
     std::string kept;
     std::istringstream words(PRESETS.at(c.preset)); // --name value --name value
@@ -548,8 +457,7 @@ static std::string preset_in_force(const Config& c) {
     return kept;
 }
 
-// --precision fp8: prints how much of the work is done in FP8, and whether FP8 saves time. Rounding to FP8 takes time,
-// too. In small convolutions it takes almost as much time as FP8 saves.
+// --precision fp8: prints how much of the work is done in FP8.
 static void print_fp8(const Config& c, const UNet& net) {
     if (c.precision != "fp8") return;
     int convs = 0, gradients = 0;
@@ -562,15 +470,8 @@ static void print_fp8(const Config& c, const UNet& net) {
         flops += 2.0 * out.H * out.W * (double)net.params[l.weight].size; // as in conv_flops
     }
     const double gflops = flops * c.micro() / convs * 1e-9; // GFLOP of an FP8 convolution for a microbatch (mean)
-    // If `gflops` is less than this, FP8 hardly saves time. In unet64 with 32 images, for example, `gflops` is 8, and
-    // FP8 made the steps 6 % shorter (docs/GUIDE.md).
-    constexpr double LITTLE = 10;
-    const char* const advice =
-        gflops < LITTLE
-            ? "; that is so little that FP8 hardly saves time: it pays with more channels, or more images at a time"
-            : "";
-    printf("fp8: %d convolutions, %.0f %% of a forward pass, %.3g GFLOP each, and the input gradients of %d%s\n", convs,
-           100 * flops / net.flops, gflops, gradients, advice);
+    printf("fp8: %d convolutions, %.0f %% of a forward pass, %.3g GFLOP each, and the input gradients of %d\n", convs,
+           100 * flops / net.flops, gflops, gradients);
 }
 
 // Prints what is about to be trained, on which data, and in which folder.
@@ -589,14 +490,13 @@ static void print_start(const Config& c, const Trainer& tr, const Dataset& data)
         printf("processes: %d, which share a step's batch of %d, %d images at a time; "
                "each keeps its part of the moments and averages\n",
                world.size, c.batch_size, c.micro());
-    // The images can't be verified if their checksums are not known. This is so if the file is longer than
-    // READ_AT_START and holds no checksum of each image.
+    // An image can't be verified if the file is longer than READ_AT_START and holds no checksum of each image.
     const bool verified = !data.image_crc.empty();
     const char* doubt = verified ? "" : " (not verified: more than 4 GiB, and no checksums of them)";
     const int64_t steps_an_epoch = (data.count + c.batch_size - 1) / c.batch_size;
     printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), data.count, doubt,
            steps_an_epoch, c.batch_size, c.output_dir.c_str());
-    if (!c.class_cond && c.by_preset.contains("class_cond") && data.labels.empty())
+    if (!c.class_cond && !c.given("class_cond") && c.default_preset && data.labels.empty())
         printf("classes: none, because the data has no labels\n");
     if (c.class_cond)
         printf("classes: %d, --class_dropout %g; grids: --guidance_scale %g\n", c.num_classes, c.class_dropout,

@@ -26,9 +26,8 @@ static LogValues parse_row(const std::string& row) {
     return values;
 }
 
-// Summarises some neighbouring rows of log.csv for index.html. While a run is short, each LogPart summarises one row.
-// The arrays `sum` and `n` hold one element for each of the nine columns from loss to val_loss. For a skipped step, the
-// value in the column loss is left out of low, high, sum and n, but the values in the other columns are counted.
+// Summarises neighbouring rows of log.csv for index.html. The arrays `sum` and `n` hold one element for each of the
+// nine columns from loss to val_loss. The loss of a skipped step is left out of low, high, sum and n.
 struct LogPart {
     int64_t first;   // the first row's step
     int64_t last;    // the last row's step
@@ -53,9 +52,8 @@ struct LogPart {
     }
 };
 
-// Summarises a log of any length in fewer than MAX_PARTS parts. Each part summarises the same number of rows; only the
-// last part may summarise fewer. When the number of parts reaches MAX_PARTS, each pair of neighbouring parts is joined
-// into one part.
+// Summarises a log of any length in fewer than MAX_PARTS parts of equally many rows; only the last part may hold fewer.
+// When there are MAX_PARTS, each pair of neighbours is joined into one.
 struct LogSummary {
     static constexpr size_t MAX_PARTS = 4096;
     std::vector<LogPart> parts;
@@ -65,15 +63,13 @@ struct LogSummary {
     int most_skipped = Config{}.max_bad_steps; // after this many bad steps in a row, a run ends
     double mean = 0;    // the mean loss over about the latest tenth of the steps, at most about 50 steps
     double seconds = 0; // the length of the run when the last row's step was done
-    // Both functions add a row, which must be the next row of the log. add is for rows of the running process, which
-    // knows whether the step was skipped. add_read is for rows that are read from log.csv. It finds out by the member
+    // Both functions add the next row of the log. add_read is for rows that are read from log.csv: it finds out by
     // `guard` whether the row's step was skipped.
     void add(const std::string& row, bool is_skipped);
     void add_read(const std::string& row);
 };
 
-// Returns a LogPart that summarises a single row. seconds: the length of the run when the row's step was done. skipped:
-// whether the guard found the step bad.
+// Returns a LogPart of a single row. seconds: the length of the run when the row's step was done.
 static LogPart part_of_row(const LogValues& values, double seconds, bool skipped) {
     const int64_t step = (int64_t)values[COLUMN_STEP];
     LogPart part{step, step, skipped, INFINITY, -INFINITY, seconds, {}, {}};
@@ -97,15 +93,13 @@ void LogSummary::add(const std::string& row, bool is_skipped) {
     const double loss = values[COLUMN_LOSS];
     const double ms = values[COLUMN_MS];
     const double logged = values[COLUMN_SECONDS];
-    // `seconds` becomes the length of the run. Older programs wrote no seconds into a row. For such a row, the time of
-    // its step is added to `seconds`.
+    // Rows of older programs have no seconds. Then the time of the step is added.
     if (logged >= seconds && logged < BIG) seconds = logged;
     else if (ms > 0 && ms < BIG) seconds += ms / 1000;
 
     const LogPart part = part_of_row(values, seconds, is_skipped);
-    // Each loss of a healthy step updates the mean. Let n be guard.n, the number of healthy steps so far. The newest
-    // loss has a share of 10 / (n + 9) in the mean. So the mean describes about the latest tenth of the losses. But the
-    // share is at least 0.02, which it reaches at n = 491. After that the mean describes about the latest fifty losses.
+    // The newest loss of a healthy step has a share of 10 / (guard.n + 9) in the mean, which then describes about the
+    // latest tenth of the losses; but at least 0.02, so about the latest fifty.
     const double share = std::max(10 / (guard.n + 9), 0.02);
     if (part.n[0] && std::fabs(loss) < 1e9) mean += (loss - mean) * share;
 
@@ -124,10 +118,9 @@ void LogSummary::add(const std::string& row, bool is_skipped) {
 
 void LogSummary::add_read(const std::string& row) {
     const LogValues values = parse_row(row);
-    // The run's guard judged the step by the same rule as the guard here. But a resumed run may have started its guard
-    // anew (compare_with_checkpoint), and the rows do not say so. A run ends after most_skipped bad steps, one after
-    // the other. So if the guard here has found that many rows bad, and there is still one more row, the run must have
-    // started its guard anew. Then the guard here starts anew, too.
+    // The run's guard judged the step by the same rule. But a resumed run may have started its guard anew
+    // (compare_with_checkpoint), which rows do not say. A run ends after most_skipped bad steps in a row. So if one
+    // more row follows these, the guard was started anew.
     if (skipped == most_skipped) guard = Guard{};
     const bool is_skipped = !healthy(&guard, values[COLUMN_LOSS], values[COLUMN_GRAD_NORM]);
     skipped = is_skipped ? skipped + 1 : 0;
@@ -137,29 +130,12 @@ void LogSummary::add_read(const std::string& row) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what a run holds
 
-// If a checkpoint or a snapshot can't be written, the program tries again every RETRY_AFTER seconds, for PATIENCE
-// seconds at most, while training goes on. Ten minutes are enough for somebody who sees the message to make room. If
-// nobody makes room, the run ends. Otherwise it could train for a whole night without saving anything. At the end of a
-// run the program waits for only PATIENCE_AT_THE_END seconds. Nothing is trained during this wait, and a user who has
-// stopped the run may soon kill the process.
-constexpr double PATIENCE = 600;
-constexpr double PATIENCE_AT_THE_END = 15;
-constexpr double RETRY_AFTER = 5;
-
 // What unet/run/page.h needs to write index.html, besides the other members of Run.
 struct Page {
     std::string about{}; // a text that describes the model, the machine and the data
     int64_t started = 0; // when this process began to train, in seconds since 1970
     double interval = 0; // the seconds from one writing of the page to the next
     double due = 0;      // when the page is to be written again, in seconds, as now() returns them
-};
-
-// If a checkpoint or a snapshot can't be written, the program tries again later. This struct holds when the first
-// attempt failed, and after which step the next attempt is made. There is one struct for checkpoints and one for
-// snapshots: if a snapshot could be written, a checkpoint, which is larger, may still fail.
-struct Retries {
-    double failing_since = 0; // when the first of the failed attempts was made; 0: the latest attempt did not fail
-    int64_t next_step = 0;    // the first step after which the program tries again
 };
 
 // Times are in seconds, as now() returns them. Steps are counted from 1: after step 7, state.step is 7.
@@ -173,42 +149,27 @@ struct Run {
 
     // Progress. A step is issued when the host has given its work to the device. Up to STEPS_AHEAD steps later the host
     // fetches the results (collect_steps); then the step is logged.
-    int64_t first_step = 0;  // the step that this process went on from; 0: the run is new
-    int64_t issued = 0;      // the newest issued step
-    StepState state{};       // the results of the newest logged step
-    double val_loss = NAN;   // the validation loss after that step; NaN: it was not measured
-    int stop = 0;            // the signal that ends the run; all ranks agreed on it; 0: no signal came
-    int64_t asked_step = -1; // after which step is_stopped was called last
+    int64_t first_step = 0; // the step that this process went on from; 0: the run is new
+    int64_t issued = 0;     // the newest issued step
+    StepState state{};      // the results of the newest logged step
+    double val_loss = NAN;  // the validation loss after that step; NaN: it was not measured
+    int stop = 0;           // the signal that ends the run; all ranks agreed on it; 0: no signal came
 
     // Checkpoints and snapshots of the averages. Updates are the steps that were not skipped.
-    int64_t saved_step = 0;         // the step of the newest checkpoint; 0: there is none
-    std::string resumed_from{};     // at rank 0: the checkpoint that was resumed, if it lies in another folder
-    int64_t saved_updates = 0;      // how many updates had been done when that checkpoint was written
-    int64_t proven_step = -1;       // the step of the newest checkpoint that is known to be good (prove_checkpoint)
-    int64_t snapshot_step = 0;      // the step of the newest snapshot or, before there is one, the step resumed from
-    int64_t snapshot_updates = 0;   // how many updates had been done when that snapshot was written
-    bool val_loss_changed = false;  // validation losses now mean something else than before the run was resumed
-    bool best_loss_changed = false; // validation losses now mean something else than when best.bin was written
-    double best_loss = INFINITY;    // at rank 0: the validation loss of best.bin; infinite: unknown, or no best.bin
+    int64_t saved_step = 0;       // the step of the newest checkpoint; 0: there is none
+    std::string saved{};          // the path of that checkpoint
+    std::string proven{};         // the path of the newest checkpoint that is known to be good (prove_checkpoint)
+    int64_t saved_updates = 0;    // how many updates had been done when that checkpoint was written
+    int64_t snapshot_step = 0;    // the step of the newest snapshot or, before there is one, the step resumed from
+    int64_t snapshot_updates = 0; // how many updates had been done when that snapshot was written
+    double best_loss = INFINITY;  // at rank 0: the validation loss of best.bin; infinite: unknown, or no best.bin
 
     // The log, the page and the line on the terminal.
     int log_file = -1;               // the file descriptor of log.csv
     LogSummary summary{};            // a summary of log.csv, from which index.html draws its curves
     Page page{};                     // what else the page needs
-    bool status_line_open = false;   // the cursor stands in a status line, which the next status line replaces
+    std::string new_rows{};          // rows that log.csv still lacks
     double status_shown = -INFINITY; // when the latest status line was printed
-
-    // What waits for the disk. Each flag said_... remembers that a message was printed, so that it is printed only
-    // once.
-    std::string unwritten_rows{};                          // rows that log.csv still lacks
-    bool said_rows_wait = false;                           // the user knows that rows wait
-    std::map<std::string, std::string> waiting_pictures{}; // the content of pictures to be written, by file name
-    bool said_pictures_wait = false;                       // the user knows that pictures wait
-    double pictures_tried = -INFINITY;                     // when write_waiting last tried to write pictures
-    Retries checkpoint_retries{};
-    Retries snapshot_retries{};
-    bool said_moved = false;  // the user was told that the folder has moved
-    bool said_length = false; // print_step has estimated the length of the run, which it does only once
 
     // The clock.
     double seconds = 0;     // the time that this process has spent in steps
@@ -217,35 +178,15 @@ struct Run {
     double per_step = 0;    // the seconds that a step takes: a mean over recent steps; 0: not known yet
 };
 
-// This function is called before anything else than a status line is printed. If the cursor stands in a status line, it
-// is moved to a new line.
-static void end_line(Run* run) {
-    if (run->status_line_open && stdout_takes_a_line()) printf("\n");
-    run->status_line_open = false;
-}
-
-// Prints a sentence about the run, on a line of its own. If stdout takes no line at the moment (for example, Ctrl-S has
-// stopped the terminal), tell waits. If a signal comes during this wait, the sentence is left out.
-__attribute__((format(printf, 2, 3))) static void tell(Run* run, const char* format, ...) {
-    end_line(run);
-    va_list args;
-    va_start(args, format);
-    if (stdout_takes_a_line()) vprintf(format, args);
-    va_end(args);
-    fflush(stdout);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the log and the status line
 
-// With --keep_best, the file of this name is a hard link to the checkpoint that has the lowest validation loss (or a
-// copy of it, if the file system has no hard links). So the content of this checkpoint stays when its file
-// model_STEP.bin is removed because there are newer checkpoints.
+// With --keep_best, this is a hard link to (or a copy of) the checkpoint of the lowest validation loss, whose content
+// stays when its file model_STEP.bin is removed.
 constexpr char BEST[] = "best.bin";
 
-// Returns true if the folder holds a run, and `name` is a name that the run gives to its own files. Nothing else, such
-// as --sample --output, may write a file of such a name into the folder of a run. The run would replace this file, or
-// read it as its own file.
+// Returns whether the folder holds a run, and `name` is a name that the run gives to its own files. Nothing else may
+// write a file of such a name there: the run would replace it, or read it as its own.
 static bool is_name_of_run(const Folder& folder, const std::string& name) {
     const bool holds_run = folder.has("log.csv") || !folder.list().empty();
     if (!holds_run) return false;
@@ -258,47 +199,20 @@ static bool is_name_of_run(const Folder& folder, const std::string& name) {
 
 constexpr char NAME_OF_RUN[] = "is a name for files of the run in that folder; choose another one";
 
-// Rank 0: returns the header of the checkpoint in best.bin. Returns nothing without --keep_best, if there is no
-// best.bin, or if the run is new. The other ranks get nothing, because they have not opened the folder.
-static std::optional<Header> best_header(const Run& run) {
-    const bool resumed = run.first_step > 0;
-    const bool has_folder = !world.rank && run.folder.descriptor >= 0;
-    if (!run.config.keep_best || !resumed || !has_folder || !run.folder.has(BEST)) return {};
-    const int file = openat(run.folder.descriptor, BEST, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
-    Header h;
-    const bool whole = read(file, h.slot, sizeof h.slot) == sizeof h.slot;
-    if (file >= 0) close(file);
-    const bool checkpoint =
-        whole && h.slot[SLOT_MAGIC] == MODEL_MAGIC && h.slot[SLOT_CONTENTS] == (HAS_EMA | HAS_TRAINING);
-    must(checkpoint, run.folder.name(BEST), "is no checkpoint; move it away, for --keep_best would replace it");
-    return h;
-}
-
-// Opens log.csv at rank 0. A resumed run does the steps after its checkpoint again, so the rows of these steps are
-// removed. The rows that stay are added to run->summary. The best validation loss so far (best_loss) is read from the
-// row of the step whose checkpoint is in best.bin, and val_loss from the row of the step that the run goes on from.
+// Opens log.csv at rank 0. A resumed run does the steps after its checkpoint again, so their rows are removed. The rows
+// that stay are added to run->summary.
 static void open_log(Run* run) {
     if (world.rank) return;
-    const std::optional<Header> best_file = best_header(*run);
-    const int64_t best = best_file ? best_file->get<int64_t>(SLOT_STEP) : -1; // the step of best.bin
     run->summary.most_skipped = run->config.max_bad_steps;
     std::string kept = std::string(LOG_COLUMNS) + "\n";
-    const auto commas = std::ranges::count(kept, ',');
     std::istringstream old(read_text(run->folder, "log.csv"));
     std::string row;
     while (std::getline(old, row) && !old.eof()) { // a last row without a line break was cut short, and is ignored
-        const LogValues values = parse_row(row);
-        const double step = values[COLUMN_STEP];
+        const double step = parse_row(row)[COLUMN_STEP];
         const bool belongs = step > 0 && step <= (double)run->first_step; // false for the line of column names (step 0)
         if (!belongs) continue;
         run->summary.add_read(row);
-        const double val_loss = values[COLUMN_VAL_LOSS];
-        if (std::isfinite(val_loss)) {
-            if ((int64_t)step == best && !run->best_loss_changed) run->best_loss = val_loss;
-            if ((int64_t)step == run->first_step && !run->val_loss_changed) run->val_loss = val_loss;
-        }
-        const bool lacks_seconds = std::ranges::count(row, ',') == commas - 1; // written by an older program
-        kept += lacks_seconds ? row + ",\n" : row + "\n";
+        kept += row + "\n";
     }
     // The new log replaces the old one as a whole, so a crash at this moment loses nothing.
     const std::string path = run->folder.name("log.csv");
@@ -307,92 +221,39 @@ static void open_log(Run* run) {
     // Rows are appended. O_NOFOLLOW: if somebody has put a link in the place of log.csv meanwhile, it is not followed.
     run->log_file = openat(run->folder.descriptor, "log.csv", O_WRONLY | O_APPEND | O_CLOEXEC | O_NOFOLLOW);
     if (run->log_file < 0) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
-    // Nothing is left to do if best.bin's loss is known, or if best_header has returned no header (`best` is -1). The
-    // loss is unknown in three cases: validation losses now mean something else (best_loss_changed); or the run goes on
-    // from a step before best.bin's step; or log.csv was cut or removed. Then the user is told.
-    if (best < 0 || std::isfinite(run->best_loss)) return;
-    const std::string why = run->best_loss_changed ? "its validation loss can't be compared with those of this run"
-                                                   : text("log.csv has no validation loss of its step %ld", best);
-    printf("%s: %s, so the next checkpoint becomes the best\n", run->folder.name(BEST).c_str(), why.c_str());
 }
 
-// If somebody removed the folder, the run has no place for its checkpoints, and ends. If somebody moved the folder, the
-// run goes on in it: the run holds the folder by its descriptor, not by its name.
-static void check_folder(Run* run) {
-    if (world.rank) return;
-    if (run->folder.is_removed())
-        die("%s: was removed while the run wrote there; stopped after step %ld", run->folder.path.c_str(),
-            run->state.step);
-    if (run->said_moved || run->folder.has_its_name()) return; // the user knows already, or nothing was moved
-    run->said_moved = true;
-    tell(run, "%s: was moved; the run goes on in it, wherever it is now\n", run->folder.path.c_str());
+// Returns a text that tells the user which saved step the run can go on from if it ends now.
+static std::string saved_so_far(const Run& run) {
+    if (!run.saved_step) return run.state.updates ? "no checkpoint was written yet" : "no good step was there to save";
+    return text("saved is step %ld; --resume_checkpoint ", run.saved_step) + run.saved + " goes on from there";
 }
 
-// Writes the rows that log.csv lacks. If the disk has no room for all of them, the rest waits; the run goes on.
+// Writes the rows that log.csv lacks.
 static void write_log(Run* run) {
-    // A call of write may write only a part of the rows.
-    std::string& rows = run->unwritten_rows;
-    while (!rows.empty()) {
-        const ssize_t written = write(run->log_file, rows.data(), rows.size());
-        if (written <= 0) break; // the rows that are left wait for the next call
-        rows.erase(0, (size_t)written);
-    }
-    const std::string why = strerror(errno);
-    // The user is told once that rows wait, and once that they wait no longer.
-    const bool wait = !rows.empty();
-    if (wait == run->said_rows_wait) return;
-    run->said_rows_wait = wait;
     const std::string name = run->folder.name("log.csv");
-    if (wait) tell(run, "%s: can't be written (%s); rows wait\n", name.c_str(), why.c_str());
-    else tell(run, "%s: is written again, and no row is missing\n", name.c_str());
+    if (!write_all(run->log_file, name, run->new_rows.data(), run->new_rows.size()))
+        die("%s: can't be written (%s); stopped after step %ld; %s", name.c_str(), strerror(errno), run->state.step,
+            saved_so_far(*run).c_str());
+    run->new_rows.clear();
 }
 
-// Writes the pictures that wait. If the disk has no room for a picture, this picture and those after it go on waiting;
-// the run goes on.
-static void write_waiting(Run* run) {
-    if (run->waiting_pictures.empty()) return;
-    run->pictures_tried = now();
-    std::string failure;
-    std::string name; // the latest picture that was tried
-    // Stop at the first picture that can't be written.
-    while (!run->waiting_pictures.empty() && failure.empty()) {
-        const auto picture = run->waiting_pictures.begin();
-        name = picture->first;
-        failure = try_write_file(run->folder, name, picture->second);
-        if (failure.empty()) run->waiting_pictures.erase(picture);
-    }
-    const bool wait = !run->waiting_pictures.empty();
-    if (wait == run->said_pictures_wait) return;
-    run->said_pictures_wait = wait;
-    name = run->folder.name(name);
-    if (wait) tell(run, "%s: %s; pictures wait\n", name.c_str(), failure.c_str());
-    else tell(run, "%s: is written again, and no picture is missing\n", name.c_str());
-}
-
-// Writes a picture now. If other pictures already wait for the disk, this one waits with them.
-static void write_or_wait(Run* run, const std::string& name, const std::string& content) {
-    run->waiting_pictures[name] = content;
-    if (!run->said_pictures_wait) write_waiting(run);
-}
-
-// Adds the step in run->state to the log. ms: how many milliseconds the step took. val: the validation loss after the
-// step, or NaN. seconds: the length of the run when the step was done. Each of the columns loss_q0 to loss_q3 is the
-// mean loss in one quarter of the noise levels. If a quarter contains no sample of the step, its field is empty.
+// Adds the step in run->state to the log. ms: the time that the step took. val: the validation loss after the step, or
+// NaN. seconds: the length of the run. Each of the columns loss_q0 to loss_q3 is the mean loss in one quarter of the
+// noise levels, empty if no sample of the step lies there.
 static void log_step(Run* run, double ms, double val, double seconds) {
     const StepState& s = run->state;
-    // A float that is written with nine digits can be read back exactly. (The losses and the norm are doubles, which
-    // are rounded here.) An empty field means that there is no value.
+    // A float that is written with nine digits can be read back exactly.
     std::string row = text("%ld,%.9g,%.9g,%.9g,%.3f", s.step, s.loss, s.lr, s.grad_norm, ms);
     for (int q = 0; q < 4; q++) row += s.count_q[q] ? text(",%.9g", s.loss_q[q]) : ",";
     row += std::isnan(val) ? "," : text(",%.9g", val);
     row += text(",%.3f", seconds);
-    if (!world.rank) run->unwritten_rows += row + "\n";
+    if (!world.rank) run->new_rows += row + "\n";
     run->summary.guard = s.guard;
     run->summary.add(row, !s.ok);
 }
 
-// Returns the whole status line, which shorten_status then makes fit into the terminal. val: a validation loss, or NaN.
-// eta: the seconds until the run ends.
+// Returns the whole status line. val: a validation loss, or NaN. eta: the seconds until the run ends.
 static std::string status_line(const Run& run, double val, double eta) {
     const Config& c = run.config;
     const StepState& s = run.state;
@@ -409,11 +270,10 @@ static std::string status_line(const Run& run, double val, double eta) {
     return line;
 }
 
-// Removes parts of a status line until the line fits into `columns` columns. columns is 0 if there is no terminal. Then
-// the line stays whole.
+// Removes parts of a status line, the least important first, until it fits into `columns` columns; 0: there is no
+// terminal.
 static std::string shorten_status(std::string line, size_t columns) {
-    // A part is found by a word that it contains. The part ends at the next " | ". The least important part is removed
-    // first.
+    // A part is found by a word in it, and ends at the next " | ".
     for (const char* word : {"GFLOP", "norm", "lr", "images", " ms", "skipped", "val", "ETA"}) {
         if (!columns || line.size() < columns) break;
         const size_t found = line.find(word);
@@ -426,28 +286,11 @@ static std::string shorten_status(std::string line, size_t columns) {
     return line;
 }
 
-// Prints the status line. After the first three steps, this function also estimates how long the rest of the run will
-// take. If this is more than three hours, it prints the estimate, but only once: a beginner may not have meant to start
-// such a long run.
+// Prints the status line. val: a validation loss, or NaN.
 static void print_step(Run* run, double val) {
-    const Config& c = run->config;
-    const StepState& s = run->state;
-    const double per_step = run->per_step;
-    const double eta = per_step * (double)(c.max_steps - s.step);
-    // The first three steps are slower than the others. So nothing is estimated before they are done.
-    const bool is_timed = s.step >= run->first_step + 3;
-    if (is_timed && !run->said_length) {
-        run->said_length = true;
-        if (eta > 3 * 3600) {
-            tell(run,
-                 "this run will take %s: --max_steps %ld would end within an hour; a smaller --batch_size, "
-                 "--num_channels, --num_res_blocks or --image_size makes a step, now %.3g s, shorter\n",
-                 duration(eta).c_str(), (long)(s.step + 3600 / per_step), per_step);
-        }
-    }
+    const double eta = run->per_step * (double)(run->config.max_steps - run->state.step);
     // On a terminal the next status line replaces this one. In a file or a pipe all status lines stay, one a line.
     const size_t columns = (size_t)terminal_columns();
     show_status(shorten_status(status_line(*run, val, eta), columns));
-    run->status_line_open = columns > 0;
     run->status_shown = now();
 }

@@ -4,26 +4,21 @@
 
 // =====================================================================================================================
 // Model files: weights and checkpoints, initial weights
-// A model file consists of a header and then arrays in fp32. Each array holds one number for every parameter. The first
-// array is the weights (in a snapshot, ema_STEP.bin, an average of them: see save_snapshot). Two bits in the header say
-// what else the file holds. With the bit HAS_EMA, an average of the weights follows. With HAS_TRAINING, AdamW's two
-// moments and further averages follow. The checkpoint of a run with --schedule_sampler loss-second-moment ends with the
-// latest losses at each timestep. In each array the tensors are in the order and the layout of PyTorch's state_dict
+// A model file is a header and then arrays in fp32, each with one number for every parameter: the weights (in a
+// snapshot, ema_STEP.bin, an average of them); with the bit HAS_EMA an average; with HAS_TRAINING AdamW's two moments
+// and further averages. The checkpoint of a run with --schedule_sampler loss-second-moment ends with the latest losses
+// at each timestep. In each array the tensors are in the order and the layout of PyTorch's state_dict
 // (docs/FORMATS.md).
-//
-// The functions here: open_model checks a file, check_size compares it with a network, and read_array reads one of its
-// arrays; model_header makes the header of a new file; init_params draws the weights of a new run. Section 12 writes
-// model files (save_arrays), and run/settings.h reads flags from them (take_model_file).
 
 constexpr int MODEL_MAGIC = 20261121;
-constexpr int UNET_CU_MODEL_MAGIC = 12345678;
+constexpr int UNET_CU_MODEL_MAGIC = 12345678; // of unet.cu's own model files, which Python converts
 
 // The bits of SLOT_CONTENTS: what the file holds besides the weights.
 constexpr int HAS_EMA = 1;
 constexpr int HAS_TRAINING = 2;
 
-// Slots of a header. The slots of flags are in unet/flags.h. Some of those slots have a name here, too, because the
-// code below uses them. If a value fills several slots, its name stands for the first of these slots.
+// Slots of a header; those of flags are in unet/flags.h, and have a name here if code uses them. If a value fills
+// several slots, this is the first.
 constexpr int SLOT_CONTENTS = 2;
 constexpr int SLOT_CRC = 3;    // the checksum of the whole file, computed with 0 in this slot
 constexpr int SLOT_PARAMS = 4; // 8 bytes: the number of parameters
@@ -50,8 +45,8 @@ constexpr int SLOT_PATCH_SIZE = 56;
 constexpr int SLOT_COND_DIM = 58;
 constexpr int SLOT_COND_CHANNELS = 60;
 constexpr int SLOT_COND = 62; // the number of a PictureKind; the next slot holds picture_factor
-// The slots from here on are about a run. The step and the seed are in every model file. The other slots are used only
-// with HAS_TRAINING.
+// The slots from here on are about a run. The step and the seed are in every model file, the others only with
+// HAS_TRAINING.
 constexpr int SLOT_STEP = 64; // 8 bytes; in a snapshot, the number of updates instead (save_snapshot)
 constexpr int SLOT_SEED = 66; // 8 bytes
 constexpr int SLOT_BATCH_SIZE = 68;
@@ -78,15 +73,14 @@ constexpr int SLOT_VAL_CRC = 118;   // validation_crc; the slots after it are un
 constexpr int SLOT_PATH = 128;      // 512 bytes: the path of --data_file, a zero byte, the path of --cond_file
 constexpr int MOST_LEVELS = 8;      // how many numbers channel_mult may have, and how many attention_resolutions
 
-// A header stores the objective as a number. Returns the objective's name, as --objective takes it ("ddpm", "edm" and
-// so on), or "" if there is no objective of this number: then the file is damaged.
+// Returns the objective's name, or "" if there is no objective of the header's number: then the file is damaged.
 static std::string objective_of(const Header& h) {
     const std::vector<std::string> words = choices(*find_flag("objective"));
     const size_t number = h.slot[SLOT_OBJECTIVE];
     return number < words.size() ? words[number] : "";
 }
 
-static bool is_ect(const Header& h) { return h.slot[SLOT_MAGIC] == MODEL_MAGIC && objective_of(h) == "ect"; }
+static bool is_ect(const Header& h) { return objective_of(h) == "ect"; }
 
 // Returns whether a model with this header uses a flag. If it does not, the flag's slot is 0.
 static bool slot_is_used(const Header& h, const Flag& f) {
@@ -99,16 +93,14 @@ static bool slot_is_used(const Header& h, const Flag& f) {
     return ("|" + objectives + "|").find("|" + objective_of(h) + "|") != std::string::npos;
 }
 
-// Returns a checksum of a preset's name, by which a checkpoint tells which preset its run has. (A header has no room
-// for the name, and a preset's number would change when there are more presets.) is_default: the program has chosen the
-// preset, not the user.
+// Returns a checksum of a preset's name, for which a header has no room. is_default: the program has chosen the preset.
 static uint32_t preset_checksum(const std::string& preset, bool is_default) {
     const std::string told = preset + (is_default ? ", by default" : "");
     return crc32(0, told.data(), told.size());
 }
 
-// Makes a header that holds the configuration (docs/FORMATS.md lists the slots). If a flag's value is a word, the
-// word's number in the flag's list is stored. take_model_file reads the header.
+// Makes a header that holds the configuration (docs/FORMATS.md lists the slots). If a flag's value is a word, its
+// number in the flag's list is stored.
 static Header model_header(const Config& config, int contents, int64_t step) {
     Header h{{MODEL_MAGIC, 1, contents}}; // 1: the version of the format
     h.set(SLOT_STEP, step);
@@ -135,8 +127,7 @@ static Header model_header(const Config& config, int contents, int64_t step) {
     return h;
 }
 
-// Returns the value that a header holds for a flag with a slot, as a user would type it. If a flag's value is a word,
-// its slot holds the word's number in the flag's list (model_header).
+// Returns the value that a header holds for a flag with a slot, as a user would type it.
 static std::string header_value(const Config& c, const Header& h, const Flag& f) {
     if (f.at<float>(c)) return text("%.9g", h.get<float>(f.slot));
     const std::vector<std::string> words = choices(f);
@@ -144,8 +135,8 @@ static std::string header_value(const Config& c, const Header& h, const Flag& f)
     return number < words.size() ? words[number] : std::to_string(h.slot[f.slot]);
 }
 
-// Returns whether two values of a flag mean the same. Examples: --image_size 64 and 64x64, --channel_mult 1,2 and
-// 1,2.0, --attention_resolutions 8,16 and 16,8.
+// Returns whether two values of a flag mean the same, as --image_size 64 and 64x64, or --attention_resolutions 8,16 and
+// 16,8.
 static bool same_value(const std::string& name, const std::string& a, const std::string& b) {
     auto parsed = [&](std::string list) {
         std::vector<float> v;
@@ -158,21 +149,14 @@ static bool same_value(const std::string& name, const std::string& a, const std:
     return a == b || (!parsed(a).empty() && parsed(a) == parsed(b));
 }
 
-// A model file that was checked. Its arrays are read later, when the network has been built. They are numbered in the
-// file's order: 0 is the weights, 1 is the first average, 2 and 3 are AdamW's moments, and from 4 on there are further
-// averages. (For a matrix that Muon updates, array 2 holds Muon's momentum.) A file without HAS_TRAINING has only
-// array 0, or arrays 0 and 1.
+// A model file that was checked. Its arrays are read later, when the network has been built. Array 0 is the weights, 1
+// the first average, 2 and 3 are AdamW's moments (2: of Muon's matrices, its momentum), from 4 on there are further
+// averages. Without HAS_TRAINING there are at most arrays 0 and 1.
 struct ModelFile : InputFile {
     // Returns whether the file holds everything that these bits stand for (HAS_EMA, HAS_TRAINING).
-    bool has(int bits) const {
-        const bool ours = header.slot[SLOT_MAGIC] == MODEL_MAGIC;
-        return ours && (header.slot[SLOT_CONTENTS] & bits) == bits;
-    }
+    bool has(int bits) const { return (header.slot[SLOT_CONTENTS] & bits) == bits; }
 
-    // These functions return:
-    //   emas        how many averages the file holds
-    //   ema_rate    the rate of the k-th average
-    //   ema_array   the number of the array that holds the k-th average
+    // How many averages the file holds; the rate of the k-th, and the number of its array.
     int emas() const {
         if (has(HAS_EMA | HAS_TRAINING)) return 1 + header.slot[SLOT_EMAS];
         return has(HAS_EMA);
@@ -180,16 +164,14 @@ struct ModelFile : InputFile {
     float ema_rate(int k) const { return header.get<float>(k ? SLOT_EMAS + k : SLOT_EMA_RATE); }
     static int ema_array(int k) { return k ? 3 + k : 1; }
 
-    // Returns how many floats follow the arrays. They are what --schedule_sampler loss-second-moment remembers: for
-    // each timestep there is room for HISTORY losses, and one number says how many of them are stored
-    // (remember_losses).
+    // Returns how many floats follow the arrays: for --schedule_sampler loss-second-moment, HISTORY losses for each
+    // timestep and how many of them are stored (remember_losses).
     size_t history() const {
         const bool keeps_losses = has(HAS_TRAINING) && header.slot[SLOT_SAMPLER];
         return keeps_losses ? (size_t)header.slot[SLOT_DIFFUSION] * (HISTORY + 1) : 0;
     }
 
-    // Returns the run's counters and its Guard (statistics of its losses and gradients), as they were when the file was
-    // written.
+    // Returns the run's counters and its guard.
     StepState state() const {
         StepState s{};
         s.step = header.get<int64_t>(SLOT_STEP);
@@ -209,9 +191,7 @@ static void check_field(const std::string& path, const char* field, int64_t valu
             path.c_str(), field, value, low, high);
 }
 
-// Checks the lengths of the header's lists, and that slots that have no meaning in this file are 0. (If the model does
-// not use a flag, take_model_file checks that the flag's slot is 0. Only some such slots are checked here, too, among
-// them those of the ect_ flags.)
+// Checks the lengths of the header's lists, and that slots that have no meaning in this file are 0.
 static void check_lists(const ModelFile& m) {
     const int* s = m.header.slot;
     check_field(m.path, "levels", s[SLOT_LEVELS], 1, MOST_LEVELS);
@@ -238,14 +218,16 @@ static ModelFile open_model(const std::string& path) {
     const int* s = m.header.slot;
     const int magic = s[SLOT_MAGIC];
     const int version = s[SLOT_VERSION];
-    if (magic == UNET_CU_MODEL_MAGIC) return m; // a file of unet.cu has no checksum; check_size checks its size
+    if (magic == UNET_CU_MODEL_MAGIC)
+        die("%s: is a model of unet.cu; `python train_unet.py --convert %s model.bin` makes one of it that this "
+            "program reads",
+            path.c_str(), path.c_str());
     const char* hint = "python train_unet.py --convert makes one from .pt and .safetensors";
     must(magic == MODEL_MAGIC, path,
          text("is not a model file (it starts with %d, not %d); %s", magic, MODEL_MAGIC, hint));
     must(version == 1, path, text("is a model file of version %d and this program reads version 1", version));
 
-    // Check the numbers that the size of the arrays depends on. The checksum has not been compared yet, so bytes of the
-    // file may be damaged. A wrong number is reported as damage.
+    // The numbers that the size of the arrays depends on. The checksum has not been compared yet.
     const int64_t n = m.header.get<int64_t>(SLOT_PARAMS);
     const int contents = s[SLOT_CONTENTS];
     const bool training = contents & HAS_TRAINING;
@@ -263,8 +245,7 @@ static ModelFile open_model(const std::string& path) {
     zeroed.slot[SLOT_CRC] = 0;
     const uint32_t crc = m.crc(crc32(0, zeroed.slot, 1024), 1024);
     must(crc == (uint32_t)s[SLOT_CRC], path, "its checksum is wrong, so it was damaged" + earlier);
-    // The checksum was right, so the file holds what was written. If check_lists finds a wrong number all the same, the
-    // program that wrote the file made a mistake.
+    // The checksum was right. If a list is wrong all the same, the program that wrote the file made a mistake.
     check_lists(m);
     return m;
 }
@@ -300,22 +281,11 @@ static void permute_param(const Config& c, const Param& p, float* to, const floa
 // Ends the program unless a model file holds as many parameters as this network has.
 static void check_size(const ModelFile& m, const UNet& net) {
     const size_t n = net.num_params;
-    const int* s = m.header.slot;
-    bool holds = m.header.get<size_t>(SLOT_PARAMS) == n;
-    if (s[SLOT_MAGIC] == UNET_CU_MODEL_MAGIC) {
-        // A header of unet.cu does not hold the number of parameters, so the file's size is compared with the size of
-        // all parameters. More data may follow the weights: AdamW's moments if slot 8 is not 0, and the states of
-        // random generators if slot 9 is not 0. Slot 4 is the number of the output's channels.
-        const size_t bytes = 1024 + n * sizeof(float);
-        const bool has_moments = s[8] || s[9];
-        const bool size_fits = m.size == bytes || (has_moments && m.size > bytes);
-        holds = size_fits && s[4] == net.config.out_channels();
-    }
+    const bool holds = m.header.get<size_t>(SLOT_PARAMS) == n;
     if (!holds) die("%s: does not hold the %zu parameters of its model", m.path.c_str(), n);
 }
 
-// Returns how n floats are divided among ranks, and the slice of one rank (see Slice). A single rank owns all floats,
-// in one segment.
+// Returns how n floats are divided among ranks, and the slice of one rank. A single rank owns all, in one segment.
 static Slice slice_of(size_t n, int rank = 0, int ranks = 1) {
     int segments = 1;
     if (ranks > 1) segments = world.direct ? 16 : 8; // fewer with NCCL and MPI: they need a call for each segment
@@ -351,8 +321,8 @@ static std::vector<float> read_array(const ModelFile& m, const UNet& net, int k)
     return flat;
 }
 
-// Returns the initial values of four elements of a parameter: elements 4 n to 4 n + 3. They are counted in the order of
-// PyTorch's layout, so that train_unet.py can draw the same weights. bound: uniform values are from -bound to bound.
+// Returns the initial values of elements 4 n to 4 n + 3 of a parameter, counted in PyTorch's layout, so that
+// train_unet.py can draw the same. bound: uniform values are from -bound to bound.
 static std::array<float, 4> initial_values(const UNet& net, size_t param, size_t n, float bound) {
     const Words words = philox((uint64_t)net.config.seed, (uint32_t)n, (uint32_t)param, 0, RANDOM_INIT);
     std::array<float, 4> v = {};

@@ -1,11 +1,7 @@
 // page.h - index.html: a run in a browser, while it goes on and when it has ended; and one page of several runs.
-//
 // The page is page.html, which is compiled into the program as a string. Where it says RUNS, the program writes the
 // runs' numbers in JSON; the scripts in the page draw all curves and tables from them. So a page is one file that needs
 // no server, and the page of several runs is the same page with more runs in it.
-//
-// train_unet.cu includes this file behind what it shows: Run, Config and its FLAGS, LogSummary, describe, BEST, is_name_of_run. It
-// needs files.h and ranks.h, too.
 #pragma once
 
 #include <cmath>
@@ -15,9 +11,9 @@
 
 #include "log.h"
 
-// A thread locks this while it changes what the page shows, or writes the page. The main thread does both all the time;
-// the watch (ranks.h) writes the last page when it finds another rank lost. It is recursive because the main thread
-// may end by an error, and so write the last page, while it holds it.
+// A thread locks this while it changes what the page shows, or writes the page: the main thread, and the watch
+// (ranks.h), which writes the last page when another rank is lost. It is recursive because the main thread may end by
+// an error while it holds it.
 using PageTurn = std::recursive_timed_mutex;
 static PageTurn page_turn;
 
@@ -59,8 +55,8 @@ template <class List, class Write> static std::string json_list(const List& elem
 // JSON has no infinity and no NaN; page.html takes null for "there is none".
 static std::string json_number(double v) { return std::isfinite(v) ? text("%.6g", v) : "null"; }
 
-// The steps up to `last` in the names of a folder's files, such as those of the grids or checkpoints of a run. (Files
-// of later steps may be there if the run went on from an earlier step again.)
+// The steps up to `last` in the names of a folder's files. (Later ones may be there if the run went on from an earlier
+// step.)
 static std::string json_steps(const Folder& folder, const std::string& prefix, const char* suffix, int64_t last) {
     int ignored = 0; // no run ends because its page can't be written
     auto found = folder.list(prefix, suffix, &ignored);
@@ -86,8 +82,8 @@ static std::string json_flags(const Config& c) {
     });
 }
 
-// For how many seconds a run may write no page although it is well. A page that is older tells the reader that the run
-// may be gone. Longest of all is silent who has not done the first steps, draws a grid, or writes a checkpoint.
+// For how many seconds a run may write no page although it is well, as while it does the first steps, draws a grid, or
+// writes a checkpoint. A page that is older tells the reader that the run may be gone.
 static double longest_silence(const Run& run) {
     const Config& c = run.config;
     const UNet& net = run.trainer.net;
@@ -100,8 +96,8 @@ static double longest_silence(const Run& run) {
     return run.page.interval + 4 * run.per_step + grid + checkpoint;
 }
 
-// All that page.html shows of a run. state: running, done, stopped or failed; why: what ended it.
-// The rows of the log come last, so that whoever looks for "path" in it finds it early (see run_of_folder).
+// All that page.html shows of a run. state: running, done, stopped or failed; why: what ended it. The rows of the log
+// come last, so that run_of_folder finds "path" early.
 static std::string json_run(const Run& run, const char* state, const std::string& why) {
     const Config& c = run.config;
     const double seconds = now() - run.began;
@@ -135,8 +131,8 @@ static std::string page_of(const std::vector<std::string>& runs) {
     return page.replace(page.find("RUNS"), 4, json_list(runs, [](const std::string& run) { return run; }));
 }
 
-// Writes a file beside its place and gives it its name. Unlike an AtomicFile, this does not wait for the disk: the next
-// page comes soon, and on a full disk the page is what tells of it. Result: whether the file is there.
+// Writes a file beside its place and gives it its name. Unlike an AtomicFile, this waits neither for the disk nor for
+// room on it: the next page comes soon. Result: whether the file is there.
 static bool try_write(const Folder& folder, const std::string& name, const std::string& content) {
     const std::string temporary = name + ".tmp" + std::to_string(getpid());
     const int where = folder.descriptor;
@@ -173,7 +169,7 @@ static void write_page(Run* run, const char* state, const std::string& why = "")
 static Run* shown_run = nullptr; // the run that goes on; null: there is none, or its last page is written
 
 // Called when the program ends by an error, in whichever thread finds it: the run's last page says why. If the other
-// thread writes a page that does not end (a disk that hangs), the program ends without it after three seconds.
+// thread writes a page that does not end (a disk that hangs), this one goes on without it.
 static void fail_page(const std::string& why) {
     const std::unique_lock<PageTurn> turn(page_turn, std::chrono::seconds(3));
     if (turn && shown_run) write_page(std::exchange(shown_run, nullptr), "failed", why);

@@ -17,14 +17,12 @@ static std::string data_file_beside(const std::string& folder) {
     return path + ".bin";
 }
 
-// Returns whether a data file exists, has the size and the channels of the model's images, and is not older than the
-// folder's last change.
+// Returns whether a data file exists, has the model's size and channels, and is not older than the folder's last
+// change. A file that --data_dir can't have made ends the program, since it would be replaced.
 static bool is_up_to_date(const std::string& path, const Config& c, int64_t changed) {
     if (!exists(path)) return false;
     InputFile file;
     file.open(path, "--data_dir would replace it: move it away");
-    // --data_dir only makes data files whose values are bytes. If the file is of another kind, the program ends, so
-    // that the file is not replaced.
     const int* s = file.header.slot;
     const bool holds_pictures = s[SLOT_MAGIC] == DATA_MAGIC && s[DATA_SLOT_BYTES] == 1;
     struct stat st = {};
@@ -34,24 +32,20 @@ static bool is_up_to_date(const std::string& path, const Config& c, int64_t chan
     const bool same_size = s[DATA_SLOT_HEIGHT] == c.H && s[DATA_SLOT_WIDTH] == c.W;
     const bool fits = same_size && s[DATA_SLOT_CHANNELS] == c.in_channels;
     const bool is_kept = fits && changed <= nanoseconds(st.st_mtim);
-    // A file that holds numbers on which a model is conditioned (--cond_dim) was made by prepare_data.py --values. A
-    // file that --data_dir makes has no such numbers, so it must not replace this file.
     must(is_kept || s[DATA_SLOT_VALUES] == 0, path,
          "holds numbers, which --data_dir can't make, and it would be replaced: move it away, "
          "or name it as --data_file");
     return is_kept;
 }
 
-// Returns the Python interpreter that runs prepare_data.py. If the program's folder has a virtual environment (.venv,
-// which `make python` makes), this is the environment's interpreter, because the environment has the packages that
-// prepare_data.py needs. Otherwise it is python3.
+// Returns the Python that runs prepare_data.py: that of .venv in the program's folder, which `make python` makes, or
+// python3.
 static std::string preparing_python(const std::string& own_folder) {
     const std::string own = own_folder + "/.venv/bin/python";
     return exists(own) ? own : "python3";
 }
 
-// Returns the words of the command that makes a data file of the pictures in --data_dir. program: the path of
-// prepare_data.py. file: the data file's path.
+// Returns the words of the command that makes a data file of --data_dir. program: the path of prepare_data.py.
 static std::vector<std::string> prepare_command(const Config& c, const std::string& python, const std::string& program,
                                                 const std::string& file) {
     const std::string size = size_text(c.H, c.W);
@@ -94,35 +88,27 @@ static void prepare_folder(const Config& c, const std::string& file) {
     must(code != CANT_RUN, flag, why + ", which prepares it; run " + by_hand + " where there is one");
     must(code == 0, flag, "was not prepared, for the reason above; once that is mended, run this again, or " + by_hand);
 
-    // The file's time is set to `changed`, the time of the folder's last change, which was read before the file was
-    // made. So if a picture was changed while the file was made, the file is older than the folder, and the next run
-    // makes it again.
+    // The file gets the time of the folder's last change, which was read before the file was made. So if a picture is
+    // changed meanwhile, the next run makes the file again.
     constexpr int64_t SECOND = 1000000000; // in nanoseconds
     const struct timespec times[2] = {{0, UTIME_OMIT}, {changed / SECOND, changed % SECOND}};
     utimensat(AT_FDCWD, file.c_str(), times, 0);
     printf("%s: prepared from %s\n", file.c_str(), c.data_dir.c_str());
 }
 
-// If the data are a folder of pictures, sets --data_file to the file that is made of it. Rank 0 makes the file, and the
-// other ranks wait. The folder is --data_dir or, if a run of train_unet.py is resumed that trained on a folder, the one
-// that its checkpoint names. where: what an error message begins with.
-static void take_data_dir(Config* c, bool resumes, const std::string& where) {
-    std::error_code ignored;
-    const bool names_data = c->given("data_file") || c->given("data_dir");
-    const bool is_of_run = resumes && !names_data && std::filesystem::is_directory(c->data_file, ignored);
-    if (is_of_run) c->data_dir = c->data_file;
+// With --data_dir: sets --data_file to the file that is made of this folder of pictures. Rank 0 makes it, and the other
+// ranks wait. where: what an error message begins with.
+static void take_data_dir(Config* c, const std::string& where) {
     if (c->data_dir.empty()) return;
-    // parse_model computes the size (c->H, c->W) that the pictures get. Here only an error in --image_size matters.
-    // Other errors are found later (take_data_shape).
+    // parse_model computes the size that the pictures get. Only an error in --image_size matters here.
     const std::string error = parse_model(c);
     if (error.starts_with("--image_size")) refuse(where + error);
     const std::string file = data_file_beside(c->data_dir);
     if (!world.rank) prepare_folder(*c, file);
     broadcast_host("the preparation of --data_dir", "");
-    // From here on, the settings are as if the user had given --data_file and not --data_dir. (The folder of a resumed
-    // run was not given. So check_resume ends the program if it holds other data than before.)
+    // From here on, the settings are as if the user had given --data_file and not --data_dir.
     c->data_file = file;
-    if (!is_of_run) c->on_command_line.insert("data_file");
+    c->on_command_line.insert("data_file");
     c->data_dir = "";
     c->on_command_line.erase("data_dir");
 }

@@ -8,9 +8,8 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // --- samples, without a run
 
-// Returns the number of the model file's array that --sample draws with. This array is the average whose rate is
-// --ema_rate or, without this flag, the first average. If the file has no average, or with --use_ema False, the array
-// is the weights (array 0).
+// Returns the number of the array that --sample draws with: the average whose rate is --ema_rate or, without this flag,
+// the first one; the weights (0) if there is none, or with --use_ema False.
 static int array_to_sample(const Config& c, const ModelFile& m) {
     if (!c.use_ema || !m.emas()) return 0;
     std::string rates; // the averages' rates, for the message below
@@ -23,9 +22,8 @@ static int array_to_sample(const Config& c, const ModelFile& m) {
     die("--ema_rate %s: %s holds averages of the rates%s", c.ema_rate.c_str(), m.path.c_str(), rates.c_str());
 }
 
-// Returns true if the file holds a model, or data that are no samples. The program must not replace such a file by
-// samples, because the model or the data would be lost. Data are taken for samples if they are like a file that
-// samples_as_data_file makes: floats without labels or numbers.
+// Returns whether the file holds a model, or data that are no samples (floats without labels or numbers), which samples
+// must not replace.
 static bool holds_more_than_samples(const Folder& folder, const std::string& name) {
     // All model files and data files begin with a header of 1024 bytes. Its first slot tells the two kinds apart.
     const int file = openat(folder.descriptor, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
@@ -43,8 +41,8 @@ static bool holds_more_than_samples(const Folder& folder, const std::string& nam
     return is_model || (is_data && !are_samples);
 }
 
-// Opens the folder of --output, and returns it. Drawing samples may take long. So this function checks, before they are
-// drawn, that the file can be written later, and that it replaces no file that must stay.
+// Opens the folder of --output. Checks, before samples are drawn, that the file can be written later, and that it
+// replaces no file that must stay.
 static Folder open_output(const Config& c, const std::string& resume) {
     // Every message begins with the flag.
     auto refuse_unless = [&](bool ok, const std::string& why) {
@@ -61,8 +59,8 @@ static Folder open_output(const Config& c, const std::string& resume) {
 
     refuse_unless(!is_name_of_run(folder, name), NAME_OF_RUN);
 
-    // If there is a file of this name, it may be replaced only if it is a regular file, this program does not read it,
-    // and it holds neither a model nor data that are no samples.
+    // A file of this name may be replaced only if it is a regular file, is not read, and holds neither a model nor data
+    // that are no samples.
     struct stat target;
     const bool is_there = !fstatat(folder.descriptor, name.c_str(), &target, 0);
     if (is_there) {
@@ -72,16 +70,14 @@ static Folder open_output(const Config& c, const std::string& resume) {
              {c.init, resume, c.data_file, c.start_from, c.inpaint, c.mask, c.values, c.cond_file}) {
             struct stat input;
             if (file.empty() || stat(file.c_str(), &input)) continue;
-            // Two names may belong to the same file. A file is identified by its device and by its inode number on this
-            // device.
+            // Two names may belong to the same file.
             const bool same = input.st_dev == target.st_dev && input.st_ino == target.st_ino;
             refuse_unless(!same, "would replace " + file + ", which is read; choose another name");
         }
         refuse_unless(!holds_more_than_samples(folder, name),
                       "holds a model or data; choose another name, or move it away");
     }
-    // The last check is whether a file can be made in the folder. AtomicFile makes a file under another name, and
-    // discard removes this file.
+    // Can a file be made in the folder?
     AtomicFile probe(folder, name);
     refuse_unless(!probe.error, probe.failure);
     probe.discard();
@@ -100,8 +96,7 @@ static std::string samples_as_data_file(const std::vector<float>& images, int co
                 const float* const value = &images[pixel * C + channel];
                 data.append((const char*)value, sizeof(float));
             }
-    // The header contains a checksum of the images, and a checksum of the header itself. The images have no labels, so
-    // the slot for the number of classes stays 0.
+    // The images have no labels, so the slot for the number of classes stays 0.
     const int data_crc = (int)crc32(0, data.data(), data.size());
     Header h;
     h.slot[SLOT_MAGIC] = DATA_MAGIC;
@@ -116,13 +111,13 @@ static std::string samples_as_data_file(const std::vector<float>& images, int co
     return std::string((const char*)h.slot, 1024) + data;
 }
 
-// --sample N: draws N images with the weights of a model file, and writes them into the file of --output. This file is
-// a PNG that shows the images in a grid, or a data file of float images. folder: the folder of this file.
+// --sample N: draws N images with the weights of a model file, and writes them into the file of --output: a PNG with a
+// grid, or a data file of float images. folder: the folder of this file.
 static void sample_and_stop(const Config& c, const Folder& folder, const ModelFile& model) {
     UNet net = build_unet(c);
     check_size(model, net);
-    // Each rank draws a share of the images. In guided steps the network computes each image twice: with all that it is
-    // conditioned on, and without what was sometimes left out in training. So a batch needs twice the memory.
+    // Each rank draws a share. In guided steps the network computes each image twice, so a batch needs twice the
+    // memory.
     const int share = (c.sample + world.size - 1) / world.size; // rounded up
     const int batch_images = std::min(share, c.batch_size);
     plan_memory(&net, batch_images * (c.guided() ? 2 : 1), false);
@@ -131,9 +126,6 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     float* params = device_copy(flat);
     const Fp8Weights fp8 = make_fp8_weights(net, flat);
 
-    // Make the sampler. If the samples are conditioned on pictures (--cond_channels), read the pictures. With
-    // --start_from, read the images that sampling starts from. With --inpaint, read the images whose known part stays,
-    // and the masks that say which part is known.
     Sampler sampler = make_sampler(c, net.B);
     const int C = c.in_channels;
     if (c.cond_channels) sampler.pictures = sample_pictures(c);
@@ -147,8 +139,7 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
         sampler.mask = device_alloc<float>(batch_values);
     }
 
-    // The time from here until all images are drawn is measured, and printed below. If activations are bf16, the
-    // kernels of convolutions read a bf16 copy of the weights, which is made here.
+    // With bf16, convolutions read this copy of the weights.
     const double start = now();
     act* copy = make_copy(params, net.flat_size);
     cast_params(copy, params, net.flat_size);
@@ -166,11 +157,9 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     const std::string name = std::filesystem::path(c.output).filename().string();
     const std::string failure = try_write_file(folder, name, content);
     must(failure.empty(), c.output, failure);
-    // An evaluation is one call of the network for an image. From plan.begin on, plan.steps contains one entry for each
-    // evaluation. A step of heun is two entries, except a step to sigma 0, which is one entry.
+    // From plan.begin on, plan.steps has an entry for each call of the network for an image.
     const int evaluations = (int)(sampler.plan.steps.size() - sampler.plan.begin);
-    // The message names churn and guidance, because the user may not know their values. A preset may have set them. If
-    // the command line sets --sampler, the preset does not set them (left_out_of_preset).
+    // The message names churn and guidance, which a preset may have set.
     std::string how = c.sampler;
     if (c.can_churn() && c.S_churn > 0) how += text(", churn %g", c.S_churn);
     if (c.guided()) how += text(", guidance %g", c.guidance_scale);

@@ -1,67 +1,27 @@
 // settings.h - what the command line leaves open comes from presets, model files and the data.
 #pragma once
 #include "model_file.h"
+#include "prepare.h"
 
 // =====================================================================================================================
-// Settings: what the command line leaves open comes from presets, model files and the data
-// Settings that the command line leaves open are taken from elsewhere. In general, each setting comes from the first of
-// these that has a value for it:
-//   1. the command line
-//   2. a model file: with --init the settings of the model, with --resume_checkpoint also those of the run
-//   3. the data: the images' size and channels, the pictures' channels (--cond_file), and the number of classes if the
-//      preset does not set it
-//   4. the preset; without --preset, the preset that fits the size of the images
-//   5. the flag's default
-// There are exceptions. For example, some settings of a preset are replaced if they do not fit the data
-// (take_data_shape), the model (drop_preset_of_classes) or the sampler (take_ect_defaults).
-// A setting on the command line must agree with the model file, unless this setting may change from run to run.
-//
-// These functions are called in this order: run_program calls parse_command_line, and then complete_config, which reads
-// presets (apply_preset) and model files (take_model_file). With --sample, run_program then calls sample_and_stop. For
-// a run, it then calls check_run, take_data_shape and train.
+// Settings: what the command line leaves open
+// Each setting comes from the first of these that has a value for it:
+//     1. the command line
+//     2. a model file: with --init the settings of the model, with --resume_checkpoint also those of the run
+//     3. the preset; without --preset, the one for the size of the images
+//     4. the flag's default; for the images' size and channels, and the number of classes, the data
+// A setting on the command line must agree with the model file, unless it may change from run to run. complete_config
+// calls the functions below in the order of this list. For a run, check_run and take_data_shape follow.
 
-// Returns the settings of a model file of unet.cu, another program (github.com/clu0/unet.cu). The file's header holds
-// the shape of the network, but nothing about the diffusion. We assume the diffusion that unet.cu itself trains with:
-// 1000 steps and the linear schedule. The flags about the diffusion may be set on the command line.
-static Config unet_cu_config(const ModelFile& model) {
-    const int* s = model.header.slot;
-    const int channels = s[2];
-    const int num_channels = s[3];
-    const int out_channels = s[4];
-    const int height = s[5];
-    const int width = s[6];
-    const int max_period = s[7];
-    Config c;
-    apply_preset(&c, "unet64");
-    auto set = [&](const char* name, int value) {
-        set_flag(&c, *find_flag(name), std::to_string(value), model.path + ": ");
-    };
-    set("in_channels", channels);
-    set("num_channels", num_channels);
-    set("max_period", max_period);
-    // The network of unet.cu has attention at its third and fourth level, where images have a quarter and an eighth of
-    // their height.
-    c.image_size = text("%dx%d", height, width);
-    c.attention_resolutions = text("%d,%d", height / 4, height / 8);
-    // The second half of the output channels, if there is one, is for a learned variance (--learn_sigma). With
-    // vlb_weight = 0 this half is neither trained nor used, unless --use_kl is True.
-    c.learn_sigma = out_channels == 2 * (int64_t)channels;
-    c.vlb_weight = 0;
-    c.noise_schedule = "linear";
-    return c;
-}
-
-// Sets a flag to the value in a model file. If the command line gives the flag, too, the two values must be the same.
-// But a flag that may change from run to run keeps the value of the command line. Which flags may change depends on
-// the flag's slot, its place in the file's header. Slots after SLOT_STEP hold settings of the run, such as the batch
-// size. All of these may change, except the optimiser, because the moments in the file belong to the optimiser that has
-// made them. Slots before SLOT_STEP hold settings of the model. Of these, only the settings of FREE flags
-// (unet/flags.h) may change. Flags without a slot of their own, such as image_size and seed, may not change, either.
+// Sets a flag to the value in a model file. If the command line gives the flag, too, the two must be the same, unless
+// the flag may change from run to run. Slots after SLOT_STEP hold settings of the run, which may change, except the
+// optimiser, to which the file's moments belong. Of the model's settings only FREE flags (unet/flags.h) may change.
 static void take_from_file(Config* c, const std::string& path, const std::string& name, const std::string& value) {
     const Flag& f = *find_flag(name);
     const bool given = c->given(name);
     const bool may_change = (f.slot > SLOT_STEP && f.slot != SLOT_OPTIMIZER) || f.free;
     if (given && may_change) return;
+    c->by_file.insert(name);
     const std::string wanted = flag_value(*c, f);
     set_flag(c, f, value, path + ": ");
     const std::string there = flag_value(*c, f);
@@ -71,49 +31,13 @@ static void take_from_file(Config* c, const std::string& path, const std::string
             path.c_str(), made.c_str());
 }
 
-// Returns whether a flag's value is a text that parse_model reads. A header does not hold such a value as one number in
-// one slot, but as a list of numbers, or as two numbers in two slots.
-static bool is_parsed(const std::string& name) {
-    return name == "image_size" || name == "channel_mult" || name == "attention_resolutions" || name == "cond";
-}
-
-// Takes the settings of the model from a model file of unet.cu, for take_model_file. If the command line gives such a
-// setting, too, the two values must be the same. There are two exceptions: settings that may change from run to run
-// (take_from_file), and settings of the diffusion, which such a file does not hold.
-static void take_unet_cu_file(Config* c, const ModelFile& model) {
-    const Config theirs = unet_cu_config(model);
-    for (const Flag& f : FLAGS) {
-        const bool is_in_header = f.slot && f.slot <= SLOT_STEP;
-        if (!is_parsed(f.name) && !is_in_header) continue;
-        // The file holds nothing about the diffusion, so the command line may set the diffusion's flags freely.
-        const bool is_diffusion = f.slot >= SLOT_DIFFUSION && f.slot < SLOT_PATCH_SIZE;
-        if (is_diffusion && c->given(f.name)) continue;
-        take_from_file(c, model.path, f.name, flag_value(theirs, f));
-    }
-}
-
-// Returns the paths of --data_file and --cond_file that a checkpoint holds; "": it holds no such path. The paths lie
-// one after the other in 512 bytes of the header, with a byte 0 between them. The bytes after them are 0, too.
+// Returns the paths of --data_file and --cond_file that a checkpoint holds, or "". They share 512 bytes, with a byte 0
+// between them.
 static std::pair<std::string, std::string> kept_paths(const ModelFile& model) {
     const std::string kept((const char*)&model.header.slot[SLOT_PATH], 512);
     const std::string data_file = kept.substr(0, kept.find('\0'));
     const std::string rest = kept.substr(std::min<size_t>(data_file.size() + 1, 512));
     return {data_file, rest.substr(0, rest.find('\0'))};
-}
-
-// Finds a data file whose path is kept in a checkpoint. The path may be relative to the folder in which the run was
-// started. That folder may be one of the folders that contain the checkpoint. So the data file is looked for in the
-// current folder, and then in the checkpoint's folder and in the folders above it. If it is found nowhere, the path is
-// returned as it is.
-static std::string find_data(const ModelFile& model, const std::string& data_file) {
-    std::filesystem::path found(data_file);
-    std::filesystem::path folder = std::filesystem::absolute(model.path).parent_path();
-    while (found.is_relative() && !exists(found.string()) && folder.has_relative_path()) { // until the folder is /
-        const std::filesystem::path candidate = folder / data_file;
-        if (exists(candidate.string())) found = candidate;
-        folder = folder.parent_path();
-    }
-    return data_file.empty() ? "" : found.string();
 }
 
 // Sets flags that a resumed run takes from its checkpoint. A model file of --init does not set these flags.
@@ -124,18 +48,20 @@ static void take_run_of_file(Config* c, const ModelFile& model) {
         rates += text("%.9g", model.ema_rate(k));
     }
     if (!c->given("ema_rate")) take_from_file(c, model.path, "ema_rate", rates);
-    // Random draws depend on the seed and the step. So with the same seed the resumed run makes the same draws as a run
-    // without a pause.
+    // With the same seed the resumed run makes the same draws as a run without a pause.
     const int64_t seed = model.header.get<int64_t>(SLOT_SEED);
     take_from_file(c, model.path, "seed", std::to_string(seed));
     const auto [data_file, cond_file] = kept_paths(model);
-    const std::string data_path = find_data(model, data_file);
-    const std::string cond_path = find_data(model, cond_file);
-    if (!data_path.empty() && !c->given("data_file")) take_from_file(c, model.path, "data_file", data_path);
-    if (!cond_path.empty() && !c->given("cond_file")) take_from_file(c, model.path, "cond_file", cond_path);
+    std::error_code none;
+    const bool names_data = c->given("data_file") || c->given("data_dir");
+    if (!names_data && !std::filesystem::is_regular_file(data_file, none))
+        die("%s: was trained on %s, which is no file here; name its data by --data_file or --data_dir",
+            model.path.c_str(), data_file.c_str());
+    if (!names_data) take_from_file(c, model.path, "data_file", data_file);
+    if (!cond_file.empty() && !c->given("cond_file")) take_from_file(c, model.path, "cond_file", cond_file);
 }
 
-// Sets the flags that a header holds as lists or in two slots (is_parsed).
+// Sets the flags that a header holds as lists or in two slots.
 static void take_parsed_flags(Config* c, const ModelFile& model) {
     const Header& h = model.header;
     const int levels = h.slot[SLOT_LEVELS];
@@ -162,22 +88,16 @@ static void take_parsed_flags(Config* c, const ModelFile& model) {
     take_from_file(c, model.path, "cond", kind + (factor ? text(":%d", factor) : ""));
 }
 
-// If the command line does not give a flag, sets the flag to the value in the model file. If the command line gives the
-// flag, the two values must be the same, unless the flag may change from run to run (take_from_file). resume: the file
-// is a checkpoint whose run goes on. Then not only the settings of the model are taken from the file, but also the
-// settings of the run.
+// Takes the settings in the model file. resume: the file is a checkpoint whose run goes on; then those of the run, too.
 static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     const std::string& path = model.path;
     const Header& h = model.header;
     if (resume && !model.has(HAS_EMA | HAS_TRAINING))
         die("%s: holds weights only, no moments to resume from; --init starts a new run from it", path.c_str());
-    // --objective ect tunes a model that was trained with another objective. is_tuned: whether this run tunes the
-    // model in the file.
+    // --objective ect tunes a model that was trained with another objective, here the one in the file.
     const bool is_tuned = !resume && c->given("objective") && c->objective == "ect" && !is_ect(h);
-    const bool from_unet_cu = h.slot[SLOT_MAGIC] == UNET_CU_MODEL_MAGIC;
-    if (is_tuned && (from_unet_cu || objective_of(h) == "ddpm"))
+    if (is_tuned && objective_of(h) == "ddpm")
         die("--objective ect: tunes models of --objective edm and flow, and %s was made with ddpm", path.c_str());
-    if (from_unet_cu) return take_unet_cu_file(c, model);
 
     take_parsed_flags(c, model);
     if (is_tuned) take_from_file(c, path, "ect_frame", header_value(*c, h, *find_flag("objective")));
@@ -195,108 +115,72 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
 }
 
 // Sets the defaults for --objective ect and --sampler consistency. They are the values that Geng et al. 2024 use.
-// file_has_levels: a model file has already set the distribution of noise levels (P_mean and P_std).
-static void take_ect_defaults(Config* c, bool file_has_levels) {
+static void take_ect_defaults(Config* c) {
     const bool ect = c->objective == "ect";
     if (ect && !c->given("sampler")) c->sampler = "consistency";
-    if (c->sampler == "consistency") {
-        if (!c->given("timestep_respacing")) c->timestep_respacing = "2";
-        // A preset's S_churn and guidance_scale are meant for another sampler.
-        if (!c->given("S_churn")) c->S_churn = 0;
-        if (!c->given("guidance_scale")) c->guidance_scale = 1;
-    }
-    if (ect && !file_has_levels) {
-        if (!c->given("P_mean")) c->P_mean = -1.1f;
-        if (!c->given("P_std")) c->P_std = 2;
-    }
+    if (c->sampler == "consistency" && !c->given("timestep_respacing")) c->timestep_respacing = "2";
+    if (ect && !c->fixed("P_mean")) c->P_mean = -1.1f;
+    if (ect && !c->fixed("P_std")) c->P_std = 2;
 }
 
-// A preset may set class_dropout and guidance_scale for a model that is conditioned on classes. For a model without
-// classes, this function sets them to 0 and 1, with which they do nothing. (class_dropout stays if the model is
-// conditioned on numbers, because it can leave out the numbers, too.) guidance_scale also becomes 1 if the model has
-// classes, but class_dropout is 0.
-static void drop_preset_of_classes(Config* c) {
-    const bool has_condition = c->class_cond || c->cond_dim; // something that class_dropout can leave out
-    if (c->by_preset.contains("class_dropout") && !has_condition) c->class_dropout = 0;
-    if (c->by_preset.contains("guidance_scale") && !c->null_class()) c->guidance_scale = 1;
-}
-
-// Without --preset, the program chooses a preset. This preset, or the flags OF_LABELS (unet/flags.h), which are used
-// with it, ask for a model that is conditioned on classes. If the images have no labels, the model is not conditioned
-// on classes (print_start says so). With --preset, missing labels are an error instead, because the user has asked for
-// classes.
-static void take_labels(Config* c, const Dataset& d) {
-    const bool is_default = c->by_preset.contains("class_cond") && !c->given("preset");
-    if (!d.labels.empty() || !c->class_cond || !is_default) return;
-    c->class_cond = false;
-    if (c->by_preset.contains("class_dropout")) c->class_dropout = 0;
-    drop_preset_of_classes(c);
-}
-
-// Without --preset, --min_snr_gamma becomes 5 if there are at least MANY_IMAGES images, and if the preset that the
-// program has chosen sets this flag. A lower value, which some presets have, gives low noise levels less weight in the
-// loss. If there are few images, the model learns them by heart. Then samples look best with such a lower value. If
-// there are many images, the model does not learn them by heart. Then samples look more like the images of the data if
-// low noise levels have more weight (docs/LEARNT.md, "Photographs").
-static void take_number_of_images(Config* c, const Dataset& d) {
-    const bool is_default = c->by_preset.contains("min_snr_gamma") && !c->given("preset");
-    if (is_default && d.count >= MANY_IMAGES) c->min_snr_gamma = 5;
+// Ends the program if the images of a data file do not fit the model. flag: what names the file; cond_flag: what names
+// the images' pictures. where: what messages begin with.
+static void check_data(const Config& c, const Dataset& d, const char* flag, const char* cond_flag,
+                       const std::string& where) {
+    auto refuse_unless = [&](bool ok, const std::string& why) {
+        if (!ok) refuse(where + "--" + flag + " " + d.path + ": " + why);
+    };
+    refuse_unless(d.H == c.H && d.W == c.W,
+                  text("its images are %dx%d and the model's %dx%d; prepare_data.py --image_size makes them fit", d.H,
+                       d.W, c.H, c.W));
+    refuse_unless(d.C == c.in_channels,
+                  text("its images have %d channels and the model takes %d; prepare_data.py --channels makes them fit",
+                       d.C, c.in_channels));
+    const std::string numbers = d.K ? text("has %d numbers an image", d.K) : "has no numbers";
+    refuse_unless(!c.cond_dim || d.K == c.cond_dim,
+                  numbers + text(", and the model takes --cond_dim %d; prepare_data.py --values TABLE puts those of a "
+                                 "table into it",
+                                 c.cond_dim));
+    const bool needs_pictures = c.cond_channels && c.picture_kind == PictureKind::FILE;
+    refuse_unless(d.cond || !needs_pictures,
+                  text("--cond_channels %d needs --%s, a picture for each of the images", c.cond_channels, cond_flag));
+    refuse_unless(!d.cond || d.cond->C == c.cond_channels,
+                  text("its pictures have %d channels and the model takes --cond_channels %d", d.cond ? d.cond->C : 0,
+                       c.cond_channels));
+    if (!c.class_cond) return;
+    refuse_unless(d.classes <= c.num_classes,
+                  text("has labels of %d classes, and the model takes --num_classes %d", d.classes, c.num_classes));
+    // If the model comes from a file, it has classes, and --class_cond False would be refused.
+    const std::string or_else = where.empty() ? "use --class_cond False" : "start without that file";
+    refuse_unless(!d.labels.empty(), "has no labels, and --class_cond True needs them; make it from a folder with one "
+                                     "sub-folder a class, or " +
+                                         or_else);
 }
 
 // Without a model file: takes the size, channels and classes of the images, and the channels of the pictures, from the
-// data files, except what the command line sets. (If a preset sets num_classes, the preset's number stays.) Also
-// replaces settings of the preset that do not fit the data: attention_resolutions, and what take_labels and
-// take_number_of_images change. Then, with or without a model file, checks that the data fits the model. where: what
-// messages begin with; "FILE: " if there is a model file, otherwise "".
+// data, unless they are set. Then checks that the data fits the model. where: what messages begin with; "FILE: " if
+// there is a model file, otherwise "".
 static void take_data_shape(Config* c, const Dataset& d, const std::string& where) {
     if (where.empty()) {
         if (!c->given("image_size")) c->image_size = size_text(d.H, d.W);
-        // The attention resolutions of the preset may be impossible for images of this size. Then there is attention at
-        // the lowest level instead.
+        // If the preset's attention resolutions are impossible for this size, there is attention at the lowest level
+        // instead.
         if (!c->given("attention_resolutions") && !parse_model(c).empty() && !c->mult.empty())
             c->attention_resolutions = text("%d", c->height(c->mult.size() - 1));
         if (!c->given("in_channels")) c->in_channels = d.C;
         if (!c->given("cond_channels") && d.cond) c->cond_channels = d.cond->C;
         if (!c->chosen("num_classes")) c->num_classes = d.classes;
-        take_labels(c, d);
-        take_number_of_images(c, d);
     }
-    auto refuse_unless = [&](bool ok, const char* flag, const std::string& why) {
-        if (!ok) refuse(where + wrong(c, flag, why));
-    };
-    // check_model returns the first error that it finds. If the images and the model differ in size, an error about
-    // another flag than --image_size is most often a result of this difference. So the error is not printed then.
-    // Instead, the next check prints a message about the two sizes.
+    // If the images and the model differ in size, an error about another flag is most often a result of this, and the
+    // next check names the two sizes instead.
     const std::string error = check_model(c);
     const bool fits = d.H == c->H && d.W == c->W;
     if (!error.empty() && (fits || error.starts_with("--image_size"))) refuse(where + error);
-    refuse_unless(fits, "data_file",
-                  text("its images are %dx%d and the model's %dx%d; prepare_data.py --image_size makes them fit", d.H,
-                       d.W, c->H, c->W));
-    refuse_unless(d.C == c->in_channels, "data_file",
-                  text("its images have %d channels and the model takes %d; prepare_data.py --channels makes them fit",
-                       d.C, c->in_channels));
-    refuse_unless(
-        d.K == c->cond_dim || !c->cond_dim, "cond_dim",
-        c->data_file + (d.K ? text(" has %d numbers an image", d.K)
-                            : " has no numbers; prepare_data.py --values TABLE puts those of a table into it"));
-    const bool makes_them = c->picture_kind != PictureKind::FILE;
-    refuse_unless(d.cond || makes_them || !c->cond_channels, "cond_channels",
-                  "needs --cond_file, a picture for each of the images");
-    refuse_unless(!d.cond || d.cond->C == c->cond_channels, "cond_file",
-                  text("its pictures have %d channels and the model takes --cond_channels %d", d.cond ? d.cond->C : 0,
-                       c->cond_channels));
-    if (!c->class_cond) return;
-    refuse_unless(d.classes <= c->num_classes, "num_classes",
-                  c->data_file + text(" has labels of %d classes", d.classes));
-    // If the model comes from a file, it has classes, and --class_cond False would be refused.
-    const std::string or_else = where.empty() ? "use --class_cond False" : "start without that file";
-    refuse_unless(!d.labels.empty(), "class_cond",
-                  c->data_file + " has no labels; make it from a folder with one sub-folder a class, or " + or_else);
+    check_data(*c, d, "data_file", "cond_file", where);
 }
 
 // Returns the path of the checkpoint that --resume_checkpoint means, or "" if the run is new. A folder that does not
-// exist counts as an empty one. With `latest` the program ends if there is no checkpoint.
+// exist counts as an empty one.
 static std::string resume_path(const Config& c, const Folder& output) {
     const std::string& wanted = c.resume_checkpoint;
     if (wanted != "latest" && wanted != "auto") return wanted;
@@ -307,31 +191,23 @@ static std::string resume_path(const Config& c, const Folder& output) {
         c.output_dir.c_str(), output.has("log.csv") ? ", once its log.csv is moved away" : "");
 }
 
-// Checks that the counters of a checkpoint agree with each other, and that the run goes on with the data that it was
-// trained on. If the user gives --data_file, the images may be others than before. With --cond_file, the pictures may
-// be others.
+// Checks that the counters of a checkpoint agree with each other, and that the run goes on with its data unless
+// --data_file or --cond_file names other data.
 static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) {
     const StepState s = m.state();
     const Guard& g = s.guard;
-    // Every step was either an update or skipped. The guard's n is a number of updates: of all updates or, if the guard
-    // was started anew (compare_with_checkpoint), of the updates since then.
+    // Every step was either an update or skipped. The guard's n counts updates since it was last started anew.
     const int most_steps = std::min(2000000000, m.header.slot[SLOT_MAX_STEPS]);
     const bool steps_add_up = s.step <= most_steps && s.updates >= 0 && s.updates + s.bad_total == s.step;
     const bool skips_fit = s.bad_in_row >= 0 && s.bad_in_row <= s.bad_total;
     const bool is_finite = std::isfinite(g.mean_loss + g.mean_norm + g.var_loss + g.var_norm);
     const bool counts_updates = g.n >= 0 && g.n <= (double)s.updates && g.n == std::floor(g.n);
     const bool guard_works = counts_updates && is_finite && g.var_loss >= 0 && g.var_norm >= 0;
-    std::string why; // in what way the counters are wrong
-    if (!steps_add_up)
-        why = text("step %ld of at most %d, where %ld updates and %ld skipped steps must add up to it", s.step,
-                   most_steps, s.updates, s.bad_total);
-    else if (!skips_fit)
-        why = text("%ld skipped steps in a row, where %ld were skipped in all", s.bad_in_row, s.bad_total);
-    else if (!guard_works) why = text("running means of loss and gradient norm that %ld updates can't give", s.updates);
-    if (!why.empty()) die("%s: its header is damaged (%s): use an earlier checkpoint", m.path.c_str(), why.c_str());
-    // header_crc depends on the data file's whole content, because the header holds a checksum of the rest. Data files
-    // of unet.cu hold no checksum, so their header_crc is 0. Of two such files, only the numbers of images are compared
-    // here.
+    if (!steps_add_up || !skips_fit || !guard_works)
+        die("%s: its header is damaged (step %ld of at most %d, %ld updates, %ld skipped steps, %ld of them at last, "
+            "and their running means contradict each other): use an earlier checkpoint",
+            m.path.c_str(), s.step, most_steps, s.updates, s.bad_total, s.bad_in_row);
+    // header_crc depends on the data file's whole content. For files of unet.cu it is 0.
     const bool same_count = m.header.get<int64_t>(SLOT_IMAGES) == d.count;
     const bool same_content = m.header.get<uint32_t>(SLOT_DATA_CRC) == d.header_crc;
     if (!(same_count && same_content) && !c.given("data_file"))
@@ -342,109 +218,76 @@ static void check_resume(const Config& c, const ModelFile& m, const Dataset& d) 
         die("%s: does not hold the pictures that %s was trained with; name them with --cond_file, or name this file to "
             "go on with it",
             c.cond_file.c_str(), m.path.c_str());
-    // If the file's microbatch is 0, one process computed the whole batch at once. If there are several processes now,
-    // each computes only its share at once, so the microbatch is smaller than before. check_microbatch prints no
-    // message about this, because to it a 0 means the present share of a process. So the message that the microbatch
-    // has changed is printed here.
-    const bool was_whole = m.header.slot[find_flag("microbatch")->slot] == 0;
-    const int whole = m.header.slot[find_flag("batch_size")->slot];
-    const bool is_chosen = world.size == 1 || c.given("microbatch");
-    if (was_whole && whole != c.microbatch && !is_chosen) tell_new_microbatch(c.microbatch, whole);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- presets, and all settings together
 
-// Applies a preset. If the preset sets --patch_size, this function then sets the flag to the argument `patch` instead.
-// If the command line does not give --in_channels, this flag becomes C, the number of the images' channels, because the
-// preset may be for grey images.
-static void apply_with_patch(Config* c, const char* preset, int patch, int C) {
+// Applies a preset, but with this patch_size if the preset sets one, and with C channels, because the preset may be for
+// grey images.
+static void apply_with_patch(Config* c, const char* preset, int patch, int C, std::set<std::string> without = {}) {
     c->preset = preset;
-    apply_preset(c, preset);
+    apply_flags(c, PRESETS.at(preset), without);
     if (c->by_preset.contains("patch_size")) c->patch_size = patch;
-    if (!c->given("in_channels")) c->in_channels = C;
+    if (!c->fixed("in_channels")) c->in_channels = C;
 }
 
-// Returns "" if a preset suits images of H x W pixels and C channels. Otherwise returns a sentence that says why it
-// does not. Most often, a side of the images can't be halved as often as the preset's network halves it. c: a copy of
-// the configuration, which this function may change.
-static std::string preset_refuses(Config c, const char* preset, int patch, int H, int W, int C) {
-    apply_with_patch(&c, preset, patch, C);
-    c.image_size = size_text(H, W);
+// Returns whether a preset suits the images: whether its network can halve their sides often enough. c: what the
+// command line says.
+static bool preset_fits(Config c, const char* preset, int patch, const Dataset& d) {
+    apply_with_patch(&c, preset, patch, d.C);
+    c.image_size = size_text(d.H, d.W);
     // The pictures of --cond_file have not been read yet. They are assumed to have as many channels as the images.
-    if (!c.cond_file.empty() && !c.given("cond_channels")) c.cond_channels = C;
+    if (!c.cond_file.empty() && !c.given("cond_channels")) c.cond_channels = d.C;
     // The attention's resolutions are no reason to refuse the preset, since take_data_shape makes them fit.
     if (!c.given("attention_resolutions")) c.attention_resolutions = "";
-    return parse_model(&c);
+    return parse_model(&c).empty();
 }
 
-// Without --preset: chooses a preset and applies it. Without --data_file and --data_dir this is DEFAULT_PRESET. For the
-// user's own images, the choice depends on their size, as explained below. Returns "", or a line for the user, which
-// says why the images do not get the preset that draws the better pictures.
-//
-// Images of 32x32 pixels and more get a preset that learns them quickly (docs/LEARNT.md, "Own pictures of other
-// sizes"). If this preset sets --patch_size, its network sees a square of 2x2 pixels as one position. From 128x128
-// pixels on, these squares are 4x4 pixels (2x2 if the sides can't be halved often enough for 4x4), so that a step with
-// images of 128x128 takes as long as a step with images of 64x64. All other images get PRESET_ELSE: smaller ones, and
-// those whose sides can't be halved often enough even for 2x2. Later, take_labels and take_number_of_images make the
-// flags fit the labels and the number of the images.
-static std::string apply_default_preset(Config* c, const Dataset& data) {
+// Without --preset: applies the preset for the size of the images. From 32x32 pixels on it is one that learns quickly
+// (docs/LEARNT.md, "Own pictures of other sizes"). If its network sees squares of pixels as one, they have 4x4 pixels
+// from 128x128 on, else 2x2. All other images get PRESET_ELSE. typed: what the command line says. d: the data, which
+// are none if samples are drawn.
+static void apply_default_preset(Config* c, const Config& typed, const Dataset& d) {
     c->default_preset = true;
-    apply_flags(c, Config::OF_LABELS); // the preset comes after this, because it may set another --guidance_scale
-    if (!data.size && c->data_dir.empty()) {
+    if (!d.size) {
         c->preset = DEFAULT_PRESET;
-        apply_preset(c, c->preset);
-        return "";
+        apply_flags(c, Config::OF_LABELS);
+        return apply_preset(c, c->preset);
     }
-    // The size of the images. If they come from a folder of pictures (--data_dir), prepare_data.py makes them 64x64, or
-    // as large as --image_size says.
-    Config sized = *c;
-    if (!c->given("image_size")) sized.image_size = "64";
-    if (data.size) sized.image_size = size_text(data.H, data.W);
-    std::string why = parse_image_size(&sized); // sets sized.H and sized.W; check_model reports an error later
-    const int H = sized.H, W = sized.W;
-    const int C = data.size ? data.C : 3; // --in_channels, if it is given, has priority (apply_with_patch)
-
-    const int smaller_side = why.empty() ? std::min(H, W) : 0;
-    const char* const preset = H == 32 && W == 32 ? PRESET_32 : PRESET_FROM_32;
-    struct Squares {
-        int patch, from; // the side of the squares, and how long both sides of an image must at least be for them
-    };
-    for (auto [patch, from] : {Squares{4, 128}, Squares{2, 32}}) {
-        if (smaller_side < from) continue;
-        why = preset_refuses(*c, preset, patch, H, W, C);
-        if (!why.empty()) continue;
-        apply_with_patch(c, preset, patch, C);
-        return "";
+    const char* const quick = d.H == 32 && d.W == 32 ? PRESET_32 : PRESET_FROM_32;
+    const char* preset = PRESET_ELSE;
+    int patch = 0;
+    for (const auto& [squares, from] : {std::pair{2, 32}, std::pair{4, 128}}) {
+        if (std::min(d.H, d.W) < from || !preset_fits(typed, quick, squares, d)) continue;
+        preset = quick;
+        patch = squares;
     }
-    // The line for the user is left out in two cases. Images below 32x32 always get PRESET_ELSE. And if PRESET_ELSE
-    // does not suit the images either, check_model reports an error.
-    const bool is_told = smaller_side >= 32 && preset_refuses(*c, PRESET_ELSE, 0, H, W, C).empty();
-    apply_with_patch(c, PRESET_ELSE, 0, C);
-    if (!is_told) return "";
-    return text("preset %s draws better pictures than %s, but does not fit: %s", preset, PRESET_ELSE, why.c_str());
+    // Images with labels are learned as classes. The preset comes second, because it may set another guidance_scale.
+    std::set<std::string> without;
+    if (d.labels.empty()) without = {"class_cond", "class_dropout", "guidance_scale"};
+    else apply_flags(c, Config::OF_LABELS);
+    apply_with_patch(c, preset, patch, d.C, without);
+    // Few images are learned by heart, and samples look best if low noise levels have little weight in the loss. Of
+    // many images, low noise levels need more weight (docs/LEARNT.md, "Photographs").
+    if (c->by_preset.contains("min_snr_gamma") && d.count >= MANY_IMAGES) c->min_snr_gamma = 5;
 }
 
-// Applies the preset of a run that is resumed without --preset. So flags that a checkpoint does not hold, such as
-// --save_interval or the --sampler of the run's grids, get the preset's values again. (If such a flag was on the run's
-// command line, it must be given again.) Returns false if the preset is not known, as with a checkpoint of an older
-// program.
-static bool apply_preset_of_run(Config* c, const ModelFile& model) {
+// Finds the preset of a run that is resumed without --preset, for flags that a checkpoint does not hold, such as
+// --save_interval. (What of these was on the run's command line must be given again.) Of an unknown preset c->preset
+// stays empty.
+static void take_preset_of_run(Config* c, const ModelFile& model) {
     const uint32_t checksum = model.header.get<uint32_t>(SLOT_PRESET);
     for (const auto& [preset, settings] : PRESETS)
         for (const bool is_default : {false, true}) {
             if (preset_checksum(preset, is_default) != checksum) continue;
             c->preset = preset;
             c->default_preset = is_default;
-            if (is_default) apply_flags(c, Config::OF_LABELS); // as in apply_default_preset
-            apply_preset(c, preset);
-            return true;
         }
-    return false;
 }
 
-// --num_gpus: each GPU needs a process. If several GPUs are to be used and no launcher has started these processes,
-// this process starts them and waits until they have ended. value: a number, or "all". patience: --rank_timeout.
+// --num_gpus: if several GPUs are to be used and no launcher has started a process for each, this process starts them
+// and waits until they have ended. value: a number, or "all". patience: --rank_timeout.
 static void take_num_gpus(const std::string& value, int patience, char** argv) {
     ranks.patience = patience;
     // For "all", number is 0.
@@ -477,22 +320,30 @@ static void check_contradictions(const Config& c) {
         if (c.given(name) && path.empty()) die("--%s: is empty; give a path, or leave the flag out", name);
 }
 
-// Sets the flags that the command line leaves open, except those that take_data_shape takes from the data. Opens the
-// data file if the choice of a preset needs it. resume: the model file is a checkpoint whose run goes on.
-static void complete_config(Config* c, const ModelFile& model, bool resume, Dataset* data) {
-    // A preset sets flags that the command line leaves open. If a model file holds another value for such a flag, the
-    // model file's value is used.
-    if (!c->preset.empty()) {
-        apply_preset(c, c->preset);
-    } else if (!resume || !apply_preset_of_run(c, model)) {
-        if (c->given("data_file")) *data = open_dataset(c->data_file);
-        const std::string line = apply_default_preset(c, *data);
-        if (!line.empty() && !model.size && !world.rank) printf("%s\n", line.c_str());
-    }
+// Returns the data file of a run for which nobody has named one.
+static std::string default_data_file() {
+    Config c;
+    apply_preset(&c, DEFAULT_PRESET);
+    return c.data_file;
+}
+
+// Sets the flags that the command line leaves open, except those that take_data_shape takes from the data. Makes the
+// data file of --data_dir, and opens the data file if the choice of a preset needs it. resume: the model file is a
+// checkpoint whose run goes on. where: what messages about the model file's settings begin with.
+static void complete_config(Config* c, const ModelFile& model, bool resume, const std::string& where, Dataset* data) {
+    const Config typed = *c;
     if (model.size) take_model_file(c, model, resume);
-    take_rescale_learned_sigmas(c, model.size);
-    take_ect_defaults(c, model.size && is_ect(model.header));
-    if (model.size) drop_preset_of_classes(c);
+    take_ect_defaults(c);
+    if (resume && c->preset.empty()) take_preset_of_run(c, model);
+    if (c->default_preset) apply_flags(c, Config::OF_LABELS); // as apply_default_preset has done
+    if (!c->preset.empty()) apply_preset(c, c->preset);
+    if (!c->sample) take_data_dir(c, where);
+    if (c->preset.empty()) {
+        if (c->data_file.empty()) c->data_file = default_data_file();
+        if (!c->sample || c->given("data_file")) *data = open_dataset(c->data_file);
+        apply_default_preset(c, typed, *data);
+    }
+    take_rescale_learned_sigmas(c);
     // A preset may ask for more sampling steps than the diffusion has. Then sampling uses all steps of the diffusion.
     const bool too_many = atoi(c->timestep_respacing.c_str()) > c->diffusion_steps;
     if (too_many && !c->given("timestep_respacing")) c->timestep_respacing = "";
@@ -501,73 +352,41 @@ static void complete_config(Config* c, const ModelFile& model, bool resume, Data
 // ---------------------------------------------------------------------------------------------------------------------
 // --- what ranks must have in common
 
-// Returns a checksum by which two different input files can be told apart. Computing it takes about a second.
-//
-// Our own files hold a checksum of their whole content in their first 1024 bytes. This checksum is verified when a file
-// is read (for long data files, see read_behind_images). So the first 1024 bytes of these files would be enough. But
-// files of unet.cu (another program, whose files this program reads, too) hold no checksum. Therefore more is read. A
-// file of up to 64 MiB is read as a whole. Of a larger file, 256 excerpts at equal distances are read, the first of
-// them at the file's beginning, and one more excerpt at the file's end. So files that differ, or were cut short, have
-// different checksums, with one exception: large files of unet.cu that differ in just a few images or weights.
-static uint32_t sample_checksum(const InputFile& file) {
-    constexpr size_t EXCERPTS = 256;
-    constexpr size_t EXCERPT = 256 << 10; // bytes
-    if (file.size <= EXCERPTS * EXCERPT) return file.crc(0, 0);
-    std::vector<uint8_t> excerpt(EXCERPT);
-    uint32_t crc = 0;
-    const size_t last_begin = file.size - EXCERPT;
-    for (size_t k = 0; k < EXCERPTS; k++) {
-        file.read(excerpt.data(), EXCERPT, last_begin / (EXCERPTS - 1) * k);
-        crc = crc32(crc, excerpt.data(), EXCERPT);
-    }
-    // The distance between excerpts was rounded down, so the last excerpt of the loop may begin before last_begin.
-    // Therefore the excerpt at last_begin is read, too.
-    file.read(excerpt.data(), EXCERPT, last_begin);
-    return crc32(crc, excerpt.data(), EXCERPT);
-}
-
-// Returns a line of text about an input file. All ranks that read the same content get the same line. The line does not
-// contain the file's path, because the path may differ from machine to machine.
+// Returns a line of text about an input file. The header holds a checksum of the rest, which is verified when the file
+// is read. (Of data files of unet.cu, which have none, only the shapes are compared.)
 static std::string describe_input(const std::string& name, const std::string& path) {
     if (path.empty()) return "no " + name + "\n";
     InputFile file;
     file.open(path, "every rank reads it, at the same path unless its own command line names another");
-    const uint32_t checksum = sample_checksum(file);
     close(file.file);
+    const uint32_t checksum = crc32(0, file.header.slot, 1024);
     return text("a %s of %zu bytes and checksum %08x\n", name.c_str(), file.size, checksum);
 }
 
-// Ends the program, before the training or the sampling begins, if ranks run different programs, read different input
-// files, or have different flags. Such ranks would compute different things, or wait for each other for ever. Each rank
-// describes its program, inputs and flags in lines of text. Then the lines of all ranks are compared.
+// Ends the program before work begins if ranks run different programs, read different input files, or have different
+// flags: they would compute different things, or wait for each other for ever.
 static void compare_ranks(const Config& c, const std::string& weights) {
     if (world.size < 2) return;
     std::ifstream self("/proc/self/exe", std::ios::binary);
     const std::string program{std::istreambuf_iterator<char>(self), {}};
     std::string mine = text("a program of checksum %08x\n", crc32(0, program.data(), program.size()));
-    const bool training = !c.sample;
     mine += describe_input("file of weights (--init, --resume_checkpoint)", weights);
-    mine += describe_input("--data_file", training ? c.data_file : "");
-    mine += describe_input("--val_data_file", training ? c.val_data_file : "");
-    mine += describe_input("--cond_file", c.cond_file);
-    mine += describe_input("--val_cond_file", training ? c.val_cond_file : "");
-    mine += describe_input("--start_from", c.start_from);
-    mine += describe_input("--inpaint", c.inpaint);
-    mine += describe_input("--mask", c.mask);
-    // Flags that name input files are left out of the loop below, because the other lines describe the content of these
-    // files. --device, --output and --output_dir may differ: each machine has its own devices and folders, and only
-    // rank 0 writes.
     mine += text("--values of checksum %08x\n", crc32(0, c.value_rows.data(), c.value_rows.size() * sizeof(float)));
-    const std::set<std::string> inputs = {"init",    "data_file", "val_data_file", "cond_file", "val_cond_file",
-                                          "inpaint", "mask",      "values",        "start_from"};
-    const std::set<std::string> may_differ = {"device", "output", "output_dir"};
+    // Of input files the content is compared, not the path. Each machine has its own devices and folders, and only rank
+    // 0 writes. Lines above are about --init and --values.
+    const std::set<std::string> inputs = {"cond_file", "start_from", "inpaint", "mask"};
+    const std::set<std::string> inputs_of_runs = {"data_file", "val_data_file", "val_cond_file"};
+    const std::set<std::string> may_differ = {"device", "output", "output_dir", "init", "values"};
+    std::string files, flags; // files come first, because other flags may depend on whether there are any
     for (const Flag& f : FLAGS) {
         const std::string name = f.name;
-        if (inputs.contains(name) || may_differ.contains(name)) continue;
         std::string value = flag_value(c, f);
+        const bool is_of_run = inputs_of_runs.contains(name);
+        if (inputs.contains(name) || (is_of_run && !c.sample)) files += describe_input("--" + name, value);
+        if (inputs.contains(name) || is_of_run || may_differ.contains(name)) continue;
         const bool names_file = !value.empty() && value != "latest" && value != "auto";
-        if (name == "resume_checkpoint" && names_file) value = "FILE"; // describe_input describes the file
-        mine += text("--%s %s\n", f.name, value.c_str());
+        if (name == "resume_checkpoint" && names_file) value = "FILE"; // a line above is about the file
+        flags += text("--%s %s\n", f.name, value.c_str());
     }
-    must_agree("the comparison of flags and files", mine);
+    must_agree("the comparison of flags and files", mine + files + flags);
 }
