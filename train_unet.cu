@@ -43,8 +43,8 @@
 //   statistics          per image and channel, the sums of x and x^2 over pixels, for a group norm's mean and variance
 //   addend              a gradient from another reader of the same tensor, added to the gradient that a kernel stores
 //   tile                the part of a result that a block or a warp computes at a time
-//   tap, halo, slice    of a convolution: one of a filter's nine positions; a tile's pixels with a border around them; the
-//                       channels of a pixel that are in shared memory at a time. (A rank's Slice: weights it updates)
+//   tap, halo, slice    of a convolution: one of a filter's nine positions; a tile's pixels with a border around them;
+//                       the channels of a pixel that are in shared memory at a time. (A rank's Slice: its weights)
 //   stage, ring         a part of shared memory that is filled while others are read; several of them in turn
 //   epilogue            what a kernel does with a tile's sums before it stores them: bias, embedding, statistics
 //   partial             a sum over a part of the pixels or keys; a second kernel adds partials up in a fixed order
@@ -958,8 +958,8 @@ static void plan_gradients(UNet* net) {
 }
 
 // A convolution's weight gradient is computed beside the backward passes of the layers that follow. It must be complete
-// after so many of them, because its inputs stay in memory until then. Small tensors may stay longer, so that more weight
-// gradients share a launch.
+// after so many of them, because its inputs stay in memory until then. Small tensors may stay longer, so that more
+// weight gradients share a launch.
 static int weights_lag(const UNet* net, const Layer& l) {
     const Tensor& x = net->tensors[l.x1];
     if (x.H * x.W <= 16 * 16) return 20;
@@ -1995,8 +1995,8 @@ int main(int argc, char** argv) { return run_program(argc, argv); }
 // Part II. The device
 // The operations of the interface as kernels. All have the same few words, from unet/gpu/shared.h:
 //
-//   with_act(f)             calls f with a value of the activations' type T (float or bf16). On the host an activation is
-//                           an act, which is void: act* has no size until a kernel gives it one
+//   with_act(f)             calls f with a value of the activations' type T (float or bf16). The host knows
+//                           activations as act, which is void: an act* has no size until a kernel gives it one
 //   launch(kernel, grid, threads, shared bytes, arguments...)      on the main stream; launch_on: on another one
 //   await_previous_kernel   a kernel may begin before the one ahead of it has ended (programmatic dependent launch). It
 //                           calls this before it reads what that one writes. launch_behind is for kernels that don't
@@ -2905,8 +2905,8 @@ INLINE void load_rows(T* to, const HeadRows<const T>& from, int row0, const Atte
 //      out (M, d) +=  P (M, SUB) x streamed rows (SUB, d)              P: the registers of S (see load_score_fragments)
 //
 // A result of mma.sync lies in the registers as its first operand does (two tiles of the result are one fragment). So P
-// need not go through shared memory. In shared memory, rows are padded by 16 bytes, so that the eight rows that ldmatrix reads at
-// once lie in different banks.
+// need not go through shared memory. In shared memory, rows are padded by 16 bytes, so that the eight rows that
+// ldmatrix reads at once lie in different banks.
 // In the backward pass, the blocks that own queries and those that own keys both compute S and dP. In return, every sum
 // is computed by one block, in one order.
 

@@ -6,8 +6,8 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // --- how a run begins: validation data, conditions of grids, its folder
 
-// Opens --val_data_file and --val_cond_file, and checks that they fit the model. Without them the data set is empty, and
-// the run measures no validation loss.
+// Opens --val_data_file and --val_cond_file, and checks that they fit the model. Without them the data set is empty,
+// and the run measures no validation loss.
 static Dataset open_validation_data(const Config& c) {
     if (c.val_data_file.empty()) return Dataset{};
     Dataset val = open_dataset(c.val_data_file);
