@@ -4099,12 +4099,13 @@ struct AdamWFactors {
     float share; // of the newest weights in the first average (average_share)
 };
 INLINE AdamWFactors adamw_factors(const StepState* state, const AdamW& h) {
+    const double clip = clip_factor(state, h);
     const double correction1 = 1 - pow((double)h.beta1, (double)state->updates);
     const double correction2 = 1 - pow((double)h.beta2, (double)state->updates);
     const float decay = 1 - state->lr * h.weight_decay;
     const float step_size = (float)(state->lr / correction1);
     const float share = average_share(h.ema_rate, state->updates);
-    return {(float)clip_factor(state, h), decay, step_size, (float)sqrt(correction2), state->lr, share};
+    return {(float)clip, decay, step_size, (float)sqrt(correction2), state->lr, share};
 }
 
 // AdamW (Loshchilov & Hutter 2019) and the average of the parameters, for one rank's slice:

@@ -303,7 +303,7 @@ def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resu
         if "class_dropout" in of_preset:
             values["class_dropout"] = 0.0
     if data and not start and is_default and "min_snr_gamma" in of_preset and len(data.images) >= MANY_IMAGES:
-        values["min_snr_gamma"] = 5.0  # see take_number_of_images in train_unet.cu
+        values["min_snr_gamma"] = 5.0  # see apply_default_preset in unet/run/settings.h
     values |= ect_defaults(values, flags, start)
     config = Config(**values)
     if "class_dropout" in of_preset and not config.class_cond and not config.cond_dim:

@@ -50,7 +50,7 @@ def test_arrows_point_one_way(header: str) -> None:
 
 
 def test_calls_upwards_stand_in_one_place() -> None:
-    block = (ROOT / "unet/trainer.h").read_text().partition("// Calls upwards")[2]
+    block = (ROOT / "unet/trainer.h").read_text().partition("called by headers")[2]
     declared = re.findall(r"(\w+)\([^()]*\);", block)
     assert 0 < len(declared) <= MOST_CALLS_UPWARDS
     story = (ROOT / "train_unet.cu").read_text()
