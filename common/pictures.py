@@ -109,7 +109,9 @@ class Account:
     def count_frames(self, picture: Image.Image) -> None:
         """Of a picture that has been read."""
         try:
-            frames = 1 if picture.format == "PSD" else getattr(picture, "n_frames", 1)  # a PSD file counts its layers
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a damaged frame that is not used
+                frames = 1 if picture.format == "PSD" else getattr(picture, "n_frames", 1)  # a PSD file counts its layers
         except NOT_OF_PICTURES:
             raise
         except Exception:  # noqa: BLE001 (as in decode_images; the first frame is fine)
