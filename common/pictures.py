@@ -127,6 +127,7 @@ class Account:
 @functools.cache
 def picture_formats() -> tuple[list[str], frozenset[str]]:
     """The formats of pictures that this Pillow decodes, and how names of such files end."""
+    Image.preinit()  # which come first, as in Image.open: some of the others know no sign by which a file begins
     Image.init()
     formats = [name for name in Image.ID if name not in NO_PICTURES]
     return formats, frozenset(end for end, name in Image.registered_extensions().items() if name in formats or name == "MPO")  # which opens as JPEG
