@@ -1,6 +1,6 @@
 """Turns images into the .bin file that train_unet.cu and train_unet.py train on.
 
-    python prepare_data.py --data_dir DIR --output_name F.bin        folders of images; sub-folders are classes
+    python prepare_data.py --data_dir DIR --output_name F.bin        folders of images; the folders in them are classes
     python prepare_data.py --zip FILE.zip --output_name F.bin        the same in a zip; EDM's data sets, with their dataset.json
     python prepare_data.py --idx IMAGES LABELS --output_name F.bin   MNIST, Fashion-MNIST (.gz or not)
     python prepare_data.py --cifar10 FILE... --output_name F.bin     CIFAR-10's binary batches
@@ -35,7 +35,7 @@ SOURCE = "What is read: exactly one of these is needed"
 
 @dataclass
 class Options:
-    data_dir: str = flag("", "folder of images; its sub-folders are the classes", heading=SOURCE)
+    data_dir: str = flag("", "folder of images; the last level of folders in it that has several is the classes", heading=SOURCE)
     zip: str = flag("", "the same in a zip; or EDM's data sets, labelled by their dataset.json", heading=SOURCE)
     idx: list[str] = flag((), "IMAGES LABELS: idx files, as MNIST has; .gz or not; LABELS may be left out", heading=SOURCE)
     cifar10: list[str] = flag((), "FILE...: binary CIFAR-10 batches (data_batch_1.bin ...)", heading=SOURCE)
@@ -604,7 +604,7 @@ def tell_file(path: str) -> None:
     """What a data file that has been written holds."""
     count, channels, height, width = np.fromfile(path, "<i4", 6)[2:]
     megabytes = os.path.getsize(path) / 1e6
-    say(f"wrote {path}: {count} images of {channels}x{height}x{width} (CxHxW), {megabytes:.1f} MB", sys.stdout)
+    say(f"wrote {path}: {counted(count, 'image')} of {channels}x{height}x{width} (CxHxW), {megabytes:.1f} MB", sys.stdout)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -636,7 +636,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         counts = np.bincount(source.labels, minlength=source.num_classes)
         for number, images in enumerate(counts):
             name = f" = {source.class_names[number]}" if source.class_names else ""
-            say(f"class {number}{name}: {images} images", sys.stdout)
+            say(f"class {number}{name}: {counted(images, 'image')}", sys.stdout)
     if values:
         tell_values(np.array(values), value_names)
     tell_file(args.output_name)
