@@ -54,7 +54,7 @@ def progress(items: Iterable) -> Iterable:
 
 
 def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def nfc(name: str) -> str:
