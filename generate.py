@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 
 from common import program
 from common.flags import FLAGS, SAMPLING_FLAGS, SAVED_FLAGS, Config, flag, format_value, parse_flags, resolve
-from common.program import UserError, run_program
+from common.program import NOT_OF_PICTURES, UserError, run_program
 
 INTRO = __doc__.partition("\n\nContents")[0]
 
@@ -139,7 +139,7 @@ from common.data_files import find_data, open_data, write_data
 from common.diffusers_files import Autoencoder
 from common.model import UNetModel, build_model
 from common.model_files import ModelFile
-from common.pictures import image_to_array
+from common.pictures import image_to_array, picture_formats
 from common.samples import check_finite, grid_pixels, save_png, save_samples, to_pixels, value_captions, visible
 
 ROOT = Path(__file__).resolve().parent
@@ -653,11 +653,13 @@ def picture_file(flag: str, path: str, channels: int, config: Config, folder: st
     factor = config.picture_factor if flag == "cond" else 0
     resample = Image.Resampling.BOX if flag == "mask" else Image.Resampling.LANCZOS
     try:
-        with files.open_file(path) as file, Image.open(file) as picture:
+        with files.open_file(path) as file, Image.open(file, formats=picture_formats()[0]) as picture:
             is_small = factor > 0 and (picture.width < W or picture.height < H)
             array = image_to_array(picture, (H // factor, W // factor) if is_small else (H, W), channels, resample)
     except UnidentifiedImageError:
         raise UserError(f"--{flag} {path}: is no picture; .png and .jpg are") from None
+    except NOT_OF_PICTURES:
+        raise
     except Exception as e:  # noqa: BLE001 (Pillow's decoders raise nearly anything at a damaged file)
         raise UserError(f"--{flag} {path}: can't be read ({getattr(e, 'strerror', None) or e})") from None
     write_data(f"{folder}/{flag}.bin", array[None])

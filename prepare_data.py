@@ -1,6 +1,6 @@
 """Turns images into the .bin file that train_unet.cu and train_unet.py train on.
 
-    python prepare_data.py --data_dir DIR --output_name F.bin        folders of images; sub-folders are classes
+    python prepare_data.py --data_dir DIR --output_name F.bin        folders of images; the folders in them are classes
     python prepare_data.py --zip FILE.zip --output_name F.bin        the same in a zip; EDM's data sets, with their dataset.json
     python prepare_data.py --idx IMAGES LABELS --output_name F.bin   MNIST, Fashion-MNIST (.gz or not)
     python prepare_data.py --cifar10 FILE... --output_name F.bin     CIFAR-10's binary batches
@@ -10,6 +10,7 @@
     ... --image_size 256 --encode VAE_DIR                            their latents, by an AutoencoderKL of diffusers on this disk
     ... --values TABLE.csv                                           numbers of each picture, to condition on: a line for each, its name first;
                                                                      a first line may name the numbers; of a .npy the rows are in reading order
+    ... --white 4095                                                 which value is white in grey pictures of more than 8 bits
 
 docs/FORMATS.md describes the file byte by byte.
 """
@@ -34,7 +35,7 @@ SOURCE = "What is read: exactly one of these is needed"
 
 @dataclass
 class Options:
-    data_dir: str = flag("", "folder of images; its sub-folders are the classes", heading=SOURCE)
+    data_dir: str = flag("", "folder of images; the last level of folders in it that has several is the classes", heading=SOURCE)
     zip: str = flag("", "the same in a zip; or EDM's data sets, labelled by their dataset.json", heading=SOURCE)
     idx: list[str] = flag((), "IMAGES LABELS: idx files, as MNIST has; .gz or not; LABELS may be left out", heading=SOURCE)
     cifar10: list[str] = flag((), "FILE...: binary CIFAR-10 batches (data_batch_1.bin ...)", heading=SOURCE)
@@ -44,6 +45,7 @@ class Options:
     encode: str = flag("", "write latents instead: the folder of an AutoencoderKL, or of a pipeline that has one")
     values: str = flag("", "numbers of each picture, for --cond_dim: a .csv, each line a file's name and its numbers, or a .npy, a row for each")
     channels: str = flag("", "1 = grey, 3 = RGB; default 3, for idx files 1", choices="1|3")
+    white: int = flag(0, "value that is white in grey pictures of more than 8 bits; default: 65535, and 32 bits are refused", 1, 2**31 - 1)
     crops: int = flag(0, "parts of each picture in a folder or zip, from anywhere (guided-diffusion's random_crop); default: its centre", 1, 1000)
     cond_dir: str = flag("", "folder of pictures that those of --data_dir, of the same path but for .png and such, are conditioned on (--cond_file)")
     cond_output_name: str = flag("", "data file to write them to, in the same order and cut in the same way")
@@ -85,8 +87,24 @@ from PIL import Image, ImageDraw, ImageFont, features
 
 from common.data_files import MOST_VALUES, new_data_file, write_data
 from common.files import DataError, check_output, is_data, open_regular
-from common.pictures import IMAGE_EXTENSIONS, Cut, decode_images, image_to_array, label_by_folder, list_images, progress, read_picture, say
-from common.program import how_to_install, printable, standard_streams, take
+from common.pictures import (
+    Account,
+    Cut,
+    Parts,
+    choose_pictures,
+    counted,
+    decode_images,
+    image_to_array,
+    label_by_folder,
+    list_images,
+    nfc,
+    picture_formats,
+    progress,
+    read_picture,
+    say,
+    tell,
+)
+from common.program import NOT_OF_DATA, NOT_OF_PICTURES, how_to_install, printable, standard_streams, take
 
 MOST_BYTES = 2 << 30  # of a known data set's file, unpacked: more is not what it seems to be
 MOST_PICTURE_BYTES = 256 << 20  # of a picture in a zip, unpacked
@@ -112,28 +130,35 @@ class Source:
     conditions: deque[np.ndarray] = field(default_factory=deque)
 
 
-def decoded(paths: list[str], all_labels: list[int] | None, class_names: list[str], decode: Callable[[str, int], Iterable[np.ndarray]]) -> Source:
+def decoded(
+    paths: list[str],
+    all_labels: list[int] | None,
+    class_names: list[str],
+    decode: Callable[[str, int], Iterable[np.ndarray]],
+    account: Account,
+) -> Source:
     """Pictures that are decoded as they are asked for. Without names, the classes are as many as the largest label says."""
     kept: list[int] = []
     if all_labels is None:
-        return Source(decode_images(paths, kept, decode), names=paths, kept=kept)
+        return Source(decode_images(paths, kept, decode, account), names=paths, kept=kept)
     labels: list[int] = []
 
     def images() -> Iterator[np.ndarray]:
-        for image in decode_images(paths, kept, decode):
+        for image in decode_images(paths, kept, decode, account):
             labels.append(all_labels[kept[-1]])
             yield image
 
     return Source(images(), labels, len(class_names) or max(all_labels) + 1, class_names, paths, kept)
 
 
-def by_name(paths: list[str], folder: str) -> dict[str, str]:
+def by_name(found: list[Parts], folder: str) -> dict[str, str]:
     """Pictures by their path in the folder without .png and such."""
     named: dict[str, str] = {}
-    for path in paths:
-        name = os.path.splitext(os.path.relpath(path, folder))[0]
+    for parts in found:
+        name, path = nfc(os.path.splitext("/".join(parts))[0]), os.path.join(folder, *parts)
         if name in named:
-            raise DataError(f"{named[name]} and {path} differ in the last part of their names alone, so nothing says which one belongs to a pair")
+            told = "differ in the last part of their names, or in how accents are written, alone"
+            raise DataError(f"{named[name]} and {path} {told}, so nothing says which one belongs to a pair")
         named[name] = path
     return named
 
@@ -142,13 +167,14 @@ def tell_alone(paths: list[str], folder: str, other: str) -> None:
     """Names the pictures that have no partner in the other folder."""
     if paths:
         some = ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "")
-        say(f"prepare_data: {len(paths)} pictures of {folder} have no partner in {other} and are left out: {some}", sys.stderr)
+        tell(f"{counted(len(paths), 'picture')} of {folder} without a partner in {other}, left out: {some}")
 
 
-def open_pairs(data_dir: str, cond_dir: str, cut: Cut, channels: int, cond_channels: int) -> Source:
+def open_pairs(data_dir: str, cond_dir: str, cut: Cut, channels: int, cond_channels: int, account: Account) -> Source:
     """The pictures in a folder, each with the one that has its path and name, but for .png and such, in the other folder."""
-    paths, labels, class_names = list_images(data_dir)
-    images, partners = by_name(paths, data_dir), by_name(list_images(cond_dir)[0], cond_dir)
+    found = list_images(data_dir, account)
+    labels, class_names = label_by_folder(found)
+    images, partners = by_name(found, data_dir), by_name(list_images(cond_dir, account), cond_dir)
     tell_alone([path for name, path in images.items() if name not in partners], data_dir, cond_dir)
     tell_alone([path for name, path in partners.items() if name not in images], cond_dir, data_dir)
     paired = [(number, path, partners[name]) for number, (name, path) in enumerate(images.items()) if name in partners]
@@ -158,7 +184,7 @@ def open_pairs(data_dir: str, cond_dir: str, cut: Cut, channels: int, cond_chann
 
     def decode(path: str, index: int) -> list[np.ndarray]:
         partner = paired[index][2]
-        picture, condition = read_picture(path, channels), read_picture(partner, cond_channels)
+        picture, condition = read_picture(path, channels, account), read_picture(partner, cond_channels, account)
         if picture.width * condition.height != picture.height * condition.width:
             sizes = f"{picture.width}x{picture.height} and {condition.width}x{condition.height}"
             raise DataError(f"{partner}, its partner, has another shape ({sizes}), so that nothing says where they lie on each other")
@@ -169,7 +195,7 @@ def open_pairs(data_dir: str, cond_dir: str, cut: Cut, channels: int, cond_chann
         return parts
 
     pair_labels = None if labels is None else [labels[number] for number, _, _ in paired]
-    source = decoded([path for _, path, _ in paired], pair_labels, class_names, decode)
+    source = decoded([path for _, path, _ in paired], pair_labels, class_names, decode, account)
     source.conditions = conditions
     return source
 
@@ -192,15 +218,15 @@ def zip_labels(archive: zipfile.ZipFile, names: list[str]) -> list[int] | None:
         labels = json.loads(read_member(archive, "dataset.json", (1 << 20) + 1024 * len(names)))["labels"]
         if labels is None:
             return None
-        by_name = {name: label for name, label in labels}
+        by_name = {nfc(name): label for name, label in labels}
     except (ValueError, TypeError, KeyError, RecursionError, zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError) as error:
         raise DataError(f"{where} holds no labels as EDM's dataset_tool.py writes them") from error
-    for name in names:
+    for name in map(nfc, names):
         if name not in by_name:
             raise DataError(f"{where} has no label for {name}")
         if type(by_name[name]) is not int or not 0 <= by_name[name] < 1000000:
             raise DataError(f"{where} says {str(by_name[name])[:40]} of {name}, which is not the number of a class")
-    return [by_name[name] for name in names]
+    return [by_name[nfc(name)] for name in names]
 
 
 def shared_folders(names: list[str]) -> int:
@@ -208,44 +234,42 @@ def shared_folders(names: list[str]) -> int:
     return len(os.path.commonprefix([name.split("/")[:-1] for name in names]))
 
 
-def open_zip(path: str, image_size: tuple[int, int] | None, channels: int, crops: int) -> Source:
-    """The pictures in a zip, read from where they lie. In a data set of EDM's, dataset.json holds the labels and the folders mean nothing; else
-    sub-folders are classes, below those that all pictures share."""
+def open_zip(path: str, image_size: tuple[int, int] | None, channels: int, crops: int, account: Account) -> Source:
+    """The pictures in a zip, read from where they lie. In a data set of EDM's, dataset.json holds the labels and the folders mean nothing; else they mean
+    what they do in a folder."""
     try:
         archive = zipfile.ZipFile(open_regular(path))
         archive.filename = path
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, EOFError) as error:
         raise DataError(f"{path} is not a zip file, or a damaged one: {error}") from error
 
-    def is_picture(name: str) -> bool:
-        hidden = any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
-        return name.lower().endswith(IMAGE_EXTENSIONS) and not hidden
-
     entries = archive.namelist()
-    names = sorted({name for name in entries if is_picture(name)})
-    if not names:
-        raise DataError(f"there are no images in {path} (looked for {' '.join(IMAGE_EXTENSIONS)})")
+    # Windows knows two signs between folders, and some of its programs write the one that zips do not have.
+    members = {tuple(part for part in name.replace("\\", "/").split("/") if part): name for name in entries if not name.endswith(("/", "\\"))}
+    members.pop(("dataset.json",), None)
+    found = choose_pictures(filter(None, members), path, account)
+    names = [members[parts] for parts in found]
 
     def open_picture(name: str) -> BinaryIO:
         return io.BytesIO(read_member(archive, name, MOST_PICTURE_BYTES))
 
     def cut_out(size: tuple[int, int]) -> Callable[[str, int], list[np.ndarray]]:
-        return lambda name, index: Cut(size, crops).parts(read_picture(name, channels, open_picture), index)
+        return lambda name, index: Cut(size, crops).parts(read_picture(name, channels, account, open_picture), index)
 
     if all(archive.getinfo(name).flag_bits & 1 for name in names):
         raise DataError(f"{path} is encrypted: unpack it, and give the folder to --data_dir")
     if "dataset.json" not in entries:
-        parts = [tuple(name.split("/")) for name in names]
-        shared = shared_folders(names)
-        labels, class_names = label_by_folder([p[shared:] for p in parts])
-        return decoded(names, labels, class_names, cut_out(image_size or (64, 64)))
+        labels, class_names = label_by_folder(found)
+        return decoded(names, labels, class_names, cut_out(image_size or (64, 64)), account)
     if not image_size:
         try:
-            with Image.open(open_picture(names[0])) as image:
+            with Image.open(open_picture(names[0]), formats=picture_formats()[0]) as image:
                 image_size = image.height, image.width
-        except Exception as error:  # noqa: BLE001 (as above)
+        except NOT_OF_PICTURES:
+            raise
+        except Exception as error:  # noqa: BLE001 (Pillow's decoders raise nearly anything on a damaged file)
             raise DataError(f"{names[0]} in {path} is no picture that says the size of all: {error}; --image_size does") from error
-    return decoded(names, zip_labels(archive, names), [], cut_out(image_size))
+    return decoded(names, zip_labels(archive, names), [], cut_out(image_size), account)
 
 
 def read_bytes(path: str) -> bytes:
@@ -335,6 +359,8 @@ def emoji_texts(font_file: str) -> tuple[list[str], int]:
                         texts.add("".join(character[glyph] for glyph in glyphs))
     except OSError as error:
         raise DataError(f"cannot read {font_file}: {error.strerror or error}") from error
+    except NOT_OF_DATA:
+        raise
     except Exception as error:  # noqa: BLE001 (fontTools raises nearly anything at a damaged font)
         raise DataError(f"{font_file} is not a font, or is damaged: {error}") from error
     return sorted(text for text in texts if not SKIN_TONES.intersection(text)), size
@@ -343,7 +369,7 @@ def emoji_texts(font_file: str) -> tuple[list[str], int]:
 def open_emoji(font_file: str, image_size: tuple[int, int], channels: int) -> Source:
     texts, size = emoji_texts(font_file)
     if not features.check("raqm"):  # Pillow's basic layout knows no ligatures
-        print("prepare_data: this Pillow has no raqm: flags and joined emoji are left out", file=sys.stderr)
+        tell("this Pillow has no raqm: flags and joined emoji are left out")
         texts = [text for text in texts if len(text) == 1]
     try:
         font = ImageFont.truetype(font_file, size)
@@ -421,9 +447,10 @@ def read_table(path: str) -> tuple[list[str], dict[str, list[float]]]:
                 continue
             if not row or not np.isfinite(row).all():
                 raise DataError(f"{path}: the line of {cells[0]} holds something else than finite numbers: {','.join(cells[1:])[:60]}")
-            if cells[0] in rows:
-                raise DataError(f"{path}: has two lines of {cells[0]}")
-            rows[cells[0]] = row
+            name = nfc(cells[0])
+            if name in rows:
+                raise DataError(f"{path}: has two lines of {name}")
+            rows[name] = row
     if not rows:
         raise DataError(f"{path}: has no line of a file's name and numbers")
     return names, rows
@@ -433,12 +460,13 @@ def table_values(path: str, files: list[str], folder: str) -> tuple[np.ndarray, 
     """(numbers (len(files), K), their names) of a .csv. A line names its file from the folder on, or by its last part if no other has the same. folder: "":
     the files are those of a zip, and the folder is what all of them share."""
     names, rows = read_table(path)
+    files = files if folder else [file.replace("\\", "/") for file in files]  # as open_zip reads them
     shared = shared_folders(files)
     found, missing = [], []
     of_line: dict[str, str] = {}  # the file of each line
     for file in files:
         within = os.path.relpath(file, folder) if folder else "/".join(file.split("/")[shared:])
-        key = next((name for name in (file, within, os.path.basename(file)) if name in rows), within)
+        key = next((name for name in map(nfc, (file, within, os.path.basename(file))) if name in rows), within)
         (found if key in rows else missing).append(key)
         other = of_line.setdefault(key, within)
         if other != within:
@@ -446,7 +474,7 @@ def table_values(path: str, files: list[str], folder: str) -> tuple[np.ndarray, 
     if missing:
         raise DataError(f"{path}: has no line of {missing[0]}" + (f", nor of {len(missing) - 1} others" if len(missing) > 1 else ""))
     if unused := sorted(rows.keys() - set(found)):
-        say(f"prepare_data: {path}: lines that no picture belongs to: {len(unused)}, the first of {unused[0]}", sys.stderr)
+        tell(f"{path}: lines that no picture belongs to: {len(unused)}, the first of {unused[0]}")
     return np.array([rows[key] for key in found], np.float32), names
 
 
@@ -461,6 +489,10 @@ def array_values(path: str) -> np.ndarray:
             raise ValueError(f"its type is {values.dtype}")
         with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite, and is refused
             values = np.asarray(values, np.float32)
+    except MemoryError as error:
+        raise DataError(f"{path}: needs more memory than is free, or is damaged: {error}") from error
+    except NOT_OF_DATA:
+        raise
     except Exception as error:  # noqa: BLE001 (numpy raises nearly anything at a damaged header)
         raise DataError(f"{path} is no array of numbers as numpy.save writes it: {error}") from error
     return values[:, None] if values.ndim == 1 else values
@@ -523,6 +555,8 @@ def check_flags(args: Options) -> None:
     """UserError if flags do not go together, or an output can't be written."""
     if args.crops and not (args.data_dir or args.zip):
         raise UserError(f"--crops {args.crops}: is for pictures in a folder or a zip: --data_dir or --zip")
+    if args.white and not (args.data_dir or args.zip):
+        raise UserError(f"--white {args.white}: is for pictures in a folder or a zip: --data_dir or --zip")
     if args.cond_dir and not args.data_dir:
         raise UserError(f"--cond_dir {args.cond_dir}: its pictures belong to those of another folder, which --data_dir names")
     if args.cond_dir and args.encode:
@@ -539,19 +573,21 @@ def check_flags(args: Options) -> None:
 
 
 def open_source(args: Options) -> Source:
-    channels = int(args.channels or (1 if args.idx else 3))
+    channels, account = int(args.channels or (1 if args.idx else 3)), Account(args.white)
     if args.idx:
         return open_idx(args.idx, args.image_size, channels)
     if args.cifar10:
         return open_cifar10(args.cifar10, args.image_size or (32, 32), channels)
     if args.zip:
-        return open_zip(args.zip, args.image_size, channels, args.crops)
+        return open_zip(args.zip, args.image_size, channels, args.crops, account)
     if args.emoji:
         return open_emoji(args.emoji, args.image_size or (64, 64), channels)
     cut = Cut(args.image_size or (64, 64), args.crops)
     if args.cond_dir:
-        return open_pairs(args.data_dir, args.cond_dir, cut, channels, int(args.cond_channels or 3))
-    return decoded(*list_images(args.data_dir), lambda path, index: cut.parts(read_picture(path, channels), index))
+        return open_pairs(args.data_dir, args.cond_dir, cut, channels, int(args.cond_channels or 3), account)
+    found = list_images(args.data_dir, account)
+    paths = [os.path.join(args.data_dir, *parts) for parts in found]
+    return decoded(paths, *label_by_folder(found), lambda path, index: cut.parts(read_picture(path, channels, account), index), account)
 
 
 def write_pairs(args: Options, source: Source, values: list[np.ndarray] | None, value_names: list[str]) -> int:
@@ -561,14 +597,14 @@ def write_pairs(args: Options, source: Source, values: list[np.ndarray] | None, 
             images.add(image)
             conditions.add(source.conditions.popleft())
         conditions.finish()
-        return images.finish(source.labels, source.num_classes, values, value_names)
+        return images.finish(source.labels, source.num_classes, values, value_names, source.class_names)
 
 
 def tell_file(path: str) -> None:
     """What a data file that has been written holds."""
     count, channels, height, width = np.fromfile(path, "<i4", 6)[2:]
     megabytes = os.path.getsize(path) / 1e6
-    say(f"wrote {path}: {count} images of {channels}x{height}x{width} (CxHxW), {megabytes:.1f} MB", sys.stdout)
+    say(f"wrote {path}: {counted(count, 'image')} of {channels}x{height}x{width} (CxHxW), {megabytes:.1f} MB", sys.stdout)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -589,7 +625,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.cond_dir:
             write_pairs(args, source, values, value_names)
         else:
-            write_data(args.output_name, source.images, source.labels, source.num_classes, values, value_names)
+            write_data(args.output_name, source.images, source.labels, source.num_classes, values, value_names, source.class_names)
     except UserError as error:
         print(f"prepare_data: {printable(error)}", file=sys.stderr)
         return 1
@@ -600,7 +636,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         counts = np.bincount(source.labels, minlength=source.num_classes)
         for number, images in enumerate(counts):
             name = f" = {source.class_names[number]}" if source.class_names else ""
-            say(f"class {number}{name}: {images} images", sys.stdout)
+            say(f"class {number}{name}: {counted(images, 'image')}", sys.stdout)
     if values:
         tell_values(np.array(values), value_names)
     tell_file(args.output_name)

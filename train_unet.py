@@ -723,8 +723,9 @@ class Trainer:
         self.device = pick_device(str(device))
         if not start or start.m is None:
             fresh = start.weights if start else initial_weights(config, self.device if self.device.type == "cuda" else "cpu")
-            start = ModelFile(config, fresh, m=np.zeros_like(fresh), v=np.zeros_like(fresh))
-        self.config, self.state = config, dataclasses.replace(start.state)
+            names = start.class_names if start and config.class_cond else ()
+            start = ModelFile(config, fresh, m=np.zeros_like(fresh), v=np.zeros_like(fresh), class_names=names)
+        self.config, self.state, self.class_names = config, dataclasses.replace(start.state), start.class_names
         self.diffusion, self.history = Diffusion(config, self.device), LossHistory(config, start.history)
         weights, m, v, *self.emas = (torch.tensor(a, device=self.device) for a in (start.weights, start.m, start.v, *start.averages_for(config)))
         self.precision = pick_precision(config, self.device)
@@ -822,12 +823,13 @@ class Trainer:
         """Everything that continuing the run needs, for write_model."""
         flat = self.weights.detach(), self.emas[0], self.moments["exp_avg"], self.moments["exp_avg_sq"], *self.emas[1:]
         weights, ema, m, v, *more = (a.cpu().numpy() for a in flat)
-        return ModelFile(self.config, weights, ema, m, v, dataclasses.replace(self.state), more_emas=tuple(more), history=self.history.rows)
+        more_emas, history, names = tuple(more), self.history.rows, self.class_names
+        return ModelFile(self.config, weights, ema, m, v, dataclasses.replace(self.state), more_emas=more_emas, history=history, class_names=names)
 
     def snapshot(self) -> ModelFile:
         """The two averages by power functions, whose step is the number of updates."""
         arrays = (self.emas[self.config.ema_rate.index(power)].cpu().numpy() for power in POWER_EMAS)
-        return ModelFile(self.config, *arrays, state=TrainingState(step=self.state.updates))
+        return ModelFile(self.config, *arrays, state=TrainingState(step=self.state.updates), class_names=self.class_names)
 
 
 # ======================================================================================================================
@@ -836,11 +838,12 @@ class Trainer:
 VAL_IMAGES = 512  # of --val_data_file: as many are enough, and stay in memory
 
 
-def read_validation_data(config: Config) -> Data | None:
-    """The first images of --val_data_file, in memory."""
+def read_validation_data(config: Config, known: Data | ModelFile) -> Data | None:
+    """The first images of --val_data_file, in memory. known: what has the names of the model's classes, by which those of the images are found."""
     if not config.val_data_file:
         return None
     data = with_pictures(open_data(config.val_data_file), "val_cond_file", config.val_cond_file)
+    data = data.as_classes_of(known.path, known.class_names) if config.class_cond else data
     data.check(config)
     first = np.arange(min(len(data.images), VAL_IMAGES))
     pictures = Data(data.pictures.path, data.pictures.read(first), crc=data.pictures.crc) if data.pictures else None
@@ -943,10 +946,12 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
     """A training run, in a folder without one. preset: preset_checksum of its preset. Returns the program's exit code, which after a signal is a shell's
     for it: what comes next must not go on with a model that is half trained (python train_unet.py && next)."""
     program.need_packages(("torch", "PIL", "tqdm", "matplotlib"))  # for grids and loss.png, before hours of training and not after them
-    val_data = read_validation_data(config)
+    val_data = read_validation_data(config, data if data.class_names or not start else start)
     if start and not config.resume_checkpoint:  # --init takes the weights alone
-        start = ModelFile(start.config, start.weights_to_use(config.use_ema))
+        start = ModelFile(start.config, start.weights_to_use(config.use_ema), class_names=start.class_names)
     trainer = Trainer(config, device, start)
+    if config.class_cond:
+        trainer.class_names = tuple(data.class_names) or trainer.class_names
     state, first_step = trainer.state, trainer.state.step
     state.preset, state.val_crc = preset, val_data.whole_crc() if val_data else 0
     state.data_images, state.data_crc, state.cond_crc = len(data.images), data.crc, data.pictures.crc if data.pictures else 0
@@ -1028,7 +1033,7 @@ def run(argv: list[str]) -> int:
         print(f"{title}:", *(f"--{name} {format_value(name, value)}" for name, value in shown.items()))
     if config.init_model_only:
         check_output("--init_model_filename", config.init_model_filename, [config.data_file], is_model)
-        file = ModelFile(config, initial_weights(config))
+        file = ModelFile(config, initial_weights(config), class_names=tuple(data.class_names) if data and config.class_cond else ())
         check_replaced_model("--init_model_filename", config.init_model_filename, file)
         write_model(config.init_model_filename, file)
         print(f"{config.init_model_filename}: initial weights, {parameter_count(config) / 1e6:.2f} M parameters")

@@ -19,7 +19,8 @@ from common.files import DATA_MAGIC, HEADER_BYTES, UNET_CU_DATA_MAGIC, DataError
 from common.flags import Config
 from common.program import UserError
 
-MOST_VALUES, MOST_NAME_BYTES = 4096, 1 << 20  # numbers an image, and bytes of their names
+MOST_VALUES, MOST_NAME_BYTES = 4096, 1 << 20  # numbers an image, and bytes of their names, or of those of the classes
+WRITES_CLASS_NAMES = False  # until train_unet.cu reads them (slot 12); reading is always possible
 READ_AT_START = 4 << 30  # bytes: no longer file is read, and so checked, as a whole before training begins
 
 
@@ -36,6 +37,7 @@ class Data:
     image_crcs: np.ndarray | None = None  # None: not known
     values: np.ndarray | None = None  # (N, K) float32: numbers of each image
     value_names: list[str] = field(default_factory=list)  # of the K numbers; or empty
+    class_names: list[str] = field(default_factory=list)  # by their numbers; or empty
     pictures: Data | None = None  # --cond_file: one that each image is conditioned on, in the same order
 
     def whole_crc(self) -> int:
@@ -75,6 +77,18 @@ class Data:
                 raise DataError(f"{flag}{self.path}: image {i} holds a value that is not finite; make the file again")
         return images
 
+    def as_classes_of(self, path: str, names: Sequence[str]) -> Data:
+        """The same images with the numbers that another file's classes (names) have: the same name is the same class. Where one of the two has no names,
+        the numbers stay as they are."""
+        if not self.class_names or not names or self.labels is None or self.class_names == list(names):
+            return self
+        if unknown := [name for name in self.class_names if name not in names]:
+            others = f", nor are {len(unknown) - 1} others" if len(unknown) > 1 else ""
+            raise UserError(f"{self.path}: its class {unknown[0]} is none of those of {path}{others}; {brief_list(names)} are")
+        number = {name: k for k, name in enumerate(names)}
+        labels = np.array([number[name] for name in self.class_names], np.int32)[self.labels]
+        return dataclasses.replace(self, labels=labels, num_classes=len(names), class_names=list(names))
+
     def check(self, config: Config) -> None:
         """UserError if a model of this configuration can't be trained on it."""
         _, channels, height, width = self.images.shape
@@ -94,6 +108,29 @@ class Data:
         if self.pictures and self.pictures.images.shape[1] != config.cond_channels:
             told = f"its pictures have {self.pictures.images.shape[1]} channels and the model takes --cond_channels {config.cond_channels}"
             raise UserError(f"{self.pictures.path}: {told}")
+
+
+def brief_list(names: Sequence[str]) -> str:
+    """The first of some names, for a sentence."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def class_names_block(names: Sequence[str], num_classes: int) -> bytes:
+    """What data and model files hold of the names of their classes: UTF-8, a line for each, filled up with zeros to a multiple of 4 bytes."""
+    if names and (len(names) != num_classes or len(set(names)) != num_classes or any(not name or {"\n", "\0"} & {*name} for name in names)):
+        raise DataError(f"{num_classes} classes need as many names of one line, each another one, not {brief_list(names)}")
+    text = "\n".join(names).encode()
+    if len(text) > MOST_NAME_BYTES:
+        raise DataError(f"the names of the classes take {len(text)} bytes, and {MOST_NAME_BYTES} are the most")
+    return text + bytes(-len(text) % 4)
+
+
+def read_class_names(block: bytes, num_classes: int) -> list[str]:
+    """The names in such a block; DataError if they are none. An empty one has none."""
+    names = block.rstrip(b"\0").decode(errors="replace").split("\n") if block else []
+    if names and (len(set(names)) != num_classes or "" in names or class_names_block(names, num_classes) != block):
+        raise DataError(f"its names of {num_classes} classes are damaged")
+    return names
 
 
 def values_block(values: ArrayLike, names: Sequence[str], count: int) -> tuple[bytes, int, int]:
@@ -121,12 +158,12 @@ def naming(path: str) -> Iterator[None]:
         raise DataError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def data_header(slots: list[int], body_crc: int, numbers_an_image: int = 0, name_bytes: int = 0) -> np.ndarray:
+def data_header(slots: list[int], body_crc: int, numbers_an_image: int = 0, name_bytes: int = 0, class_name_bytes: int = 0) -> np.ndarray:
     """The header (256 numbers) of a data file, with the checksum of itself in slot 8. slots: from slot 1 on: version, images, their C, H and W, classes, and
     bytes of a value. body_crc: of what lies behind the header."""
     header = np.zeros(256, "<u4")
     header[:8] = [DATA_MAGIC, *slots]
-    header[10:12] = numbers_an_image, name_bytes
+    header[10:13] = numbers_an_image, name_bytes, class_name_bytes
     header[9] = body_crc
     header[8] = zlib.crc32(header.tobytes())
     return header
@@ -161,8 +198,15 @@ class DataWriter:
         self.image_crcs.append(zlib.crc32(data))
         self.written += 1
 
-    def finish(self, labels: ArrayLike | None = None, num_classes: int = 0, values: ArrayLike | None = None, value_names: Sequence[str] = ()) -> int:
-        """Labels, numbers and the header; returns how many images there are."""
+    def finish(
+        self,
+        labels: ArrayLike | None = None,
+        num_classes: int = 0,
+        values: ArrayLike | None = None,
+        value_names: Sequence[str] = (),
+        class_names: Sequence[str] = (),
+    ) -> int:
+        """Labels, numbers, names and the header; returns how many images there are."""
         if self.shape is None or self.dtype is None:
             raise DataError(f"there are no images to write to {self.path}")
         if self.written >= 2**31:
@@ -177,12 +221,14 @@ class DataWriter:
         if values is not None:
             block, numbers_an_image, name_bytes = values_block(values, value_names, self.written)
             behind += block
+        names = class_names_block(class_names, num_classes) if WRITES_CLASS_NAMES else b""
+        behind += names
         crc = self.crc
         version = 1 if self.file.tell() + len(behind) <= READ_AT_START else 2
         if version == 2:
             behind, crc = behind + np.array(self.image_crcs, "<u4").tobytes(), 0
         slots = [version, self.written, *self.shape, num_classes, self.dtype.itemsize]
-        header = data_header(slots, zlib.crc32(behind, crc), numbers_an_image, name_bytes)
+        header = data_header(slots, zlib.crc32(behind, crc), numbers_an_image, name_bytes, len(names))
         with naming(self.path):
             self.file.write(behind)
             self.file.seek(0)
@@ -210,6 +256,7 @@ def write_data(
     num_classes: int = 0,
     values: ArrayLike | None = None,
     value_names: Sequence[str] = (),
+    class_names: Sequence[str] = (),
 ) -> int:
     """Writes a data file, whole or not at all, and returns the number of images in it. images: (C, H, W) each, uint8 or float32 in [-1, 1]. They go to
     the disk one by one; `labels` and `values` (N, K) are not looked at before their end, and may be lists that grow meanwhile."""
@@ -218,7 +265,7 @@ def write_data(
     with new_data_file(path) as writer:
         for image in images:
             writer.add(image)
-        return writer.finish(labels, num_classes, values, value_names)
+        return writer.finish(labels, num_classes, values, value_names, class_names)
 
 
 def read_at(file: BinaryIO, to: np.ndarray, offset: int) -> str:
@@ -282,16 +329,19 @@ def open_data_file(path: str) -> Data:
     check_field(path, "classes", num_classes, 0, 2**31 - 1)
     if value_bytes not in (1, 4):
         raise DataError(f"{path}: its header is damaged (bytes a value: {value_bytes}, where 1 or 4 is possible)")
-    numbers, name_bytes = (int(value) for value in header[10:12])
+    numbers, name_bytes, class_name_bytes = (int(value) for value in header[10:13])
     check_field(path, "numbers an image", numbers, 0, MOST_VALUES)
     check_field(path, "bytes of names", name_bytes, 0, MOST_NAME_BYTES * (numbers > 0))
-    if name_bytes % 4:
-        raise DataError(f"{path}: its header is damaged (bytes of names: {name_bytes}, where a multiple of 4 is possible)")
-    if (unused := np.flatnonzero(header[12:])).size:
-        field = 12 + unused[0]
+    check_field(path, "bytes of names of classes", class_name_bytes, 0, MOST_NAME_BYTES * (num_classes > 0))
+    for there in (name_bytes, class_name_bytes):
+        if there % 4:
+            raise DataError(f"{path}: its header is damaged (bytes of names: {there}, where a multiple of 4 is possible)")
+    if (unused := np.flatnonzero(header[13:])).size:
+        field = 13 + unused[0]
         raise DataError(f"{path}: its header is damaged (field {field} holds {header[field]}, which means nothing)")
     image_bytes = count * channels * height * width * value_bytes
-    parts = [count * (num_classes > 0), count * numbers, name_bytes // 4, count * (version == 2)]  # behind the images, in words of 4 bytes
+    # behind the images, in words of 4 bytes
+    parts = [count * (num_classes > 0), count * numbers, name_bytes // 4, class_name_bytes // 4, count * (version == 2)]
     expected = HEADER_BYTES + image_bytes + 4 * sum(parts)
     if size != expected:
         raise DataError(f"{path} has {size} bytes; its header says {expected}: it is cut short or not what it says")
@@ -299,7 +349,7 @@ def open_data_file(path: str) -> Data:
     behind = np.empty(sum(parts), "<i4")
     if len(behind) and (reason := read_at(file, behind, HEADER_BYTES + image_bytes)):
         raise DataError(f"cannot read {path}: {reason}")
-    labels, values, names, crcs = np.split(behind, np.cumsum(parts)[:-1])
+    labels, values, names, class_names, crcs = np.split(behind, np.cumsum(parts)[:-1])
     labels = labels.astype(np.int32) if num_classes else None
     values = values.view("<f4").astype(np.float32).reshape(count, numbers) if numbers else None
     value_names = names.tobytes().rstrip(b"\0").decode(errors="replace").split("\n") if name_bytes else []
@@ -312,6 +362,10 @@ def open_data_file(path: str) -> Data:
         raise DataError(f"{path} has labels outside 0 to {num_classes - 1}")
     if values is not None and not np.isfinite(values).all():
         raise DataError(f"{path}: image {np.argwhere(~np.isfinite(values))[0][0]} has a number that is not finite")
+    try:
+        data.class_names = read_class_names(class_names.tobytes(), num_classes)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
     return data
 
 

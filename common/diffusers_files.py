@@ -27,7 +27,7 @@ from common.config import pick_device
 from common.flags import FLAGS, SAMPLING_FLAGS, Config, format_value
 from common.model import parameter_shapes, to_state_dict
 from common.model_files import ModelFile, ModelFileError
-from common.program import UserError
+from common.program import NOT_OF_DATA, UserError
 
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
 UNET, SCHEDULER, INDEX = "unet/config.json", "scheduler/scheduler_config.json", "model_index.json"
@@ -259,7 +259,9 @@ def write_folder(path: str, file: ModelFile, flags: dict[str, Any]) -> str:
     source, file, path = file.path, file.choose_ema(flags.get("ema_rate")), path.rstrip("/")
     config = dataclasses.replace(file.config, **{name: flags[name] for name in SAMPLING_FLAGS if name in flags})
     unet, scheduler = unet_settings(config), scheduler_settings(config)
-    bare = ModelFile(file.config, file.weights_to_use(flags.get("use_ema", True)), state=model_files.TrainingState(file.state.step))
+    bare = ModelFile(
+        file.config, file.weights_to_use(flags.get("use_ema", True)), state=model_files.TrainingState(file.state.step), class_names=file.class_names
+    )
     tensors = to_theirs(config, to_state_dict(config, bare.weights))
     metadata = {"format": "pt"} | {key: json.dumps(value) for key, value in bare.metadata().items()}
     settings = {UNET: {"_class_name": "UNet2DModel"} | unet, SCHEDULER: scheduler}
@@ -395,6 +397,8 @@ class Autoencoder:
 
         try:
             vae = AutoencoderKL.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False, torch_dtype=torch.float32)
+        except NOT_OF_DATA:
+            raise
         except Exception as e:  # noqa: BLE001 (diffusers and what it reads files with raise nearly anything at a damaged file)
             raise UserError(f"{folder}: can't be used ({str(e).strip().partition(chr(10))[0][:200]})") from None
         self.path, self.device = folder, pick_device("auto")

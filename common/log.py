@@ -157,6 +157,8 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
         data = with_pictures(data, "cond_file", flags.get("cond_file", ""))
     config = make_config(flags, data, start, resume)
     check_ema_rate(config)
+    if data and start and config.class_cond:
+        data = data.as_classes_of(start.path, start.class_names)
     if data:
         data.check(config)
     # A folder of pictures had no checksum in older checkpoints.

@@ -20,14 +20,16 @@ import torch
 from torch import Tensor
 
 from common import files
+from common.data_files import MOST_NAME_BYTES, class_names_block, read_class_names
 from common.config import make_config, validate
 from common.files import MODEL_MAGIC, UNET_CU_MODEL_MAGIC
 from common.flags import (
     CHECKPOINT_FLAGS, FLAGS, FOREIGN_PRESET, FREE_FLAGS, MOST_EMAS, MOST_LEVELS, OBJECTIVES_OWN, PICTURE_KINDS, POWER_EMAS, SAVED_FLAGS, SLOTS, WORDS, Config, format_value, preset_flags,
 )  # fmt: skip
 from common.model import parameter_count, parameter_shapes, to_state_dict
-from common.program import UserError
+from common.program import NOT_OF_DATA, UserError
 
+WRITES_CLASS_NAMES = False  # until train_unet.cu reads them (slot 119); reading is always possible
 HISTORY_LENGTH = 10  # losses of each t that a checkpoint keeps
 
 
@@ -36,7 +38,7 @@ class ModelFileError(UserError):
 
 
 # ======================================================================================================================
-# .bin: a header of 256 int32, then float32 tensors in state_dict order: weights [, EMA][, both moments [, further EMAs][, losses]]
+# .bin: a header of 256 int32, then float32 tensors in state_dict order: weights [, EMA][, both moments [, further EMAs][, losses]] [, names of classes]
 
 HAS_EMA, HAS_TRAINING = 1, 2  # bits of "contents"
 
@@ -46,7 +48,7 @@ FIELDS: dict[str, tuple] = {
     "magic": (0, "<i4"), "version": (1, "<i4"), "contents": (2, "<i4"), "crc": (3, "<u4"), "parameters": (4, "<u8"), "image_size": (6, "<i4", 2),
     "levels": (22, "<i4"), "channel_mult": (23, "<f4", 8), "resolutions": (31, "<i4"), "attention_resolutions": (32, "<i4", 8),
     "step": (64, "<u8"), "seed": (66, "<u8"), "updates": (81, "<i4"), "bad_total": (82, "<i4"), "bad_in_row": (83, "<i4"),
-    "data_images": (84, "<u8"), "data_crc": (86, "<u4"), "cond_crc": (113, "<u4"), "preset": (117, "<u4"), "val_crc": (118, "<u4"), "guard": (88, "<f8", 5), "more_emas": (98, "<i4"), "more_rates": (99, "<f4", MOST_EMAS - 1),
+    "data_images": (84, "<u8"), "data_crc": (86, "<u4"), "cond_crc": (113, "<u4"), "preset": (117, "<u4"), "val_crc": (118, "<u4"), "class_name_bytes": (119, "<i4"), "guard": (88, "<f8", 5), "more_emas": (98, "<i4"), "more_rates": (99, "<f4", MOST_EMAS - 1),
     "ema_rate": (79, "<f4"), "data_file": (128, "S512"), "cond": (62, "<i4", 2),
 }  # fmt: skip
 FIELDS |= {name: (slot, "<f4" if FLAGS[name].type == "float" else "<i4") for name, slot in SLOTS.items() if name not in FIELDS}
@@ -105,6 +107,7 @@ class ModelFile:
     path: str = ""
     more_emas: tuple[np.ndarray, ...] = ()  # of config.ema_rate[1:]
     history: np.ndarray | None = None  # (diffusion_steps, HISTORY_LENGTH + 1), float32; with --schedule_sampler loss-second-moment
+    class_names: tuple[str, ...] = ()  # by their numbers; or empty
 
     def arrays(self) -> dict[str, np.ndarray]:
         named = {"weights": self.weights, "ema": self.ema, "m": self.m, "v": self.v}
@@ -157,7 +160,12 @@ class ModelFile:
     def metadata(self) -> dict[str, dict[str, Any]]:
         """What the header of a .bin says, for the other formats."""
         names = CHECKPOINT_FLAGS if self.m is not None else [*SAVED_FLAGS, "seed"]
-        return {"config": {n: getattr(self.config, n) for n in names}, "state": dataclasses.asdict(self.state)}
+        found: dict[str, Any] = {"config": {n: getattr(self.config, n) for n in names}, "state": dataclasses.asdict(self.state)}
+        return found | ({"class_names": list(self.class_names)} if self.class_names and WRITES_CLASS_NAMES else {})
+
+    def class_names_block(self) -> bytes:
+        """The names as a .bin holds them."""
+        return class_names_block(self.class_names, self.config.num_classes)
 
     def weights_to_use(self, use_ema: bool) -> np.ndarray:
         return self.ema if use_ema and self.ema is not None else self.weights
@@ -188,6 +196,7 @@ def pack_header(file: ModelFile) -> np.ndarray:
     if not header["cond_channels"]:
         header["cond_crc"] = header["cond_noise"] = 0
     header["magic"], header["version"], header["parameters"] = MODEL_MAGIC, 1, len(file.weights)
+    header["class_name_bytes"] = len(file.class_names_block())
     header["contents"] = HAS_EMA * (file.ema is not None) | HAS_TRAINING * (file.m is not None)
     return header
 
@@ -236,8 +245,10 @@ def check_state(config: Config, state: TrainingState) -> None:
 
 
 def bin_chunks(file: ModelFile) -> list[np.ndarray]:
+    file = file if WRITES_CLASS_NAMES else dataclasses.replace(file, class_names=())
     history = [file.history] if file.history is not None else []
     header, arrays = pack_header(file), [np.ascontiguousarray(a, "<f4") for a in [*file.arrays().values(), *history]]
+    arrays.append(np.frombuffer(file.class_names_block(), np.uint8))
     header["crc"] = checksum(header, arrays)
     return [header, *arrays]
 
@@ -281,13 +292,16 @@ def read_bin(path: str, flags: dict[str, Any]) -> ModelFile:
         check_field(path, "further averages", more, 0, MOST_EMAS - 1)
     names = ["weights"] + ["ema"] * bool(contents & HAS_EMA) + ["m", "v"] * training + [f"ema{k}" for k in range(2, 2 + more)] * training
     rows = max(int(header["diffusion_steps"]), 0) if training and header["schedule_sampler"] else 0
-    expected = 1024 + 4 * (count * len(names) + rows * (HISTORY_LENGTH + 1))
+    name_bytes, classes = int(header["class_name_bytes"]), int(header["num_classes"])
+    check_field(path, "bytes of names of classes", name_bytes, 0, MOST_NAME_BYTES * (classes > 0))
+    words = count * len(names) + rows * (HISTORY_LENGTH + 1)  # before these names
+    expected = 1024 + 4 * words + name_bytes
     if size != expected:
         raise ModelFileError(f"{path}: is {size} bytes long, but its header speaks of {expected}; it is cut or damaged")
     header["crc"] = 0
-    values = np.memmap(path, "<f4", "r", 1024)
+    values, block = np.memmap(path, "<f4", "r", 1024, words), np.fromfile(path, np.uint8, offset=1024 + 4 * words)
     arrays, history = values[: count * len(names)].reshape(-1, count), values[count * len(names) :].reshape(-1, HISTORY_LENGTH + 1)
-    if checksum(header, [arrays, history]) != crc:
+    if checksum(header, [arrays, history, block]) != crc:
         raise ModelFileError(f"{path}: its checksum is wrong, so it was damaged; use another copy or checkpoint")
     check_field(path, "levels", int(header["levels"]), 1, MOST_LEVELS)
     check_field(path, "attention resolutions", int(header["resolutions"]), 0, MOST_LEVELS)
@@ -295,6 +309,7 @@ def read_bin(path: str, flags: dict[str, Any]) -> ModelFile:
     if count != parameter_count(config):
         raise ModelFileError(f"{path}: holds {count} parameters, its model has {parameter_count(config)}")
     file = make_file(path, config, state, {name: np.array(a) for name, a in zip(names, arrays)}, np.array(history) if rows else None)
+    file.class_names = tuple(trusted(path, lambda block: read_class_names(block, config.num_classes), block.tobytes()))
     again = pack_header(file)
     for name in HEADER.names:
         if header[name].tobytes() != again[name].tobytes():
@@ -407,6 +422,13 @@ def typed(values: Any, fields: dict[str, dataclasses.Field]) -> dict[str, Any]:
     return result
 
 
+def words_of(values: Any) -> tuple[str, ...]:
+    """values from a file, if they are a list of words."""
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise TypeError(f"{brief(values)} where names of classes should be")
+    return tuple(values)
+
+
 def saved_config(values: Any) -> Config:
     """The configuration that metadata() wrote; files from before the variational bound do not speak of it."""
     return valid({"timestep_respacing": "", "vlb_weight": 0.0} | typed(values, FLAGS))
@@ -422,6 +444,7 @@ def from_sections(path: str, sections: dict[str, Any], metadata: Any, history: T
     state = trusted(path, lambda values: TrainingState(**typed(values, states)), metadata.get("state", {}))
     arrays = {name: from_state_dict(config, tensors, path) for name, tensors in sections.items()}
     file = make_file(path, config, state, arrays, None if history is None else history.float().numpy())
+    file.class_names = trusted(path, words_of, metadata.get("class_names", []))
     trusted(path, lambda file: (check_state(file.config, file.state) if file.m is not None else None, pack_header(file)), file)
     return file
 
@@ -442,7 +465,7 @@ def read_pt(path: str, flags: dict[str, Any]) -> ModelFile:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of tensors that are refused below
             saved = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
+    except (OSError, *NOT_OF_DATA):
         raise
     except Exception:  # noqa: BLE001 (torch and pickle raise nearly anything at a damaged file)
         raise damaged from None
@@ -479,9 +502,9 @@ def safetensors_content(path: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
     try:
         with safetensors.safe_open(path, "pt") as f:
-            metadata = {key: json.loads(value) for key, value in (f.metadata() or {}).items() if key in ("config", "state")}
+            metadata = {key: json.loads(value) for key, value in (f.metadata() or {}).items() if key in ("config", "state", "class_names")}
             return {key: f.get_tensor(key) for key in f.keys()}, metadata  # noqa: SIM118 (it is no dictionary)
-    except OSError:
+    except (OSError, *NOT_OF_DATA):
         raise
     except Exception:  # noqa: BLE001 (of a damaged file's tensors torch raises nearly anything)
         raise ModelFileError(f"{path}: is not a safetensors file, or is damaged") from None

@@ -7,6 +7,7 @@ in the command line need no PyTorch. This module needs Python alone.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import io
 import math
@@ -25,6 +26,12 @@ class UserError(Exception):
     """What one sentence explains: run_program() prints it after the program's name, and exits with 1."""
 
 
+# Faults of the computer and of programs, which must not be taken for those of a file that is read meanwhile. (Where other people's code raises any
+# kind at a damaged file, the last two may be the file's, too.)
+NOT_OF_DATA = (MemoryError, ImportError)
+NOT_OF_PICTURES = (*NOT_OF_DATA, AttributeError, NameError)
+
+
 def printable(text: object) -> str:
     """The text with escapes for what a terminal would obey: a file's name may hold anything."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
@@ -32,6 +39,15 @@ def printable(text: object) -> str:
 
 # ======================================================================================================================
 # packages
+
+# Packages that have to be of some version: how they are called where they are installed, and the oldest that works (requirements.txt says why).
+NEEDED = {
+    "numpy": ("numpy", "1.24"),
+    "PIL": ("pillow", "10.1"),
+    "tqdm": ("tqdm", "4.64"),
+    "torch": ("torch", "2.6"),
+    "matplotlib": ("matplotlib", "3.7"),
+}
 
 PREPARING = ("numpy", "PIL", "tqdm")  # what prepare_data.py imports as it begins
 TRAINING = ("numpy", "torch")  # train_unet.py
@@ -41,18 +57,37 @@ SAMPLING = ("numpy", "torch", "PIL", "tqdm")  # generate.py
 def how_to_install(missing: str, names: str = "") -> str:
     """A sentence with the command that installs a missing package, and others that will be needed."""
     names = names or {"PIL": "pillow"}.get(missing, missing)
-    told = f"Python's package {missing} is missing; install it with"
+    return f"Python's package {missing} is missing; install it with {command_to_install(names)}"
+
+
+def command_to_install(names: str) -> str:
+    """As part of a sentence."""
     if sys.prefix == sys.base_prefix:  # Debian's Python, for one, takes packages in virtual environments only
-        return f"{told} `python3 -m venv .venv && .venv/bin/pip install {names}`, and use .venv/bin/python"
-    return f"{told} `{sys.executable} -m pip install {names}`"
+        return f"`python3 -m venv .venv && .venv/bin/pip install {names}`, and use .venv/bin/python"
+    return f"`{sys.executable} -m pip install {names}`"
+
+
+def old_version(package: str) -> str:
+    """The version of a package that is older than what is needed; or "": it is new enough, or doesn't say."""
+    name, needed = NEEDED.get(package, ("", ""))
+    try:
+        version = importlib.metadata.version(name) if name else ""
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    there, wanted = (tuple(int(part) for part in re.findall(r"\d+", text)[:2]) for text in (version, needed))
+    return version if there < wanted else ""
 
 
 def need_packages(packages: tuple[str, ...]) -> None:
-    """UserError if one of these is missing, with the command that installs it and what may be needed later."""
+    """UserError if one of these is missing or too old, with the command that installs it and what may be needed later."""
     names = "torch numpy pillow safetensors tqdm matplotlib" if "torch" in packages else "numpy pillow tqdm"
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise UserError(how_to_install(package, names))
+        if version := old_version(package):
+            name, needed = NEEDED[package]
+            command = command_to_install(f"'{name}>={needed}'" if sys.prefix != sys.base_prefix else names)
+            raise UserError(f"Python's package {name} is of version {version}, and {needed} or newer is needed; install it with {command}")
 
 
 # ======================================================================================================================
@@ -66,9 +101,16 @@ def leave(number: int, _: object) -> None:
     os._exit(128 + number)
 
 
+def let_go(number: int, _: object) -> None:
+    """Takes a signal, and does nothing."""
+
+
 def interrupt(number: int, _: object) -> None:
-    """Raises KeyboardInterrupt, on whose way out temporary files are removed. The second signal doesn't wait for that."""
-    signal.signal(number, leave)
+    """Raises KeyboardInterrupt, on whose way out temporary files are removed. Another Ctrl-C doesn't wait for that. SIGTERM says nothing new: who has
+    started this program sends it at his own end, of the same Ctrl-C, and a second exception would break into what tidies up."""
+    take(leave, signal.SIGINT)
+    if signal.getsignal(signal.SIGTERM) == interrupt:
+        signal.signal(signal.SIGTERM, let_go)
     raise KeyboardInterrupt(number)
 
 
@@ -161,6 +203,10 @@ def run_program(program: str, body: Callable[[list[str]], int | None]) -> int:
         sentence = f"{e.filename or 'a file'}: {e.strerror}"
     except ModuleNotFoundError as e:
         sentence = how_to_install(e.name or "")
+    except ImportError as e:
+        sentence = f"one of Python's packages can't be used ({e}); install it again"
+    except MemoryError as e:
+        sentence = f"the memory is full{f' ({e})' if str(e) else ''}"
     except RuntimeError as e:
         if type(e).__name__ != "OutOfMemoryError":  # torch's
             raise

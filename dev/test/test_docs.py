@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT, TINY, flags
 
 import train_unet
-from common import model_files
+from common import data_files, model_files
 from common.data_files import open_data_file, write_data
 
 SOURCES = [
@@ -61,7 +61,7 @@ def readers() -> dict[str, Any]:
     return names
 
 
-def test_readers(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_readers(run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     doc = readers()
     images = np.random.default_rng(0).integers(0, 256, (11, 1, 8, 8), np.uint8)
     labels = np.arange(11) % 3
@@ -70,9 +70,11 @@ def test_readers(run: Callable[..., Any], tmp_path: Path) -> None:
     for again, again_labels, classes, *_ in (doc["read_data"](tmp_path / "data.bin"), (ours.images, ours.labels, ours.num_classes)):
         assert classes == 3 and np.array_equal(images, again) and np.array_equal(labels, again_labels)
     values = np.random.default_rng(1).standard_normal((11, 2)).astype(np.float32)
-    write_data(str(tmp_path / "numbers.bin"), images, labels, 3, values, ["a", "bcd e"])
-    *_, again_values, names = doc["read_data"](tmp_path / "numbers.bin")
-    assert np.array_equal(values, again_values) and names == ["a", "bcd e"]
+    for class_names in [], ["x", "y z", "ä"]:
+        monkeypatch.setattr(data_files, "WRITES_CLASS_NAMES", True)
+        write_data(str(tmp_path / "numbers.bin"), images, labels, 3, values, ["a", "bcd e"], class_names)
+        *_, again_values, names, again_names = doc["read_data"](tmp_path / "numbers.bin")
+        assert np.array_equal(values, again_values) and names == ["a", "bcd e"] and again_names == class_names
 
     run(flags(TINY, "--image_size 8 --data_file data.bin --max_steps 3 --class_cond True --class_dropout 0.1"))
     path = str(tmp_path / "out/model_0000003.bin")
