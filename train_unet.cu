@@ -1410,6 +1410,7 @@ static AdamW optimiser_settings(const Config& c) {
         {{"constant", LrSchedule::CONSTANT}, {"linear", LrSchedule::LINEAR}, {"cosine", LrSchedule::COSINE}});
     h.warmup_steps = c.warmup_steps;
     h.max_steps = c.max_steps;
+    h.skip_outliers = c.max_bad_steps > 0;
     return h;
 }
 

@@ -636,17 +636,22 @@ def average_share(rate: float, updates: int) -> float:
     return 1 / updates if rate == 1 else (1 - rate) / (1 - rate**updates)
 
 
-def judge(guard: tuple[float, ...], loss: float, grad_norm: float) -> tuple[str, tuple[float, ...]]:
-    """Why a step must not touch the weights, "" if it may. Training passes these bounds only when it breaks. And the guard after it: what healthy steps
-    look like, their number and the running mean and variance of both."""
-    n, mean_l, var_l, mean_g, var_g = guard
-    for name, x, mean, var in ("loss", loss, mean_l, var_l), ("gradient norm", grad_norm, mean_g, var_g):
+def judge(guard: tuple[float, ...], loss: float, grad_norm: float, bad_in_row: int = 0, outliers: bool = True) -> tuple[str, tuple[float, ...]]:
+    """Why a step must not touch the weights, "" if it may. And the guard after it: how many healthy steps there were, and the running mean and variance
+    of the logarithms of both. outliers: whether they are skipped (--max_bad_steps 0: they are not)."""
+    n, *moments = guard
+    a, after = max(5 / (n + 5), 0.01), [n + 1]
+    for name, x in ("loss", loss), ("gradient norm", grad_norm):
         if not math.isfinite(x):
             return f"{name} {x} is not finite", guard
-        if n >= 100 and x > 2 * mean + 10 * math.sqrt(var):
-            return f"{name} {x:.4g} is far above its running mean {mean:.4g}", guard
-    a, dl, dg = max(1 / (n + 1), 0.01), loss - mean_l, grad_norm - mean_g
-    return "", (n + 1, mean_l + a * dl, (1 - a) * (var_l + a * dl * dl), mean_g + a * dg, (1 - a) * (var_g + a * dg * dg))
+    for name, x, mean, var in ("loss", loss, *moments[:2]), ("gradient norm", grad_norm, *moments[2:]):
+        log = math.log(max(x, 1e-30))
+        if outliers and n >= 100 and log - mean > max(math.log(10), 10 * math.sqrt(var)):
+            return f"{name} {x:.4g} is far above its running mean {math.exp(mean):.4g}", guard
+        var = min(4 * var, 1e4) if bad_in_row else var  # the run did not break: what was skipped is rare, but usual (see train_unet.cu, healthy)
+        d = log - mean
+        after += [mean + a * d, (1 - a) * (var + a * d * d)]
+    return "", tuple(after)
 
 
 MUON_MOMENTUM = 0.95
@@ -725,7 +730,9 @@ class Trainer:
             fresh = start.weights if start else initial_weights(config, self.device if self.device.type == "cuda" else "cpu")
             names = start.class_names if start and config.class_cond else ()
             start = ModelFile(config, fresh, m=np.zeros_like(fresh), v=np.zeros_like(fresh), class_names=names)
-        self.config, self.state, self.class_names = config, dataclasses.replace(start.state), start.class_names
+        guard = start.state.guard if start.state.guard_kind else TrainingState.guard
+        self.config, self.state = config, dataclasses.replace(start.state, guard=guard, guard_kind=1)
+        self.class_names = start.class_names
         self.diffusion, self.history = Diffusion(config, self.device), LossHistory(config, start.history)
         weights, m, v, *self.emas = (torch.tensor(a, device=self.device) for a in (start.weights, start.m, start.v, *start.averages_for(config)))
         self.precision = pick_precision(config, self.device)
@@ -771,7 +778,7 @@ class Trainer:
         norm = torch.linalg.vector_norm(self.weights.grad, dtype=torch.float64)
         *losses, grad_norm = torch.cat([raw * self.history.importance(t), norm[None]]).tolist()  # where the CPU waits for the GPU
         loss, lr = sum(losses) / len(losses), learning_rate(config, state.step)
-        why, state.guard = judge(state.guard, loss, grad_norm)
+        why, state.guard = judge(state.guard, loss, grad_norm, state.bad_in_row, config.max_bad_steps > 0)
         if not why:
             if config.grad_clip > 0:
                 self.weights.grad.mul_(min(1.0, config.grad_clip / (grad_norm + 1e-6)))
@@ -980,8 +987,8 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             log.write(result, 1000 * elapsed, val_loss)
             if result.objection:
                 screen.tell(f"step {step} is skipped: {result.objection} ({state.bad_in_row} in a row)")
-                if state.bad_in_row >= config.max_bad_steps:
-                    stop_run(trainer, kept, f"{config.max_bad_steps} steps in a row had to be skipped")
+                if state.bad_in_row >= (config.max_bad_steps or Config().max_bad_steps):
+                    stop_run(trainer, kept, f"{state.bad_in_row} steps in a row had to be skipped")
             if step % config.log_interval == 0 or last or val_loss is not None or time.perf_counter() - screen.shown + seconds > 10:
                 screen.status(progress_line(config, result, state.bad_total, seconds, mean, val_loss))
             if config.ema_snapshots and step % config.ema_snapshots == 0:

@@ -48,7 +48,7 @@ FIELDS: dict[str, tuple] = {
     "magic": (0, "<i4"), "version": (1, "<i4"), "contents": (2, "<i4"), "crc": (3, "<u4"), "parameters": (4, "<u8"), "image_size": (6, "<i4", 2),
     "levels": (22, "<i4"), "channel_mult": (23, "<f4", 8), "resolutions": (31, "<i4"), "attention_resolutions": (32, "<i4", 8),
     "step": (64, "<u8"), "seed": (66, "<u8"), "updates": (81, "<i4"), "bad_total": (82, "<i4"), "bad_in_row": (83, "<i4"),
-    "data_images": (84, "<u8"), "data_crc": (86, "<u4"), "cond_crc": (113, "<u4"), "preset": (117, "<u4"), "val_crc": (118, "<u4"), "class_name_bytes": (119, "<i4"), "guard": (88, "<f8", 5), "more_emas": (98, "<i4"), "more_rates": (99, "<f4", MOST_EMAS - 1),
+    "data_images": (84, "<u8"), "data_crc": (86, "<u4"), "cond_crc": (113, "<u4"), "preset": (117, "<u4"), "val_crc": (118, "<u4"), "class_name_bytes": (119, "<i4"), "guard_kind": (87, "<i4"), "guard": (88, "<f8", 5), "more_emas": (98, "<i4"), "more_rates": (99, "<f4", MOST_EMAS - 1),
     "ema_rate": (79, "<f4"), "data_file": (128, "S512"), "cond": (62, "<i4", 2),
 }  # fmt: skip
 FIELDS |= {name: (slot, "<f4" if FLAGS[name].type == "float" else "<i4") for name, slot in SLOTS.items() if name not in FIELDS}
@@ -80,7 +80,7 @@ def unused_slots(header: Any) -> list[str]:
 
 @dataclass
 class TrainingState:
-    """Where a run stands. guard: number of good steps, running mean and variance of loss and of gradient norm."""
+    """Where a run stands. guard: number of good steps, running mean and variance of the logarithms of loss and gradient norm."""
 
     step: int = 0  # finished steps
     updates: int = 0  # of the weights
@@ -91,6 +91,7 @@ class TrainingState:
     cond_crc: int = 0  # of --cond_file
     preset: int = 0  # config.preset_checksum; 0: written by an older program
     val_crc: int = 0  # of --val_data_file; 0: there is none, or the file is older
+    guard_kind: int = 0  # 1; 0: the guard is an older program's, without logarithms, and is not used
     guard: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -235,6 +236,8 @@ def tuples(values: dict[str, Any]) -> dict[str, Any]:
 def check_state(config: Config, state: TrainingState) -> None:
     """UserError if a run can't stand there."""
     n, _, var_l, _, var_g = state.guard
+    if state.guard_kind not in (0, 1):
+        raise UserError(f"a guard of the kind {state.guard_kind}, where 0 and 1 are possible")
     if state.updates < 0 or state.updates + state.bad_total != state.step or state.step > config.max_steps:
         told = f"{state.updates} updates and {state.bad_total} skipped steps must add up to it"
         raise UserError(f"step {state.step} of at most {config.max_steps}, where {told}")

@@ -105,6 +105,7 @@ struct Config {
     bool null_class() const { return class_cond && class_dropout > 0; } // the class table's last row means "no class"
     bool learned_variance() const { return learn_sigma && (vlb_weight > 0 || use_kl); }
     bool guided() const { return guidance_scale != 1; } // some of the sampler's steps may be guided (device_step)
+    int most_bad_steps() const { return max_bad_steps ? max_bad_steps : Config{}.max_bad_steps; } // in a row
     bool muon() const { return optimizer == "muon"; }
     // the numbers that the network is told of an image: its own, and those of its augmentation
     int num_values() const { return cond_dim + (augment > 0 ? AUGMENT_NUMBERS : 0); }

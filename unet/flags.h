@@ -154,7 +154,7 @@ FLAG(int, ema_snapshots, 0, "steps between two snapshots for train_unet.py --ema
 FLAG(floats, ema_rate, "0.995",
      "decay of the averaged weights, 1: their mean; of several, 0.9,0.8, pictures use the first");
 FLAG(float, fp16_scale_growth, 1e-3, "guided-diffusion's, for fp16's loss scale; bf16 has none", 0, 1e9);
-FLAG(int, max_bad_steps, 10, "stop after so many skipped steps in a row", 1, BIG);
+FLAG(int, max_bad_steps, 10, "stop after so many skipped steps in a row; 0: after 10, and skip no outliers", 0, BIG);
 FLAG(int64_t, seed, 0, "of everything random", 0, 9e15);
 
 HEADING(files, "Data and files");

@@ -286,6 +286,7 @@ struct AdamW {
     float lr, weight_decay, beta1, beta2, eps, grad_clip, ema_rate;
     LrSchedule lr_schedule;
     int64_t warmup_steps, max_steps;
+    bool skip_outliers; // see `healthy`; false: --max_bad_steps 0
 };
 
 // Ranks share the work of the optimiser. Weights and gradients are flat arrays of n floats (n is a multiple of 4) and
@@ -388,7 +389,8 @@ constexpr double MUON_SMALLEST = 1e-28;
 // Makes Muon's updates about as large as AdamW's (Liu et al. 2025, eq. 4).
 HD static inline float muon_scale(const MuonMatrix& m) { return 0.2f * sqrtf((float)m.long_side()); }
 
-// The running mean and variance of the loss and of the gradient's norm, over healthy steps (see `healthy`).
+// The running mean and variance of the logarithms of the loss and of the gradient's norm, over healthy steps
+// (see `healthy`).
 struct Guard {
     double n; // healthy steps; a resumed run may begin again at 0 (compare_with_checkpoint)
     double mean_loss, var_loss, mean_norm, var_norm;

@@ -38,7 +38,8 @@ static AdamW adamw_settings(const Arrays& io) {
                  real("ema_rate"),
                  (LrSchedule)io.integer("lr_schedule"),
                  io.integer("warmup_steps"),
-                 io.integer("max_steps")};
+                 io.integer("max_steps"),
+                 true};
 }
 
 // Several steps, each with gradients and losses from the file.
@@ -102,7 +103,7 @@ static void bench() {
     for (const BenchModel& model : bench_models()) {
         const size_t n = model.net.flat_size;
         const std::string shape = text("n=%zu", n);
-        const AdamW h{1e-4f, 0, 0.9f, 0.999f, 1e-8f, 1, 0.999f, LrSchedule::CONSTANT, 0, 1000};
+        const AdamW h{1e-4f, 0, 0.9f, 0.999f, 1e-8f, 1, 0.999f, LrSchedule::CONSTANT, 0, 1000, true};
         StepState state{};
         state.ok = 1;
         state.lr = h.lr;

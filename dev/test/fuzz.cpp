@@ -257,6 +257,7 @@ static void write_seeds(const std::string& target, const std::string& corpus) {
         seed('\1' + std::string((char*)weights.slot, 1024) + body);
         const Guard guard{5, 0.5, 0.1, 0.5, 0.1};
         memcpy(&h.slot[SLOT_GUARD], &guard, sizeof guard);
+        h.slot[SLOT_GUARD_KIND] = 1;
         h.slot[SLOT_UPDATES] = 5;
         strcpy((char*)&h.slot[SLOT_PATH], "data/fashion32.bin");
         if (c.cond_channels) h.slot[SLOT_COND_CRC] = 0x1234;

@@ -351,7 +351,8 @@ def test_recipes_run_as_published(run: Callable, refused: Callable, data: Path, 
     header = read_checkpoint(tmp_path / "out" / model_name(2)).header
     twins = make_config(train_unet.parse_flags(both, train_unet.FLAGS), opened := train_unet.open_data(str(data)))
     weights = np.zeros(train_unet.parameter_count(twins), np.float32)
-    state = train_unet.TrainingState(2, 2, 0, 0, len(opened.images), opened.crc, preset=preset_checksum(twins.preset, "--preset" not in both))
+    preset = preset_checksum(twins.preset, "--preset" not in both)
+    state = train_unet.TrainingState(2, 2, 0, 0, len(opened.images), opened.crc, preset=preset, guard_kind=1)
     more = (weights,) * (len(twins.ema_rate) - 1)
     file = train_unet.ModelFile(dataclasses.replace(twins, data_file=str(data)), weights, weights, weights, weights, state, more_emas=more)
     expected = model_files.pack_header(file).tobytes()
@@ -396,7 +397,7 @@ REFUSED = [
     "--batch_size ", "--batch_size four", "--batch_size 4.5", "--batch_size 0", "--batch_size -3", "--batch_size 4294967300",
     "--max_steps 99999999999999999999", "--seed -1", "--device 1", "--device -1", "--lr fast", "--lr nan", "--lr inf", "--lr -1e-3", "--lr 1e-3x",
     "--lr 1e999", "--lr 0x1p-9", "--max_steps 1_0", "--channel_mult 1,0x2", "--dropout 1", "--ema_rate 1.5", "--adam_beta2 1", "--adam_eps 0",
-    "--eta 2", "--max_bad_steps 0",
+    "--eta 2", "--max_bad_steps -1",
     # words
     "--class_cond maybe", "--preset imagenet", "--noise_schedule quadratic", "--noise_schedule linear|cosine", "--sampler ", "--lr_schedule Cosine",
     # the shape of the model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -824,32 +825,121 @@ def test_nan_under_the_sanitizers(run: Callable, make_data: Callable) -> None:
     assert "step 1: loss" in out and "skipped 2" in out
 
 
+def one_step(run: Callable, model: bytes, guard: tuple[float, ...], folder: Path, kind: int = 1) -> Path:
+    """The output folder of one step after guard[0] good ones, from a checkpoint of two steps."""
+    n = int(guard[0])
+    for slot, value, dtype in ((64, n, "<i4"), (81, n, "<i4"), (70, n + 1, "<i4"), (87, kind, "<i4"), (88, np.array(guard), "<f8")):
+        model = with_slot(model, slot, value, dtype)
+    (folder.parent / "m.bin").write_bytes(seal_model(model))
+    run(["--resume_checkpoint", "m.bin", "--output_dir", folder.name, "--sample_interval", 0])
+    return folder
+
+
 def test_far_outside_its_running_spread(run: Callable, data: Path, tmp_path: Path) -> None:
-    """A finite loss or norm is bad from the 100th good step on, and if it is beyond 2 means + 10 standard deviations."""
+    """A finite loss or norm is bad from the 100th good step on, and if its logarithm is ln 10 and 10 standard deviations above the mean."""
     run([*TINY, "--data_file", data, "--max_steps", 2])
     model = (tmp_path / "out" / model_name(2)).read_bytes()
-
-    def step(guard: tuple[float, ...], name: str) -> Path:
-        """The output folder of one step after guard[0] good ones."""
-        n = int(guard[0])
-        file = with_slot(with_slot(with_slot(model, 64, n), 81, n), 70, n + 1)
-        (tmp_path / "m.bin").write_bytes(seal_model(with_slot(file, 88, np.array(guard), "<f8")))
-        run(["--resume_checkpoint", "m.bin", "--output_dir", name, "--sample_interval", 0])
-        return tmp_path / name
-
     for n in (99, 100, 10**6):
-        row = read_log(step((n, 1e9, 0, 1e9, 0), f"{n}"))[0]
-        loss, norm = float(row["loss"]), float(row["grad_norm"])
+        row = read_log(one_step(run, model, (n, 99, 0, 99, 0), tmp_path / f"{n}"))[0]
+        loss, norm = math.log(float(row["loss"])), math.log(float(row["grad_norm"]))
         cases = [  # mean and variance of the loss and of the norm; is it good?
-            (loss / 1.99, 0, norm, 1, True), (loss / 2.01, 0, norm, 1, False),
-            (loss / 4, (loss / 19) ** 2, norm, 1, True), (loss / 4, (loss / 21) ** 2, norm, 1, False),
-            (loss, 1, norm / 1.99, 0, True), (loss, 1, norm / 2.01, 0, False),
-            (loss, 1, norm / 4, (norm / 19) ** 2, True), (loss, 1, norm / 4, (norm / 21) ** 2, False),
+            (loss - math.log(9.9), 0, norm, 1, True), (loss - math.log(10.1), 0, norm, 1, False),
+            (loss - 4, 0.41**2, norm, 1, True), (loss - 4, 0.39**2, norm, 1, False),
+            (loss, 1, norm - math.log(9.9), 0, True), (loss, 1, norm - math.log(10.1), 0, False),
+            (loss, 1, norm - 4, 0.41**2, True), (loss, 1, norm - 4, 0.39**2, False),
         ]  # fmt: skip
         for i, (*guard, good) in enumerate(cases):
-            folder = step((n, *guard), f"{n}.{i}")
+            folder = one_step(run, model, (n, *guard), tmp_path / f"{n}.{i}")
             state = read_checkpoint(folder / model_name(n + 1)) if checkpoints(folder) else None
             assert (state is not None and state.updates == n + 1) == (good or n < 100), guard
+            verdict, after = twin.judge((n, *guard), math.exp(loss), math.exp(norm))
+            assert (verdict == "") == (good or n < 100)
+            if state is not None:
+                assert np.allclose(state.header[88:98].view("<f8"), after, atol=1e-6, rtol=1e-6)
+
+
+def test_a_guard_of_an_older_program_is_not_used(run: Callable, data: Path, tmp_path: Path) -> None:
+    """It holds no logarithms: these means would have every step skipped. The guard starts anew, in both programs."""
+    run([*TINY, "--data_file", data, "--max_steps", 2])
+    model = (tmp_path / "out" / model_name(2)).read_bytes()
+    old = (200, -50, 0, -50, 0)
+    assert not checkpoints(one_step(run, model, old, tmp_path / "new"))
+    resumed = read_checkpoint(one_step(run, model, old, tmp_path / "old", kind=0) / model_name(201))
+    assert resumed.updates == 201 and resumed.header[87] == 1 and resumed.header[88:98].view("<f8")[0] == 1
+    file = twin.read_model(str(tmp_path / "m.bin"))
+    trainer = twin.Trainer(file.config, "cpu", file)
+    assert file.state.guard == old and trainer.state.guard == (0, 0, 0, 0, 0) and trainer.state.guard_kind == 1
+
+
+def judged(series: np.ndarray) -> list[bool]:
+    """Which steps of a series of losses and norms (steps, 2) the guard skips, until ten in a row are."""
+    guard, skipped, in_row = twin.TrainingState.guard, [], 0
+    for loss, norm in series.tolist():
+        verdict, guard = twin.judge(guard, loss, norm, in_row)
+        skipped.append(verdict != "")
+        in_row = in_row + 1 if verdict else 0
+        if in_row == 10:
+            break
+    return skipped
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_losses_of_any_spread(seed: int) -> None:
+    """Nothing usual is skipped, also with heavy tails (one step of a hundred is 3,000 times as large); and jumps by powers of ten that last end a run."""
+    random, steps = np.random.default_rng(seed), np.arange(1500)[:, None]
+    learning = np.exp(0.3 * random.standard_normal((1500, 2))) * (0.1 + np.exp(-steps / 20))
+    heavy = np.exp(random.standard_normal((1500, 1)) + 8 * (random.random((1500, 1)) < 0.01)) * np.ones((1, 2))
+    for series, jumps in ((learning, (1e3, 1e6)), (heavy, (1e12,))):
+        assert sum(judged(series)) <= (0 if series is learning else 5)
+        for at, jump in itertools.product((150, 300, 1000), jumps):
+            assert judged(np.where(steps >= at, jump * series, series))[at - 1 :] == [False, *[True] * 10], (at, jump)
+
+
+def test_what_is_rare_is_not_skipped_for_ever() -> None:
+    """Steps 1,000 times as large, none among the first 300 and one of fifty from then on: each one that is skipped alone widens what is usual."""
+    random = np.random.default_rng(0)
+    series = np.exp(0.1 * random.standard_normal((3000, 2)))
+    series[300::50] *= 1e3
+    skipped = np.flatnonzero(judged(series)).tolist()
+    assert len(series) == len(judged(series)) and skipped == [300 + 50 * k for k in range(len(skipped))] and 1 <= len(skipped) <= 10
+
+
+@pytest.mark.parametrize("given", ["--batch_size 1 --lr 1e-3", "--batch_size 4 --lr 3e-4"])
+def test_low_noise_is_trained(run: Callable, data: Path, tmp_path: Path, given: str) -> None:
+    """The bound's losses at low t are hundreds of times the others: no outliers."""
+    told = run(flags(TINY, "--learn_sigma True --use_kl True --max_steps 300", given, "--data_file", data)).out
+    losses = column(tmp_path / "out", "loss")
+    assert "skipped" not in told and losses[100:].max() > 30 * np.median(losses[100:])
+    assert read_checkpoint(tmp_path / "out" / model_name(300)).updates == 300
+
+
+@pytest.mark.parametrize("jump", [30, 1000])
+def test_a_jump_that_lasts(run: Callable, data: Path, tmp_path: Path, jump: float) -> None:
+    """Weights of the last convolution become much larger, and so the loss by the square of that: the run ends after ten steps, and with
+    --max_bad_steps 0, which skips only what is not finite, it goes on. The log's rows, judged again, say which steps were skipped."""
+    run([*TINY, "--data_file", data, "--max_steps", 150])
+    path = tmp_path / "out" / model_name(150)
+    file = twin.read_model(str(path))
+    model_files.to_state_dict(file.config, file.weights)["out.2.weight"].mul_(jump)
+    twin.write_model(str(path), file)
+    run(["--resume_checkpoint", path, "--max_steps", 175, "--output_dir", "all", "--max_bad_steps", 0, *QUIET])
+    assert read_checkpoint(tmp_path / "all" / model_name(175)).updates == 175
+    err = run(["--resume_checkpoint", "latest", "--max_steps", 200, *QUIET], code=1).err
+    assert "10 steps" in err and f"no step was good from out/{model_name(150)}" in err
+    losses = np.stack([column(tmp_path / "out", "loss"), column(tmp_path / "out", "grad_norm")], 1)
+    assert np.median(losses[150:, 0]) > 500 * np.median(losses[100:150, 0])
+    assert judged(losses) == [False] * 150 + [True] * 10
+
+
+def test_what_is_not_finite_is_always_skipped(run: Callable, tmp_path: Path, make_data: Callable) -> None:
+    """--max_bad_steps 0, too; and a run of nothing else ends."""
+    images = (make_images(8).astype(np.float32) / 127.5 - 1).astype("<f4")
+    images[5] = math.nan
+    make_data("d.bin", images)
+    given = flags(TINY, "--max_bad_steps 0 --log_interval 1 --max_steps 20 --batch_size 2")
+    assert "skipped 5" in run([*given, "--data_file", "d.bin"]).out
+    make_data("nan.bin", np.full((4, 1, 8, 8), math.nan, np.float32))
+    assert "10 steps" in run([*given, "--data_file", "nan.bin", "--output_dir", "nan"], code=1).err
 
 
 def test_a_bad_step_delays_a_checkpoint(run: Callable, tmp_path: Path, make_data: Callable) -> None:

@@ -19,12 +19,12 @@ HD static inline double lr_factor(const AdamW& h, int64_t step) {
     ALL_CASES_RETURN
 }
 
-// x, the loss or the norm of a gradient, is suspicious if it is not finite. After 100 healthy steps it is also
-// suspicious if it is larger than twice the running mean plus ten standard deviations. In healthy training it does not
-// become so large.
-HD static inline bool suspicious(double x, double n, double mean, double var) {
-    if (!(fabs(x) <= DBL_MAX)) return true;
-    return n >= 100 && x > 2 * mean + 10 * sqrt(var);
+// Losses and norms of gradients are compared by their logarithms, since they are spread over powers of ten.
+HD static inline double guard_log(double x) { return log(fmax(x, 1e-30)); }
+
+// Whether x is at least ten times, and ten standard deviations, above the running mean (x and both in logarithms).
+HD static inline bool is_outlier(double x, double mean, double var) {
+    return x - mean > fmax(log(10.0), 10 * sqrt(var));
 }
 
 // Updates a running mean and variance, which describe about the latest 1 / rate values.
@@ -34,11 +34,22 @@ HD static inline void running_moments(double* mean, double* var, double x, doubl
     *var = (1 - rate) * (*var + rate * d * d);
 }
 
-// Whether neither the loss nor the gradient's norm is suspicious. If so, the guard is updated with them.
-HD static inline bool healthy(Guard* g, double loss, double norm) {
-    if (suspicious(loss, g->n, g->mean_loss, g->var_loss)) return false;
-    if (suspicious(norm, g->n, g->mean_norm, g->var_norm)) return false;
-    const double rate = fmax(1 / (g->n + 1), 0.01);
+// Whether a step's loss and gradient norm are finite and, with skip_outliers, no outliers (after 100 healthy steps).
+// If so, the guard learns them. bad_in_row: how many steps have been skipped since the last healthy one. A run that
+// breaks never becomes healthy again. So if this step is healthy, the skipped ones were rare but usual: the guard
+// doubles its standard deviations, so that rare steps are not skipped for ever.
+HD static inline bool healthy(Guard* g, double loss, double norm, int64_t bad_in_row, bool skip_outliers) {
+    if (!(fabs(loss) <= DBL_MAX && fabs(norm) <= DBL_MAX)) return false;
+    loss = guard_log(loss);
+    norm = guard_log(norm);
+    const bool judged = skip_outliers && g->n >= 100;
+    if (judged && is_outlier(loss, g->mean_loss, g->var_loss)) return false;
+    if (judged && is_outlier(norm, g->mean_norm, g->var_norm)) return false;
+    if (bad_in_row > 0) {
+        g->var_loss = fmin(4 * g->var_loss, 1e4);
+        g->var_norm = fmin(4 * g->var_norm, 1e4);
+    }
+    const double rate = fmax(5 / (g->n + 5), 0.01); // the latest fifth of the steps, at most about 100
     running_moments(&g->mean_loss, &g->var_loss, loss, rate);
     running_moments(&g->mean_norm, &g->var_norm, norm, rate);
     g->n++;
@@ -54,7 +65,7 @@ HD static inline void judge_batch(StepState* state, const LossSums& losses, Adam
         state->loss_q[q] = losses.count[q] ? losses.sum[q] / losses.count[q] : 0;
         state->count_q[q] = losses.count[q];
     }
-    state->ok = healthy(&state->guard, state->loss, state->grad_norm);
+    state->ok = healthy(&state->guard, state->loss, state->grad_norm, state->bad_in_row, h.skip_outliers);
     state->lr = (float)(h.lr * lr_factor(h, state->step));
     state->updates += state->ok;
     state->bad_total += !state->ok;

@@ -106,6 +106,7 @@ static void save_checkpoint(Run* run) {
     h.slot[SLOT_UPDATES] = (int)s.updates;
     h.slot[SLOT_BAD_TOTAL] = (int)s.bad_total;
     h.slot[SLOT_BAD_IN_ROW] = (int)s.bad_in_row;
+    h.slot[SLOT_GUARD_KIND] = 1;
     h.set(SLOT_GUARD, s.guard);
     h.set(SLOT_PRESET, preset_checksum(c.preset, c.default_preset));
     // These slots identify the run's data: the training images, the validation images, and the pictures.
@@ -205,10 +206,12 @@ static void save_grid(Run* run) {
 // Prints that a step was skipped. Ends the run after --max_bad_steps skipped steps in a row.
 static void report_bad_step(Run* run) {
     const StepState& s = run->state;
+    const double mean_loss = s.guard.n ? exp(s.guard.mean_loss) : NAN;
+    const double mean_norm = s.guard.n ? exp(s.guard.mean_norm) : NAN;
     tell("step %ld: loss %g (mean %g), gradient norm %g (mean %g): not finite or far outside its spread, "
          "so this step is skipped (%ld in a row, %ld in all)\n",
-         s.step, s.loss, s.guard.mean_loss, s.grad_norm, s.guard.mean_norm, s.bad_in_row, s.bad_total);
-    if (s.bad_in_row < run->config.max_bad_steps) return;
+         s.step, s.loss, mean_loss, s.grad_norm, mean_norm, s.bad_in_row, s.bad_total);
+    if (s.bad_in_row < run->config.most_bad_steps()) return;
     write_log(run); // the last rows of log.csv show what happened
     stop_run(run, text("%ld steps in a row had to be skipped", s.bad_in_row));
 }

@@ -61,6 +61,7 @@ struct LogSummary {
     Guard guard{};    // the run's guard after the newest row; add_read computes it again, since rows do not hold it
     int skipped = 0;  // how many bad rows add_read has added since the last good row (add leaves it as it is)
     int most_skipped = Config{}.max_bad_steps; // after this many bad steps in a row, a run ends
+    bool skip_outliers = true;                 // see `healthy`
     double mean = 0;    // the mean loss over about the latest tenth of the steps, at most about 50 steps
     double seconds = 0; // the length of the run when the last row's step was done
     // Both functions add the next row of the log. add_read is for rows that are read from log.csv: it finds out by
@@ -122,7 +123,7 @@ void LogSummary::add_read(const std::string& row) {
     // (compare_with_checkpoint), which rows do not say. A run ends after most_skipped bad steps in a row. So if one
     // more row follows these, the guard was started anew.
     if (skipped == most_skipped) guard = Guard{};
-    const bool is_skipped = !healthy(&guard, values[COLUMN_LOSS], values[COLUMN_GRAD_NORM]);
+    const bool is_skipped = !healthy(&guard, values[COLUMN_LOSS], values[COLUMN_GRAD_NORM], skipped, skip_outliers);
     skipped = is_skipped ? skipped + 1 : 0;
     add(row, is_skipped);
 }
@@ -203,7 +204,8 @@ constexpr char NAME_OF_RUN[] = "is a name for files of the run in that folder; c
 // that stay are added to run->summary.
 static void open_log(Run* run) {
     if (world.rank) return;
-    run->summary.most_skipped = run->config.max_bad_steps;
+    run->summary.most_skipped = run->config.most_bad_steps();
+    run->summary.skip_outliers = run->trainer.adamw.skip_outliers;
     std::string kept = std::string(LOG_COLUMNS) + "\n";
     std::istringstream old(read_text(run->folder, "log.csv"));
     std::string row;

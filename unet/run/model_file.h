@@ -57,7 +57,7 @@ constexpr int SLOT_BAD_TOTAL = 82;
 constexpr int SLOT_BAD_IN_ROW = 83;
 constexpr int SLOT_IMAGES = 84;     // 8 bytes: how many images the data file has
 constexpr int SLOT_DATA_CRC = 86;   // the data file's header_crc
-constexpr int SLOT_UNUSED_TOO = 87; // a slot without a meaning, which is 0
+constexpr int SLOT_GUARD_KIND = 87; // 1; 0: the guard is an older program's, without logarithms, and is not used
 constexpr int SLOT_GUARD = 88;      // 40 bytes: the run's Guard
 constexpr int SLOT_EMAS = 98;       // how many averages there are besides the first; the next slots hold their rates
 constexpr int SLOT_SAMPLER = 106;   // schedule_sampler
@@ -178,7 +178,7 @@ struct ModelFile : InputFile {
         s.updates = header.slot[SLOT_UPDATES];
         s.bad_total = header.slot[SLOT_BAD_TOTAL];
         s.bad_in_row = header.slot[SLOT_BAD_IN_ROW];
-        s.guard = header.get<Guard>(SLOT_GUARD);
+        if (header.slot[SLOT_GUARD_KIND]) s.guard = header.get<Guard>(SLOT_GUARD);
         return s;
     }
 };
@@ -203,7 +203,7 @@ static void check_lists(const ModelFile& m) {
     };
     unused(SLOT_MULT + s[SLOT_LEVELS], SLOT_RESOLUTIONS);
     unused(SLOT_ATTENTION + s[SLOT_RESOLUTIONS], SLOT_MAX_PERIOD);
-    if (training) unused(SLOT_UNUSED_TOO, SLOT_GUARD);
+    if (training) check_field(m.path, "guard", s[SLOT_GUARD_KIND], 0, 1);
     else unused(SLOT_BATCH_SIZE, 256);
     unused(SLOT_EMAS + m.emas(), SLOT_SAMPLER);
     unused(is_ect(m.header) ? SLOT_ECT_END : SLOT_ECT, SLOT_COND_CRC);
