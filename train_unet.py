@@ -28,6 +28,7 @@ if __name__ == "__main__":  # before PyTorch
 
 import dataclasses  # noqa: I001 (names side by side)
 import math
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -950,9 +951,12 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
     state, first_step = trainer.state, trainer.state.step
     state.preset, state.val_crc = preset, val_data.whole_crc() if val_data else 0
     state.data_images, state.data_crc, state.cond_crc = len(data.images), data.crc, data.pictures.crc if data.pictures else 0
+    state.save_interval, state.sample_interval, state.num_samples = config.save_interval, config.sample_interval, config.num_samples
     announce(trainer, data, start)
     if first_step >= config.max_steps:
-        print(f"nothing to do: step {first_step} of {config.max_steps} is reached; a larger --max_steps goes on")
+        more = f"--max_steps {min(2 * first_step, 2 * 10**9)}"
+        command = shlex.join(["python", "train_unet.py", "--resume_checkpoint", start.path, "--output_dir", config.output_dir])
+        print(f"nothing to do: step {first_step} of {config.max_steps} is reached; {command} {more} goes on")
         return 0
     shown = GridConditions(config, val_data or data) if config.sample_interval else None
     log = Log(config.output_dir)
@@ -998,8 +1002,9 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
         log.plot()
         told = f"done: {step} steps, {1000 * seconds:.1f} ms a step; see {config.output_dir}/"
         if stopped := "".join(stop[:1]):  # the first signal
-            how = f"--resume_checkpoint {kept[-1]} goes on from there in another --output_dir"
-            told = f"stopped by {stopped} after step {step}, which is saved; {how}"
+            folder = f"{config.output_dir.rstrip('/')}_2"
+            command = shlex.join(["python", "train_unet.py", "--resume_checkpoint", kept[-1], "--output_dir", folder])
+            told = f"stopped by {stopped} after step {step}, which is saved; {command} goes on from there"
         screen.tell(told)
     return 128 + signal.Signals[stopped] if stopped else 0
 

@@ -15,7 +15,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike
 
-from common.files import DATA_MAGIC, HEADER_BYTES, UNET_CU_DATA_MAGIC, DataError, atomic_file, open_regular
+from common.files import DATA_MAGIC, HEADER_BYTES, SAMPLES, UNET_CU_DATA_MAGIC, DataError, atomic_file, open_regular
 from common.flags import Config
 from common.program import UserError
 
@@ -121,13 +121,13 @@ def naming(path: str) -> Iterator[None]:
         raise DataError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def data_header(slots: list[int], body_crc: int, numbers_an_image: int = 0, name_bytes: int = 0) -> np.ndarray:
+def data_header(slots: list[int], body_crc: int, numbers_an_image: int = 0, name_bytes: int = 0, kind: int = 0) -> np.ndarray:
     """The header (256 numbers) of a data file, with the checksum of itself in slot 8. slots: from slot 1 on: version, images, their C, H and W, classes, and
-    bytes of a value. body_crc: of what lies behind the header."""
+    bytes of a value. body_crc: of what lies behind the header. kind: SAMPLES, or 0."""
     header = np.zeros(256, "<u4")
     header[:8] = [DATA_MAGIC, *slots]
     header[10:12] = numbers_an_image, name_bytes
-    header[9] = body_crc
+    header[9], header[14] = body_crc, kind
     header[8] = zlib.crc32(header.tobytes())
     return header
 
@@ -140,6 +140,7 @@ class DataWriter:
         self.shape: tuple[int, ...] | None = None  # of every image
         self.dtype: np.dtype | None = None
         self.written, self.crc, self.image_crcs = 0, 0, array("I")
+        self.kind = 0  # SAMPLES: what --sample draws
         with naming(path):
             file.write(bytes(HEADER_BYTES))
 
@@ -182,7 +183,7 @@ class DataWriter:
         if version == 2:
             behind, crc = behind + np.array(self.image_crcs, "<u4").tobytes(), 0
         slots = [version, self.written, *self.shape, num_classes, self.dtype.itemsize]
-        header = data_header(slots, zlib.crc32(behind, crc), numbers_an_image, name_bytes)
+        header = data_header(slots, zlib.crc32(behind, crc), numbers_an_image, name_bytes, self.kind)
         with naming(self.path):
             self.file.write(behind)
             self.file.seek(0)
@@ -210,12 +211,15 @@ def write_data(
     num_classes: int = 0,
     values: ArrayLike | None = None,
     value_names: Sequence[str] = (),
+    kind: int = 0,
 ) -> int:
     """Writes a data file, whole or not at all, and returns the number of images in it. images: (C, H, W) each, uint8 or float32 in [-1, 1]. They go to
-    the disk one by one; `labels` and `values` (N, K) are not looked at before their end, and may be lists that grow meanwhile."""
+    the disk one by one; `labels` and `values` (N, K) are not looked at before their end, and may be lists that grow meanwhile. kind: SAMPLES for what a
+    model has drawn."""
     if (labels is None) != (num_classes == 0):
         raise DataError(f"labels and num_classes ({num_classes}) must be given together or not at all")
     with new_data_file(path) as writer:
+        writer.kind = kind
         for image in images:
             writer.add(image)
         return writer.finish(labels, num_classes, values, value_names)
@@ -287,8 +291,10 @@ def open_data_file(path: str) -> Data:
     check_field(path, "bytes of names", name_bytes, 0, MOST_NAME_BYTES * (numbers > 0))
     if name_bytes % 4:
         raise DataError(f"{path}: its header is damaged (bytes of names: {name_bytes}, where a multiple of 4 is possible)")
-    if (unused := np.flatnonzero(header[12:])).size:
-        field = 12 + unused[0]
+    if magic == DATA_MAGIC:
+        check_field(path, "kind", int(header[14]), 0, SAMPLES)
+    if (unused := np.flatnonzero((np.arange(256) >= 12) & (np.arange(256) != 14) & (header != 0))).size:
+        field = unused[0]
         raise DataError(f"{path}: its header is damaged (field {field} holds {header[field]}, which means nothing)")
     image_bytes = count * channels * height * width * value_bytes
     parts = [count * (num_classes > 0), count * numbers, name_bytes // 4, count * (version == 2)]  # behind the images, in words of 4 bytes
