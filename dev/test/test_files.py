@@ -114,6 +114,14 @@ def test_the_average_in_somebody_elses_file_is_kept(
     assert "theirs.pt" in told and not (tmp_path / "more.bin").exists()
 
 
+def test_weights_of_another_network_are_called_that(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As lucidrains' are, which no flag makes readable: none is named."""
+    tensors = {"betas": torch.zeros(1000), "model.init_conv.weight": torch.zeros(64, 3, 7, 7), "model.init_conv.bias": torch.zeros(64)}
+    torch.save({"step": 1000, "model": tensors, "ema": {"initted": torch.tensor(True)} | tensors, "version": "2.0"}, tmp_path / "theirs.pt")
+    told = one_sentence("train_unet", twin.run, ["--convert", tmp_path / "theirs.pt", tmp_path / "o.bin"], capsys, monkeypatch)
+    assert "theirs.pt" in told and "betas" in told and "--" not in told
+
+
 def test_header_is_the_configuration(checkpoint: Path, data: Path) -> None:
     model = read_checkpoint(checkpoint)
     h, f = model.header, model.header.view("<f4")
