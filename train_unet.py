@@ -44,7 +44,7 @@ from common.augment import augment
 from common.conditions import enlarge, made_pictures
 from common.config import pick_device, pick_precision, preset_checksum, preset_of_run, space_timesteps, value_rows
 from common.data_files import Data, open_data, with_pictures
-from common.files import check_output, is_model
+from common.files import check_output, is_compared
 from common.formats import check_conversion, check_replaced_model, convert, post_hoc_average, read_model
 from common.log import Log, StepResult, prepare_run, progress_line
 from common.model import build_model, initial_weights, parameter_count, parameter_shapes, to_state_dict, train_in_fp8
@@ -1032,7 +1032,7 @@ def run(argv: list[str]) -> int:
     for title, shown in (f"preset {config.preset}", preset), ("flags", flags):
         print(f"{title}:", *(f"--{name} {format_value(name, value)}" for name, value in shown.items()))
     if config.init_model_only:
-        check_output("--init_model_filename", config.init_model_filename, [config.data_file], is_model)
+        check_output("--init_model_filename", config.init_model_filename, [config.data_file], is_compared)
         file = ModelFile(config, initial_weights(config))
         check_replaced_model("--init_model_filename", config.init_model_filename, file)
         write_model(config.init_model_filename, file)

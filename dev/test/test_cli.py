@@ -37,7 +37,9 @@ from conftest import (
     read_checkpoint,
     read_log,
     read_samples,
+    seal_data,
     shown_run,
+    with_slot,
 )
 from PIL import Image
 
@@ -353,6 +355,7 @@ def test_recipes_run_as_published(run: Callable, refused: Callable, data: Path, 
     twins = make_config(train_unet.parse_flags(both, train_unet.FLAGS), opened := train_unet.open_data(str(data)))
     weights = np.zeros(train_unet.parameter_count(twins), np.float32)
     state = train_unet.TrainingState(2, 2, 0, 0, len(opened.images), opened.crc, preset=preset_checksum(twins.preset, "--preset" not in both))
+    state = dataclasses.replace(state, **{name: getattr(twins, name) for name in ("save_interval", "sample_interval", "num_samples")})
     more = (weights,) * (len(twins.ema_rate) - 1)
     file = train_unet.ModelFile(dataclasses.replace(twins, data_file=str(data)), weights, weights, weights, weights, state, more_emas=more)
     expected = model_files.pack_header(file).tobytes()
@@ -767,7 +770,7 @@ def test_unet_cus_quick_start_works_where_it_stands(run: Callable, data: Path, t
 def test_files_are_written_whole(run: Callable, data: Path, tmp_path: Path) -> None:
     """No temporary files stay behind, and what --output held before is replaced at once."""
     run([*TINY, "--data_file", data, "--max_steps", "2"])
-    (tmp_path / "s.bin").write_bytes(data_bytes(make_images().astype("<f4")))  # older samples
+    (tmp_path / "s.bin").write_bytes(seal_data(with_slot(data_bytes(make_images().astype("<f4")), 14, 1)))  # older samples
     run(["--sample", "2", "--timestep_respacing", "2", "--init", "out/model_0000002.bin", "--output", "s.bin"])
     assert sorted(p.name for p in tmp_path.rglob("*.*")) == [".lock", "index.html", "log.csv", "model_0000002.bin", "s.bin"]
 

@@ -169,10 +169,11 @@ def test_the_average_is_what_is_written(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "folder").mkdir()
     convert(tmp_path / "m.bin", f"{tmp_path}/folder/")
     np.testing.assert_array_equal(read_model(f"{tmp_path}/folder/").weights, ema)
-    convert(tmp_path / "m.bin", f"{tmp_path}/folder/", "--use_ema", "False", "--clip_denoised", "False")
-    np.testing.assert_array_equal(read_model(f"{tmp_path}/folder").weights, weights)
-    assert not diffusers.DDPMScheduler.from_pretrained(tmp_path / "folder", subfolder="scheduler").config.clip_sample
-    assert {path.name for path in tmp_path.iterdir()} == {"m.bin", "folder"}  # nothing temporary
+    assert f"{tmp_path}/folder/" in refused(tmp_path / "m.bin", f"{tmp_path}/folder/", "--use_ema", "False")  # the average would be lost
+    convert(tmp_path / "m.bin", f"{tmp_path}/bare/", "--use_ema", "False", "--clip_denoised", "False")
+    np.testing.assert_array_equal(read_model(f"{tmp_path}/bare").weights, weights)
+    assert not diffusers.DDPMScheduler.from_pretrained(tmp_path / "bare", subfolder="scheduler").config.clip_sample
+    assert {path.name for path in tmp_path.iterdir()} == {"m.bin", "folder", "bare"}  # nothing temporary
 
 
 def test_a_model_of_diffusers_comes_here(tmp_path: Path) -> None:

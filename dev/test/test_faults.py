@@ -117,6 +117,11 @@ def call(command: list, cwd: Path, code: int = 0, **how: object) -> subprocess.C
     return p
 
 
+def resume(checkpoint: str, folder: str = "out") -> str:
+    """The command that a sentence names."""
+    return f"./train_unet --resume_checkpoint out/{checkpoint} --output_dir {folder}"
+
+
 def leftovers(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.rglob("*tmp*"))
 
@@ -164,7 +169,7 @@ def test_a_broken_checkpoint_replaces_no_good_one(program: list[str], data: Path
     err = call([*program, *given], tmp_path, code=1).stderr
     saved = checkpoints(tmp_path / "out")
     assert len(saved) == 2 and err.count("\n") == 1, err
-    assert f"no step was good from out/{model_name(saved[1])}, so move it away and go on from out/{model_name(saved[0])}" in err
+    assert f"no step was good from out/{model_name(saved[1])}, so move it away and go on with {resume(model_name(saved[0]))}" in err
     (tmp_path / "out" / model_name(saved[1])).unlink()
     resumed = call([*program, "--resume_checkpoint", "latest", "--max_bad_steps", 1, "--max_steps", saved[0] + 1, "--sample_interval", 0], tmp_path)
     assert f"step {saved[0]} of" in resumed.stdout
@@ -179,7 +184,7 @@ def test_older_checkpoints_go_when_a_step_from_the_new_one_was_good(program: lis
     (tmp_path / "d.bin").write_bytes(data_bytes(images))
     given = ["--batch_size 1 --save_interval 1 --keep_checkpoints 1 --max_bad_steps 1 --max_steps 7 --data_file d.bin --seed", seed]
     err = call([*program, *flags(TINY, *given)], tmp_path, code=1).stderr
-    assert f"no step was good from out/{model_name(4)}" in err and f"go on from out/{model_name(3)}" in err
+    assert f"no step was good from out/{model_name(4)}" in err and f"go on with {resume(model_name(3))}" in err
     assert checkpoints(tmp_path / "out") == [3, 4]
     again = "--resume_checkpoint latest --save_interval 1 --keep_checkpoints 1 --sample_interval 0"
     call([*program, *flags(again)], tmp_path)
@@ -627,7 +632,7 @@ def test_a_disk_that_stays_full_ends_the_run(program: list[str], data: Path, tmp
     out, err = process.communicate(timeout=120)
     saved = checkpoints(tmp_path / "out")
     assert process.returncode == 1 and err.count("\n") == 1 and "(No space left on device)" in err, err
-    assert saved and f"saved is step {saved[-1]}; --resume_checkpoint out/{model_name(saved[-1])} goes on from there" in err
+    assert saved and f"saved is step {saved[-1]}; {resume(model_name(saved[-1]))} goes on" in err
     full.unlink()
     process = start([*program, "--resume_checkpoint", "latest", "--save_interval", 1000000, "--log_interval", 1, "--sample_interval", 0], tmp_path)
     wait_for(process, f"step {saved[-1] + 2}/")
@@ -662,7 +667,7 @@ def test_what_is_saved_lies_in_another_folder(program: list[str], data: Path, tm
         done = call(
             [*program, *flags("--resume_checkpoint", f"out/{model_name(2)}", "--max_steps 3 --output_dir new --sample_interval 0")], tmp_path, code=1
         )
-    assert f"saved is step 2; --resume_checkpoint out/{model_name(2)} goes on from there" in done.stderr
+    assert f"saved is step 2; {resume(model_name(2), 'new')} goes on" in done.stderr
     assert "tried again" not in done.stdout
 
 
