@@ -640,7 +640,7 @@ def animate_denoising(file: ModelFile, config: Config, options: Options) -> byte
                 add_frame(x / scale_of(D.route[step]), x0)
     add_frame(x_next, x_next)
     durations = [120] * (len(frames) - 1) + [3000]  # ms
-    frames[0].save(buffer := io.BytesIO(), "GIF", save_all=True, append_images=frames[1:], duration=durations, loop=0)
+    frames[0].save(buffer := io.BytesIO(), "GIF", save_all=True, append_images=frames[1:], duration=durations, loop=0, comment=files.SOFTWARE)
     return buffer.getvalue()
 
 
@@ -750,7 +750,7 @@ def check_outputs(options: Options, cond_file: str = "") -> None:
     elif not options.compare:
         there = [name for name in separate_names(options) if Path(name).exists()]
         for path in [options.output, *there]:
-            files.check_output("--output", path, read, files.is_samples)
+            files.check_output("--output", path, read, files.samples_like(path))
 
 
 def write_images(images: Tensor, told: str, options: Options, captions: Sequence[str] = ()) -> None:

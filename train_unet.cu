@@ -1113,10 +1113,13 @@ static void check_memory(UNet* net, bool training) {
         fits /= 2;
         place_buffers(net, fits);
     }
-    const std::string both = text("%.2f GiB of GPU memory and %.2f GiB are free", needed, available);
+    const std::string both = text("%.2f GiB of memory and %.2f GiB are free", needed, available);
     if (!fits) die("this model needs %s: it does not fit, whatever the batch", both.c_str());
     if (fits < B)
         die("a batch of %d needs %s; %s %d fits", B, both.c_str(), training ? "--microbatch" : "--batch_size", fits);
+    if (needed < 1) return;
+    printf("memory: %.2f GiB are taken now, and %.2f GiB are free\n", needed, available);
+    fflush(stdout);
 }
 
 static void plan_memory(UNet* net, int B, bool training) {
@@ -1973,8 +1976,7 @@ static int run_program(int argc, char** argv) {
         // Ranks are compared before their devices are joined: that needs only the hosts' connections.
         compare_ranks(c, model.path);
         join_devices(directly);
-        sample_and_stop(c, samples, model);
-        return 0;
+        return sample_and_stop(c, samples, model);
     }
 
     // A run: its data, all checks, and then the training.

@@ -28,6 +28,7 @@ if __name__ == "__main__":  # before PyTorch
 
 import dataclasses  # noqa: I001 (names side by side)
 import math
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +44,7 @@ from common.augment import augment
 from common.conditions import enlarge, made_pictures
 from common.config import pick_device, pick_precision, preset_checksum, preset_of_run, space_timesteps, value_rows
 from common.data_files import Data, open_data, with_pictures
-from common.files import check_output, is_model
+from common.files import check_output, is_compared
 from common.formats import check_conversion, check_replaced_model, convert, post_hoc_average, read_model
 from common.log import Log, StepResult, prepare_run, progress_line
 from common.model import build_model, initial_weights, parameter_count, parameter_shapes, to_state_dict, train_in_fp8
@@ -962,9 +963,12 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
     state, first_step = trainer.state, trainer.state.step
     state.preset, state.val_crc = preset, val_data.whole_crc() if val_data else 0
     state.data_images, state.data_crc, state.cond_crc = len(data.images), data.crc, data.pictures.crc if data.pictures else 0
+    state.save_interval, state.sample_interval, state.num_samples = config.save_interval, config.sample_interval, config.num_samples
     announce(trainer, data, start)
     if first_step >= config.max_steps:
-        print(f"nothing to do: step {first_step} of {config.max_steps} is reached; a larger --max_steps goes on")
+        more = f"--max_steps {min(2 * first_step, 2 * 10**9)}"
+        command = shlex.join(["python", "train_unet.py", "--resume_checkpoint", start.path, "--output_dir", config.output_dir])
+        print(f"nothing to do: step {first_step} of {config.max_steps} is reached; {command} {more} goes on")
         return 0
     shown = GridConditions(config, val_data or data) if config.sample_interval else None
     log = Log(config.output_dir)
@@ -1010,8 +1014,9 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
         log.plot()
         told = f"done: {step} steps, {1000 * seconds:.1f} ms a step; see {config.output_dir}/"
         if stopped := "".join(stop[:1]):  # the first signal
-            how = f"--resume_checkpoint {kept[-1]} goes on from there in another --output_dir"
-            told = f"stopped by {stopped} after step {step}, which is saved; {how}"
+            folder = f"{config.output_dir.rstrip('/')}_2"
+            command = shlex.join(["python", "train_unet.py", "--resume_checkpoint", kept[-1], "--output_dir", folder])
+            told = f"stopped by {stopped} after step {step}, which is saved; {command} goes on from there"
         screen.tell(told)
     return 128 + signal.Signals[stopped] if stopped else 0
 
@@ -1039,7 +1044,7 @@ def run(argv: list[str]) -> int:
     for title, shown in (f"preset {config.preset}", preset), ("flags", flags):
         print(f"{title}:", *(f"--{name} {format_value(name, value)}" for name, value in shown.items()))
     if config.init_model_only:
-        check_output("--init_model_filename", config.init_model_filename, [config.data_file], is_model)
+        check_output("--init_model_filename", config.init_model_filename, [config.data_file], is_compared)
         file = ModelFile(config, initial_weights(config), class_names=tuple(data.class_names) if data and config.class_cond else ())
         check_replaced_model("--init_model_filename", config.init_model_filename, file)
         write_model(config.init_model_filename, file)

@@ -52,7 +52,7 @@ def space_timesteps(steps: int, respacing: str) -> list[int]:
 def check(config: Config, ok: bool, name: str, wanted: str) -> None:
     """UserError about a flag, unless it is ok."""
     if not ok:
-        raise UserError(f"--{name} {format_value(name, getattr(config, name))}: {wanted}")
+        raise UserError(f"{' '.join(filter(None, (f'--{name}', format_value(name, getattr(config, name)))))}: {wanted}")
 
 
 def validate(config: Config) -> None:

@@ -15,7 +15,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike
 
-from common.files import DATA_MAGIC, HEADER_BYTES, UNET_CU_DATA_MAGIC, DataError, atomic_file, open_regular
+from common.files import DATA_MAGIC, HEADER_BYTES, SAMPLES, UNET_CU_DATA_MAGIC, DataError, atomic_file, open_regular
 from common.flags import Config
 from common.program import UserError
 
@@ -158,13 +158,15 @@ def naming(path: str) -> Iterator[None]:
         raise DataError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def data_header(slots: list[int], body_crc: int, numbers_an_image: int = 0, name_bytes: int = 0, class_name_bytes: int = 0) -> np.ndarray:
+def data_header(
+    slots: list[int], body_crc: int, numbers_an_image: int = 0, name_bytes: int = 0, class_name_bytes: int = 0, kind: int = 0
+) -> np.ndarray:
     """The header (256 numbers) of a data file, with the checksum of itself in slot 8. slots: from slot 1 on: version, images, their C, H and W, classes, and
-    bytes of a value. body_crc: of what lies behind the header."""
+    bytes of a value. body_crc: of what lies behind the header. kind: SAMPLES, or 0."""
     header = np.zeros(256, "<u4")
     header[:8] = [DATA_MAGIC, *slots]
     header[10:13] = numbers_an_image, name_bytes, class_name_bytes
-    header[9] = body_crc
+    header[9], header[14] = body_crc, kind
     header[8] = zlib.crc32(header.tobytes())
     return header
 
@@ -177,6 +179,7 @@ class DataWriter:
         self.shape: tuple[int, ...] | None = None  # of every image
         self.dtype: np.dtype | None = None
         self.written, self.crc, self.image_crcs = 0, 0, array("I")
+        self.kind = 0  # SAMPLES: what --sample draws
         with naming(path):
             file.write(bytes(HEADER_BYTES))
 
@@ -228,7 +231,7 @@ class DataWriter:
         if version == 2:
             behind, crc = behind + np.array(self.image_crcs, "<u4").tobytes(), 0
         slots = [version, self.written, *self.shape, num_classes, self.dtype.itemsize]
-        header = data_header(slots, zlib.crc32(behind, crc), numbers_an_image, name_bytes, len(names))
+        header = data_header(slots, zlib.crc32(behind, crc), numbers_an_image, name_bytes, len(names), self.kind)
         with naming(self.path):
             self.file.write(behind)
             self.file.seek(0)
@@ -257,12 +260,15 @@ def write_data(
     values: ArrayLike | None = None,
     value_names: Sequence[str] = (),
     class_names: Sequence[str] = (),
+    kind: int = 0,
 ) -> int:
     """Writes a data file, whole or not at all, and returns the number of images in it. images: (C, H, W) each, uint8 or float32 in [-1, 1]. They go to
-    the disk one by one; `labels` and `values` (N, K) are not looked at before their end, and may be lists that grow meanwhile."""
+    the disk one by one; `labels` and `values` (N, K) are not looked at before their end, and may be lists that grow meanwhile. kind: SAMPLES for what a
+    model has drawn."""
     if (labels is None) != (num_classes == 0):
         raise DataError(f"labels and num_classes ({num_classes}) must be given together or not at all")
     with new_data_file(path) as writer:
+        writer.kind = kind
         for image in images:
             writer.add(image)
         return writer.finish(labels, num_classes, values, value_names, class_names)
@@ -336,8 +342,10 @@ def open_data_file(path: str) -> Data:
     for there in (name_bytes, class_name_bytes):
         if there % 4:
             raise DataError(f"{path}: its header is damaged (bytes of names: {there}, where a multiple of 4 is possible)")
-    if (unused := np.flatnonzero(header[13:])).size:
-        field = 13 + unused[0]
+    if magic == DATA_MAGIC:
+        check_field(path, "kind", int(header[14]), 0, SAMPLES)
+    if (unused := np.flatnonzero((np.arange(256) >= 13) & (np.arange(256) != 14) & (header != 0))).size:
+        field = unused[0]
         raise DataError(f"{path}: its header is damaged (field {field} holds {header[field]}, which means nothing)")
     image_bytes = count * channels * height * width * value_bytes
     # behind the images, in words of 4 bytes

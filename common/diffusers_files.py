@@ -19,6 +19,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -275,8 +276,10 @@ def write_folder(path: str, file: ModelFile, flags: dict[str, Any]) -> str:
         for name, values in settings.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(json.dumps(values, indent=2) + "\n")
-        safetensors.torch.save_file(tensors, folder / WEIGHTS, metadata)
+        (folder / WEIGHTS).write_bytes(safetensors.torch.save(tensors, metadata))  # save_file has an error of its own for a full disk
 
+    if os.path.isfile(f"{path}/{UNET}") and not holds(path, bare.weights):
+        raise UserError(f"--convert {path}/: is there and holds another model; choose another name, or move it away")
     files.write_folder(path, (UNET, WEIGHTS, SCHEDULER, INDEX), make)
     told = f"{path}: the model of {source} for diffusers"
     by_hand = f"by UNet2DModel.from_pretrained('{path}', subfolder='unet') and {scheduler['_class_name']}'s"
@@ -285,6 +288,14 @@ def write_folder(path: str, file: ModelFile, flags: dict[str, Any]) -> str:
     if config.class_cond:
         return f"{told}, {by_hand}; the classes are class_labels there, which DDPMPipeline does not pass on"
     return f"{told}, by DDPMPipeline.from_pretrained('{path}')"
+
+
+def holds(path: str, weights: np.ndarray) -> bool:
+    """Whether a folder holds these weights."""
+    try:
+        return np.array_equal(read_folder(path, {}).weights, weights)
+    except (UserError, OSError):
+        return False
 
 
 def read_json(path: str) -> dict[str, Any]:
@@ -361,14 +372,14 @@ def read_folder(path: str, flags: dict[str, Any]) -> ModelFile:
     else:
         config = model_files.trusted(path, derive, None)
     learnt = dataclasses.replace(config, conv_resample=True)  # whose tensors are as many and as large as of one that pools
+    check_settings(f"{path}/{UNET}", unet, unet_settings(config))
+    check_settings(f"{path}/{SCHEDULER}", scheduler, scheduler_settings(config))
     with torch.device("meta"):
         empty = {name: torch.empty(shape) for name, shape in parameter_shapes(learnt).items()}
     check_tensors(f"{path}/{WEIGHTS}", tensors, to_theirs(learnt, empty))
     pooled = {} if config.resblock_updown else resampling(config)
     if pooled:
         config.conv_resample = not all(name in tensors and torch.equal(tensors[name].float(), kernel) for name, kernel in pooled.items())
-    check_settings(f"{path}/{UNET}", unet, unet_settings(config))
-    check_settings(f"{path}/{SCHEDULER}", scheduler, scheduler_settings(config))
     names = [*model_files.SAVED_FLAGS, "seed"]
     metadata["config"] = {name: getattr(config, name) for name in names}
     file = model_files.from_sections(path, {"weights": to_ours(config, tensors)}, metadata, None, flags)

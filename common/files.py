@@ -9,9 +9,8 @@ import itertools
 import os
 import re
 import stat
-import struct
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -161,19 +160,38 @@ def check_replaceable(target: Path, own: tuple[str, ...]) -> None:
 # what a file may replace
 
 
-def is_data(start: Sequence[int]) -> bool:
-    """Whether a file that starts with these 256 numbers is a data file."""
-    return start[0] in (DATA_MAGIC, UNET_CU_DATA_MAGIC)
+SAMPLES = 1  # slot 14 of a data file that --sample has written; 0: other data
+SOFTWARE = "train_unet"  # which pictures name as their maker
 
 
-def is_samples(start: Sequence[int]) -> bool:
-    """Whether it may be one that --sample has written: of float images without labels and numbers."""
-    return start[0] == DATA_MAGIC and start[1] == 1 and start[6] == 0 and start[7] == 4 and start[10] == 0
+def slot(head: bytes, number: int) -> int:
+    """A number of the header with which a .bin file begins; 0: the file is shorter."""
+    return int.from_bytes(head[4 * number : 4 * number + 4], "little", signed=True)
 
 
-def is_model(start: Sequence[int]) -> bool:
-    """Whether a file that starts with these 256 numbers is a model file, ours."""
-    return start[0] == MODEL_MAGIC
+def is_data(head: bytes) -> bool:
+    """Whether a file that begins so is a data file that prepare_data.py may have written."""
+    return slot(head, 0) == DATA_MAGIC and slot(head, 14) != SAMPLES
+
+
+def is_samples(head: bytes) -> bool:
+    """Whether it is a data file that --sample has written."""
+    return slot(head, 0) == DATA_MAGIC and slot(head, 14) == SAMPLES
+
+
+def is_picture(head: bytes) -> bool:
+    """Whether it is a picture that one of our programs has written."""
+    return head.startswith((b"\x89PNG", b"GIF8")) and SOFTWARE.encode() in head
+
+
+def samples_like(path: str) -> Callable[[bytes], bool]:
+    """Of a file of this name, is_picture or is_samples."""
+    return is_samples if path.endswith(".bin") else is_picture
+
+
+def is_compared(head: bytes) -> bool:
+    """True: whether a model file may be replaced is said by all that it holds, and not by its beginning (check_replaced_model)."""
+    return True
 
 
 # Names that a run gives its files: train_unet.cu, is_name_of_run.
@@ -190,10 +208,10 @@ def check_name(flag: str, path: str) -> None:
         raise DataError(f"{flag} {path}: is a name for files of the run in that folder; choose another one")
 
 
-def check_output(flag: str, path: str, inputs: Iterable[str], replaces: Callable[[Sequence[int]], bool] | None = None, only: str = "") -> None:
+def check_output(flag: str, path: str, inputs: Iterable[str], replaces: Callable[[bytes], bool] | None = None, only: str = "") -> None:
     """Before work that may take long: DataError if a file can't be written under this name, or would replace one that somebody may miss: what is read
-    (inputs), or a file of models or data. replaces: which of these it may, by its first 256 numbers. only: what these are called, if no file of another
-    kind may be replaced, either. Leaves nothing behind."""
+    (inputs), what our programs have not written, or what is of another kind than what replaces it. replaces: says of a file's first bytes whether it is of
+    that kind; None: no file is. only: what that kind is called. Leaves nothing behind."""
     told = f"{flag} {path}: "
     try:
         folder = open_folder(os.path.dirname(path))
@@ -214,7 +232,7 @@ def check_output(flag: str, path: str, inputs: Iterable[str], replaces: Callable
         os.close(folder)
 
 
-def check_replaced(told: str, path: str, inputs: Iterable[str], replaces: Callable[[Sequence[int]], bool] | None, only: str) -> None:
+def check_replaced(told: str, path: str, inputs: Iterable[str], replaces: Callable[[bytes], bool] | None, only: str) -> None:
     """check_output of a file that is there."""
     if not os.path.isfile(path):
         raise DataError(f"{told}is there and is no usual file; choose another name")
@@ -224,9 +242,6 @@ def check_replaced(told: str, path: str, inputs: Iterable[str], replaces: Callab
         if os.path.exists(name) and os.path.samefile(name, path):
             raise DataError(f"{told}would replace {name}, which is read; choose another name")
     with open_regular(path) as file:
-        start = struct.unpack("<256i", file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0"))
-    ours = is_data(start) or start[0] in (MODEL_MAGIC, UNET_CU_MODEL_MAGIC)
-    if ours and not (replaces and replaces(start)):
-        raise DataError(f"{told}holds a model or data; choose another name, or move it away")
-    if only and os.path.getsize(path) and not (replaces and replaces(start)):
-        raise DataError(f"{told}is there and is no {only}; choose another name, or move it away")
+        head = file.read(2 * HEADER_BYTES)  # in which pictures name their maker
+    if head and not (replaces and replaces(head)):
+        raise DataError(f"{told}is there and is no {only or 'file of the same kind'} of this program; choose another name, or move it away")

@@ -374,7 +374,8 @@ SAMPLING_FLAGS += ["strength", "jump_length", "jump_n_sample", "values", "cond_f
 # diffusion come first, then what a checkpoint keeps besides.
 SLOTS = {name: f.metadata["slot"] for name, f in FLAGS.items() if f.metadata.get("slot")}
 SLOTS |= {"image_size": 6, "channel_mult": 23, "attention_resolutions": 32, "seed": 66, "ema_rate": 79, "data_file": 128, "cond": 62}
-CHECKPOINT_FLAGS = [*sorted(SLOTS, key=SLOTS.__getitem__), "cond_file"]  # which lies behind data_file, in the same slots
+INTERVALS = ("save_interval", "sample_interval", "num_samples")  # a TrainingState has them, since older files have none
+CHECKPOINT_FLAGS = [*sorted(SLOTS.keys() - INTERVALS, key=SLOTS.__getitem__), "cond_file"]  # which lies behind data_file, in the same slots
 SAVED_FLAGS = [name for name in CHECKPOINT_FLAGS if SLOTS.get(name, 128) < 64]
 
 PICTURE_KINDS = ("", "lowres", "gray", "mask")  # of --cond, as their numbers in files

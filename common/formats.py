@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from common import diffusers_files
-from common.files import MODEL_MAGIC, check_output, is_model, open_file
+from common.files import MODEL_MAGIC, check_output, is_compared, open_file
 from common.flags import POWER_EMAS, SAVED_FLAGS, format_value
 from common.model_files import FREE_FLAGS, READERS, ModelFile, ModelFileError, check_folder, kind_of, read_header, write_model
 from common.program import UserError
@@ -48,7 +48,7 @@ def check_conversion(source: str, target: str) -> None:
     if target.endswith("/"):
         return check_folder("--convert", target, source)
     kind_of(target)
-    check_output("--convert", target, [source, *map(str, Path(source).parent.glob("ema_*.bin"))], is_model)
+    check_output("--convert", target, [source, *map(str, Path(source).parent.glob("ema_*.bin"))], is_compared)
 
 
 def check_replaced_model(flag: str, target: str, file: ModelFile) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import shlex
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -95,7 +96,7 @@ def check_new_folder(folder: str) -> None:
     """UserError if an output folder holds a run: ./train_unet alone goes on in one."""
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
         if name == "log.csv" or re.fullmatch(r"(model|ema)_\d+\.bin", name):
-            told = "name a new folder (in that one ./train_unet --resume_checkpoint latest goes on)"
+            told = f"name a new folder (in that one ./train_unet --resume_checkpoint latest --output_dir {shlex.quote(folder)} goes on)"
             raise UserError(f"--output_dir {folder}: already holds a run's {name}; {told}")
 
 
@@ -131,7 +132,7 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
     if flags.get("sample"):
         config = make_config(flags, None, start, resume)
         read = [start.path if start else "", config.data_file, config.start_from, config.inpaint, config.mask, config.values, config.cond_file]
-        files.check_output("--output", config.output, read, files.is_samples)
+        files.check_output("--output", config.output, read, files.samples_like(config.output))
         return config, None, start
     if not flags.get("init_model_only"):
         check_new_folder(flags.get("output_dir", Config.output_dir))

@@ -24,7 +24,7 @@ from common.data_files import MOST_NAME_BYTES, class_names_block, read_class_nam
 from common.config import make_config, validate
 from common.files import MODEL_MAGIC, UNET_CU_MODEL_MAGIC
 from common.flags import (
-    CHECKPOINT_FLAGS, FLAGS, FOREIGN_PRESET, FREE_FLAGS, MOST_EMAS, MOST_LEVELS, OBJECTIVES_OWN, PICTURE_KINDS, POWER_EMAS, SAVED_FLAGS, SLOTS, WORDS, Config, format_value, preset_flags,
+    CHECKPOINT_FLAGS, FLAGS, FOREIGN_PRESET, FREE_FLAGS, INTERVALS, MOST_EMAS, MOST_LEVELS, OBJECTIVES_OWN, PICTURE_KINDS, POWER_EMAS, SAVED_FLAGS, SLOTS, WORDS, Config, format_value, preset_flags,
 )  # fmt: skip
 from common.model import parameter_count, parameter_shapes, to_state_dict
 from common.program import NOT_OF_DATA, UserError
@@ -92,6 +92,9 @@ class TrainingState:
     preset: int = 0  # config.preset_checksum; 0: written by an older program
     val_crc: int = 0  # of --val_data_file; 0: there is none, or the file is older
     guard_kind: int = 0  # 1; 0: the guard is an older program's, without logarithms, and is not used
+    save_interval: int = 0  # the run's, as the next two; 0: the file is older and has none of them
+    sample_interval: int = 0
+    num_samples: int = 0
     guard: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -144,6 +147,8 @@ class ModelFile:
         """The flags of a run that starts from this file, or resumes it; UserError if a given one says otherwise about the model."""
         others = {name for name, objectives in OBJECTIVES_OWN.items() if self.config.objective not in objectives}  # this file says nothing of them
         inherited = {name: getattr(self.config, name) for name in (CHECKPOINT_FLAGS if resume else SAVED_FLAGS) if name not in others}
+        if resume and self.state.save_interval:
+            inherited |= {name: getattr(self.state, name) for name in INTERVALS}
         if flags.get("sample"):  # how a model was trained does not say how to sample it
             inherited.pop("precision", None)
         if flags.get("objective") == "ect" != self.config.objective and not resume:  # its frame stays
@@ -241,6 +246,9 @@ def check_state(config: Config, state: TrainingState) -> None:
     if state.updates < 0 or state.updates + state.bad_total != state.step or state.step > config.max_steps:
         told = f"{state.updates} updates and {state.bad_total} skipped steps must add up to it"
         raise UserError(f"step {state.step} of at most {config.max_steps}, where {told}")
+    intervals = [getattr(state, name) for name in INTERVALS]
+    if min(intervals) < 0 or (max(intervals) > 0 and not (state.save_interval and state.num_samples)):
+        raise UserError(f"{', '.join(INTERVALS)} {intervals}")
     if not 0 <= state.bad_in_row <= state.bad_total:
         raise UserError(f"{state.bad_in_row} skipped steps in a row, where {state.bad_total} were skipped in all")
     if not (0 <= n <= state.updates and n == int(n)) or not math.isfinite(sum(state.guard)) or min(var_l, var_g) < 0:
@@ -377,6 +385,9 @@ def from_state_dict(config: Config, tensors: dict[str, Tensor], path: str) -> np
     tensors = {name.removeprefix("_orig_mod.").removeprefix("module."): tensor for name, tensor in tensors.items()}
     shapes = parameter_shapes(config)
     hint = "the model flags (--help lists them) must be those that it was trained with"
+    if tensors and not shapes.keys() & tensors.keys():
+        told = f"none of its tensors ({brief(next(iter(tensors)))} is the first) is one of a UNet of guided-diffusion or unet.cu"
+        raise ModelFileError(f"{path}: is of another network: {told}, and no flag makes it one")
     for name, shape in shapes.items():
         if name not in tensors:
             raise ModelFileError(f"{path}: lacks {name}, which a model with these flags has; {hint}")

@@ -22,10 +22,11 @@ def to_pixels(images: Tensor) -> np.ndarray:
 
 
 def png_bytes(pixels: np.ndarray) -> bytes:
-    from PIL import Image  # which who only times the network does without
+    from PIL import Image, PngImagePlugin  # which who only times the network does without
 
-    buffer = io.BytesIO()
-    Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels).save(buffer, "PNG")
+    buffer, maker = io.BytesIO(), PngImagePlugin.PngInfo()
+    maker.add_text("Software", files.SOFTWARE)
+    Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels).save(buffer, "PNG", pnginfo=maker)
     return buffer.getvalue()
 
 
@@ -98,6 +99,6 @@ def save_samples(images: Tensor, path: str, captions: Sequence[str] = ()) -> Non
     """Images in [-1, 1] as a grid (.png) with these captions, or as a data file of float32 images (.bin)."""
     check_finite(images, path)
     if path.endswith(".bin"):
-        write_data(path, images.numpy())
+        write_data(path, images.numpy(), kind=files.SAMPLES)
     else:
         save_png(grid_pixels(images, captions=captions), path)

@@ -264,7 +264,8 @@ static std::string flag_value(const Config& c, const Flag& f) {
 
 // Returns "--image_size 7: " and the reason why.
 static std::string wrong(Config* c, const char* name, const std::string& why) {
-    return text("--%s %s: ", name, flag_value(*c, *find_flag(name)).c_str()) + why;
+    const std::string value = flag_value(*c, *find_flag(name));
+    return std::string("--") + name + (value.empty() ? "" : " ") + value + ": " + why;
 }
 
 // The flags of a preset that would undo or forbid what the command line or a model file asks for.

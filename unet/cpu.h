@@ -31,7 +31,41 @@ static void* device_alloc_bytes(size_t bytes) {
     return p;
 }
 
-static size_t device_available() { return SIZE_MAX; } // so the CPU build does not check whether the memory is enough
+// Returns the number in a file of the system, behind a word if there is one; `otherwise` if there is no such number.
+static double number_in(const std::string& path, const std::string& word, double otherwise) {
+    std::ifstream file(path);
+    double number = 0;
+    std::string name;
+    if (word.empty()) return file >> number ? number : otherwise;
+    while (file >> name)
+        if (name == word && file >> number) return number;
+    return otherwise;
+}
+
+// Returns how many bytes this process may still take: what the system has free, or less if its control group, or one
+// that this group lies in, has a limit. Pages of files count as free, since the system drops them when it needs room.
+static size_t device_available() {
+    double least = number_in("/proc/meminfo", "MemAvailable:", 0x1p50 / 1024) * 1024; // the file counts in KiB
+    const auto obey = [&](const std::string& group, const char* limit, const char* used, const std::string& total) {
+        const double files = number_in(group + "/memory.stat", total + "inactive_file", 0) +
+                             number_in(group + "/memory.stat", total + "active_file", 0);
+        const double most = number_in(group + "/" + limit, "", 0x1p60);
+        least = std::min(least, most - number_in(group + "/" + used, "", 0) + files);
+    };
+    std::ifstream groups("/proc/self/cgroup"); // lines such as 0::/user.slice, or in version 1 4:memory:/user.slice
+    for (std::string line; std::getline(groups, line);) {
+        const std::string controller = line.substr(line.find(':') + 1);
+        std::string group = controller.substr(controller.find(':') + 1);
+        for (bool more = true; more; group = group.substr(0, group.rfind('/'))) {
+            more = group.size() > 1;
+            const std::string end = more ? group : "";
+            if (controller.starts_with(":")) obey("/sys/fs/cgroup" + end, "memory.max", "memory.current", "");
+            if (controller.starts_with("memory:"))
+                obey("/sys/fs/cgroup/memory" + end, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_");
+        }
+    }
+    return (size_t)std::max(least, 0.0);
+}
 [[maybe_unused]] static void device_free(void* p) { free(p); }
 static void copy_to_device(void* device, const void* host, size_t bytes) { memcpy(device, host, bytes); }
 static void copy_to_host(void* host, const void* device, size_t bytes) { memcpy(host, device, bytes); }

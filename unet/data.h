@@ -32,7 +32,9 @@ constexpr int DATA_SLOT_HEADER_CRC = 8; // the checksum of the header, computed 
 constexpr int DATA_SLOT_BODY_CRC = 9;
 constexpr int DATA_SLOT_VALUES = 10; // K, the numbers of each image
 constexpr int DATA_SLOT_NAMES = 11;  // bytes of the numbers' names
-constexpr int DATA_SLOT_UNUSED = 12; // from this slot on, all slots are 0
+constexpr int DATA_SLOT_UNUSED = 12; // from this slot on, all slots are 0, but:
+constexpr int DATA_SLOT_KIND = 14;   // SAMPLES: written by --sample, which may replace the file; 0: other data
+constexpr int SAMPLES = 1;
 
 struct Dataset : InputFile {
     // 1: one checksum covers all images. 2: each image has a checksum. 0: a file of unet.cu, without checksums.
@@ -140,6 +142,7 @@ static void take_data_fields(Dataset* d, const Header& h, const char* hint) {
         die("%s: its header is damaged (bytes a value: %d, where 1 or 4 is possible); %s", d->path.c_str(), d->bytes,
             hint);
     d->K = field(DATA_SLOT_VALUES, "numbers an image", 0, MOST_VALUES);
+    field(DATA_SLOT_KIND, "kind", 0, SAMPLES);
     d->name_bytes = field(DATA_SLOT_NAMES, "bytes of names", 0, d->K > 0 ? MOST_NAME_BYTES : 0);
     if (d->name_bytes % 4)
         die("%s: its header is damaged (bytes of names: %d, where a multiple of 4 is possible); %s", d->path.c_str(),
@@ -190,7 +193,8 @@ static Dataset open_dataset(const std::string& path) {
     const size_t size = d.image_at(d.count) + d.words_behind() * sizeof(int32_t);
     must(size == d.size, path,
          text("is %zu bytes long, but its header speaks of %zu; it was cut or damaged: make it again", d.size, size));
-    check_unused(h, DATA_SLOT_UNUSED, 256, path, std::string("; ") + hint);
+    check_unused(h, DATA_SLOT_UNUSED, DATA_SLOT_KIND, path, std::string("; ") + hint);
+    check_unused(h, DATA_SLOT_KIND + 1, 256, path, std::string("; ") + hint);
     h.slot[DATA_SLOT_HEADER_CRC] = 0;
     const bool right = d.version == 0 || crc32(0, h.slot, 1024) == d.header_crc;
     must(right, path, "its header's checksum is wrong, so it was damaged; make it again");

@@ -174,11 +174,11 @@ FLAG(string, output_dir, "out", "folder for the log, pictures and checkpoints");
 FLAG(string, output, "samples.png", "--sample's file: .png (one grid) or .bin (float images)");
 FLAG(string, compare_runs, "", "put the runs of these folders, out,out2, on one page, --output F.html, and stop");
 FLAG(bool, use_ema, true, "--sample draws from the averaged weights if the file has them");
-FLAG(int, save_interval, 500, "steps between two checkpoints", 1, BIG);
+SAVED(120, int, save_interval, 500, "steps between two checkpoints", 1, BIG);
 FLAG(int, keep_checkpoints, 3, "checkpoints kept, the newest; 0: all", 0, BIG);
 FLAG(bool, keep_best, false, "keep that of the lowest validation loss, too, as best.bin; needs val_data_file");
-FLAG(int, sample_interval, 250, "steps between two grids of samples; 0: none", 0, BIG);
-FLAG(int, num_samples, 36, "images in a grid", 1, 4096);
+SAVED(121, int, sample_interval, 250, "steps between two grids of samples; 0: none", 0, BIG);
+SAVED(122, int, num_samples, 36, "images in a grid", 1, 4096);
 FLAG(int, log_interval, 10, "steps between two lines on the screen, one in ten seconds at least", 1, BIG);
 
 PRESETS_SHARE(LARGE, "--use_scale_shift_norm True --resblock_updown True --lr 1e-4 --ema_rate 0.9999 "

@@ -132,7 +132,7 @@ class Workshop:
         for path in self.train_file, self.numbers_file, self.held_file, self.mask_file:
             files.check_output("--output_dir", path, [args.data_file], files.is_data, only="data file")
         for name in "samples.bin", "lowres.png", "gray.png", "mask.png", "numbers.png":
-            files.check_output("--output_dir", str(self.folder / name), [args.data_file], files.is_samples)
+            files.check_output("--output_dir", str(self.folder / name), [args.data_file], files.samples_like(name))
         write_data(self.train_file, images[kept])
         write_data(self.numbers_file, images[kept], values=numbers, value_names=["brightness", "warmth"])
         write_data(self.held_file, images[held])

@@ -372,7 +372,7 @@ def plot(runs: dict[str, dict[int, Figures]], floor: Figures, path: str) -> None
         axes.set_xticks(steps, map(str, steps))
         axes.minorticks_off()
     axes.legend()
-    figure.savefig(buffer := io.BytesIO(), format="png", dpi=80)
+    figure.savefig(buffer := io.BytesIO(), format="png", dpi=80, metadata={"Software": files.SOFTWARE})
     files.atomic_write(path, [buffer.getbuffer()])
 
 
@@ -395,7 +395,7 @@ def run(argv: list[str]) -> None:
         if not checkpoints(folder):
             raise UserError(f"--runs {folder}: holds no checkpoint; name the --output_dir of a run")
     if args.plot:
-        files.check_output("--plot", args.plot, [args.data_file, args.weights, *(args.samples or [])])
+        files.check_output("--plot", args.plot, [args.data_file, args.weights, *(args.samples or [])], files.is_picture)
     flags = {"sampler": "ddim", "eta": 1.0, "timestep_respacing": args.steps, "seed": args.seed, "batch_size": args.batch_size}
     if args.features == "inception" and not args.split:
         if args.plot:

@@ -362,7 +362,8 @@ def plot(runs: Runs, title: str, path: str) -> None:
         axis.set_minor_formatter(NullFormatter())
     axes.grid(which="both", alpha=0.3)
     axes.legend()
-    figure.savefig(buffer := io.BytesIO(), format=path.rpartition(".")[2], dpi=110)
+    kind = path.rpartition(".")[2]
+    figure.savefig(buffer := io.BytesIO(), format=kind, dpi=110, metadata={"Software": files.SOFTWARE} if kind == "png" else None)
     files.atomic_write(path, [buffer.getbuffer()])
 
 
@@ -372,9 +373,10 @@ def plot(runs: Runs, title: str, path: str) -> None:
 
 def check_arguments(args: argparse.Namespace) -> None:
     written = {"--output": args.output, "--plot": args.plot, "--judge": args.judge}
+    kinds = {"--output": lambda head: head.startswith(b'{\n "data"'), "--plot": files.is_picture, "--judge": lambda head: True}  # a judge is read
     for flag, path in written.items():
         if path:
-            files.check_output(flag, path, [args.data_file, args.program, *args.earlier])
+            files.check_output(flag, path, [args.data_file, args.program, *args.earlier], kinds[flag])
     places = [os.path.realpath(path) for path in written.values() if path]
     if len({*places}) < len(places):
         raise UserError("--output, --plot and --judge: two of them name the same file")

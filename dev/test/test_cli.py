@@ -37,7 +37,9 @@ from conftest import (
     read_checkpoint,
     read_log,
     read_samples,
+    seal_data,
     shown_run,
+    with_slot,
 )
 from PIL import Image
 
@@ -47,6 +49,7 @@ from common.config import default_preset, make_config, preset_checksum
 from common.data_files import open_data
 from common.flags import MANY_IMAGES, NOT_HERE, PRESETS, TABLE, Own, format_value
 from common.formats import read_model
+from common.program import UserError
 
 
 def test_both_programs_read_one_table(run: Callable) -> None:
@@ -353,6 +356,7 @@ def test_recipes_run_as_published(run: Callable, refused: Callable, data: Path, 
     weights = np.zeros(train_unet.parameter_count(twins), np.float32)
     preset = preset_checksum(twins.preset, "--preset" not in both)
     state = train_unet.TrainingState(2, 2, 0, 0, len(opened.images), opened.crc, preset=preset, guard_kind=1)
+    state = dataclasses.replace(state, **{name: getattr(twins, name) for name in ("save_interval", "sample_interval", "num_samples")})
     more = (weights,) * (len(twins.ema_rate) - 1)
     file = train_unet.ModelFile(dataclasses.replace(twins, data_file=str(data)), weights, weights, weights, weights, state, more_emas=more)
     expected = model_files.pack_header(file).tobytes()
@@ -767,7 +771,7 @@ def test_unet_cus_quick_start_works_where_it_stands(run: Callable, data: Path, t
 def test_files_are_written_whole(run: Callable, data: Path, tmp_path: Path) -> None:
     """No temporary files stay behind, and what --output held before is replaced at once."""
     run([*TINY, "--data_file", data, "--max_steps", "2"])
-    (tmp_path / "s.bin").write_bytes(data_bytes(make_images().astype("<f4")))  # older samples
+    (tmp_path / "s.bin").write_bytes(seal_data(with_slot(data_bytes(make_images().astype("<f4")), 14, 1)))  # older samples
     run(["--sample", "2", "--timestep_respacing", "2", "--init", "out/model_0000002.bin", "--output", "s.bin"])
     assert sorted(p.name for p in tmp_path.rglob("*.*")) == [".lock", "index.html", "log.csv", "model_0000002.bin", "s.bin"]
 
@@ -785,3 +789,28 @@ def test_profile_adds_up(run: Callable) -> None:
         total = float(re.search(r"^ *[-\d.]+ +([\d.]+) +[\d.]+$", "\n".join(table), re.MULTILINE)[1])
         assert abs(sum(float(us) for us, _, _ in rows) - total) < 0.1 * len(rows) + 0.5
         assert set(wanted) <= {name for _, _, name in rows}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# sentences
+
+
+def test_a_flag_without_a_value_is_named_alone(refused: Callable, run: Callable, data: Path) -> None:
+    """Not as `--cond_file : must name ...`, in both programs."""
+    run([*TINY, "--data_file", data, "--max_steps", "1", "--cond", "lowres:2"])
+    assert "--cond_file: " in refused(["--sample", "1", "--init", "out/model_0000001.bin"])
+    with pytest.raises(UserError, match="^--cond_file: "):
+        make_config({"preset": "fashion32", "sample": 1, "cond_channels": 1})
+
+
+@pytest.mark.skipif(BUILD == "cuda", reason="a GPU's memory is another one")
+def test_memory_is_compared_with_what_is_free(make_data: Callable, tmp_path: Path) -> None:
+    """Before any is taken. What is said to be free is what the system says, or less in a control group."""
+    d = make_data("d.bin", np.zeros((1, 64, 1024, 1024), np.uint8))
+    args = flags(TINY, "--data_file", d, "--num_channels 32 --channel_mult 1,1 --attention_resolutions 512 --batch_size 64 --max_steps 1")
+    p = subprocess.run([binary_path("cpu"), *args], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    assert p.returncode == 1 and p.stderr.count("\n") == 1
+    needed, free = map(float, re.findall(r"([\d.]+) GiB", p.stderr))
+    words = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(words["MemAvailable"].split()[0]) / 2**20
+    assert 0 < free < 1.2 * available + 1 < needed

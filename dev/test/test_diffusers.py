@@ -169,10 +169,11 @@ def test_the_average_is_what_is_written(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "folder").mkdir()
     convert(tmp_path / "m.bin", f"{tmp_path}/folder/")
     np.testing.assert_array_equal(read_model(f"{tmp_path}/folder/").weights, ema)
-    convert(tmp_path / "m.bin", f"{tmp_path}/folder/", "--use_ema", "False", "--clip_denoised", "False")
-    np.testing.assert_array_equal(read_model(f"{tmp_path}/folder").weights, weights)
-    assert not diffusers.DDPMScheduler.from_pretrained(tmp_path / "folder", subfolder="scheduler").config.clip_sample
-    assert {path.name for path in tmp_path.iterdir()} == {"m.bin", "folder"}  # nothing temporary
+    assert f"{tmp_path}/folder/" in refused(tmp_path / "m.bin", f"{tmp_path}/folder/", "--use_ema", "False")  # the average would be lost
+    convert(tmp_path / "m.bin", f"{tmp_path}/bare/", "--use_ema", "False", "--clip_denoised", "False")
+    np.testing.assert_array_equal(read_model(f"{tmp_path}/bare").weights, weights)
+    assert not diffusers.DDPMScheduler.from_pretrained(tmp_path / "bare", subfolder="scheduler").config.clip_sample
+    assert {path.name for path in tmp_path.iterdir()} == {"m.bin", "folder", "bare"}  # nothing temporary
 
 
 def test_a_model_of_diffusers_comes_here(tmp_path: Path) -> None:
@@ -473,3 +474,21 @@ def test_what_decodes_nothing(tmp_path: Path, vae: Any, pictures: np.ndarray, ca
     assert "vae" in fails("--encode", tmp_path / "vae")
     monkeypatch.setitem(sys.modules, "diffusers", None)
     assert "diffusers" in fails("--encode", tmp_path / "vae")
+
+
+def test_a_setting_is_named_before_the_tensors_that_follow_from_it(tmp_path: Path) -> None:
+    """A folder that diffusers wrote with such a setting has other tensors, too, and who reads of these can't tell why."""
+    make_model(tmp_path / "m.bin", use_scale_shift_norm=True)
+    convert(tmp_path / "m.bin", f"{tmp_path}/good/")
+    import safetensors.torch
+
+    weights = tmp_path / "good/unet/diffusion_pytorch_model.safetensors"
+    tensors = safetensors.torch.load_file(weights)
+    tensors = dict(list(tensors.items())[:-3]) | {"more.weight": torch.zeros(3)}
+    safetensors.torch.save_file(tensors, weights)
+    settings = {"add_attention": False, "time_embedding_type": "fourier", "class_embed_type": "timestep", "upsample_type": "resnet"}
+    for name, value in (settings | {"attn_norm_num_groups": None}).items():
+        shutil.rmtree(tmp_path / "theirs", ignore_errors=True)
+        shutil.copytree(tmp_path / "good", tmp_path / "theirs")
+        change(tmp_path / "theirs/unet/config.json", **{name: value})
+        assert f"its {name} " in refused(f"{tmp_path}/theirs/", tmp_path / "o.bin")

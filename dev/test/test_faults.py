@@ -12,6 +12,7 @@ import os
 import random
 import resource
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -39,6 +40,7 @@ from conftest import (
     model_name,
     read_checkpoint,
     read_log,
+    read_samples,
     seal_model,
     with_slot,
 )  # fmt: skip
@@ -115,6 +117,11 @@ def call(command: list, cwd: Path, code: int = 0, **how: object) -> subprocess.C
     return p
 
 
+def resume(checkpoint: str, folder: str = "out") -> str:
+    """The command that a sentence names."""
+    return f"./train_unet --resume_checkpoint out/{checkpoint} --output_dir {folder}"
+
+
 def leftovers(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.rglob("*tmp*"))
 
@@ -162,7 +169,7 @@ def test_a_broken_checkpoint_replaces_no_good_one(program: list[str], data: Path
     err = call([*program, *given], tmp_path, code=1).stderr
     saved = checkpoints(tmp_path / "out")
     assert len(saved) == 2 and err.count("\n") == 1, err
-    assert f"no step was good from out/{model_name(saved[1])}, so move it away and go on from out/{model_name(saved[0])}" in err
+    assert f"no step was good from out/{model_name(saved[1])}, so move it away and go on with {resume(model_name(saved[0]))}" in err
     (tmp_path / "out" / model_name(saved[1])).unlink()
     resumed = call([*program, "--resume_checkpoint", "latest", "--max_bad_steps", 1, "--max_steps", saved[0] + 1, "--sample_interval", 0], tmp_path)
     assert f"step {saved[0]} of" in resumed.stdout
@@ -177,7 +184,7 @@ def test_older_checkpoints_go_when_a_step_from_the_new_one_was_good(program: lis
     (tmp_path / "d.bin").write_bytes(data_bytes(images))
     given = ["--batch_size 1 --save_interval 1 --keep_checkpoints 1 --max_bad_steps 1 --max_steps 7 --data_file d.bin --seed", seed]
     err = call([*program, *flags(TINY, *given)], tmp_path, code=1).stderr
-    assert f"no step was good from out/{model_name(4)}" in err and f"go on from out/{model_name(3)}" in err
+    assert f"no step was good from out/{model_name(4)}" in err and f"go on with {resume(model_name(3))}" in err
     assert checkpoints(tmp_path / "out") == [3, 4]
     again = "--resume_checkpoint latest --save_interval 1 --keep_checkpoints 1 --sample_interval 0"
     call([*program, *flags(again)], tmp_path)
@@ -362,7 +369,7 @@ def test_samples_replace_nothing_of_worth(either: list[str], data: Path, tmp_pat
     theirs[0] = UNET_CU_DATA_MAGIC
     (tmp_path / "theirs.bin").write_bytes(theirs.tobytes())
     for name in "d.bin", "another.bin", "numbers.bin", "large.bin", "theirs.bin":
-        refuse([*given, name], tmp_path, "holds a model or data")
+        refuse([*given, name], tmp_path, f"--output {name}")
     refuse([*given, "x.bin", "--start_from", "x.bin"], tmp_path)  # which is not there
     call([*either, *flags("--sample 2 --timestep_respacing 2 --init f.bin --output x.bin")], tmp_path)
     refuse([*given, "x.bin", "--start_from", "x.bin"], tmp_path, "would replace x.bin, which is read")
@@ -456,7 +463,7 @@ def test_other_programs_replace_nothing_of_worth(data: Path, tmp_path: Path) -> 
     refuse([*make, "--output", "nowhere/x.png"], tmp_path, "its folder can't be opened (No such file or directory)")
     prepare = [*python, ROOT / "prepare_data.py", "--data_dir", "pictures", "--image_size", 8, "--output_name"]
     refuse([*prepare, "pictures/a.png"], tmp_path, "--output_name pictures/a.png: would replace pictures/a.png, which is read")
-    refuse([*prepare, "m.bin"], tmp_path, "--output_name m.bin: holds a model or data")
+    refuse([*prepare, "m.bin"], tmp_path, "--output_name m.bin")
     judge = [*python, ROOT / "dev/benchmarks/quality.py", "--data_file", ROOT / "data/fashion32.bin", "--samples", "d.bin", "--plot"]
     refuse([*judge, "d.bin"], tmp_path, "--plot d.bin: would replace d.bin, which is read")
     call([*TWIN, "--convert", model, "weights.pt"], tmp_path)
@@ -625,7 +632,7 @@ def test_a_disk_that_stays_full_ends_the_run(program: list[str], data: Path, tmp
     out, err = process.communicate(timeout=120)
     saved = checkpoints(tmp_path / "out")
     assert process.returncode == 1 and err.count("\n") == 1 and "(No space left on device)" in err, err
-    assert saved and f"saved is step {saved[-1]}; --resume_checkpoint out/{model_name(saved[-1])} goes on from there" in err
+    assert saved and f"saved is step {saved[-1]}; {resume(model_name(saved[-1]))} goes on" in err
     full.unlink()
     process = start([*program, "--resume_checkpoint", "latest", "--save_interval", 1000000, "--log_interval", 1, "--sample_interval", 0], tmp_path)
     wait_for(process, f"step {saved[-1] + 2}/")
@@ -660,7 +667,7 @@ def test_what_is_saved_lies_in_another_folder(program: list[str], data: Path, tm
         done = call(
             [*program, *flags("--resume_checkpoint", f"out/{model_name(2)}", "--max_steps 3 --output_dir new --sample_interval 0")], tmp_path, code=1
         )
-    assert f"saved is step 2; --resume_checkpoint out/{model_name(2)} goes on from there" in done.stderr
+    assert f"saved is step 2; {resume(model_name(2), 'new')} goes on" in done.stderr
     assert "tried again" not in done.stdout
 
 
@@ -876,3 +883,164 @@ def test_the_fuzzers_compile() -> None:
     warnings = ["-Wno-unknown-pragmas", "-Wno-unused-function"]
     done = subprocess.run(["g++", "-std=c++20", "-fsyntax-only", *warnings, ROOT / "dev/test/fuzz.cpp"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what is told, and what is kept
+
+
+def commands_in(sentence: str) -> list[list[str]]:
+    """The commands ./train_unet in a sentence, as a shell would read them: up to the first word that is no flag or its value."""
+    found = []
+    for part in sentence.split("./train_unet ")[1:]:
+        words = shlex.split(part.replace("`", " ` "))
+        end = next((i for i in range(0, len(words), 2) if not words[i].startswith("--")), len(words))
+        found.append(words[:end])
+    return found
+
+
+def test_a_command_that_goes_on_can_be_pasted(program: list[str], data: Path, tmp_path: Path) -> None:
+    """In every sentence that names one: of a run that was stopped, one that is done, and one that would begin in a run's folder."""
+    folder = "my runs/it's 3"
+    process = start([*program, *flags(LONG, "--data_file", data), "--output_dir", folder], tmp_path)
+    wait_for(process, "step 2/")
+    process.send_signal(signal.SIGINT)
+    out = process.communicate(timeout=60)[0]
+    assert process.returncode == 130
+    step = max(checkpoints(tmp_path / folder))
+    (command,) = commands_in(out.splitlines()[-1])
+    call([*program, *command, "--max_steps", step + 1], tmp_path)
+    (command,) = commands_in(call([*program, *flags(TINY, "--data_file", data), "--output_dir", folder], tmp_path, code=1).stderr)
+    call([*program, *command, "--max_steps", step + 2], tmp_path)
+    assert max(checkpoints(tmp_path / folder)) == step + 2
+    (command,) = commands_in(call([*program, *command, "--max_steps", step + 2], tmp_path).stdout.splitlines()[-1])
+    call([*program, *command], tmp_path)
+    assert max(checkpoints(tmp_path / folder)) > step + 2 and [path.name for path in tmp_path.iterdir()] == ["my runs"]
+
+
+def test_names_are_printed_without_what_a_terminal_obeys(program: list[str], data: Path, tmp_path: Path) -> None:
+    name = "a\n\x1b[2Jb"
+    shutil.copy(data, tmp_path / f"{name}.bin")
+    trained = call([*program, *TINY, "--data_file", f"{name}.bin", "--max_steps", 1, "--output_dir", name], tmp_path)
+    resumed = call([*program, "--resume_checkpoint", "latest", "--output_dir", name, "--max_steps", 2], tmp_path)
+    drawn = call([*program, *flags("--sample 1 --timestep_respacing 1"), "--init", f"{name}/{model_name(1)}", "--output", f"{name}.png"], tmp_path)
+    refused = call([*program, *TINY, "--data_file", f"{name}/none.bin"], tmp_path, code=1)
+    for text in trained.stdout, resumed.stdout, drawn.stdout, refused.stderr:
+        assert "[2Jb" in text and "\x1b" not in text and "a\n" not in text.replace("data\n", "")
+    assert (tmp_path / f"{name}.png").exists() and refused.stderr.count("\n") == 1
+
+
+def test_what_is_not_of_the_same_kind_is_not_replaced(either: list[str], data: Path, tmp_path: Path) -> None:
+    """Latents, which have no labels and are floats, a text, a photograph, a page; older samples of the same kind are."""
+    call([binary_path("cpu"), *TINY, "--data_file", data, "--max_steps", 1], tmp_path)
+    (tmp_path / "latents.bin").write_bytes(data_bytes(make_images(50).astype(np.float32)))
+    (tmp_path / "notes.bin").write_text("mine")
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "photo.png")
+    given = [*either, *flags("--timestep_respacing 1 --sample 1 --init", f"out/{model_name(1)}"), "--output"]
+    call([*given, "samples.bin"], tmp_path)
+    shutil.copy(tmp_path / "samples.bin", tmp_path / "renamed.png")
+    for name in "latents.bin", "notes.bin", "photo.png", "renamed.png":
+        refuse([*given, name], tmp_path, f"--output {name}")
+    (tmp_path / "empty.png").touch()
+    for name in "samples.bin", "grid.png", "grid.png", "empty.png":
+        before = (tmp_path / name).stat().st_ino if (tmp_path / name).exists() else 0
+        call([*given, name], tmp_path)
+        assert (tmp_path / name).stat().st_ino != before
+    assert np.frombuffer((tmp_path / "samples.bin").read_bytes(), "<i4")[14] == 1
+    assert Image.open(tmp_path / "grid.png").text == {"Software": "train_unet"}
+    call([binary_path("cpu"), *TINY, "--data_file", "samples.bin", "--max_steps", 1, "--output_dir", "of_samples"], tmp_path)  # they are data, too
+
+
+def test_either_programs_samples_are_samples(program: list[str], data: Path, tmp_path: Path) -> None:
+    call([*program, *TINY, "--data_file", data, "--max_steps", 1], tmp_path)
+    for name in "s.bin", "s.png":
+        for command in program, TWIN, program:
+            call([*command, *flags("--timestep_respacing 1 --sample 1 --init", f"out/{model_name(1)}", "--output", name)], tmp_path)
+
+
+def test_a_page_of_runs_replaces_no_other_page(program: list[str], data: Path, tmp_path: Path) -> None:
+    for folder in "a", "b":
+        call([*program, *TINY, "--data_file", data, "--max_steps", 1, "--output_dir", folder], tmp_path)
+    (tmp_path / "mine.html").write_text("<!doctype html><title>mine</title>")
+    shutil.copy(tmp_path / "a/index.html", tmp_path / "run.html")
+    compare = [*program, "--compare_runs", "a,b", "--output"]
+    for name in "mine.html", "run.html":
+        refuse([*compare, name], tmp_path, f"--output {name}")
+    call([*compare, "both.html"], tmp_path)
+    call([*compare, "both.html"], tmp_path)
+
+
+def test_a_folder_of_another_model_is_not_replaced(program: list[str], data: Path, tmp_path: Path) -> None:
+    for seed in 1, 2:
+        call([*program, *flags(TINY, "--data_file", data, "--max_steps 1 --seed", seed, "--output_dir", f"out{seed}")], tmp_path)
+    call([*TWIN, "--convert", f"out1/{model_name(1)}", "folder/"], tmp_path)
+    call([*TWIN, "--convert", f"out1/{model_name(1)}", "folder/"], tmp_path)
+    refuse([*TWIN, "--convert", f"out2/{model_name(1)}", "folder/"], tmp_path, "--convert folder/")
+
+
+def test_ctrl_c_keeps_the_samples_that_are_drawn(program: list[str], data: Path, tmp_path: Path) -> None:
+    """What is kept are the first images of those that were asked for; pasted into the same command, what is told draws as many as are missing."""
+    call([*program, *TINY, "--data_file", data, "--max_steps", 1], tmp_path)
+    model = [*program, *flags("--sampler ddim --timestep_respacing 10 --batch_size 4 --init", f"out/{model_name(1)}")]
+    process = start([*model, *flags("--sample 100000 --output s.bin")], tmp_path, stdin=subprocess.DEVNULL)
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    out = process.communicate(timeout=60)[0]
+    assert process.returncode == 130
+    kept = read_samples(tmp_path / "s.bin")
+    assert 4 <= len(kept) < 100000 and len(kept) % 4 == 0
+    call([*model, *flags("--sample 8 --output first.bin")], tmp_path)
+    assert np.array_equal(read_samples(tmp_path / "first.bin")[: len(kept)], kept[:8])
+    words = out.splitlines()[-1].split()
+    rest = {name: words[words.index(name) + 1] for name in ("--sample", "--noise_seed", "--output")}
+    assert int(rest["--sample"]) == 100000 - len(kept) and rest["--output"] != "s.bin"
+    call([*model, *flags("--sample 4 --noise_seed", rest["--noise_seed"], "--output", rest["--output"])], tmp_path)
+    assert not np.array_equal(read_samples(tmp_path / rest["--output"]), kept[:4])
+    # Before a batch is drawn there is nothing to keep.
+    process = start([*program, *flags(model[1:], "--sample 4 --sampler ddpm --timestep_respacing 1000 --output none.bin")], tmp_path)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode in (0, 130) and (tmp_path / "none.bin").exists() == (process.returncode == 0)
+
+
+@pytest.mark.parametrize("name", ["index.html", "samples_0000003.png", model_name(1), "best.bin"])
+def test_a_folder_in_the_place_of_a_runs_file(program: list[str], data: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "out" / name).mkdir(parents=True)
+    refuse([*program, *TINY, "--data_file", data, "--max_steps", 3], tmp_path, f"out/{name}")
+
+
+def test_a_full_disk_while_a_folder_is_written(program: list[str], data: Path, tmp_path: Path) -> None:
+    call([*program, *TINY, "--data_file", data, "--max_steps", 1], tmp_path)
+    small = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))}
+    err = call([*TWIN, "--convert", f"out/{model_name(1)}", "folder/"], tmp_path, code=1, **small).stderr
+    assert err.startswith("train_unet: folder") and err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_intervals_are_kept_with_the_run(either: list[str], program: list[str], data: Path, tmp_path: Path) -> None:
+    """--save_interval, --sample_interval and --num_samples of the first command; the command line comes first; older files have none."""
+    given = flags(TINY, "--data_file", data, "--max_steps 4 --save_interval 2 --sample_interval 3 --num_samples 16 --timestep_respacing 1")
+    call([*either, *given], tmp_path)
+    header = read_checkpoint(tmp_path / "out" / model_name(4)).header
+    assert header[119:124].tolist() == [0, 2, 3, 16, 0]
+    for k, command in enumerate((program, TWIN)):
+        folder = tmp_path / f"on{k}"
+        resume = [*command, "--resume_checkpoint", f"out/{model_name(4)}", "--keep_checkpoints", 0]
+        call([*resume, "--max_steps", 10, "--output_dir", folder], tmp_path)
+        assert {6, 8, 10} == {*checkpoints(folder)}
+        grids = sorted(folder.glob("samples_*.png"))
+        assert [int(path.stem[8:]) for path in grids] == [6, 9, 10]
+        assert {Image.open(path).size for path in grids} == {Image.open(tmp_path / "out/samples_0000003.png").size}
+        call([*resume, *flags("--max_steps 7 --save_interval 1 --sample_interval 0 --output_dir", f"other{k}")], tmp_path)
+        assert checkpoints(tmp_path / f"other{k}") == [5, 6, 7] and not [*(tmp_path / f"other{k}").glob("samples*")]
+        last = read_checkpoint(tmp_path / f"other{k}" / model_name(7)).header
+        assert last[119:124].tolist() == [0, 1, 0, 16, 0]
+    # A file without them: as before, the preset's, here fashion32's 500, 250 and 36.
+    file = (tmp_path / "out" / model_name(4)).read_bytes()
+    for slot in 120, 121, 122:
+        file = with_slot(file, slot, 0)
+    (tmp_path / "old.bin").write_bytes(seal_model(file))
+    for k, command in enumerate((program, TWIN)):
+        call([*command, *flags("--resume_checkpoint old.bin --max_steps 5 --sample_interval 0 --output_dir", f"old{k}")], tmp_path)
+        assert read_checkpoint(tmp_path / f"old{k}" / model_name(5)).header[119:124].tolist() == [0, 500, 0, 36, 0]

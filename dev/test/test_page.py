@@ -429,7 +429,7 @@ def test_compare_runs(run: Callable, refused: Callable, open_page: Callable, dat
     for name in "a", "b":  # a page that is read, in a folder that has nothing of the run but this page
         (tmp_path / "web" / name).mkdir(parents=True)
         shutil.copy(tmp_path / "runs" / ("a" if name == "a" else "b's") / "index.html", tmp_path / "web" / name)
-    refused(["--compare_runs", "web/a,web/b", "--output", "web/b/index.html"], "is the page of a run that is compared")
+    refused(["--compare_runs", "web/a,web/b", "--output", "web/b/index.html"], "--output web/b/index.html")
     run(["--compare_runs", "runs/a,runs/b's", "--output", "pages/index.html"])
     page = open_page(tmp_path / "pages", viewport={"width": 1200, "height": 900})
     until_drawn(page)

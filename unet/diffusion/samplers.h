@@ -525,7 +525,7 @@ static void sample_batch(UNet* net, Weights weights, Sampler* s, int64_t first, 
 }
 
 // Samples n images. Rank 0 returns them (n, H, W, C), and other ranks an empty vector. In each round of the loop, every
-// rank samples at most one batch. After a signal (stop_signal) the caller must not use the images.
+// rank samples at most one batch. After a signal (stop_signal) there are fewer: those of the batches before it.
 static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, int n) {
     const Config& c = net->config;
     const size_t size = (size_t)c.H * c.W * c.in_channels; // values of an image
@@ -545,12 +545,16 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
         show_status(text("sampling: %.0f %%, %s left", 100 * done / n, left.c_str()));
     };
     for (int i = 0; i < n; i += most * N) {
-        if (any_rank("a batch of samples", stop_signal)) break; // all ranks leave the loop together
         const int first = i + most * world.rank;
         const int B = std::min(most, n - first); // below 1 if no image is left for this rank
         if (B > 0) sample_batch(net, weights, s, first, B, [&](double done) { tell(i + done * N); });
         if (N > 1) all_gather(s->all, own, most * size * sizeof(float), MAIN_STREAM);
         const float* const made = N > 1 ? s->all : own;
+        if (any_rank("a batch of samples",
+                     stop_signal)) { // this batch is unfinished; all ranks leave the loop together
+            images.resize(world.rank ? 0 : i * size);
+            break;
+        }
         const int count = std::min(most * N, n - i);
         if (!world.rank) copy_to_host(&images[i * size], made, count * size * sizeof(float));
     }

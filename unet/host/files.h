@@ -55,6 +55,25 @@ __attribute__((format(printf, 1, 2))) static std::string text(const char* format
     return buffer;
 }
 
+// What a terminal would obey becomes an escape such as \x1b: the name of a file may hold anything.
+static std::string printable(const std::string& sentence) {
+    std::string shown;
+    for (const unsigned char c : sentence) {
+        const bool is_obeyed = c < 32 || c == 127;
+        shown += is_obeyed ? text("\\x%02x", c) : std::string(1, (char)c);
+    }
+    return shown;
+}
+
+// A word of a command that a user may paste into a shell.
+static std::string shell_word(const std::string& word) {
+    const char* const plain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./,:+=@";
+    if (!word.empty() && word.find_first_not_of(plain) == std::string::npos) return word;
+    std::string quoted = "'";
+    for (const char c : word) quoted += c == '\'' ? "'\\''" : std::string(1, c);
+    return quoted + "'";
+}
+
 // When the program ends by an error, each of these is told; null: nobody asks.
 typedef void (*Listener)(const std::string& why);
 static std::atomic<Listener> end_all_ranks = nullptr; // of ranks.h, in a run of several processes; it does not return
@@ -66,7 +85,7 @@ static void remove_unfinished(); // files that are half written, see AtomicFile
 [[noreturn]] static void refuse(const std::string& why) {
     fflush(stdout);
     if (const Listener end = end_all_ranks) end(why);
-    fprintf(stderr, "train_unet: %s\n", why.c_str());
+    fprintf(stderr, "train_unet: %s\n", printable(why).c_str());
     remove_unfinished();
     if (const Listener tell = tell_page) tell(why);
     exit(1);
@@ -120,6 +139,16 @@ static const std::map<int, const char*> STOP_SIGNALS = {
     {SIGINT, "SIGINT"}, {SIGTERM, "SIGTERM"}, {SIGHUP, "SIGHUP"}, {SIGPIPE, "SIGPIPE"}};
 static volatile sig_atomic_t stop_signal = 0; // the one that came; 0: none. Who listens to them, sets it.
 
+// After this call, a signal of STOP_SIGNALS is noted in stop_signal: what was trained or drawn is kept, and then the
+// program ends.
+static void listen_to_signals() {
+    for (const auto& [number, name] : STOP_SIGNALS) {
+        const auto before = signal(number, [](int s) { stop_signal = s; });
+        const bool is_nohup = before == SIG_IGN && number == SIGHUP;
+        if (is_nohup) signal(number, SIG_IGN); // the command nohup asks that programs go on when the terminal closes
+    }
+}
+
 // Waits until stdout takes a line. A terminal that is held by Ctrl-S takes none, nor does a full pipe. printf would
 // wait, too, but no signal would end that wait. Result: false if a signal came instead.
 static bool stdout_takes_a_line() {
@@ -152,12 +181,9 @@ static void end_line() {
 }
 
 // Prints a sentence on a line of its own. If a signal comes while stdout takes no line, the sentence is left out.
-__attribute__((format(printf, 1, 2))) static void tell(const char* format, ...) {
+static void tell(const std::string& sentence) {
     end_line();
-    va_list args;
-    va_start(args, format);
-    if (stdout_takes_a_line()) vprintf(format, args);
-    va_end(args);
+    if (stdout_takes_a_line()) printf("%s\n", printable(sentence).c_str());
     fflush(stdout);
 }
 
@@ -379,7 +405,8 @@ template <class Call> static auto while_full(const std::string& file, Call call)
         if (result < 0 && errno == EINTR) continue;
         const bool is_full = result < 0 && (errno == ENOSPC || errno == EDQUOT);
         if (!is_full || stop_signal || now() - began > PATIENCE) return result;
-        if (!told) tell("%s: %s; it is tried again for %.0f minutes\n", file.c_str(), strerror(errno), PATIENCE / 60);
+        const std::string why = file + ": " + strerror(errno);
+        if (!told) tell(why + text("; it is tried again for %.0f minutes", PATIENCE / 60));
         told = true;
         sleep(RETRY_AFTER); // a signal ends it early
     }

@@ -147,6 +147,9 @@ static std::string png_chunk(const std::string& type, const std::string& data) {
     return big_endian((uint32_t)data.size()) + body + big_endian(crc32(0, body.data(), body.size()));
 }
 
+// A text chunk that says who made the file: --output replaces no other PNG.
+static const std::string PNG_MARK = png_chunk("tEXt", std::string("Software") + '\0' + "train_unet");
+
 // A PNG file of pixels (H, W, C), C = 1 (grey) or 3 (RGB). A chunk holds less than 2^31 bytes, so the stream of a large
 // picture takes several.
 static std::string png_file(const std::vector<uint8_t>& pixels, int W, int H, int C) {
@@ -155,6 +158,7 @@ static std::string png_file(const std::vector<uint8_t>& pixels, int W, int H, in
     // Bits a colour, the type, then the only compression and the only set of filters that PNG has; not interlaced.
     const std::string rest{8, colour_type, 0, 0, 0};
     std::string file = "\x89PNG\r\n\x1a\n" + png_chunk("IHDR", big_endian(W) + big_endian(H) + rest);
+    file += PNG_MARK;
     for (size_t at = 0; at < zlib.size(); at += LONGEST_CHUNK)
         file += png_chunk("IDAT", zlib.substr(at, LONGEST_CHUNK));
     return file + png_chunk("IEND", "");

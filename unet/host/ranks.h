@@ -153,7 +153,7 @@ static NoteKind receive(int socket, std::string* content) {
 // Says why, tells the others to leave, too, and ends this process by _exit, since another thread may hold any lock.
 [[noreturn]] static void say_and_leave(const std::string& why) {
     while (ranks.said.exchange(true)) pause(); // another thread says something already, and will end the process
-    fprintf(stderr, "train_unet: %s\n", why.c_str());
+    fprintf(stderr, "train_unet: %s\n", printable(why).c_str());
     post(LEAVE);
     remove_unfinished();
     if (const Listener tell = tell_page) tell(why);
@@ -178,8 +178,9 @@ static NoteKind receive(int socket, std::string* content) {
         sleep(3); // a launcher that sees one process end may end the speaker before it has spoken
         _exit(1);
     }
-    say_and_leave(rank_name(lost) + how +
-                  ", so the run ends; --resume_checkpoint auto goes on from its latest checkpoint");
+    say_and_leave(
+        rank_name(lost) + how +
+        ", so the run ends; the same command with --resume_checkpoint auto goes on from its latest checkpoint");
 }
 
 // A rank has come to another place than rank 0. Either rank 0 finds this, or the rank itself.

@@ -52,15 +52,6 @@ static void take_folder(Run* run, const std::string& resume) {
     leave_later_snapshots(folder, run->first_step);
 }
 
-// After this call, a signal of STOP_SIGNALS makes the run save what was trained, and end.
-static void listen_to_signals() {
-    for (const auto& [number, name] : STOP_SIGNALS) {
-        const auto before = signal(number, [](int s) { stop_signal = s; });
-        const bool is_nohup = before == SIG_IGN && number == SIGHUP;
-        if (is_nohup) signal(number, SIG_IGN); // the command nohup asks that programs go on when the terminal closes
-    }
-}
-
 // Begins a run: fills the weights and opens the files that the run writes. data, resume, start: as in train. Returns
 // false if all steps were done before.
 static bool begin_run(Run* run, const Dataset& data, const std::string& resume, const ModelFile& start) {
@@ -75,8 +66,9 @@ static bool begin_run(Run* run, const Dataset& data, const std::string& resume, 
     else restore(run, start);
     cast_params(tr.copy, tr.params, tr.net.flat_size); // with bf16, convolutions read this copy of the weights
     if (run->state.step >= c.max_steps) {
-        printf("nothing to do: step %ld of %ld is reached; a larger --max_steps goes on\n", run->state.step,
-               c.max_steps);
+        const int64_t more = std::min<int64_t>(2 * run->state.step, 2000000000);
+        tell(text("nothing to do: step %ld of %ld is reached; ", run->state.step, c.max_steps) +
+             resume_command(c, resume) + text(" --max_steps %ld goes on", more));
         return false;
     }
     if (!resume.empty()) compare_with_checkpoint(run, start);
@@ -114,7 +106,7 @@ static void finish_stopped(Run* run) {
     if (!error.empty()) die("%s; stopped after step %ld; %s", error.c_str(), step, saved.c_str());
     const std::string end = text("stopped by %s after step %ld; ", STOP_SIGNALS.at(run->stop), step) + saved;
     write_page(run, "stopped", end);
-    tell("%s\n", end.c_str());
+    tell(end);
 }
 
 // Ends a run that has done all its steps.
@@ -127,6 +119,6 @@ static void finish_complete(Run* run) {
     getrusage(RUSAGE_SELF, &usage);
     const double ms = run->seconds / (double)(s.step - run->first_step) * 1e3;
     const double peak_mib = usage.ru_maxrss / 1024.0; // Linux gives it in KiB
-    tell("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see %s/\n", s.step, ms, peak_mib,
-         c.output_dir.c_str());
+    tell(text("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see ", s.step, ms, peak_mib) + c.output_dir +
+         "/");
 }

@@ -25,11 +25,11 @@ static void prove_checkpoint(Run* run) {
 // Ends a run whose weights are broken, and prints which checkpoint the user can go on from.
 static void stop_run(Run* run, const std::string& why) {
     // The newest checkpoint is good if a good step followed it. Otherwise its weights may have been broken already.
-    const std::string earlier =
-        run->proven.empty() ? "start again or from an earlier one" : "go on from " + run->proven;
+    const std::string proven = resume_command(run->config, run->proven);
+    const std::string earlier = run->proven.empty() ? "start again or from an earlier one" : "go on with " + proven;
     std::string last = "no checkpoint was written yet";
     if (!run->saved.empty()) last = "no step was good from " + run->saved + ", so move it away and " + earlier;
-    if (!run->saved.empty() && run->saved == run->proven) last = "the last good checkpoint is " + run->saved;
+    if (!run->saved.empty() && run->saved == run->proven) last = proven + " goes on from the last good checkpoint";
     refuse(text("stopped at step %ld: ", run->state.step) + why + "; " + last +
            "; a lower --lr or a --warmup_steps may help");
 }
@@ -93,8 +93,8 @@ static void keep_best(Run* run, const std::string& checkpoint) {
         run->best_loss = run->val_loss;
         return;
     }
-    tell("%s: %s; the run goes on, and %s is the best checkpoint until now\n", run->folder.name(BEST).c_str(),
-         failure.c_str(), checkpoint.c_str());
+    tell(run->folder.name(BEST) + ": " + failure + "; the run goes on, and " + checkpoint +
+         " is the best checkpoint until now");
 }
 
 // Writes a checkpoint (docs/FORMATS.md). A run that is resumed from it computes the same bits as if it had not paused.
@@ -200,7 +200,7 @@ static void save_grid(Run* run) {
     const std::string name = text("samples_%07ld.png", run->state.step);
     const std::string png = grid_png(shown, c.num_samples, c.H, parts * c.W, c.in_channels, captions, parts);
     const std::string failure = try_write_file(run->folder, name, png);
-    if (!failure.empty()) tell("%s: %s; the run goes on\n", run->folder.name(name).c_str(), failure.c_str());
+    if (!failure.empty()) tell(run->folder.name(name) + ": " + failure + "; the run goes on");
 }
 
 // Prints that a step was skipped. Ends the run after --max_bad_steps skipped steps in a row.
@@ -208,9 +208,9 @@ static void report_bad_step(Run* run) {
     const StepState& s = run->state;
     const double mean_loss = s.guard.n ? exp(s.guard.mean_loss) : NAN;
     const double mean_norm = s.guard.n ? exp(s.guard.mean_norm) : NAN;
-    tell("step %ld: loss %g (mean %g), gradient norm %g (mean %g): not finite or far outside its spread, "
-         "so this step is skipped (%ld in a row, %ld in all)\n",
-         s.step, s.loss, mean_loss, s.grad_norm, mean_norm, s.bad_in_row, s.bad_total);
+    tell(text("step %ld: loss %g (mean %g), gradient norm %g (mean %g): not finite or far outside its spread, "
+              "so this step is skipped (%ld in a row, %ld in all)",
+              s.step, s.loss, mean_loss, s.grad_norm, mean_norm, s.bad_in_row, s.bad_total));
     if (s.bad_in_row < run->config.most_bad_steps()) return;
     write_log(run); // the last rows of log.csv show what happened
     stop_run(run, text("%ld steps in a row had to be skipped", s.bad_in_row));
@@ -328,7 +328,7 @@ static void take_best_loss(Run* run) {
     if (why.empty() && h.get<uint32_t>(SLOT_VAL_CRC) != validation_crc(run->val)) why = "--val_data_file has changed";
     if (why.empty()) run->best_loss = logged_val_loss(*run, step);
     if (why.empty() && std::isinf(run->best_loss)) why = text("log.csv has no validation loss of its step %ld", step);
-    if (!why.empty()) printf("%s: %s, so the next checkpoint becomes the best\n", best.path.c_str(), why.c_str());
+    if (!why.empty()) tell(best.path + ": " + why + ", so the next checkpoint becomes the best");
 }
 
 // If losses or gradient norms of a resumed run mean something else than before its checkpoint m, starts the guard anew.
@@ -337,7 +337,7 @@ static void compare_with_checkpoint(Run* run, const ModelFile& m) {
     const Config& c = run->config;
     const std::string why = changed_loss(c, m, run->trainer.data);
     if (why.empty()) return;
-    printf("%s, so the first 100 steps show anew which losses and gradient norms are usual\n", why.c_str());
+    tell(why + ", so the first 100 steps show anew which losses and gradient norms are usual");
     run->state.guard = Guard{};
     copy_to_device(run->trainer.state, &run->state, sizeof run->state);
 }
@@ -368,8 +368,8 @@ static void restore(Run* run, const ModelFile& m) {
     copy_to_device(tr.state, &s, sizeof s);
     // The probability of each t depends on rms_losses, which are computed from the history. 0: no new losses.
     if (tr.history) update_rms_losses(tr.rms_losses, tr.history, nullptr, nullptr, tr.state, c.diffusion_steps, 0);
-    printf("resumed from %s: step %ld of %ld, %ld updates, seed %ld\n", m.path.c_str(), s.step, c.max_steps, s.updates,
-           c.seed);
+    tell("resumed from " + m.path +
+         text(": step %ld of %ld, %ld updates, seed %ld", s.step, c.max_steps, s.updates, c.seed));
     // The images of a step begin at position step * B of the stream of images.
     const int B = c.batch_size;
     const int before = m.header.slot[SLOT_BATCH_SIZE];
@@ -383,6 +383,14 @@ static void restore(Run* run, const ModelFile& m) {
 // resumed run needs its own folder, without later checkpoints, or one that holds no run. resume: the path of the
 // checkpoint that the run goes on from; "": the run is new. resume_step: its step.
 static void check_output_dir(const Config& c, const Folder& output, const std::string& resume, int64_t resume_step) {
+    int none = 0;
+    struct stat st;
+    const auto names = output.descriptor < 0 ? std::vector<std::string>{} : names_in(output, &none);
+    for (const std::string& name : names) {
+        const bool is_folder = !fstatat(output.descriptor, name.c_str(), &st, 0) && S_ISDIR(st.st_mode);
+        must(!is_folder || !may_be_of_run(name), output.name(name),
+             "is a folder, where the run would write a file; move it away");
+    }
     // A log without a checkpoint was left by a run that was killed early, and --resume_checkpoint auto starts anew
     // there. But best.bin alone is what is left of a run that a new one must not replace.
     const auto found = output.list();
@@ -393,7 +401,8 @@ static void check_output_dir(const Config& c, const Folder& output, const std::s
     // The folder holds a run. So the program must resume this run; it must not start a new run here.
     const int64_t newest_step = has_checkpoint ? found.rbegin()->first : 0;
     std::string what = ", but no checkpoint model_STEP.bin to continue; move its log.csv and best.bin away";
-    if (has_checkpoint) what = text(" (up to step %ld); continue it with --resume_checkpoint latest", newest_step);
+    if (has_checkpoint)
+        what = text(" (up to step %ld); continue it with `", newest_step) + resume_command(c, "latest") + "`";
     must(!resume.empty(), c.output_dir, "already holds a run" + what + ", or choose another --output_dir");
 
     // The checkpoint that this run goes on from must lie in this folder.
@@ -404,7 +413,8 @@ static void check_output_dir(const Config& c, const Folder& output, const std::s
     // The run would come to that step, too, and replace that checkpoint.
     must(newest_step <= resume_step, output.name(has_checkpoint ? found.rbegin()->second : ""),
          text("is called step %ld, which is later than step %ld of ", newest_step, resume_step) + resume +
-             "; resume that one (latest), move it away, or choose another --output_dir");
+             "; go on from that one with `" + resume_command(c, "latest") +
+             "`, move it away, or choose another --output_dir");
 }
 
 // A run that goes on from an early checkpoint does later steps again, maybe with other flags. Post-hoc averages
@@ -415,8 +425,8 @@ static void leave_later_snapshots(const Folder& folder, int64_t first_step) {
         const std::string new_name = name + ".left";
         if (renameat(folder.descriptor, name.c_str(), folder.descriptor, new_name.c_str()))
             die("%s: can't be renamed (%s); move it away", folder.name(name).c_str(), strerror(errno));
-        printf("%s: is later than step %ld, where this run goes on; it is called %s now\n", folder.name(name).c_str(),
-               first_step, new_name.c_str());
+        tell(folder.name(name) + text(": is later than step %ld, where this run goes on; it is called ", first_step) +
+             new_name + " now");
     }
 }
 
@@ -484,7 +494,7 @@ static void print_start(const Config& c, const Trainer& tr, const Dataset& data)
     std::string given; // the flags of the command line, so that the output tells how to repeat the run
     for (const Flag& f : FLAGS)
         if (c.given(f.name)) given += std::string(" --") + f.name + " " + flag_value(c, f);
-    if (!given.empty()) printf("flags:%s\n", given.c_str());
+    if (!given.empty()) tell("flags:" + given);
     // The model, the memory, the ranks, the data.
     printf("%s\n", describe(net).c_str());
     print_memory(c, net, tr.muon);
@@ -497,14 +507,14 @@ static void print_start(const Config& c, const Trainer& tr, const Dataset& data)
     const bool verified = !data.image_crc.empty();
     const char* doubt = verified ? "" : " (not verified: more than 4 GiB, and no checksums of them)";
     const int64_t steps_an_epoch = (data.count + c.batch_size - 1) / c.batch_size;
-    printf("data: %s, %ld images%s, %ld steps of %d an epoch; output: %s/\n", c.data_file.c_str(), data.count, doubt,
-           steps_an_epoch, c.batch_size, c.output_dir.c_str());
+    tell("data: " + c.data_file + text(", %ld images%s, ", data.count, doubt) +
+         text("%ld steps of %d an epoch; output: ", steps_an_epoch, c.batch_size) + c.output_dir + "/");
     if (!c.class_cond && !c.given("class_cond") && c.default_preset && data.labels.empty())
         printf("classes: none, because the data has no labels\n");
     if (c.class_cond)
         printf("classes: %d, --class_dropout %g; grids: --guidance_scale %g\n", c.num_classes, c.class_dropout,
                c.guidance_scale);
-    if (data.cond) printf("condition: %s, pictures of %d channels\n", c.cond_file.c_str(), c.cond_channels);
+    if (data.cond) tell("condition: " + c.cond_file + text(", pictures of %d channels", c.cond_channels));
     const int C = c.in_channels;
     if (C != 1 && C != 3) printf("grids show the first of %d channels, in grey\n", C);
     fflush(stdout);

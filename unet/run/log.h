@@ -186,16 +186,20 @@ struct Run {
 // stays when its file model_STEP.bin is removed.
 constexpr char BEST[] = "best.bin";
 
-// Returns whether the folder holds a run, and `name` is a name that the run gives to its own files. Nothing else may
-// write a file of such a name there: the run would replace it, or read it as its own.
-static bool is_name_of_run(const Folder& folder, const std::string& name) {
-    const bool holds_run = folder.has("log.csv") || !folder.list().empty();
-    if (!holds_run) return false;
+// Returns whether `name` is a name that a run gives to its own files.
+static bool may_be_of_run(const std::string& name) {
     for (const char* one_of_its : {"index.html", "log.csv", "loss.png", BEST, ".lock"}) // train_unet.py writes loss.png
         if (name == one_of_its) return true;
     const bool has_step = step_in_name(name, "model_", ".bin") >= 0 || step_in_name(name, "ema_", ".bin") >= 0 ||
                           step_in_name(name, "samples_", ".png") >= 0;
     return has_step;
+}
+
+// Returns whether the folder holds a run, and `name` is a name that the run gives to its own files. Nothing else may
+// write a file of such a name there: the run would replace it, or read it as its own.
+static bool is_name_of_run(const Folder& folder, const std::string& name) {
+    const bool holds_run = folder.has("log.csv") || !folder.list().empty();
+    return holds_run && may_be_of_run(name);
 }
 
 constexpr char NAME_OF_RUN[] = "is a name for files of the run in that folder; choose another one";
@@ -225,10 +229,15 @@ static void open_log(Run* run) {
     if (run->log_file < 0) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
 }
 
+// Returns the command that goes on with a run. from: a checkpoint's path, or "latest".
+static std::string resume_command(const Config& c, const std::string& from) {
+    return "./train_unet --resume_checkpoint " + shell_word(from) + " --output_dir " + shell_word(c.output_dir);
+}
+
 // Returns a text that tells the user which saved step the run can go on from if it ends now.
 static std::string saved_so_far(const Run& run) {
     if (!run.saved_step) return run.state.updates ? "no checkpoint was written yet" : "no good step was there to save";
-    return text("saved is step %ld; --resume_checkpoint ", run.saved_step) + run.saved + " goes on from there";
+    return text("saved is step %ld; ", run.saved_step) + resume_command(run.config, run.saved) + " goes on from there";
 }
 
 // Writes the rows that log.csv lacks.

@@ -69,9 +69,12 @@ constexpr int SLOT_COND_NOISE = 114;
 constexpr int SLOT_PRECISION = 115; // the run's --precision
 constexpr int SLOT_OPTIMIZER = 116; // the run's --optimizer
 constexpr int SLOT_PRESET = 117;    // the run's preset (preset_checksum)
-constexpr int SLOT_VAL_CRC = 118;   // validation_crc; the slots after it are unused, up to SLOT_PATH
-constexpr int SLOT_PATH = 128;      // 512 bytes: the path of --data_file, a zero byte, the path of --cond_file
-constexpr int MOST_LEVELS = 8;      // how many numbers channel_mult may have, and how many attention_resolutions
+constexpr int SLOT_VAL_CRC = 118;   // validation_crc; the next slot is unused
+constexpr int SLOT_SAVE_INTERVAL =
+    120; // then sample_interval and num_samples; 0 in older files, which keep none of these
+constexpr int SLOT_INTERVALS_END = 123; // the slots from here to SLOT_PATH are unused
+constexpr int SLOT_PATH = 128;          // 512 bytes: the path of --data_file, a zero byte, the path of --cond_file
+constexpr int MOST_LEVELS = 8;          // how many numbers channel_mult may have, and how many attention_resolutions
 
 // Returns the objective's name, or "" if there is no objective of the header's number: then the file is damaged.
 static std::string objective_of(const Header& h) {
@@ -88,6 +91,8 @@ static bool slot_is_used(const Header& h, const Flag& f) {
     if (f.slot == SLOT_NUM_CLASSES) return classes;
     if (f.slot == SLOT_CLASS_DROPOUT) return classes || h.slot[SLOT_COND_DIM] > 0;
     if (f.slot == SLOT_VLB_WEIGHT) return h.slot[SLOT_LEARN_SIGMA] == 1;
+    const bool is_interval = f.slot >= SLOT_SAVE_INTERVAL && f.slot < SLOT_INTERVALS_END;
+    if (is_interval) return h.slot[SLOT_SAVE_INTERVAL] != 0;
     const std::string objectives = f.objectives;
     if (objectives.empty()) return true;
     return ("|" + objectives + "|").find("|" + objective_of(h) + "|") != std::string::npos;
@@ -107,6 +112,7 @@ static Header model_header(const Config& config, int contents, int64_t step) {
     h.set(SLOT_SEED, config.seed);
     h.slot[SLOT_HEIGHT] = config.H;
     h.slot[SLOT_WIDTH] = config.W;
+    if (contents & HAS_TRAINING) h.slot[SLOT_SAVE_INTERVAL] = config.save_interval; // so slot_is_used is true
     // This loop must go in the order of FLAGS, because slot_is_used reads slots that earlier flags have filled.
     for (const Flag& f : FLAGS) {
         const bool is_of_run = f.slot > SLOT_STEP;
@@ -208,7 +214,8 @@ static void check_lists(const ModelFile& m) {
     unused(SLOT_EMAS + m.emas(), SLOT_SAMPLER);
     unused(is_ect(m.header) ? SLOT_ECT_END : SLOT_ECT, SLOT_COND_CRC);
     if (!s[SLOT_COND_CHANNELS]) unused(SLOT_COND_CRC, SLOT_PRECISION);
-    unused(SLOT_VAL_CRC + 1, SLOT_PATH);
+    unused(SLOT_VAL_CRC + 1, SLOT_SAVE_INTERVAL);
+    unused(SLOT_INTERVALS_END, SLOT_PATH);
 }
 
 // Opens a model file and checks all that can be checked without its network.

@@ -160,7 +160,7 @@ static void write_page(Run* run, const char* state, const std::string& why = "")
     const bool written = try_write(run->folder, "index.html", page_of({json_run(*run, state, why)}));
     const bool last = strcmp(state, "running") != 0; // no page comes behind this one
     if (last && !written)
-        printf("%s/index.html: its last state, %s, could not be written\n", run->config.output_dir.c_str(), state);
+        tell(run->config.output_dir + "/index.html: its last state, " + state + ", could not be written");
     const double end = now();
     run->page.interval = std::clamp(1000 * (end - start), 10.0, 600.0);
     run->page.due = end + run->page.interval;
@@ -230,12 +230,10 @@ static void compare_runs(const Config& c) {
     must(output.ends_with(".html"), "--output " + output, "must end in .html");
     const fs::path path = output;
     std::vector<std::string> runs;
-    bool replaces_one = false; // whether the output is the page of one of these runs
     std::istringstream folders(c.compare_runs);
     for (std::string folder; std::getline(folders, folder, ',');) {
         std::error_code none;
         const fs::path here = fs::absolute(path).parent_path();
-        replaces_one = replaces_one || fs::equivalent(path, fs::path(folder) / "index.html", none);
         runs.push_back(run_of_folder(folder, fs::relative(folder, here, none).string() + "/"));
     }
     must(runs.size() > 1, "--compare_runs " + c.compare_runs, "must name folders with commas, such as out,out2");
@@ -243,8 +241,12 @@ static void compare_runs(const Config& c) {
     must(target.descriptor >= 0, "--output " + output,
          text("its folder can't be opened (%s); name one that is there", strerror(target.error)));
     must(!is_name_of_run(target, path.filename().string()), "--output " + output, NAME_OF_RUN);
-    must(!replaces_one, "--output " + output, "is the page of a run that is compared; choose another name");
+    // A page that this program has written begins like this one. That of a single run has no path.
+    const std::string there = read_text(target, path.filename().string());
+    const bool is_ours = there.starts_with(std::string(PAGE, 50)) && there.find("\"path\":\"\"") == std::string::npos;
+    must(there.empty() || is_ours, "--output " + output,
+         "is there and is no page of --compare_runs; choose another name, or move it away");
     const std::string failure = try_write_file(target, path.filename().string(), page_of(runs));
     must(failure.empty(), output, failure);
-    printf("%s: %zu runs on one page\n", output.c_str(), runs.size());
+    tell(output + text(": %zu runs on one page", runs.size()));
 }

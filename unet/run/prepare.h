@@ -57,7 +57,7 @@ static std::vector<std::string> prepare_command(const Config& c, const std::stri
 // Returns the command of prepare_command as one line that a user can type.
 static std::string prepare_command_line(const Config& c, const std::string& python, const std::string& file) {
     std::string line;
-    for (const std::string& word : prepare_command(c, python, "prepare_data.py", file)) line += " " + word;
+    for (const std::string& word : prepare_command(c, python, "prepare_data.py", file)) line += " " + shell_word(word);
     return "`" + line.substr(1) + "`";
 }
 
@@ -71,7 +71,7 @@ static void prepare_folder(const Config& c, const std::string& file) {
          text("pictures have 1 channel or 3, and the model takes %d", c.in_channels));
     const int64_t changed = last_change(c.data_dir);
     if (is_up_to_date(file, c, changed)) {
-        printf("%s: is up to date with %s\n", file.c_str(), c.data_dir.c_str());
+        tell(file + ": is up to date with " + c.data_dir);
         return;
     }
 
@@ -93,7 +93,7 @@ static void prepare_folder(const Config& c, const std::string& file) {
     constexpr int64_t SECOND = 1000000000; // in nanoseconds
     const struct timespec times[2] = {{0, UTIME_OMIT}, {changed / SECOND, changed % SECOND}};
     utimensat(AT_FDCWD, file.c_str(), times, 0);
-    printf("%s: prepared from %s\n", file.c_str(), c.data_dir.c_str());
+    tell(file + ": prepared from " + c.data_dir);
 }
 
 // With --data_dir: sets --data_file to the file that is made of this folder of pictures. Rank 0 makes it, and the other

@@ -22,23 +22,18 @@ static int array_to_sample(const Config& c, const ModelFile& m) {
     die("--ema_rate %s: %s holds averages of the rates%s", c.ema_rate.c_str(), m.path.c_str(), rates.c_str());
 }
 
-// Returns whether the file holds a model, or data that are no samples (floats without labels or numbers), which samples
-// must not replace.
-static bool holds_more_than_samples(const Folder& folder, const std::string& name) {
-    // All model files and data files begin with a header of 1024 bytes. Its first slot tells the two kinds apart.
-    const int file = openat(folder.descriptor, name.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
-    if (file < 0) return true; // nobody knows what it holds
-    Header h;
-    const bool long_enough = read(file, h.slot, sizeof h.slot) == sizeof h.slot;
+// Returns whether --output may replace this file: if it is empty, or samples of the same kind that --sample has written.
+static bool may_be_replaced(const Folder& folder, const std::string& name) {
+    // Samples are marked within these bytes: in the header of a data file, or by a text at the start of a PNG.
+    std::string head(1024, 0);
+    const int file = openat(folder.descriptor, name.c_str(), OPEN_TO_READ);
+    const ssize_t size = read(file, head.data(), head.size()); // -1 if the file could not be opened
     close(file);
-    if (!long_enough) return false;
-    const int magic = h.slot[SLOT_MAGIC];
-    const bool is_model = magic == MODEL_MAGIC || magic == UNET_CU_MODEL_MAGIC;
-    const bool is_data = magic == DATA_MAGIC || magic == UNET_CU_DATA_MAGIC;
-    const bool has_more = h.slot[DATA_SLOT_CLASSES] > 0 || h.slot[DATA_SLOT_VALUES] > 0;
-    const bool are_floats = h.slot[DATA_SLOT_BYTES] == 4;
-    const bool are_samples = magic == DATA_MAGIC && h.slot[SLOT_VERSION] == 1 && are_floats && !has_more;
-    return is_model || (is_data && !are_samples);
+    if (size <= 0) return size == 0;
+    if (name.ends_with(".png")) return head.find(PNG_MARK) != std::string::npos;
+    Header h;
+    memcpy(h.slot, head.data(), sizeof h.slot);
+    return h.slot[SLOT_MAGIC] == DATA_MAGIC && h.slot[DATA_SLOT_KIND] == SAMPLES;
 }
 
 // Opens the folder of --output. Checks, before samples are drawn, that the file can be written later, and that it
@@ -59,8 +54,7 @@ static Folder open_output(const Config& c, const std::string& resume) {
 
     refuse_unless(!is_name_of_run(folder, name), NAME_OF_RUN);
 
-    // A file of this name may be replaced only if it is a regular file, is not read, and holds neither a model nor data
-    // that are no samples.
+    // A file of this name may be replaced only if it is a regular file, is not read, and holds older samples.
     struct stat target;
     const bool is_there = !fstatat(folder.descriptor, name.c_str(), &target, 0);
     if (is_there) {
@@ -74,8 +68,8 @@ static Folder open_output(const Config& c, const std::string& resume) {
             const bool same = input.st_dev == target.st_dev && input.st_ino == target.st_ino;
             refuse_unless(!same, "would replace " + file + ", which is read; choose another name");
         }
-        refuse_unless(!holds_more_than_samples(folder, name),
-                      "holds a model or data; choose another name, or move it away");
+        refuse_unless(may_be_replaced(folder, name),
+                      "is there and holds no samples of this program; choose another name, or move it away");
     }
     // Can a file be made in the folder?
     AtomicFile probe(folder, name);
@@ -107,13 +101,29 @@ static std::string samples_as_data_file(const std::vector<float>& images, int co
     h.slot[DATA_SLOT_WIDTH] = c.W;
     h.slot[DATA_SLOT_BYTES] = sizeof(float);
     h.slot[DATA_SLOT_BODY_CRC] = data_crc;
+    h.slot[DATA_SLOT_KIND] = SAMPLES;
     h.slot[DATA_SLOT_HEADER_CRC] = (int)crc32(0, h.slot, 1024); // computed while this slot is 0
     return std::string((const char*)h.slot, 1024) + data;
 }
 
+// Returns the sentence of --sample after a signal, when `drawn` images are kept in the file of --output. Images made of
+// noise alone depend on nothing but the noise's seed and their number, so another seed draws others.
+static std::string how_to_draw_the_rest(const Config& c, int drawn) {
+    const std::string kept = text("interrupted: %d of %d images are drawn", drawn, c.sample);
+    if (!drawn) return kept + ", so nothing is written";
+    const std::string end = kept + ", and kept in " + c.output + "; the same command with ";
+    const bool takes_turns = c.changes_images() || c.cond_channels || c.value_rows.size() > (size_t)c.cond_dim;
+    if (takes_turns) return end + "another --output draws all";
+    const int64_t seed = c.noise_seed >= 0 ? c.noise_seed : c.seed;
+    const std::string other = c.output.substr(0, c.output.size() - 4) + "_rest" + c.output.substr(c.output.size() - 4);
+    return end + text("--sample %d --noise_seed %ld --output ", c.sample - drawn, seed + 1) + shell_word(other) +
+           " draws as many as are missing";
+}
+
 // --sample N: draws N images with the weights of a model file, and writes them into the file of --output: a PNG with a
-// grid, or a data file of float images. folder: the folder of this file.
-static void sample_and_stop(const Config& c, const Folder& folder, const ModelFile& model) {
+// grid, or a data file of float images. folder: the folder of this file. After a signal, those that are drawn are
+// written. Returns the exit code.
+static int sample_and_stop(const Config& c, const Folder& folder, const ModelFile& model) {
     UNet net = build_unet(c);
     check_size(model, net);
     // Each rank draws a share. In guided steps the network computes each image twice, so a batch needs twice the
@@ -140,20 +150,26 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     }
 
     // With bf16, convolutions read this copy of the weights.
+    listen_to_signals();
     const double start = now();
     act* copy = make_copy(params, net.flat_size);
     cast_params(copy, params, net.flat_size);
     const std::vector<float> images = sample_images(&net, Weights{params, copy, fp8}, &sampler, c.sample);
     const double seconds = now() - start;
 
-    // Rank 0 has all images and writes them.
-    if (world.rank) return;
+    const int stop = any_rank("the end of the samples", stop_signal);
+    const int code = stop ? 128 + stop : 0; // as a shell has it
+    // Rank 0 has all images and writes them. After a signal they are fewer than c.sample.
+    if (world.rank) return code;
+    const int drawn = (int)(images.size() / ((size_t)c.H * c.W * C));
+    if (!drawn) tell(how_to_draw_the_rest(c, 0));
+    if (!drawn) return code;
     must(all_finite(images.data(), images.size()), c.output,
          "not written, because the samples are not finite; the weights in " + model.path + " are broken");
     const bool as_png = c.output.ends_with(".png");
     std::string content;
-    if (as_png) content = grid_png(images, c.sample, c.H, c.W, c.in_channels, value_captions(c, sampler, c.sample));
-    else content = samples_as_data_file(images, c.sample, c);
+    if (as_png) content = grid_png(images, drawn, c.H, c.W, C, value_captions(c, sampler, drawn));
+    else content = samples_as_data_file(images, drawn, c);
     const std::string name = std::filesystem::path(c.output).filename().string();
     const std::string failure = try_write_file(folder, name, content);
     must(failure.empty(), c.output, failure);
@@ -166,6 +182,8 @@ static void sample_and_stop(const Config& c, const Folder& folder, const ModelFi
     const bool has_end = c.guidance_max < BIG;
     if (c.guided() && has_end) how += text(" where sigma is %g to %g", c.guidance_min, c.guidance_max);
     else if (c.guided() && c.guidance_min > 0) how += text(" where sigma is at least %g", c.guidance_min);
-    printf("%d images with %s, %d evaluations each, in %.2f s (%.1f images/s): %s\n", c.sample, how.c_str(),
-           evaluations, seconds, c.sample / seconds, c.output.c_str());
+    tell(text("%d images with %s, %d evaluations each, ", drawn, how.c_str(), evaluations) +
+         text("in %.2f s (%.1f images/s): ", seconds, drawn / seconds) + c.output);
+    if (drawn < c.sample) tell(how_to_draw_the_rest(c, drawn));
+    return code;
 }

@@ -274,7 +274,7 @@ static void apply_default_preset(Config* c, const Config& typed, const Dataset& 
 }
 
 // Finds the preset of a run that is resumed without --preset, for flags that a checkpoint does not hold, such as
-// --save_interval. (What of these was on the run's command line must be given again.) Of an unknown preset c->preset
+// --log_interval. (What of these was on the run's command line must be given again.) Of an unknown preset c->preset
 // stays empty.
 static void take_preset_of_run(Config* c, const ModelFile& model) {
     const uint32_t checksum = model.header.get<uint32_t>(SLOT_PRESET);
