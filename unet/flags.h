@@ -188,7 +188,8 @@ PRESETS_SHARE(ADM,
               "--use_new_attention_order False --learn_sigma True --noise_schedule linear",
               LARGE);
 // How classes are learned, and how pictures are guided by them, where sigma is between 0.2 and 2 (docs/LEARNT.md).
-// Without --preset, these flags are set before those of the preset if the user's images have labels (take_labels).
+// Without --preset, these flags are set before those of the preset if the user's images have labels (see
+// apply_default_preset).
 PRESETS_SHARE(OF_LABELS,
               "--class_cond True --class_dropout 0.1 --guidance_scale 2 --guidance_min 0.2 --guidance_max 2");
 // What ./train_unet alone does, on a CPU and on a GPU: chosen by the pictures that a minute gives (docs/LEARNT.md). A
