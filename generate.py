@@ -836,6 +836,8 @@ def run(argv: list[str]) -> None:
         return make_pictures(file, config, options)
     with tempfile.TemporaryDirectory() as folder:
         config = take_pictures(options, config, folder) if options.image or options.cond else config
+        for told in train_unet.doubts(config):
+            print(told)
         images = BACKENDS[options.backend](file, config, options.num_samples)
         shows_beside = (options.image or options.cond) and options.output.endswith(".png")
         if shows_beside:

@@ -104,11 +104,13 @@
 static int64_t first_sample(int k, int micro) { return ((int64_t)k * world.size + world.rank) * micro; }
 
 // Returns which image is at a position of an endless stream. In training the stream consists of epochs, each in a new
-// random order. Otherwise it is the file, again and again.
+// random order. In validation it is one order for all runs: that of the file or, if the loss is only that of a part of
+// its images, a random one, since files are often sorted by class.
 static int64_t image_at_position(const Dataset& d, const Config& c, bool training, int64_t position) {
     const int64_t epoch = position / d.count;
     const int64_t in_epoch = position % d.count;
-    return training ? permuted_index(c.seed, in_epoch, epoch, d.count) : in_epoch;
+    if (training) return permuted_index(c.seed, in_epoch, epoch, d.count);
+    return d.count > VAL_IMAGES ? permuted_index(0, in_epoch, 0, d.count) : in_epoch;
 }
 
 static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
@@ -1625,11 +1627,12 @@ static void forward_and_loss(Trainer* tr, const Objective& o, const void* images
     else loss_forward_backward(loss, dout, out, tr->target, x, levels, o, factor, B, HW, C, c.out_channels());
 }
 
-// Returns the mean loss of a data set's first 512 images, or NaN if one can't be read. Every call draws the same t and
-// noise, and uses teachers' levels (--objective ect) of the last step, so that losses can be compared.
+// Returns the mean loss of a data set's images, of which it draws VAL_IMAGES if there are more, or NaN if one can't be
+// read. Every call takes the same images, t and noise, and teachers' levels (--objective ect) of the last step, so that
+// losses can be compared.
 static double validation_loss(Trainer* tr, Dataset* val) {
     const Config& c = tr->net.config;
-    const int count = (int)std::min<int64_t>(val->count, 512);
+    const int count = (int)std::min<int64_t>(val->count, VAL_IMAGES);
     const int most = tr->net.B; // the largest number of images in a rank's batch
     const int N = world.size;
     std::vector<double> losses(count);
@@ -1814,6 +1817,9 @@ static void collect_steps(Run* run, bool validate, bool show) {
     const double ended = now();
     const double elapsed = ended - run->steps_began;
     const double val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
+    if (validate && !std::isfinite(val) && run->val.error.empty())
+        tell("--val_data_file %s: its loss after step %ld is %g; are all of its values finite?\n",
+             run->val.path.c_str(), run->issued, val);
     // Rounded as in log.csv, from which a resumed run reads it (take_best_loss). So it decides the same about best.bin.
     run->val_loss = atof(text("%.9g", val).c_str());
 

@@ -31,6 +31,7 @@ import math
 import shlex
 import signal
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -578,6 +579,34 @@ def sample_pictures(config: Config, most: int) -> Tensor:
     return made_pictures(config, images, 0, numbers, masks=None if masks is None else masks[numbers % len(masks)] > 0)
 
 
+def labels_of_given(config: Config) -> tuple[Tensor | None, str]:
+    """The labels of the images that are changed, or whose pictures the samples are conditioned on. A file without labels of the model's classes says
+    nothing of the class: then the samples have none, if the model has learnt that. None: the samples take classes in turns; and if that may be wrong, a
+    sentence that says so."""
+    path = config.start_from or config.inpaint or config.cond_file
+    if not (config.class_cond and path and config.sample) or config.classes:
+        return None, ""
+    data = open_data(path)
+    if data.num_classes == config.num_classes:
+        return torch.from_numpy(data.labels.astype(np.int64)), ""
+    if config.null_class:
+        return torch.tensor([config.num_classes]), ""
+    told = f"has no labels of the model's {config.num_classes} classes, so it takes them in turns; --classes says what is right"
+    return None, f"{path}: {told}"
+
+
+def doubts(config: Config) -> list[str]:
+    """What makes samples worse than they could be, and may not be what the user meant: a sentence each."""
+    told = [labels_of_given(config)[1]]
+    first, last = space_timesteps(config.diffusion_steps, config.timestep_respacing)[-1], config.diffusion_steps - 1
+    if config.sampler in ("ddpm", "ddim") and not config.start_from and first < last:
+        begins = f"its first step is at timestep {first}, but the noise at the start is that of {last}"
+        told.append(f"--timestep_respacing {config.timestep_respacing}: {begins}; a number alone, such as 50, begins there")
+    if config.sampler == "consistency" and config.objective != "ect":
+        told.append("--sampler consistency: is for models that --objective ect has tuned for it; this one was not, and its images are blurred")
+    return [sentence for sentence in told if sentence]
+
+
 @torch.no_grad()
 def sample(
     model: nn.Module,
@@ -587,9 +616,11 @@ def sample(
     rows: list[list[float]] | None = None,
     pictures: Tensor | None = None,
     stop: Sequence[str] = (),
+    labels: Tensor | None = None,
 ) -> Tensor | None:
     """n images (n, C, H, W) in [-1, 1], on the CPU, of a model that it leaves in eval mode. Image i depends on (seed, i) alone, not on batch_size.
-    rows, pictures: see Denoiser; None: those of --values and --cond_file. stop: a list of signals (stop_on_signal); once it holds one, None is returned."""
+    rows, pictures: see Denoiser; None: those of --values and --cond_file. stop: a list of signals (stop_on_signal); once it holds one, None is returned.
+    labels: those of the images to which the pictures belong, in turns, unless there are config.classes; None: those of the given files."""
     from tqdm import tqdm  # which who only trains or times the network does without
 
     device, drawn = next(model.parameters()).device, []
@@ -600,10 +631,12 @@ def sample(
     steps = len(space_timesteps(config.diffusion_steps, config.timestep_respacing))
     first = steps - max(1, math.floor(config.strength * steps + 0.5)) if config.start_from else 0  # Meng et al. 2022, "SDEdit"
     batches = torch.arange(n, device=device).split(config.batch_size)
+    labels = labels_of_given(config)[0] if labels is None else labels
+    own = None if labels is None or config.classes else labels.to(device)
     model.eval()
     with tqdm(total=len(batches) * len(step_order(config, steps, first)), unit="step", disable=not progress) as bar:
         for numbers in batches:
-            D = Denoiser(model, config, numbers, rows=rows, pictures=pictures)
+            D = Denoiser(model, config, numbers, None if own is None else own[numbers % len(own)], rows, pictures)
             x = D.start()
             if config.inpaint:
                 D.image, D.mask = images.to(device)[numbers % len(images)], masks.to(device)[numbers % len(masks)]
@@ -844,18 +877,27 @@ class Trainer:
 # a run
 
 VAL_IMAGES = 512  # of --val_data_file: as many are enough, and stay in memory
+MANY_EPOCHS = 1000  # from here on images are learned by heart, which is said in a line
 
 
-def read_validation_data(config: Config, known: Data | ModelFile) -> Data | None:
-    """The first images of --val_data_file, in memory. known: what has the names of the model's classes, by which those of the images are found."""
+def open_validation_data(config: Config, known: Data | ModelFile) -> Data | None:
+    """--val_data_file, with --val_cond_file. known: what has the names of the model's classes, by which those of the images are found."""
     if not config.val_data_file:
         return None
     data = with_pictures(open_data(config.val_data_file), "val_cond_file", config.val_cond_file)
     data = data.as_classes_of(known.path, known.class_names) if config.class_cond else data
     data.check(config)
-    first = np.arange(min(len(data.images), VAL_IMAGES))
-    pictures = Data(data.pictures.path, data.pictures.read(first), crc=data.pictures.crc) if data.pictures else None
-    return Data(data.path, data.read(first), data.labels, crc=data.crc, values=None if data.values is None else data.values[first], pictures=pictures)
+    return data
+
+
+def validation_images(data: Data) -> Data:
+    """Those whose loss is measured, in memory. Of many, some are drawn, the same in all runs: files are often sorted by class."""
+    drawn = len(data.images) > VAL_IMAGES
+    index = data_order(0, 0, VAL_IMAGES, len(data.images)) if drawn else np.arange(len(data.images))
+    crc = zlib.crc32(b"drawn", data.crc) if drawn else data.crc  # the first ones were taken once
+    pictures = Data(data.pictures.path, data.pictures.read(index), crc=data.pictures.crc) if data.pictures else None
+    labels, values = (None if array is None else array[index] for array in (data.labels, data.values))
+    return Data(data.path, data.read(index), labels, crc=crc, values=values, pictures=pictures)
 
 
 def announce(trainer: Trainer, data: Data, start: ModelFile | None) -> None:
@@ -866,6 +908,8 @@ def announce(trainer: Trainer, data: Data, start: ModelFile | None) -> None:
         print("--precision fp8: PyTorch multiplies the rounded numbers in the usual precision, so this shows what FP8 changes, and is not faster")
     unverified = " (not verified: more than 4 GiB, and no checksums of them)" if data.file and data.image_crcs is None else ""
     print(f"data: {data.path}, {len(data.images)} images{unverified}; output: {config.output_dir}/", flush=True)
+    if (epochs := config.max_steps * config.batch_size // len(data.images)) > MANY_EPOCHS:
+        print(f"each image is seen {epochs} times, so they are learned by heart: use more images, or fewer --max_steps")
     if not config.class_cond and data.labels is None and preset_flags(config.preset).get("class_cond"):
         print("classes: none, because the data has no labels")
     if config.class_cond:
@@ -886,37 +930,45 @@ def next_batch(trainer: Trainer, data: Data) -> Batch:
     return training_batch(trainer.config, data, trainer.state.step, trainer.device, trainer.history.probabilities())
 
 
+def shown_images(config: Config, data: Data) -> np.ndarray:
+    """Which images of the data a grid shows, if it does: they are spread evenly over it, as it may be sorted by class."""
+    shown = min(len(data.images), config.num_samples)
+    return np.arange(shown) * len(data.images) // shown
+
+
 def grid_rows(config: Config, data: Data) -> list[list[float]]:
-    """The numbers of a grid's images: those of --values, or of the first images of the data."""
+    """The numbers of a grid's images: those of --values, or of images of the data."""
     if not config.cond_dim:
         return []
-    return value_rows(config) if config.values else data.values[: config.num_samples].tolist()
+    return value_rows(config) if config.values else data.values[shown_images(config, data)].tolist()
 
 
 def grid_pictures(config: Config, data: Data) -> Tensor | None:
-    """What a grid's images are conditioned on: the first pictures of the data."""
+    """What a grid's images are conditioned on: pictures of the data."""
     if not config.cond_channels:
         return None
-    first = np.arange(min(len(data.images), config.num_samples))
+    index = shown_images(config, data)
     if config.cond:
-        return made_pictures(config, torch.from_numpy(data.read_floats(first)), 0, torch.from_numpy(first))
-    return torch.from_numpy(data.pictures.read_finite(first))
+        return made_pictures(config, torch.from_numpy(data.read_floats(index)), 0, torch.arange(len(index)))
+    return torch.from_numpy(data.pictures.read_finite(index))
 
 
 class GridConditions:
-    """What a run's grids are conditioned on, and the images (truth) to which these pictures belong. They are read before the run begins, so that no
-    grid fails at data that are damaged or gone by then."""
+    """What a run's grids are conditioned on, and the images (truth) to which these pictures belong, with their labels. They are read before the run
+    begins, so that no grid fails at data that are damaged or gone by then."""
 
     def __init__(self, config: Config, data: Data):
-        self.rows, self.pictures, self.truth = grid_rows(config, data), grid_pictures(config, data), None
+        self.rows, self.pictures, self.truth, self.labels = grid_rows(config, data), grid_pictures(config, data), None, None
         if self.pictures is not None:
-            self.truth = torch.from_numpy(data.read_floats(np.arange(len(self.pictures))))
+            index = shown_images(config, data)
+            self.truth = torch.from_numpy(data.read_floats(index))
+            self.labels = torch.from_numpy(data.labels[index].astype(np.int64)) if config.class_cond else None
 
 
 def draw_samples(trainer: Trainer, screen: Screen, shown: GridConditions) -> None:
     """Writes a grid of pictures by the averaged weights. A signal gives it up."""
     config, step, rows, pictures = trainer.config, trainer.state.step, shown.rows, shown.pictures
-    images = sample(trainer.averaged, config, config.num_samples, rows=rows, pictures=pictures, stop=screen.stop)
+    images = sample(trainer.averaged, config, config.num_samples, rows=rows, pictures=pictures, stop=screen.stop, labels=shown.labels)
     if images is None:
         return
     if not torch.isfinite(images).all():
@@ -954,7 +1006,8 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
     """A training run, in a folder without one. preset: preset_checksum of its preset. Returns the program's exit code, which after a signal is a shell's
     for it: what comes next must not go on with a model that is half trained (python train_unet.py && next)."""
     program.need_packages(("torch", "PIL", "tqdm", "matplotlib"))  # for grids and loss.png, before hours of training and not after them
-    val_data = read_validation_data(config, data if data.class_names or not start else start)
+    all_val = open_validation_data(config, data if data.class_names or not start else start)
+    val_data = validation_images(all_val) if all_val else None
     if start and not config.resume_checkpoint:  # --init takes the weights alone
         start = ModelFile(start.config, start.weights_to_use(config.use_ema), class_names=start.class_names)
     trainer = Trainer(config, device, start)
@@ -965,12 +1018,14 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
     state.data_images, state.data_crc, state.cond_crc = len(data.images), data.crc, data.pictures.crc if data.pictures else 0
     state.save_interval, state.sample_interval, state.num_samples = config.save_interval, config.sample_interval, config.num_samples
     announce(trainer, data, start)
+    for told in doubts(config) if config.sample_interval else ():
+        print(told)
     if first_step >= config.max_steps:
         more = f"--max_steps {min(2 * first_step, 2 * 10**9)}"
         command = shlex.join(["python", "train_unet.py", "--resume_checkpoint", start.path, "--output_dir", config.output_dir])
         print(f"nothing to do: step {first_step} of {config.max_steps} is reached; {command} {more} goes on")
         return 0
-    shown = GridConditions(config, val_data or data) if config.sample_interval else None
+    shown = GridConditions(config, all_val or data) if config.sample_interval else None
     log = Log(config.output_dir)
     kept: list[str] = []  # the run's checkpoints, oldest first
     saved, last = first_step, False  # saved: the step of the newest checkpoint
@@ -988,6 +1043,10 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             last = step == config.max_steps
             validate = val_data and (last or step % config.val_interval == 0)
             val_loss = trainer.validation_loss(val_data) if validate else None
+            if val_loss is not None and not math.isfinite(val_loss):
+                told = f"its loss after step {step} is {val_loss:g}; are all of its values finite?"
+                screen.tell(f"--val_data_file {val_data.path}: {told}")
+                val_loss = None if math.isnan(val_loss) else val_loss
             log.write(result, 1000 * elapsed, val_loss)
             if result.objection:
                 screen.tell(f"step {step} is skipped: {result.objection} ({state.bad_in_row} in a row)")
@@ -1054,6 +1113,8 @@ def run(argv: list[str]) -> int:
             raise UserError(f"--sample {config.sample}: needs --init FILE, a model to sample from")
         start = start.choose_ema(flags.get("ema_rate"))
         model = build_model(config, start.weights_to_use(config.use_ema), device, pick_precision(config, device))
+        for told in doubts(config):
+            print(told)
         captions = value_captions(value_rows(config) if config.cond_dim else [], config.sample)
         save_samples(sample(model, config, config.sample, progress=sys.stderr.isatty()), config.output, captions)
         print(f"{config.output}: {config.sample} images with {config.sampler}")

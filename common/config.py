@@ -21,7 +21,7 @@ from common.program import UserError
 
 def space_timesteps(steps: int, respacing: str) -> list[int]:
     """The timesteps that a sampler visits, ascending: "" = all, "50" = 50 evenly spaced, "ddim50" = every steps/50-th,
-    "10,15,20" = so many from each third. As guided-diffusion does it, rounding halves to even."""
+    "10,15,20" = so many from each third. As guided-diffusion does it, rounding halves to even; but "1" is the last one, whose noise is the start's."""
     problem = f"--timestep_respacing {respacing}: "
     if not respacing:
         return list(range(steps))
@@ -39,7 +39,7 @@ def space_timesteps(steps: int, respacing: str) -> list[int]:
             least = int(len(counts) == 1)
             raise UserError(problem + f"can't take {count} of {size} steps; use {least} to {size}")
         stride = (size - 1) / (count - 1) if count > 1 else 1
-        position = 0.0
+        position = size - 1.0 if counts == [1] else 0.0
         for _ in range(count):
             kept.append(start + round(position))
             position += stride
@@ -47,6 +47,18 @@ def space_timesteps(steps: int, respacing: str) -> list[int]:
     if not kept:
         raise UserError(problem + "keeps no step")
     return kept
+
+
+def check_hearing(config: Config, flags: dict[str, Any]) -> None:
+    """Of a new run, whether some block can hear the embedding: UserError if the user asked for classes or numbers, else a line. Where the embedding is
+    only added, a norm of 32 groups follows, and takes it away again if a group is one channel."""
+    if config.use_scale_shift_norm or any(config.channels(level) > 32 for level in range(len(config.channel_mult))):
+        return
+    told = "with 32 channels at all levels, norms take away what blocks are told (t, classes, numbers)"
+    told += "; use --use_scale_shift_norm True, or more channels"
+    for name in "cond_dim", "class_cond":
+        check(config, not (flags.get(name) and getattr(config, name)), name, f"would have no effect: {told}")
+    print(f"--num_channels {config.num_channels}: {told}")
 
 
 def check(config: Config, ok: bool, name: str, wanted: str) -> None:
@@ -190,17 +202,22 @@ def check_sampling(config: Config) -> None:
 
 def read_value_table(config: Config) -> list[list[float]]:
     """The rows of --values F.csv. A first line that holds no numbers names the columns, and a column more than there are numbers names the images, as
-    in a table for prepare_data.py: both are left out."""
+    in a table for prepare_data.py: both are left out. A number is no image's name."""
     try:
-        with io.TextIOWrapper(open_file(config.values), encoding="utf-8-sig", errors="replace", newline="\n") as file:
-            lines = [line.removesuffix("\r") for line in file.read().split("\n")]
+        with io.TextIOWrapper(open_file(config.values), encoding="utf-8-sig", errors="replace") as file:  # a line ends with \n, \r\n or \r
+            lines = file.read().split("\n")
     except OSError as e:
         raise UserError(f"--values {config.values}: can't be opened ({e.strerror})") from None
+    check(config, not any("\0" in line for line in lines), "values", "holds a byte 0, as no table in UTF-8 does; save it as CSV, UTF-8")
+
+    def row_of(cells: list[str]) -> list[float]:
+        return [] if any(cell != cell.rstrip() for cell in cells) else finite_numbers(cells)  # train_unet.cu takes no space behind a number
+
     rows: list[list[float]] = []
     for number, line in enumerate(lines, 1):
         cells = next(csv.reader([line]), [""])
-        cells = cells[1:] if len(cells) == config.cond_dim + 1 else cells
-        row = [] if any(cell != cell.rstrip() for cell in cells) else finite_numbers(cells)  # train_unet.cu takes no space behind a number
+        cells = cells[1:] if len(cells) == config.cond_dim + 1 and not row_of(cells[:1]) else cells
+        row = row_of(cells)
         holds_number = any(re.match(r" *([-+.\d]|(inf|infinity|nan)$)", cell, re.IGNORECASE) for cell in cells)
         if len(row) == config.cond_dim:
             rows.append(row)

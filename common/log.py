@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from common import files
-from common.config import check_ema_rate, default_preset, make_config
+from common.config import check_ema_rate, check_hearing, default_preset, make_config
 from common.data_files import Data, find_data, open_data, with_pictures
 from common.flags import Config, preset_flags
 from common.formats import read_model
@@ -162,6 +162,8 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
         data = data.as_classes_of(start.path, start.class_names)
     if data:
         data.check(config)
+    if not start:
+        check_hearing(config, flags)
     # A folder of pictures had no checksum in older checkpoints.
     is_known = resume and not (os.path.isdir(data.path) and start.state.data_crc == 0)
     if is_known and not named and (len(data.images), data.crc) != (start.state.data_images, start.state.data_crc):

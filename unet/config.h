@@ -95,6 +95,13 @@ struct Config {
     // A factor such as 1.6666666 stands for 5/3, and 1.6666666 * 96 is slightly less than 160. So the product is
     // rounded.
     int channels(size_t level) const { return (int)std::lround((double)mult[level] * num_channels); }
+    // Whether some block can hear the embedding, which tells of t, class and numbers. Where it is only added, a norm of 32
+    // groups follows, and takes it away again if a group is one channel.
+    bool can_hear() const {
+        bool is_wide = false;
+        for (size_t level = 0; level < mult.size(); level++) is_wide = is_wide || channels(level) > 32;
+        return use_scale_shift_norm || is_wide;
+    }
     int out_channels() const { return learn_sigma ? 2 * in_channels : in_channels; }
     int patch() const { return std::max(patch_size, 1); }
     int height(size_t level) const { return H / patch() >> level; } // each level after the first halves the height
@@ -149,6 +156,8 @@ static_assert(slots_are_unique(), "unet/flags.h: two flags have the same slot, o
 // becomes 5 (apply_default_preset).
 constexpr int64_t MANY_IMAGES = 5000;
 constexpr int MORE_EMAS = 7; // the most averages of the weights besides the first one
+// From so many epochs on, a line says that the images are learned by heart.
+constexpr int64_t MANY_EPOCHS = 1000;
 // --objective ect: the largest q^a that is allowed. If it were much larger, the sigmas of student and teacher would be
 // equal when they are rounded to fp32.
 constexpr double LARGEST_GAP_DIVISOR = 1e6;
@@ -600,7 +609,7 @@ static std::vector<std::string> cells_of(const std::string& line) {
 }
 
 // Reads the rows of --values F.csv. As in prepare_data.py --values, the first line may hold the columns' names, and the
-// first column the images' names. Both are skipped.
+// first column the images' names, which are no numbers. Both are skipped.
 static std::string read_value_table(Config* c) {
     const size_t K = c->cond_dim;
     std::error_code ignored;
@@ -608,14 +617,21 @@ static std::string read_value_table(Config* c) {
         return "is a pipe; it must be a file"; // the opening would wait until another program writes to the pipe
     std::ifstream file(c->values);
     if (!file) return text("can't be opened (%s)", strerror(errno));
+    std::string all{std::istreambuf_iterator<char>(file), {}};
+    if (all.find('\0') != std::string::npos) return "holds a byte 0, as no table in UTF-8 does; save it as CSV, UTF-8";
+    if (all.starts_with("\xEF\xBB\xBF")) all.erase(0, 3); // the mark of UTF-8, as Excel writes it
+    // A line ends with \n, \r\n or \r.
+    for (size_t at = 0; (at = all.find('\r', at)) != std::string::npos;)
+        all.replace(at, all.compare(at, 2, "\r\n") ? 1 : 2, "\n");
+    std::istringstream lines(all);
     std::string line;
-    for (int number = 1; std::getline(file, line); number++) {
-        if (number == 1 && line.starts_with("\xEF\xBB\xBF")) line.erase(0, 3); // the mark of UTF-8, as Excel writes it
-        if (line.ends_with('\r')) line.pop_back();
+    for (int number = 1; std::getline(lines, line); number++) {
         if (line.empty()) continue;
         std::vector<std::string> cells = cells_of(line);
-        if (cells.size() == K + 1) cells.erase(cells.begin()); // the image's name
         std::vector<float> row;
+        const bool begins_with_name = !parse_list(cells[0], &row) || row.size() != 1;
+        if (cells.size() == K + 1 && begins_with_name) cells.erase(cells.begin()); // the image's name
+        row.clear();
         for (const std::string& cell : cells) {
             std::vector<float> numbers; // of this cell
             if (parse_list(cell, &numbers) && numbers.size() == 1) row.push_back(numbers[0]);

@@ -13,6 +13,7 @@ HD static inline float image_value(const void* images, int bytes, size_t i) {
 constexpr int DATA_MAGIC = 20261120;
 constexpr int UNET_CU_DATA_MAGIC = 20240620;
 constexpr size_t READ_AT_START = (size_t)4 << 30; // a file of up to this many bytes is wholly read when it is opened
+constexpr int VAL_IMAGES = 512;                   // the most images that a validation loss is the mean of
 constexpr int BATCHES_AHEAD = 8;                  // how many batches in advance the system is asked to read
 constexpr int MOST_VALUES = 4096;                 // the most numbers per image, the limit of --cond_dim
 constexpr int MOST_NAME_BYTES = 1 << 20;          // the most bytes of all the numbers' names together

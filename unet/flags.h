@@ -162,7 +162,7 @@ FLAG(string, data_file, "", "images, from prepare_data.py");
 FLAG(string, data_dir, "",
      "or a folder of pictures, from which prepare_data.py makes FOLDER.bin; sub-folders are classes");
 SAVED(80, bool, random_flip, false, "mirror half of the images");
-FLAG(string, val_data_file, "", "images whose loss is logged but not trained on (the first 512)");
+FLAG(string, val_data_file, "", "images whose loss is logged but not trained on (512 of them, if there are more)");
 FLAG(string, cond_file, "",
      "pictures to condition on: a data file with one for each image of data_file, in the same order; with --sample "
      "those of the samples, in turns (with cond: or images, of which they are made)");
@@ -221,9 +221,10 @@ PRESET(photos32,
        QUICK);
 // clothing on two CPU cores
 PRESET(fashion32, "--image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 1 "
-                  "--attention_resolutions 8 --num_head_channels 32 --noise_schedule cosine --eta 1 --batch_size 16 "
-                  "--lr 2e-3 --warmup_steps 100 --lr_schedule linear --adam_beta2 0.99 --max_steps 1000 "
-                  "--ema_rate 0.98 --data_file data/fashion32.bin");
+                  "--attention_resolutions 8 --num_head_channels 32 --use_scale_shift_norm True "
+                  "--noise_schedule cosine --eta 1 --batch_size 16 --lr 2e-3 --warmup_steps 100 "
+                  "--lr_schedule linear --adam_beta2 0.99 --max_steps 1000 --ema_rate 0.98 "
+                  "--data_file data/fashion32.bin");
 // 64x64 pictures on two CPU cores: as quick64, with a network that is narrower and one level deeper, smaller batches,
 // and a constant lr
 PRESET(emoji64, "--image_size 64 --patch_size 2 --num_channels 64 --channel_mult 1,1,1,1 --num_res_blocks 1 "

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import gzip
 import io
+import math
 import os
 import re
 import resource
@@ -21,6 +22,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from conftest import (
     BUILD,
     ROOT,
@@ -34,6 +36,7 @@ from conftest import (
     flags,
     make_images,
     model_name,
+    random_weights,
     read_checkpoint,
     read_log,
     read_samples,
@@ -49,6 +52,7 @@ from common.config import default_preset, make_config, preset_checksum
 from common.data_files import open_data
 from common.flags import MANY_IMAGES, NOT_HERE, PRESETS, TABLE, Own, format_value
 from common.formats import read_model
+from common.model import build_model
 from common.program import UserError
 
 
@@ -814,3 +818,79 @@ def test_memory_is_compared_with_what_is_free(make_data: Callable, tmp_path: Pat
     words = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(words["MemAvailable"].split()[0]) / 2**20
     assert 0 < free < 1.2 * available + 1 < needed
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what acts otherwise than it seems, and says so
+
+DEAF = flags(TINY, "--use_scale_shift_norm False")
+
+
+def test_conditions_that_no_block_can_hear(run: Callable, refused: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one channel a group, norms take away what is added. A new run says so, or is refused if the user has asked for a condition."""
+    monkeypatch.chdir(tmp_path)
+    given = flags(DEAF, "--max_steps 1 --data_file", data)
+    refused([*given, "--class_cond", True], "--class_cond")
+    with pytest.raises(train_unet.UserError, match="--class_cond"):
+        train_unet.run([*given, "--class_cond", "True"])
+    told = "--num_channels 32: "
+    assert told in run([*given, "--output_dir", "deaf"]).out
+    assert told not in run(flags(given, "--channel_mult 1,2", "--class_cond True --output_dir wide")).out
+    assert told not in run(flags(given, "--use_scale_shift_norm True --class_cond True --output_dir hears")).out
+    config = make_config(dict(preset="fashion32", image_size=(8, 8), channel_mult=(1, 1), attention_resolutions=(4,), use_scale_shift_norm=False, class_cond=True,
+                              num_classes=3))  # fmt: skip
+    model_files.write_model("old.bin", train_unet.ModelFile(config, random_weights(config)))
+    assert told not in run(["--init", "old.bin", *flags("--max_steps 1 --sample_interval 0 --data_file", data)]).out
+
+
+def test_all_blocks_of_fashion32_hear() -> None:
+    """What a block makes of one and the same image depends on what it is told."""
+    config = make_config(dict(preset="fashion32", class_cond=True, num_classes=10))
+    model, x = build_model(config, random_weights(config)), torch.randn(1, 1, 32, 32)
+    outputs: list[list[torch.Tensor]] = []
+    blocks = [module for module in model.modules() if hasattr(module, "emb_layers")]
+    with torch.no_grad():
+        for t, label in (10.0, 0), (900.0, 7):
+            outputs.append([])
+            torch.manual_seed(0)
+            emb = model.time_embed(model.timestep_embedding(torch.tensor([t]))) + model.label_emb(torch.tensor([label]))
+            for block in blocks:
+                channels = block.in_layers[0].weight.shape[0]
+                outputs[-1].append(block(torch.randn(1, channels, 8, 8), emb, model.dropout_draw))
+        answers = [model(x, torch.tensor([10.0]), torch.tensor([label])) for label in (0, 7)]
+    assert len(blocks) == 11 and all((a - b).abs().max() > 0.1 for a, b in zip(*outputs))
+    assert (answers[0] - answers[1]).abs().max() > 0.01
+
+
+def test_few_images_for_many_steps(run: Callable, make_data: Callable, tmp_path: Path) -> None:
+    five = make_data("five.bin", make_images(5))
+    assert "1280 times" in run(flags(TINY, "--max_steps 400 --batch_size 16 --data_file", five)).out
+    assert " times" not in run(flags(TINY, "--max_steps 20 --output_dir few --data_file", five)).out
+
+
+def test_samplers_that_begin_elsewhere_say_so(
+    run: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A step of its own is at T - 1, where the noise is that of the start. Other routes are as papers have them, and say it; so does a sampler for other models."""
+    monkeypatch.chdir(tmp_path)
+    assert train_unet.space_timesteps(1000, "1") == [999] and train_unet.space_timesteps(1000, "10,1")[-1] == 500
+    config = make_config(dict(preset="fashion32", image_size=(8, 8), channel_mult=(1, 1), attention_resolutions=(4,), noise_schedule="linear"))
+    weights = np.zeros_like(random_weights(config))  # the answer is 0, so that x_0 is x / signal
+    model_files.write_model("zero.bin", train_unet.ModelFile(config, weights))
+    given = flags("--preset fashion32 --init zero.bin --sample 4 --sampler ddim --eta 0 --clip_denoised False --output s.bin")
+    largest = 1 / math.sqrt(train_unet.Diffusion(config).alpha_bar[999])
+    for steps, told in (1, False), (50, False), ("10,1", True), ("ddim25", True):
+        words = flags(given, "--timestep_respacing", steps)
+        out = run(words).out
+        if steps == 1:
+            assert read_samples(tmp_path / "s.bin").std() == pytest.approx(largest, rel=0.1)
+        assert (f"--timestep_respacing {steps}: " in out) == told
+        assert train_unet.run(flags(words, "--output t.bin --device cpu")) == 0
+        assert (f"--timestep_respacing {steps}: " in capsys.readouterr().out) == told
+        assert abs(read_samples(tmp_path / "s.bin") - read_samples(tmp_path / "t.bin")).max() < 1e-3 * largest
+    for sampler in "consistency", "euler":
+        words = flags("--init zero.bin --sample 1 --output s.png --timestep_respacing 2 --sampler", sampler)
+        assert ("--sampler consistency: " in run(words).out) == (sampler == "consistency")
+        assert train_unet.run(flags(words, "--device cpu")) == 0 and ("--sampler consistency: " in capsys.readouterr().out) == (
+            sampler == "consistency"
+        )

@@ -254,7 +254,7 @@ def test_grids_show_the_numbers(run: Callable, numbered: Path, tmp_path: Path) -
     assert abs(grids[0] - grids[1]).max() <= 1
     for k in range(4):
         top, left = 2 + k // 2 * 73 + 66, 2 + k % 2 * 66
-        caption = "".join(f"{v:.2g} " for v in VALUES[k])
+        caption = "".join(f"{v:.2g} " for v in VALUES[6 * k])  # of 24 images four, spread evenly
         assert np.array_equal(grids[0][top : top + 5, left : left + 64], caption_pixels(caption, 64))
     assert all(name in shown_run(tmp_path / "cpp")["about"] for name in NAMES)
 
@@ -393,10 +393,13 @@ def model(tmp_path: Path) -> Path:
 SAMPLE = "--preset fashion32 --sample 5 --batch_size 4 --timestep_respacing 4 --output s.bin"
 
 
-@pytest.mark.parametrize("more", ["--values 0.3,-1,2", "--values rows.csv --guidance_scale 2", "--values table.csv --guidance_scale 0 --classes 2"])
+@pytest.mark.parametrize(
+    "more", ["--values 0.3,-1,2", "--values rows.csv --guidance_scale 2", "--values table.csv --guidance_scale 0 --classes 2", "--values mac.csv"]
+)
 def test_samples_are_the_twins(run: Callable, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.csv").write_text("\ufeff1,2,3\n\n-1,0,0.5\r\n")  # no heading, but the mark that Excel writes before UTF-8
+    (tmp_path / "mac.csv").write_bytes(b"a,b,c\r1,2,3\r-1,0,0.5\r")
     (tmp_path / "table.csv").write_text('file,a,b,c\n"Smith, ""J"".png",1, 2,3\ny.png,-1,"0",0.5\n')
     given = flags(SAMPLE, more, "--init", model)
     run(given)
@@ -450,7 +453,8 @@ def test_the_network_adds_a_linear_layer(model: Path) -> None:
 REFUSED = [
     "--cond_dim 2", "--values 1,2,3", "--cond_dim 3 --values 1,2", "--cond_dim 3 --values 1,2,nan", "--cond_dim 3 --values 1,2,x",
     "--cond_dim 3 --values none.csv", "--cond_dim 3 --values bad.csv", "--cond_dim 3 --values inf.csv", "--cond_dim 3 --values spaced.csv",
-    "--cond_dim 3 --values pipe.csv", "--cond_dim 3 --values empty.csv", "--cond_dim 3 --guidance_scale 2", "--cond_dim 5000",
+    "--cond_dim 3 --values pipe.csv", "--cond_dim 3 --values empty.csv", "--cond_dim 2 --values four.csv", "--cond_dim 3 --values nul.csv",
+    "--cond_dim 2 --values bad.csv", "--cond_dim 1 --values cr.csv", "--cond_dim 3 --guidance_scale 2", "--cond_dim 5000",
     "--augment 0.1 --random_flip True", "--augment 1.5", "--class_dropout 0.1",
 ]  # fmt: skip
 
@@ -463,6 +467,9 @@ def test_refused(refused: Callable, numbered: Path, tmp_path: Path, monkeypatch:
     (tmp_path / "empty.csv").write_text("a,infrared,c\n")
     (tmp_path / "inf.csv").write_text("0,inf,0\n1,2,3\n")
     (tmp_path / "spaced.csv").write_text("0 ,0,0\n1,2,3\n")
+    (tmp_path / "four.csv").write_text("9,1,2\n8,3,4\n")  # 9 and 8 are no names of images
+    (tmp_path / "nul.csv").write_text("1,2,3\n1,2\0,3\n")
+    (tmp_path / "cr.csv").write_text("a,b,c\r1,2,3\r")
     os.mkfifo(tmp_path / "pipe.csv")
     given, name = flags(TINY, "--data_file", numbered, more), more.split()[-2]
     refused(given, name)

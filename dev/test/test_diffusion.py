@@ -479,15 +479,15 @@ def test_guidance_by_hand(run: Callable, tmp_path: Path) -> None:
         + ["--guidance_scale", 2.5, "--output", "s.bin"]
     )
     model = twin.build_model(config, random_weights(config, 4)).double()
-    # one step kept is t = 0, as guided-diffusion has it
+    # one step kept is T - 1, from whose noise it begins
     x = twin.normals(0, twin.SAMPLE_START, 0, torch.arange(4), (1, 8, 8)).double()
     with torch.no_grad():
-        zeros = torch.zeros(4)
-        conditional, unconditional = model(x, zeros, torch.tensor([2, 1, 2, 1])), model(x, zeros, torch.full((4,), 3))
-    alpha_bar = 1 - 1e-4
+        t = torch.full((4,), 999.0)
+        conditional, unconditional = model(x, t, torch.tensor([2, 1, 2, 1])), model(x, t, torch.full((4,), 3))
+    alpha_bar = float(twin.Diffusion(config).alpha_bar[999])
     eps = unconditional + 2.5 * (conditional - unconditional)
     expected = (x - math.sqrt(1 - alpha_bar) * eps) / math.sqrt(alpha_bar)
-    assert np.abs(read_samples(tmp_path / "s.bin") - expected.numpy()).max() < 1e-5
+    assert np.abs(read_samples(tmp_path / "s.bin") - expected.numpy()).max() < 1e-5 / math.sqrt(alpha_bar)
     assert (conditional - unconditional).abs().max() > 0.05
 
 

@@ -238,3 +238,75 @@ def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(twin.UserError, match=words.split()[0]):
             generate.run(["--model_filename", "m.bin", *words.split()])
     assert not Path("x.png").exists()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# classes of given images
+
+
+def test_given_images_keep_their_classes(run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --classes: their own, or if they have none, "no class". Noise alone still gets the classes in turns."""
+    monkeypatch.chdir(tmp_path)
+    config, _ = write_parity_files(tmp_path, SHAPE, PLAIN | CLASSES)
+    images = make_images(5, *SHAPE)
+    (tmp_path / "labelled.bin").write_bytes(data_bytes(images, np.array([2, 2, 0, 1, 1]), 3))
+    (tmp_path / "bare.bin").write_bytes(data_bytes(images))
+    model = twin.build_model(config, random_weights(config, 4))
+
+    def drawn(*words: str) -> np.ndarray:
+        run(flags("--init init.bin --sample 5 --sampler ddim --timestep_respacing 4 --eta 0 --output s.bin", *words))
+        return read_samples(tmp_path / "s.bin")
+
+    own = drawn("--start_from labelled.bin")
+    assert np.array_equal(own, drawn("--start_from labelled.bin", "--classes 2,2,0,1,1"))
+    bare, first = drawn("--start_from bare.bin"), drawn("--start_from bare.bin", "--classes 0")
+    assert abs(bare - first).max() > 0.01 and abs(bare - drawn("--start_from bare.bin", "--classes 0,1,2")).max() > 0.01
+    assert np.array_equal(drawn("--classes 0,1,2"), drawn())
+    for name, ours in ("labelled", own), ("bare", bare):
+        changed = dataclasses.replace(config, start_from=f"{name}.bin", sample=5, timestep_respacing="4", eta=0.0, seed=0)
+        assert abs(twin.sample(model, changed, 5).numpy() - ours).max() < 2e-3
+        labels = twin.labels_of_given(changed)[0].tolist()
+        assert labels == ([2, 2, 0, 1, 1] if name == "labelled" else [3])
+
+
+def test_a_picture_of_ones_own_has_no_class(run: Callable, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """generate.py --image, by both back ends; a model that knows no image without a class says what it takes."""
+    Image.fromarray(make_images(1, *SHAPE)[0].transpose(1, 2, 0)).save(tmp_path / "flower.png")
+    for dropout in 0.3, 0.0:
+        config, _ = write_parity_files(tmp_path, SHAPE, PLAIN | CLASSES | dict(class_dropout=dropout))
+        pictures = []
+        for words in (), ("--classes", "0"):
+            given = [
+                "--model_filename",
+                tmp_path / "init.bin",
+                "--image",
+                tmp_path / "flower.png",
+                "--strength",
+                0.7,
+                "--steps",
+                4,
+                "--num_samples",
+                2,
+                *words,
+            ]
+            generate.run([*map(str, given), "--device", "cpu", "--output", str(tmp_path / "g.bin")])
+            pictures.append(read_samples(tmp_path / "g.bin"))
+            assert ("--classes" in capsys.readouterr().out) == (dropout == 0 and not words)
+        assert abs(pictures[0] - pictures[1])[0].max() > 0.01 if dropout else np.array_equal(pictures[0][0], pictures[1][0])
+
+
+def test_grids_of_pictures_are_spread_over_the_data(run: Callable, tmp_path: Path) -> None:
+    """Of a file that is sorted by class, with the labels of the images whose pictures they show."""
+    labels = np.repeat(np.arange(3), 8)
+    (tmp_path / "sorted.bin").write_bytes(data_bytes(make_images(24, 3, 8, 8), labels, 3))
+    given = flags(
+        "--preset fashion32 --in_channels 3 --num_channels 32 --channel_mult 1,1 --num_res_blocks 1 --attention_resolutions 4 --cond lowres:2 --lr 0 --max_steps 1",
+        "--class_cond True --class_dropout 0.1 --batch_size 4 --num_samples 6 --sample_interval 1 --timestep_respacing 4 --data_file", tmp_path / "sorted.bin",
+    )  # fmt: skip
+    run([*given, "--output_dir", "cpp"])
+    assert twin.run(flags(given, "--device cpu --output_dir", tmp_path / "twin")) == 0
+    grids = [np.asarray(Image.open(tmp_path / name / "samples_0000001.png")).astype(int) for name in ("cpp", "twin")]
+    assert grids[0].shape == grids[1].shape and abs(grids[0] - grids[1]).max() <= 1
+    data = twin.open_data(str(tmp_path / "sorted.bin"))
+    shown = twin.GridConditions(make_config(twin.parse_flags(given, twin.FLAGS), data), data)
+    assert shown.labels.tolist() == [0, 0, 1, 1, 2, 2] and torch.equal(shown.truth, torch.from_numpy(data.read_floats(np.arange(0, 24, 4))))

@@ -187,7 +187,14 @@ def test_both_attention_orders_are_one_function(run: Callable, tmp_path: Path, r
 def unet_cu_model(seed: int = 0, **shape: object) -> tuple[bytes, object, np.ndarray]:
     """What unet.cu's train_unet.py writes as unet_init.bin, with its model's configuration and weights here."""
     fixed = dict(
-        preset="fashion32", num_channels=32, channel_mult=(1, 2, 3, 4), num_res_blocks=2, num_head_channels=32, conv_resample=False, max_period=1000
+        preset="fashion32",
+        num_channels=32,
+        channel_mult=(1, 2, 3, 4),
+        num_res_blocks=2,
+        num_head_channels=32,
+        conv_resample=False,
+        use_scale_shift_norm=False,
+        max_period=1000,
     )
     config = make_config(fixed | dict(image_size=(32, 32), in_channels=3, attention_resolutions=(8, 4), noise_schedule="linear") | shape)
     weights = random_weights(config, seed)

@@ -776,7 +776,9 @@ def test_broken_weights_stop_the_run(run: Callable, data: Path, tmp_path: Path) 
 
 def test_a_run_that_explodes_keeps_its_good_checkpoints(run: Callable, data: Path, tmp_path: Path) -> None:
     """A learning rate that no network survives."""
-    result = run(flags(TINY, "--data_file", data, "--max_steps 200 --lr 100 --weight_decay 100 --grad_clip 0", BAD), code=1)
+    result = run(
+        flags(TINY, "--data_file", data, "--use_scale_shift_norm False --max_steps 200 --lr 100 --weight_decay 100 --grad_clip 0", BAD), code=1
+    )
     kept = checkpoints(tmp_path / "out")
     steps = len(read_log(tmp_path / "out"))
     assert kept and steps == kept[-1] + 4 and f"step {steps}" in result.err and model_name(kept[-1]) in result.err
@@ -1170,7 +1172,7 @@ def test_weights_alone_are_not_resumed(run: Callable, refused: Callable, data: P
 # ----------------------------------------------------------------------------------------------------------------------
 # parity with PyTorch
 
-SMALL = dict(preset="fashion32", num_channels=32, num_res_blocks=1, batch_size=4, max_steps=20, lr=1e-3, lr_schedule="constant", warmup_steps=0, adam_beta2=0.999,
+SMALL = dict(preset="fashion32", use_scale_shift_norm=False, num_channels=32, num_res_blocks=1, batch_size=4, max_steps=20, lr=1e-3, lr_schedule="constant", warmup_steps=0, adam_beta2=0.999,
              ema_rate=0.99, noise_schedule="linear", eta=0.0, dropout=0.0)  # fmt: skip
 PARITY = {  # together they use every flag of the model; all levels are small, some are odd
     "new order, odd": (
@@ -1365,3 +1367,41 @@ def check_sampling(run: Callable, tmp_path: Path, shape: tuple[int, int, int], s
         ours, theirs = np.max(difference(native - double)), np.max(difference(single - double))
         assert ours <= 4 * theirs + 1e-6, f"{ours:.3g} from float64, PyTorch's float32 {theirs:.3g}"
         assert theirs < 1e-2 * np.max(difference(double)), "rounding matters so much here that the test says nothing"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# validation
+
+
+def test_validation_is_a_draw_over_the_whole_file(run: Callable, data: Path, tmp_path: Path) -> None:
+    """Of a file that is sorted: 600 black images, then 400 noisy ones. Both programs measure the same loss, near that of all images, and say in the
+    checkpoint that it is a draw's. Of up to 512 images all are taken, in their order."""
+    images = np.zeros((1000, 1, 8, 8), np.uint8)
+    images[600:] = np.random.default_rng(0).integers(0, 256, (400, 1, 8, 8))
+    losses, crcs = {}, {}
+    for name, count in ("many", 1000), ("few", 512):
+        (tmp_path / f"{name}.bin").write_bytes(data_bytes(images[:count]))
+        given = flags(TINY, "--predict x0 --max_steps 1 --lr 0 --val_interval 1 --data_file", data, "--val_data_file", tmp_path / f"{name}.bin")
+        run([*given, "--output_dir", name])
+        assert twin.run(flags(given, "--device cpu --output_dir", tmp_path / f"twin {name}")) == 0
+        losses[name], theirs = (column(tmp_path / folder, "val_loss")[0] for folder in (name, f"twin {name}"))
+        assert losses[name] == pytest.approx(theirs, rel=1e-4)
+        headers = [read_checkpoint(tmp_path / folder / model_name(1)).header for folder in (name, f"twin {name}")]
+        assert headers[0][118] == headers[1][118]
+        crcs[name] = (headers[0][118], np.frombuffer((tmp_path / f"{name}.bin").read_bytes(), "<i4", 1, 32)[0])
+    assert crcs["few"][0] == crcs["few"][1] and crcs["many"][0] != crcs["many"][1]
+    trainer = twin.Trainer(make_config(twin.parse_flags(given, twin.FLAGS), twin.open_data(str(data))))
+    everything = trainer.validation_loss(twin.open_data(str(tmp_path / "many.bin")))
+    assert losses["many"] == pytest.approx(everything, rel=0.05) and abs(losses["few"] / everything - 1) > 0.1
+
+
+def test_a_validation_loss_that_is_not_finite_is_told(run: Callable, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    broken = make_images(4).astype(np.float32)
+    broken[2, 0, 3] = np.nan
+    (tmp_path / "nan.bin").write_bytes(data_bytes(broken))
+    given = flags(TINY, "--max_steps 2 --val_interval 1 --data_file", data, "--val_data_file", tmp_path / "nan.bin")
+    out = run([*given, "--keep_best", True]).out
+    assert out.count("nan.bin: ") == 2 and not (tmp_path / "out/best.bin").exists()
+    assert twin.run(flags(given, "--device cpu --output_dir", tmp_path / "twin")) == 0
+    assert capsys.readouterr().out.count("nan.bin: ") == 2
+    assert [row["val_loss"] for row in read_log(tmp_path / "twin")] == ["", ""]

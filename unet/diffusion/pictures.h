@@ -2,14 +2,18 @@
 #pragma once
 #include "conditions.h"
 
-// The first images of a data file, at most `most` of them, as (count, H, W, C) in [-1, 1]. A mask's only channel is
-// repeated C times. flag: the flag that names the file.
-static std::vector<float> first_images(Dataset d, const char* flag, int C, int most) {
+// Which image of a file of `count` is number i of `shown` that are spread evenly over it, as it may be sorted by class.
+static int64_t spread(int64_t i, int64_t shown, int64_t count) { return i * count / shown; }
+
+// The first images of a data file, or images spread evenly over it, at most `most` of them, as (count, H, W, C) in
+// [-1, 1]. A mask's only channel is repeated C times. flag: the flag that names the file.
+static std::vector<float> some_images(Dataset d, const char* flag, int C, int most, bool spreads) {
     const int HW = d.H * d.W;
     const int count = (int)std::min<int64_t>(d.count, most);
     std::vector<uint8_t> image(d.image_bytes()); // (C, H, W), as the file has it
     std::vector<float> images;
-    for (int i = 0; i < count; i++) {
+    for (int k = 0; k < count; k++) {
+        const int64_t i = spreads ? spread(k, count, d.count) : k;
         if (!read_image(&d, i, image.data())) refuse(d.error);
         for (int element = 0; element < HW * C; element++) { // as (H, W, C)
             const int pixel = element / C;
@@ -18,7 +22,8 @@ static std::vector<float> first_images(Dataset d, const char* flag, int C, int m
             const float value = image_value(image.data(), d.bytes, source);
             images.push_back(value);
             if (!std::isfinite(value))
-                die("--%s %s: image %d holds a value that is not finite; make the file again", flag, d.path.c_str(), i);
+                die("--%s %s: image %ld holds a value that is not finite; make the file again", flag, d.path.c_str(),
+                    i);
         }
     }
     return images;
@@ -32,7 +37,7 @@ static std::vector<float> read_images(const Config& c, const char* flag, const s
     if (!fits)
         die("--%s %s: its images are %dx%dx%d and must be %dx%dx%d; prepare_data.py makes them fit", flag, path.c_str(),
             d.H, d.W, d.C, c.H, c.W, channels);
-    return first_images(d, flag, C, c.sample);
+    return some_images(d, flag, C, c.sample, false);
 }
 
 // --- pictures that samples are conditioned on
@@ -84,20 +89,23 @@ static std::vector<float> made_picture(const Config& c, const uint8_t* image, in
     return picture;
 }
 
-// The pictures (count, H, W, cond_channels) that --cond makes of the first images of a file, at most `most` of them.
-// masks: any number of masks (H, W), used in turns, or none: then the holes are random.
-static std::vector<float> made_pictures(const Config& c, Dataset d, int most, const std::vector<float>& masks) {
+// The pictures (count, H, W, cond_channels) that --cond makes of the images that some_images returns. masks: any number
+// of masks (H, W), used in turns, or none: then the holes are random.
+static std::vector<float> made_pictures(const Config& c, Dataset d, int most, const std::vector<float>& masks,
+                                        bool spreads) {
     std::vector<float> pictures;
     // A vector of floats, so that its memory is aligned even for an image of floats.
     std::vector<float> image(d.image_bytes() / sizeof(float) + 1);
     uint8_t* const bytes = (uint8_t*)image.data();
-    for (int i = 0; i < std::min<int64_t>(d.count, most); i++) {
+    const int count = (int)std::min<int64_t>(d.count, most);
+    for (int k = 0; k < count; k++) {
+        const int64_t i = spreads ? spread(k, count, d.count) : k;
         if (!read_image(&d, i, bytes)) refuse(d.error);
-        const size_t position = (size_t)i * c.H * c.W;
+        const size_t position = (size_t)k * c.H * c.W;
         const float* const mask = masks.empty() ? nullptr : &masks[position % masks.size()];
-        const std::vector<float> picture = made_picture(c, bytes, d.bytes, i, mask);
+        const std::vector<float> picture = made_picture(c, bytes, d.bytes, k, mask);
         if (!all_finite(picture.data(), picture.size()))
-            refuse(d.path + text(": image %d holds a value that is not finite; make the file again", i));
+            refuse(d.path + text(": image %ld holds a value that is not finite; make the file again", i));
         pictures.insert(pictures.end(), picture.begin(), picture.end());
     }
     return pictures;
@@ -120,15 +128,17 @@ static std::vector<float> sample_pictures(const Config& c) {
     const bool full_size = d.H == c.H && d.W == c.W;
     if (full_size && d.C == c.in_channels) {
         const bool has_mask = c.picture_kind == PictureKind::MASK && !c.mask.empty();
-        return made_pictures(c, d, c.sample, has_mask ? read_images(c, "mask", c.mask, 1, 1) : std::vector<float>());
+        const std::vector<float> masks = has_mask ? read_images(c, "mask", c.mask, 1, 1) : std::vector<float>();
+        return made_pictures(c, d, c.sample, masks, false);
     }
-    if (c.picture_kind == PictureKind::GRAY && full_size && d.C == 1) return first_images(d, "cond_file", 1, c.sample);
+    if (c.picture_kind == PictureKind::GRAY && full_size && d.C == 1)
+        return some_images(d, "cond_file", 1, c.sample, false);
     const int factor = std::max(c.picture_factor, 1);
     const bool is_small = d.H == c.H / factor && d.W == c.W / factor && d.C == c.in_channels;
     if (c.picture_kind != PictureKind::LOWRES || !is_small)
         die("--cond_file %s: its pictures are %dx%dx%d, and --cond %s takes images of %dx%dx%d%s", c.cond_file.c_str(),
             d.H, d.W, d.C, c.cond.c_str(), c.H, c.W, c.in_channels, other_pictures(c).c_str());
-    const std::vector<float> small = first_images(d, "cond_file", d.C, c.sample);
+    const std::vector<float> small = some_images(d, "cond_file", d.C, c.sample, false);
     const size_t size = (size_t)d.H * d.W * d.C;
     std::vector<float> pictures;
     for (size_t at = 0; at < small.size(); at += size) {

@@ -115,7 +115,7 @@ static std::vector<int> strided_timesteps(int T, const std::string& respacing) {
 //   ""            all timesteps
 //   "ddimN"       N timesteps at equal distances, from 0 on
 //   "n1,n2,..."   [0, T) is divided into parts, whose lengths differ by 1 at most; n1 timesteps are kept in the first
-//                 part, n2 in the second, etc.
+//                 part, n2 in the second, etc. If n1 is alone and 1, it is the last one, whose noise is the start's
 static std::vector<int> space_timesteps(int T, const std::string& respacing) {
     if (respacing.starts_with("ddim")) return strided_timesteps(T, respacing);
     const std::string flag = "--timestep_respacing " + respacing;
@@ -136,7 +136,7 @@ static std::vector<int> space_timesteps(int T, const std::string& respacing) {
              text("can't take %.9g of %d steps; use %d to %d", count, size, least, size));
         // Spread evenly, from the first step of this part to its last one.
         const double stride = count <= 1 ? 1 : (size - 1) / (count - 1.0);
-        double position = 0;
+        double position = parts == 1 && count == 1 ? size - 1 : 0;
         for (int k = 0; k < count; k++) {
             steps.push_back(start + (int)std::nearbyint(position));
             position += stride;
@@ -364,6 +364,7 @@ struct Sampler {
     int64_t *zero, *one;
     float* t;                      // (device) (B): what the network is told of the noise
     int* labels;                   // (device) (B): the classes
+    std::vector<int> own_labels;   // those of the given images or pictures, used in turns; empty: see class_of_image
     float* values;                 // (device) (B, num_values); null: the network reads no numbers
     std::vector<float> value_rows; // rows of cond_dim numbers, used in turns
     float* cond;                   // (device) a batch's pictures (B, H, W, cond_channels); null: there are none
@@ -374,10 +375,24 @@ struct Sampler {
     float *known, *mask; // (device) with --inpaint: the images and masks of a batch (B, H, W, C)
 };
 
+// Says in a line what makes samples worse than they could be, and may not be what the user meant.
+static void print_doubts(const Config& c) {
+    const int first = space_timesteps(c.diffusion_steps, c.timestep_respacing).back();
+    const int last = c.diffusion_steps - 1;
+    if (c.goes_by_timesteps() && c.start_from.empty() && first < last)
+        printf("--timestep_respacing %s: its first step is at timestep %d, but the noise at the start is that of %d; a "
+               "number alone, such as 50, begins there\n",
+               c.timestep_respacing.c_str(), first, last);
+    if (c.sampler == "consistency" && c.objective != "ect")
+        printf("--sampler consistency: is for models that --objective ect has tuned for it; this one was not, and its "
+               "images are blurred\n");
+}
+
 // B: how many samples the network can compute at a time. With guidance, these are B / 2 images, each of them twice.
 static Sampler make_sampler(const Config& c, int B) {
     Sampler s{};
     s.plan = plan_sampler(c);
+    if (c.sample || c.sample_interval) print_doubts(c);
     const size_t n = (size_t)c.H * c.W * c.in_channels; // values of an image
     s.steps = device_copy(s.plan.steps);
     s.k = device_alloc<int64_t>(1);
@@ -402,11 +417,11 @@ static Sampler make_sampler(const Config& c, int B) {
     return s;
 }
 
-// The class of image number i of a seed. The classes of --classes, or all, are used in turns.
-static int class_of_image(const Config& c, int64_t i) {
+// The class of image number i of a seed. The classes of --classes, the given images' own, or all, are used in turns.
+static int class_of_image(const Config& c, const Sampler& s, int64_t i) {
     if (!c.class_cond) return 0;
-    const size_t listed = c.class_list.size();
-    return listed ? (int)c.class_list[i % listed] : (int)(i % c.num_classes);
+    if (!c.class_list.empty()) return (int)c.class_list[i % c.class_list.size()];
+    return s.own_labels.empty() ? (int)(i % c.num_classes) : s.own_labels[i % s.own_labels.size()];
 }
 
 // The numbers (--cond_dim) of image number i.
@@ -422,7 +437,7 @@ static void put_labels(const Config& c, Sampler* s, int64_t first, int B, int co
     std::vector<int> labels(B * copies);
     for (int i = 0; i < B * copies; i++) {
         const bool left_out = i >= B && c.null_class();
-        labels[i] = left_out ? c.num_classes : class_of_image(c, first + i % B); // num_classes stands for no class
+        labels[i] = left_out ? c.num_classes : class_of_image(c, *s, first + i % B); // num_classes: no class
     }
     copy_to_device(s->labels, labels.data(), labels.size() * sizeof(int));
 }

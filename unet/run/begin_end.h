@@ -20,23 +20,29 @@ static Dataset open_validation_data(const Config& c) {
     return val;
 }
 
-// Without --values, the images of a run's grids are conditioned on the numbers of the first images of d: the validation
-// data or, without it, the training data.
+// Without --values, the images of a run's grids are conditioned on the numbers of images that are spread over d: the
+// validation data or, without it, the training data.
 static void take_values_of_data(const Config& c, Sampler* s, const Dataset& d) {
     if (!s->value_rows.empty()) return;
     const int64_t rows = std::min<int64_t>(d.count, c.num_samples);
-    s->value_rows.assign(d.values.begin(), d.values.begin() + rows * c.cond_dim);
+    for (int64_t i = 0; i < rows && c.cond_dim; i++) {
+        const auto row = d.values.begin() + spread(i, rows, d.count) * c.cond_dim;
+        s->value_rows.insert(s->value_rows.end(), row, row + c.cond_dim);
+    }
 }
 
-// With --cond_channels, the images of a run's grids are conditioned on the first pictures of d or, with --cond, on
-// pictures that are made of its first images.
+// With --cond_channels, the images of a run's grids are conditioned on the pictures of images that are spread over d, or
+// with --cond on pictures that are made of these images, and on their labels.
 static void take_pictures_of_data(const Config& c, Sampler* s, const Dataset& d) {
     if (!c.cond_channels) return;
     const char* const flag = c.val_cond_file.empty() ? "cond_file" : "val_cond_file";
     // truth holds the images that these pictures belong to. A grid shows them beside the samples (beside_pictures).
-    s->truth = first_images(d, c.val_data_file.empty() ? "data_file" : "val_data_file", c.in_channels, c.num_samples);
-    if (c.picture_kind != PictureKind::FILE) s->pictures = made_pictures(c, d, c.num_samples, {});
-    else s->pictures = first_images(*d.cond, flag, c.cond_channels, c.num_samples);
+    const int n = c.num_samples;
+    s->truth = some_images(d, c.val_data_file.empty() ? "data_file" : "val_data_file", c.in_channels, n, true);
+    if (c.picture_kind != PictureKind::FILE) s->pictures = made_pictures(c, d, n, {}, true);
+    else s->pictures = some_images(*d.cond, flag, c.cond_channels, n, true);
+    const int64_t shown = std::min<int64_t>(d.count, n);
+    for (int64_t i = 0; i < shown && c.class_cond; i++) s->own_labels.push_back(d.labels[spread(i, shown, d.count)]);
 }
 
 // Rank 0 calls this to prepare the output folder. From now on only this run may write into this folder.

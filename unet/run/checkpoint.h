@@ -76,10 +76,13 @@ static void save_arrays(Run* run, const std::string& name, Header header, const 
             saved_so_far(*run).c_str());
 }
 
-// Returns a checksum of all validation data: of the images and, with --val_cond_file, of the pictures.
+// Returns a checksum of all validation data: of the images and, with --val_cond_file, of the pictures. Of a file with
+// more than VAL_IMAGES the first ones were taken once, so the checksum says that they are drawn.
 static uint32_t validation_crc(const Dataset& val) {
-    if (!val.cond) return val.header_crc;
-    return crc32(val.header_crc, &val.cond->header_crc, sizeof val.cond->header_crc);
+    uint32_t crc = val.header_crc;
+    if (val.count > VAL_IMAGES) crc = crc32(crc, "drawn", 5);
+    if (val.cond) crc = crc32(crc, &val.cond->header_crc, sizeof val.cond->header_crc);
+    return crc;
 }
 
 // With --keep_best: if the checkpoint that was just written has the lowest validation loss so far, makes best.bin a
@@ -509,6 +512,10 @@ static void print_start(const Config& c, const Trainer& tr, const Dataset& data)
     const int64_t steps_an_epoch = (data.count + c.batch_size - 1) / c.batch_size;
     tell("data: " + c.data_file + text(", %ld images%s, ", data.count, doubt) +
          text("%ld steps of %d an epoch; output: ", steps_an_epoch, c.batch_size) + c.output_dir + "/");
+    const int64_t epochs = c.max_steps * c.batch_size / data.count;
+    if (epochs > MANY_EPOCHS)
+        printf("each image is seen %ld times, so they are learned by heart: use more images, or fewer --max_steps\n",
+               epochs);
     if (!c.class_cond && !c.given("class_cond") && c.default_preset && data.labels.empty())
         printf("classes: none, because the data has no labels\n");
     if (c.class_cond)

@@ -157,6 +157,19 @@ static void check_data(const Config& c, const Dataset& d, const char* flag, cons
                                          or_else);
 }
 
+// A new run whose network can't hear what it is told: ends the program if the user asked for classes or numbers, else
+// prints a line.
+static void check_hearing(const Config& c) {
+    if (c.can_hear()) return;
+    const bool asked = (c.given("class_cond") && c.class_cond) || (c.given("cond_dim") && c.cond_dim);
+    const std::string what = c.given("cond_dim") && c.cond_dim ? "cond_dim" : "class_cond";
+    const std::string why =
+        "with 32 channels at all levels, norms take away what blocks are told (t, classes, numbers); "
+        "use --use_scale_shift_norm True, or more channels";
+    if (asked) refuse("--" + what + ": would have no effect: " + why);
+    printf("--num_channels %d: %s\n", c.num_channels, why.c_str());
+}
+
 // Without a model file: takes the size, channels and classes of the images, and the channels of the pictures, from the
 // data, unless they are set. Then checks that the data fits the model. where: what messages begin with; "FILE: " if
 // there is a model file, otherwise "".
@@ -177,6 +190,7 @@ static void take_data_shape(Config* c, const Dataset& d, const std::string& wher
     const bool fits = d.H == c->H && d.W == c->W;
     if (!error.empty() && (fits || error.starts_with("--image_size"))) refuse(where + error);
     check_data(*c, d, "data_file", "cond_file", where);
+    if (where.empty()) check_hearing(*c);
 }
 
 // Returns the path of the checkpoint that --resume_checkpoint means, or "" if the run is new. A folder that does not
