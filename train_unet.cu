@@ -1818,8 +1818,8 @@ static void collect_steps(Run* run, bool validate, bool show) {
     const double elapsed = ended - run->steps_began;
     const double val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
     if (validate && !std::isfinite(val) && run->val.error.empty())
-        tell("--val_data_file %s: its loss after step %ld is %g; are all of its values finite?\n",
-             run->val.path.c_str(), run->issued, val);
+        tell("--val_data_file " + run->val.path +
+             text(": its loss after step %ld is %g; are all of its values finite?", run->issued, val));
     // Rounded as in log.csv, from which a resumed run reads it (take_best_loss). So it decides the same about best.bin.
     run->val_loss = atof(text("%.9g", val).c_str());
 

@@ -31,7 +31,6 @@ import math
 import shlex
 import signal
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,16 +43,15 @@ from torch import Tensor, nn
 from common.augment import augment
 from common.conditions import enlarge, made_pictures
 from common.config import pick_device, pick_precision, preset_checksum, preset_of_run, space_timesteps, value_rows
-from common.data_files import Data, open_data, with_pictures
+from common.data_files import Data, open_data
 from common.files import check_output, is_compared
 from common.formats import check_conversion, check_replaced_model, convert, post_hoc_average, read_model
-from common.log import Log, StepResult, prepare_run, progress_line
+from common.log import Log, StepResult, announce, open_validation_data, prepare_run, progress_line, validation_images
 from common.model import build_model, initial_weights, parameter_count, parameter_shapes, to_state_dict, train_in_fp8
 from common.model_files import HISTORY_LENGTH, ModelFile, TrainingState, write_model
 from common.program import Screen, UserError, check_alone, run_program, stop_on_signal
 from common.random_numbers import (
-    BACK_NOISE, CLASS_DROPOUT, COND_DROPOUT, FLIP, KNOWN_NOISE, MASK, NOISE, ORDER, SAMPLE_NOISE, SAMPLE_START, TIMESTEP, VAL_NOISE, VAL_TIMESTEP, normals, philox,
-    random_words, to_normals,
+    BACK_NOISE, CLASS_DROPOUT, COND_DROPOUT, FLIP, KNOWN_NOISE, NOISE, SAMPLE_NOISE, SAMPLE_START, TIMESTEP, VAL_NOISE, VAL_TIMESTEP, data_order, normals, random_words, to_normals,
 )  # fmt: skip
 from common.samples import beside_pictures, grid_pixels, save_png, save_samples, value_captions
 
@@ -75,22 +73,6 @@ def noise_levels(config: Config, purpose: int, step: int, samples: Tensor, proba
         return u + 2.0**-33
     normal = to_normals(words)[:, 0].double()
     return (config.t_mean + config.t_std * normal).sigmoid() if config.objective == "flow" else (config.P_mean + config.P_std * normal).exp()
-
-
-def data_order(seed: int, first: int, count: int, images: int) -> np.ndarray:
-    """Indices of the images first, first + 1, ... of the run: each epoch is a permutation of its own, without a table.
-    A Feistel network permutes the next even number of bits; walked until it lands inside [0, images)."""
-    g = np.arange(first, first + count, dtype=np.int64)
-    epoch, x = (g // images) & MASK, g % images
-    half = max(1, ((images - 1).bit_length() + 1) // 2)
-    outside = np.ones(count, dtype=bool)
-    while outside.any():
-        left, right = x >> half, x & (2**half - 1)
-        for r in range(4):
-            left, right = right, left ^ philox(right, r, epoch, ORDER, seed)[0] & (2**half - 1)
-        x = np.where(outside, left << half | right, x)
-        outside = x >= images
-    return x
 
 
 # ======================================================================================================================
@@ -875,55 +857,6 @@ class Trainer:
 
 # ======================================================================================================================
 # a run
-
-VAL_IMAGES = 512  # of --val_data_file: as many are enough, and stay in memory
-MANY_EPOCHS = 1000  # from here on images are learned by heart, which is said in a line
-
-
-def open_validation_data(config: Config, known: Data | ModelFile) -> Data | None:
-    """--val_data_file, with --val_cond_file. known: what has the names of the model's classes, by which those of the images are found."""
-    if not config.val_data_file:
-        return None
-    data = with_pictures(open_data(config.val_data_file), "val_cond_file", config.val_cond_file)
-    data = data.as_classes_of(known.path, known.class_names) if config.class_cond else data
-    data.check(config)
-    return data
-
-
-def validation_images(data: Data) -> Data:
-    """Those whose loss is measured, in memory. Of many, some are drawn, the same in all runs: files are often sorted by class."""
-    drawn = len(data.images) > VAL_IMAGES
-    index = data_order(0, 0, VAL_IMAGES, len(data.images)) if drawn else np.arange(len(data.images))
-    crc = zlib.crc32(b"drawn", data.crc) if drawn else data.crc  # the first ones were taken once
-    pictures = Data(data.pictures.path, data.pictures.read(index), crc=data.pictures.crc) if data.pictures else None
-    labels, values = (None if array is None else array[index] for array in (data.labels, data.values))
-    return Data(data.path, data.read(index), labels, crc=crc, values=values, pictures=pictures)
-
-
-def announce(trainer: Trainer, data: Data, start: ModelFile | None) -> None:
-    """Prints what is trained, on what, and where it goes on."""
-    config, first_step = trainer.config, trainer.state.step
-    print(f"model: {trainer.weights.numel() / 1e6:.2f} M parameters, {trainer.device}, {trainer.precision}{', compiled' * trainer.compiled}")
-    if trainer.precision == "fp8":
-        print("--precision fp8: PyTorch multiplies the rounded numbers in the usual precision, so this shows what FP8 changes, and is not faster")
-    unverified = " (not verified: more than 4 GiB, and no checksums of them)" if data.file and data.image_crcs is None else ""
-    print(f"data: {data.path}, {len(data.images)} images{unverified}; output: {config.output_dir}/", flush=True)
-    if (epochs := config.max_steps * config.batch_size // len(data.images)) > MANY_EPOCHS:
-        print(f"each image is seen {epochs} times, so they are learned by heart: use more images, or fewer --max_steps")
-    if not config.class_cond and data.labels is None and preset_flags(config.preset).get("class_cond"):
-        print("classes: none, because the data has no labels")
-    if config.class_cond:
-        print(f"classes: {config.num_classes}, --class_dropout {config.class_dropout:g}; grids: --guidance_scale {config.guidance_scale:g}")
-    if data.pictures:
-        print(f"condition: {data.pictures.path}, pictures of {config.cond_channels} channels")
-    if config.in_channels not in (1, 3):
-        print(f"grids show the first of {config.in_channels} channels, in grey")
-    if config.resume_checkpoint:
-        print(f"resumed from {start.path}: step {first_step} of {config.max_steps}, seed {config.seed}")
-        was, now = start.config.batch_size, config.batch_size
-        if was != now and first_step < config.max_steps:
-            order = f"the order of the data goes by batches, so that image {now * first_step} of it comes next, not {was * first_step}"
-            print(f"--batch_size {now}: was {was} before; {order}")
 
 
 def next_batch(trainer: Trainer, data: Data) -> Batch:

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import time
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,11 @@ from common.flags import Config, preset_flags
 from common.formats import read_model
 from common.model_files import ModelFile
 from common.program import UserError
+from common.random_numbers import data_order
 
 LOG_COLUMNS = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds"
+VAL_IMAGES = 512  # of --val_data_file: as many are enough, and stay in memory
+MANY_EPOCHS = 1000  # from here on images are learned by heart, which is said in a line
 
 
 @dataclass
@@ -173,3 +177,49 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
         told = f"does not hold the pictures that {start.path} was trained with"
         raise UserError(f"{data.pictures.path}: {told}; name them, or this file, with --cond_file")
     return config, data, start
+
+
+def open_validation_data(config: Config, known: Data | ModelFile) -> Data | None:
+    """--val_data_file, with --val_cond_file. known: what has the names of the model's classes, by which those of the images are found."""
+    if not config.val_data_file:
+        return None
+    data = with_pictures(open_data(config.val_data_file), "val_cond_file", config.val_cond_file)
+    data = data.as_classes_of(known.path, known.class_names) if config.class_cond else data
+    data.check(config)
+    return data
+
+
+def validation_images(data: Data) -> Data:
+    """Those whose loss is measured, in memory. Of many, some are drawn, the same in all runs: files are often sorted by class."""
+    drawn = len(data.images) > VAL_IMAGES
+    index = data_order(0, 0, VAL_IMAGES, len(data.images)) if drawn else np.arange(len(data.images))
+    crc = zlib.crc32(b"drawn", data.crc) if drawn else data.crc  # the first ones were taken once
+    pictures = Data(data.pictures.path, data.pictures.read(index), crc=data.pictures.crc) if data.pictures else None
+    labels, values = (None if array is None else array[index] for array in (data.labels, data.values))
+    return Data(data.path, data.read(index), labels, crc=crc, values=values, pictures=pictures)
+
+
+def announce(trainer: Any, data: Data, start: ModelFile | None) -> None:
+    """Prints what is trained, on what, and where it goes on."""
+    config, first_step = trainer.config, trainer.state.step
+    print(f"model: {trainer.weights.numel() / 1e6:.2f} M parameters, {trainer.device}, {trainer.precision}{', compiled' * trainer.compiled}")
+    if trainer.precision == "fp8":
+        print("--precision fp8: PyTorch multiplies the rounded numbers in the usual precision, so this shows what FP8 changes, and is not faster")
+    unverified = " (not verified: more than 4 GiB, and no checksums of them)" if data.file and data.image_crcs is None else ""
+    print(f"data: {data.path}, {len(data.images)} images{unverified}; output: {config.output_dir}/", flush=True)
+    if (epochs := config.max_steps * config.batch_size // len(data.images)) > MANY_EPOCHS:
+        print(f"each image is seen {epochs} times, so they are learned by heart: use more images, or fewer --max_steps")
+    if not config.class_cond and data.labels is None and preset_flags(config.preset).get("class_cond"):
+        print("classes: none, because the data has no labels")
+    if config.class_cond:
+        print(f"classes: {config.num_classes}, --class_dropout {config.class_dropout:g}; grids: --guidance_scale {config.guidance_scale:g}")
+    if data.pictures:
+        print(f"condition: {data.pictures.path}, pictures of {config.cond_channels} channels")
+    if config.in_channels not in (1, 3):
+        print(f"grids show the first of {config.in_channels} channels, in grey")
+    if config.resume_checkpoint:
+        print(f"resumed from {start.path}: step {first_step} of {config.max_steps}, seed {config.seed}")
+        was, now = start.config.batch_size, config.batch_size
+        if was != now and first_step < config.max_steps:
+            order = f"the order of the data goes by batches, so that image {now * first_step} of it comes next, not {was * first_step}"
+            print(f"--batch_size {now}: was {was} before; {order}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,3 +51,19 @@ def normals(seed: int, purpose: int, step: int, samples: Tensor, chw: tuple[int,
     count = C * H * W
     z = to_normals(random_words(seed, purpose, step, samples, count + count % 2))[:, :count]
     return z.view(-1, H, W, C).permute(0, 3, 1, 2).contiguous()
+
+
+def data_order(seed: int, first: int, count: int, images: int) -> np.ndarray:
+    """Indices of the images first, first + 1, ... of the run: each epoch is a permutation of its own, without a table.
+    A Feistel network permutes the next even number of bits; walked until it lands inside [0, images)."""
+    g = np.arange(first, first + count, dtype=np.int64)
+    epoch, x = (g // images) & MASK, g % images
+    half = max(1, ((images - 1).bit_length() + 1) // 2)
+    outside = np.ones(count, dtype=bool)
+    while outside.any():
+        left, right = x >> half, x & (2**half - 1)
+        for r in range(4):
+            left, right = right, left ^ philox(right, r, epoch, ORDER, seed)[0] & (2**half - 1)
+        x = np.where(outside, left << half | right, x)
+        outside = x >= images
+    return x

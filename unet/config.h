@@ -130,7 +130,7 @@ struct Config {
 
 // Slots of a model file that are not for flags: from the first of each pair to the second (run/model_file.h). From 128
 // on the header holds paths.
-constexpr int OTHER_SLOTS[][2] = {{1, 7}, {22, 39}, {62, 67}, {79, 79}, {81, 86}, {88, 105}, {113, 113}, {117, 118}};
+constexpr int OTHER_SLOTS[][2] = {{1, 7}, {22, 39}, {62, 67}, {79, 79}, {81, 105}, {113, 113}, {117, 119}};
 
 // Whether every slot belongs to one flag alone. This reads unet/flags.h again, and only the slot of each row.
 constexpr bool slots_are_unique() {
