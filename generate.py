@@ -745,6 +745,8 @@ def check_outputs(options: Options, cond_file: str = "") -> None:
     read = [options.model_filename, options.data_file, options.image, options.mask, options.cond, cond_file]
     if options.export_coreml:
         model_files.check_folder("--export_coreml", options.export_coreml, options.model_filename)
+        if Path(options.export_coreml).is_dir() and any(Path(options.export_coreml).iterdir()):
+            raise UserError(f"--export_coreml {options.export_coreml}: is there; choose another name, or move it away")
     elif options.export_onnx:
         files.check_output("--export_onnx", options.export_onnx, read)
     elif not options.compare:

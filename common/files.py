@@ -244,4 +244,5 @@ def check_replaced(told: str, path: str, inputs: Iterable[str], replaces: Callab
     with open_regular(path) as file:
         head = file.read(2 * HEADER_BYTES)  # in which pictures name their maker
     if head and not (replaces and replaces(head)):
-        raise DataError(f"{told}is there and is no {only or 'file of the same kind'} of this program; choose another name, or move it away")
+        kind = f" and is no {only or 'file of the same kind'} of this program" if replaces else ""
+        raise DataError(f"{told}is there{kind}; choose another name, or move it away")

@@ -565,8 +565,7 @@ static std::vector<float> sample_images(UNet* net, Weights weights, Sampler* s, 
         if (B > 0) sample_batch(net, weights, s, first, B, [&](double done) { tell(i + done * N); });
         if (N > 1) all_gather(s->all, own, most * size * sizeof(float), MAIN_STREAM);
         const float* const made = N > 1 ? s->all : own;
-        if (any_rank("a batch of samples",
-                     stop_signal)) { // this batch is unfinished; all ranks leave the loop together
+        if (any_rank("a batch of samples", stop_signal)) { // all ranks leave the loop together, without this batch
             images.resize(world.rank ? 0 : i * size);
             break;
         }

@@ -59,8 +59,7 @@ __attribute__((format(printf, 1, 2))) static std::string text(const char* format
 static std::string printable(const std::string& sentence) {
     std::string shown;
     for (const unsigned char c : sentence) {
-        const bool is_obeyed = c < 32 || c == 127;
-        shown += is_obeyed ? text("\\x%02x", c) : std::string(1, (char)c);
+        shown += c < 32 || c == 127 ? text("\\x%02x", c) : std::string(1, (char)c);
     }
     return shown;
 }

@@ -388,8 +388,7 @@ static void restore(Run* run, const ModelFile& m) {
 static void check_output_dir(const Config& c, const Folder& output, const std::string& resume, int64_t resume_step) {
     int none = 0;
     struct stat st;
-    const auto names = output.descriptor < 0 ? std::vector<std::string>{} : names_in(output, &none);
-    for (const std::string& name : names) {
+    for (const std::string& name : names_in(output, &none)) {
         const bool is_folder = !fstatat(output.descriptor, name.c_str(), &st, 0) && S_ISDIR(st.st_mode);
         must(!is_folder || !may_be_of_run(name), output.name(name),
              "is a folder, where the run would write a file; move it away");

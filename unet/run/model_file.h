@@ -66,12 +66,11 @@ constexpr int SLOT_ECT_D = 110;
 constexpr int SLOT_ECT_END = 113;  // the first slot after the slots of these ect_ flags
 constexpr int SLOT_COND_CRC = 113; // with cond_channels: the header_crc of --cond_file
 constexpr int SLOT_COND_NOISE = 114;
-constexpr int SLOT_PRECISION = 115; // the run's --precision
-constexpr int SLOT_OPTIMIZER = 116; // the run's --optimizer
-constexpr int SLOT_PRESET = 117;    // the run's preset (preset_checksum)
-constexpr int SLOT_VAL_CRC = 118;   // validation_crc; the next slot is unused
-constexpr int SLOT_SAVE_INTERVAL =
-    120; // then sample_interval and num_samples; 0 in older files, which keep none of these
+constexpr int SLOT_PRECISION = 115;     // the run's --precision
+constexpr int SLOT_OPTIMIZER = 116;     // the run's --optimizer
+constexpr int SLOT_PRESET = 117;        // the run's preset (preset_checksum)
+constexpr int SLOT_VAL_CRC = 118;       // validation_crc; the next slot is unused
+constexpr int SLOT_SAVE_INTERVAL = 120; // then sample_interval, num_samples; 0: an older file has none of these
 constexpr int SLOT_INTERVALS_END = 123; // the slots from here to SLOT_PATH are unused
 constexpr int SLOT_PATH = 128;          // 512 bytes: the path of --data_file, a zero byte, the path of --cond_file
 constexpr int MOST_LEVELS = 8;          // how many numbers channel_mult may have, and how many attention_resolutions

@@ -22,7 +22,7 @@ static int array_to_sample(const Config& c, const ModelFile& m) {
     die("--ema_rate %s: %s holds averages of the rates%s", c.ema_rate.c_str(), m.path.c_str(), rates.c_str());
 }
 
-// Returns whether --output may replace this file: if it is empty, or samples of the same kind that --sample has written.
+// Returns whether --output may replace a file: an empty one, or samples of the same kind that --sample has written.
 static bool may_be_replaced(const Folder& folder, const std::string& name) {
     // Samples are marked within these bytes: in the header of a data file, or by a text at the start of a PNG.
     std::string head(1024, 0);
@@ -174,6 +174,7 @@ static int sample_and_stop(const Config& c, const Folder& folder, const ModelFil
 
     const int stop = any_rank("the end of the samples", stop_signal);
     const int code = stop ? 128 + stop : 0; // as a shell has it
+    stop_signal = 0;                        // the next signal ends a wait for a full disk (while_full)
     // Rank 0 has all images and writes them. After a signal they are fewer than c.sample.
     if (world.rank) return code;
     const int drawn = (int)(images.size() / ((size_t)c.H * c.W * C));
