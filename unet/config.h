@@ -95,8 +95,8 @@ struct Config {
     // A factor such as 1.6666666 stands for 5/3, and 1.6666666 * 96 is slightly less than 160. So the product is
     // rounded.
     int channels(size_t level) const { return (int)std::lround((double)mult[level] * num_channels); }
-    // Whether some block can hear the embedding, which tells of t, class and numbers. Where it is only added, a norm of 32
-    // groups follows, and takes it away again if a group is one channel.
+    // Whether some block can hear the embedding, which tells of t, class and numbers. Where it is only added, a norm of
+    // 32 groups follows, and takes it away again if a group is one channel.
     bool can_hear() const {
         bool is_wide = false;
         for (size_t level = 0; level < mult.size(); level++) is_wide = is_wide || channels(level) > 32;

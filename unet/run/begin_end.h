@@ -31,8 +31,8 @@ static void take_values_of_data(const Config& c, Sampler* s, const Dataset& d) {
     }
 }
 
-// With --cond_channels, the images of a run's grids are conditioned on the pictures of images that are spread over d, or
-// with --cond on pictures that are made of these images, and on their labels.
+// With --cond_channels, the images of a run's grids are conditioned on the pictures of images that are spread over d,
+// or with --cond on pictures that are made of these images, and on their labels.
 static void take_pictures_of_data(const Config& c, Sampler* s, const Dataset& d) {
     if (!c.cond_channels) return;
     const char* const flag = c.val_cond_file.empty() ? "cond_file" : "val_cond_file";
