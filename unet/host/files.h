@@ -179,10 +179,13 @@ static void end_line() {
     status_line_open = false;
 }
 
+// Prints a sentence, which may stay in stdout's buffer: at a run's start, a reader that goes away must not end it.
+static void print_line(const std::string& sentence) { printf("%s\n", printable(sentence).c_str()); }
+
 // Prints a sentence on a line of its own. If a signal comes while stdout takes no line, the sentence is left out.
 static void tell(const std::string& sentence) {
     end_line();
-    if (stdout_takes_a_line()) printf("%s\n", printable(sentence).c_str());
+    if (stdout_takes_a_line()) print_line(sentence);
     fflush(stdout);
 }
 

@@ -331,7 +331,7 @@ static void take_best_loss(Run* run) {
     if (why.empty() && h.get<uint32_t>(SLOT_VAL_CRC) != validation_crc(run->val)) why = "--val_data_file has changed";
     if (why.empty()) run->best_loss = logged_val_loss(*run, step);
     if (why.empty() && std::isinf(run->best_loss)) why = text("log.csv has no validation loss of its step %ld", step);
-    if (!why.empty()) tell(best.path + ": " + why + ", so the next checkpoint becomes the best");
+    if (!why.empty()) print_line(best.path + ": " + why + ", so the next checkpoint becomes the best");
 }
 
 // If losses or gradient norms of a resumed run mean something else than before its checkpoint m, starts the guard anew.
@@ -340,7 +340,7 @@ static void compare_with_checkpoint(Run* run, const ModelFile& m) {
     const Config& c = run->config;
     const std::string why = changed_loss(c, m, run->trainer.data);
     if (why.empty()) return;
-    tell(why + ", so the first 100 steps show anew which losses and gradient norms are usual");
+    print_line(why + ", so the first 100 steps show anew which losses and gradient norms are usual");
     run->state.guard = Guard{};
     copy_to_device(run->trainer.state, &run->state, sizeof run->state);
 }
@@ -371,8 +371,8 @@ static void restore(Run* run, const ModelFile& m) {
     copy_to_device(tr.state, &s, sizeof s);
     // The probability of each t depends on rms_losses, which are computed from the history. 0: no new losses.
     if (tr.history) update_rms_losses(tr.rms_losses, tr.history, nullptr, nullptr, tr.state, c.diffusion_steps, 0);
-    tell("resumed from " + m.path +
-         text(": step %ld of %ld, %ld updates, seed %ld", s.step, c.max_steps, s.updates, c.seed));
+    print_line("resumed from " + m.path +
+               text(": step %ld of %ld, %ld updates, seed %ld", s.step, c.max_steps, s.updates, c.seed));
     // The images of a step begin at position step * B of the stream of images.
     const int B = c.batch_size;
     const int before = m.header.slot[SLOT_BATCH_SIZE];
@@ -427,8 +427,9 @@ static void leave_later_snapshots(const Folder& folder, int64_t first_step) {
         const std::string new_name = name + ".left";
         if (renameat(folder.descriptor, name.c_str(), folder.descriptor, new_name.c_str()))
             die("%s: can't be renamed (%s); move it away", folder.name(name).c_str(), strerror(errno));
-        tell(folder.name(name) + text(": is later than step %ld, where this run goes on; it is called ", first_step) +
-             new_name + " now");
+        print_line(folder.name(name) +
+                   text(": is later than step %ld, where this run goes on; it is called ", first_step) + new_name +
+                   " now");
     }
 }
 
@@ -496,7 +497,7 @@ static void print_start(const Config& c, const Trainer& tr, const Dataset& data)
     std::string given; // the flags of the command line, so that the output tells how to repeat the run
     for (const Flag& f : FLAGS)
         if (c.given(f.name)) given += std::string(" --") + f.name + " " + flag_value(c, f);
-    if (!given.empty()) tell("flags:" + given);
+    if (!given.empty()) print_line("flags:" + given);
     // The model, the memory, the ranks, the data.
     printf("%s\n", describe(net).c_str());
     print_memory(c, net, tr.muon);
@@ -509,8 +510,8 @@ static void print_start(const Config& c, const Trainer& tr, const Dataset& data)
     const bool verified = !data.image_crc.empty();
     const char* doubt = verified ? "" : " (not verified: more than 4 GiB, and no checksums of them)";
     const int64_t steps_an_epoch = (data.count + c.batch_size - 1) / c.batch_size;
-    tell("data: " + c.data_file + text(", %ld images%s, ", data.count, doubt) +
-         text("%ld steps of %d an epoch; output: ", steps_an_epoch, c.batch_size) + c.output_dir + "/");
+    print_line("data: " + c.data_file + text(", %ld images%s, ", data.count, doubt) +
+               text("%ld steps of %d an epoch; output: ", steps_an_epoch, c.batch_size) + c.output_dir + "/");
     const int64_t epochs = c.max_steps * c.batch_size / data.count;
     if (epochs > MANY_EPOCHS)
         printf("each image is seen %ld times, so they are learned by heart: use more images, or fewer --max_steps\n",
@@ -520,7 +521,7 @@ static void print_start(const Config& c, const Trainer& tr, const Dataset& data)
     if (c.class_cond)
         printf("classes: %d, --class_dropout %g; grids: --guidance_scale %g\n", c.num_classes, c.class_dropout,
                c.guidance_scale);
-    if (data.cond) tell("condition: " + c.cond_file + text(", pictures of %d channels", c.cond_channels));
+    if (data.cond) print_line("condition: " + c.cond_file + text(", pictures of %d channels", c.cond_channels));
     const int C = c.in_channels;
     if (C != 1 && C != 3) printf("grids show the first of %d channels, in grey\n", C);
     fflush(stdout);

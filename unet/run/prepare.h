@@ -71,7 +71,7 @@ static void prepare_folder(const Config& c, const std::string& file) {
          text("pictures have 1 channel or 3, and the model takes %d", c.in_channels));
     const int64_t changed = last_change(c.data_dir);
     if (is_up_to_date(file, c, changed)) {
-        tell(file + ": is up to date with " + c.data_dir);
+        print_line(file + ": is up to date with " + c.data_dir);
         return;
     }
 
@@ -93,7 +93,7 @@ static void prepare_folder(const Config& c, const std::string& file) {
     constexpr int64_t SECOND = 1000000000; // in nanoseconds
     const struct timespec times[2] = {{0, UTIME_OMIT}, {changed / SECOND, changed % SECOND}};
     utimensat(AT_FDCWD, file.c_str(), times, 0);
-    tell(file + ": prepared from " + c.data_dir);
+    print_line(file + ": prepared from " + c.data_dir);
 }
 
 // With --data_dir: sets --data_file to the file that is made of this folder of pictures. Rank 0 makes it, and the other
