@@ -56,9 +56,12 @@ static std::vector<std::string> prepare_command(const Config& c, const std::stri
 
 // Returns the command of prepare_command as one line that a user can type.
 static std::string prepare_command_line(const Config& c, const std::string& python, const std::string& file) {
-    std::string line;
-    for (const std::string& word : prepare_command(c, python, "prepare_data.py", file)) line += " " + shell_word(word);
-    return "`" + line.substr(1) + "`";
+    std::string line = "`";
+    for (const std::string& word : prepare_command(c, python, "prepare_data.py", file)) {
+        if (line.size() > 1) line += ' ';
+        line += shell_word(word);
+    }
+    return line + '`';
 }
 
 // Makes the data file of the pictures in --data_dir, unless the file is up to date.
