@@ -25,7 +25,7 @@ PLACES = {
 # The same for what only the GPU build has.
 GPU_PLACES = PLACES | {
     "Element": {"facts_of", "with_act"},
-    "WeightKind": {"launch_weight_kind"},
+    "WeightKind": {"launch_weight_kind", "hopper_weights"},
 }
 PICTURE_ROW = '    {PictureKind::LOWRES, "lowres"},\n'  # of PICTURE_WORDS
 

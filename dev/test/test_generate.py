@@ -452,8 +452,6 @@ def test_core_ml_package(tmp_path: Path, name: str, precision: str) -> None:
     by a few times sqrt(100) of that, 2^-12 * 10 * 3 = 1/136 of the output's size; angles must stay in fp32: in fp16 they would be off by 1/4."""
     file = make_model(tmp_path / "m.bin", **(ONE_LEVEL if name == "one level" else MODELS[name]))
     given = random_inputs(file.config, 3)
-    (tmp_path / "m.mlpackage").mkdir()  # an older one, which is replaced
-    (tmp_path / "m.mlpackage/Manifest.json").touch()
     generate.run(
         ["--model_filename", f"{tmp_path}/m.bin", "--export_coreml", f"{tmp_path}/m.mlpackage", "--batch_size", "3", "--precision", precision]
     )

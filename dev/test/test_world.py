@@ -308,7 +308,7 @@ def test_programs_that_differ(program: Path, folders: list[Path], tmp_path: Path
 
 
 ONLY_AT_RANK_0 = {
-    "a run is there": ("", "already holds a run (up to step 1); continue it with --resume_checkpoint latest"),
+    "a run is there": ("", "already holds a run (up to step 1)"),
     "a log without checkpoints": ("rm out/model*", "already holds a run, but no checkpoint"),
     "a folder that can't be made": ("rm -r out; touch out", "--output_dir out: can't be written to"),
     "a full disk": ("rm -r out; ulimit -f 8", "writing failed (File too large); what was there before is untouched"),

@@ -218,7 +218,8 @@ static void open_log(Run* run) {
         const bool belongs = step > 0 && step <= (double)run->first_step; // false for the line of column names (step 0)
         if (!belongs) continue;
         run->summary.add_read(row);
-        kept += row + "\n";
+        const int64_t missing = COLUMN_SECONDS - std::ranges::count(row, ','); // columns that an older program lacked
+        kept += row + std::string(std::max<int64_t>(missing, 0), ',') + "\n";
     }
     // The new log replaces the old one as a whole, so a crash at this moment loses nothing.
     const std::string path = run->folder.name("log.csv");
