@@ -236,7 +236,8 @@ def make_judge(data: Data, epochs: int = 10) -> Judge:
         accuracy = (classifier(images[seen:]).argmax(1) == labels[seen:]).double().mean().item()
     training = features(classifier, images[:seen])
     scale = training.std(0)
-    scale[scale == 0] = torch.inf  # a unit that no training image wakes says nothing
+    # A unit that hardly any training image wakes says nothing, and divided by its tiny deviation one held-out image would outweigh all others.
+    scale[scale <= 0.01 * scale.median()] = torch.inf
     return Judge(classifier, accuracy, scale, training / scale, features(classifier, images[seen:]) / scale)
 
 
