@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 
 from common import program
-from common.flags import FLAGS, POWER_EMAS, Config, format_value, parse_flags, preset_flags
+from common.flags import FLAGS, POWER_EMAS, SHARED, Config, format_value, parse_flags
 
 INTRO = __doc__.partition("\n\nContents")[0]
 if __name__ == "__main__":  # before PyTorch
@@ -1034,11 +1034,8 @@ def run(argv: list[str]) -> int:
         print("--fp16_scale_growth: bf16 has fp32's range, so there is no loss scale to grow")
     config, data, start = prepare_run(flags)
     device = pick_device(config.device)
-    # What a model file or the data has replaced of the preset is left out.
-    as_kept = Config(**preset_flags(config.preset))  # in float32
-    preset = {name: value for name, value in preset_flags(config.preset).items() if name in flags or getattr(config, name) == getattr(as_kept, name)}
-    for title, shown in (f"preset {config.preset}", preset), ("flags", flags):
-        print(f"{title}:", *(f"--{name} {format_value(name, value)}" for name, value in shown.items()))
+    print(f"train_unet.py {SHARED['VERSION']}: preset {config.preset}")
+    print("flags:", *(f"--{name} {format_value(name, value)}" for name, value in flags.items()))
     if config.init_model_only:
         check_output("--init_model_filename", config.init_model_filename, [config.data_file], is_compared)
         file = ModelFile(config, initial_weights(config), class_names=kept_names(config, data.class_names) if data else ())

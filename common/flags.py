@@ -91,7 +91,7 @@ def read_table(path: Path) -> tuple[list[tuple[str, str, Any]], dict[str, str], 
         elif macro in ("FLAG", "SAVED", "FREE"):
             slot, args = (0, row.value.args) if macro == "FLAG" else (literal(first), rest)
             flags.append(read_flag({"slot": slot, "free": macro == "FREE", "objectives": objectives, "heading": heading}, *args))
-        else:  # PRESET, PRESETS_SHARE
+        else:  # PRESET, PRESETS_SHARE, TEXT
             text = " ".join(shared[part.id] if isinstance(part, ast.Name) else literal(part) for part in rest)
             (presets if macro == "PRESET" else shared)[first.id] = text
     return flags, presets, shared
@@ -112,23 +112,27 @@ ELSEWHERE |= dict.fromkeys(["bench", "profile"], "python dev/benchmarks/bench_to
 def parse_flags(argv: list[str], flags: dict[str, dataclasses.Field], intro: str = "") -> dict[str, Any]:
     """What a command line (--name value or --name=value) sets, as {name: value}. Prints and leaves on --help."""
     as_in_cpp = "preset" in flags  # a program with ./train_unet's flags says what that says
+    listed = "--help all lists" if as_in_cpp else "--help lists"
     given: dict[str, Any] = {}
     words = deque(argv)
     while words:
         word = words.popleft()
         if word in ("--help", "-h"):
-            print_help(flags, intro)
+            print_help(flags, intro, everything=not as_in_cpp or bool(words) and words[0] == "all")
+            sys.exit(0)
+        if word == "--version" and as_in_cpp:
+            print("train_unet", SHARED["VERSION"])
             sys.exit(0)
         if not word.startswith("--"):
             example = "batch_size 16" if as_in_cpp else next(iter(flags))
-            raise UserError(f"{word}: is no flag; they look like --{example}; --help lists them")
+            raise UserError(f"{word}: is no flag; they look like --{example}; {listed} them")
         name, equals, text = word[2:].partition("=")
         if name not in flags:
             instead = CLASSIFIERS if name.startswith("classifier_") else ELSEWHERE.get(name)
             if as_in_cpp and instead:
                 raise UserError(f"--{name}: {instead}")
             nearest = "".join(f"; did you mean --{flag}?" for flag in difflib.get_close_matches(name, flags, 1))
-            raise UserError(f"--{name}: there is no such flag{nearest}; --help lists those there are")
+            raise UserError(f"--{name}: there is no such flag{nearest}; {listed} those there are")
         if name in given:
             raise UserError(f"--{name}: is given twice; once is enough")
         if not equals and (not words or words[0].startswith("--")):  # that is the next flag
@@ -187,17 +191,22 @@ def check_value(f: dataclasses.Field, value: Any) -> None:
         raise UserError(f"--{f.name} {value}: must be a number from {low:.10g} to {high:.10g}")
 
 
-def print_help(flags: dict[str, dataclasses.Field], intro: str) -> None:
+def print_help(flags: dict[str, dataclasses.Field], intro: str, everything: bool) -> None:
+    """everything: False leaves out the flags of ./train_unet that people seldom need, and the presets."""
     print(intro)
     heading = None
     for name, f in flags.items():
+        if not everything and name in TABLE_NAMES and name not in SHARED["FIRST_FLAGS"].split():
+            continue
         if heading != (heading := f.metadata.get("heading", "Flags of this program")):
             print(f"\n{heading}")
         words = f"({'|'.join(f.metadata['words'])})" if f.metadata["words"] else ""
         default = f"[{format_value(name, f.default) or chr(34) * 2}]" if f.default or "preset" in flags else ""
         told = (f.metadata["help"], words, default)
         print(f"  --{name:25s} {' '.join(filter(None, told))}")
-    if "preset" not in flags:
+    if not everything:
+        print(f"\n--help all lists all {len(flags)} flags, and what each preset sets.")
+    if "preset" not in flags or not everything:
         return
     print("\nPresets: without --preset quick32; for your own images of 32x32 quick32, for larger ones emoji64 (from 128x128 on with --patch_size 4),")
     print("for images that are smaller, or whose sides can't be halved so often, fashion32. On a GPU quick64, photos32, quick64 and unet64.")
@@ -245,6 +254,7 @@ def resolve(flags: dict[str, Any], meant: list[tuple[str, str, Any]]) -> dict[st
 # What ./train_unet has for several processes, for its page, and for a run that goes on in its own folder, and what is otherwise here (Own).
 NOT_HERE = ("num_gpus", "exchange", "rank_timeout", "compare_runs", "keep_best", "resume_checkpoint", "device")
 TABLE, PRESETS, SHARED = read_table(Path(__file__).parent.parent / "unet/flags.h")
+TABLE_NAMES = {name for name, _, _ in TABLE}
 MANY_IMAGES = 5000  # from how many images on a run without --preset has --min_snr_gamma 5
 
 

@@ -24,6 +24,14 @@ static const char* const PRESET_ELSE = "fashion32";
 constexpr double BIG = 1e9;
 struct Config;
 
+// The commit of the sources from which this program was made. The Makefile defines it if they lie in a git checkout.
+#ifndef TRAIN_UNET_COMMIT
+#define TRAIN_UNET_COMMIT
+#endif
+#define AS_STRING(word) #word
+#define STRING_OF(macro) AS_STRING(macro)
+static const char PROGRAM_COMMIT[] = STRING_OF(TRAIN_UNET_COMMIT);
+
 // One flag. Its values are from low to high if it is a number, and one of `choices`, "a|b", if it is a word.
 struct Flag {
     const char* name;
@@ -64,6 +72,7 @@ inline const char* objectives = "";                // the objectives that use th
 #define WORDS(choices) 0, 0, choices
 #define HEADING(name, title) STATIC_MEMBER(char* const name##_flags = heading = title)
 #define OBJECTIVES(name, words) STATIC_MEMBER(char* const name = objectives = words)
+#define TEXT(name, words) STATIC_MEMBER(std::string name = words)
 #define PRESET_TEXT(flags, ...) std::string(flags) __VA_OPT__(+" " + __VA_ARGS__)
 #define PRESETS_SHARE(name, ...) STATIC_MEMBER(std::string name = PRESET_TEXT(__VA_ARGS__))
 #define PRESET(name, ...) STATIC_MEMBER(bool name##_preset = PRESETS.emplace(#name, PRESET_TEXT(__VA_ARGS__)).second)
@@ -319,22 +328,27 @@ static std::string help_line(const Flag& f, const Config& defaults, const Config
     return text("  --%-25s %s%s [%s]\n", f.name, f.help, choices.c_str(), value.c_str());
 }
 
-static void print_help() {
+// --help: the flags that people use first; all: every flag and preset.
+static void print_help(bool all) {
     Config defaults, preset;
     apply_preset(&preset, DEFAULT_PRESET);
+    const std::string first = " " + Config::FIRST_FLAGS + " ";
     printf("train_unet: trains a diffusion UNet, and samples from it.\n\n"
            "  ./train_unet                              train the default preset into out/\n"
            "  ./train_unet --data_dir PICTURES          on your own pictures (prepare_data.py makes the data file)\n"
            "  ./train_unet --resume_checkpoint latest   continue the run in out/\n"
-           "  ./train_unet --sample 36 --init out/model_0000400.bin --output samples.png\n\n"
+           "  ./train_unet --sample 36 --init out/model_0000400.bin --output samples.png\n"
+           "  ./train_unet --help all                   all %zu flags, and what each preset sets\n\n"
            "In brackets: the default, and what preset %s has, which holds without --preset or data of your own.\n",
-           DEFAULT_PRESET);
+           FLAGS.size(), DEFAULT_PRESET);
     const char* last_heading = "";
     for (const Flag& f : FLAGS) {
+        if (!all && first.find(text(" %s ", f.name)) == std::string::npos) continue;
         if (f.heading != last_heading) printf("\n%s\n", f.heading);
         last_heading = f.heading;
         printf("%s", help_line(f, defaults, preset).c_str());
     }
+    if (!all) return;
     printf("\nPresets: without --preset %s; for your own images of 32x32 %s, for larger ones %s (from 128x128 on with "
            "--patch_size 4),\nfor images that are smaller, or whose sides can't be halved so often, %s; if the images "
            "have labels, also\n%s (where the preset says nothing else);\nfrom %ld images on --min_snr_gamma 5 (where "
@@ -381,7 +395,7 @@ static std::string instead_of(const std::string& name) {
         distance = d;
         nearest = text("; did you mean --%s?", f.name);
     }
-    return "there is no such flag" + nearest + "; --help lists those there are";
+    return "there is no such flag" + nearest + "; --help all lists those there are";
 }
 
 // Reads the command line: --name value or --name=value.
@@ -389,10 +403,15 @@ static void parse_command_line(Config* c, int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         const std::string arg = argv[i];
         if (arg == "--help" || arg == "-h") {
-            print_help();
+            print_help(i + 1 < argc && std::string(argv[i + 1]) == "all");
             exit(0);
         }
-        if (!arg.starts_with("--")) die("%s: is no flag; they look like --batch_size 16; --help lists them", argv[i]);
+        if (arg == "--version") {
+            printf("train_unet %s%s%s\n", Config::VERSION.c_str(), *PROGRAM_COMMIT ? ", commit " : "", PROGRAM_COMMIT);
+            exit(0);
+        }
+        if (!arg.starts_with("--"))
+            die("%s: is no flag; they look like --batch_size 16; --help all lists them", argv[i]);
         const size_t equals = std::min(arg.find('='), arg.size()); // where the name ends
         const std::string name = arg.substr(2, equals - 2);        // without the two dashes
         const Flag* f = find_flag(name);

@@ -12,8 +12,15 @@
 //   OBJECTIVES(name, w)                         the next flags are for these objectives alone, "a|b"; "": for all
 //   PRESET(name, flags[, NAME])                 what a preset sets; what it leaves out keeps its default
 //   PRESETS_SHARE(NAME, flags[, NAME])          what several presets have in common
+//   TEXT(NAME, text)                            a text that both programs know
 //
 // Of the types, pixels (64, or 48x64), ints and floats (with commas) are text in C++, which parses them later.
+
+// docs/CHANGELOG.md says what is new in it.
+TEXT(VERSION, "1.0");
+// The flags that --help lists. The others are listed by --help all.
+TEXT(FIRST_FLAGS, "preset data_dir data_file image_size output_dir max_steps batch_size lr class_cond augment "
+                  "resume_checkpoint init sample output num_gpus");
 
 HEADING(start, "Start");
 FLAG(string, preset, "", "a set of flags to start from; any other flag overrides it",

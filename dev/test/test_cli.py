@@ -50,7 +50,7 @@ import train_unet
 from common import model_files
 from common.config import default_preset, make_config, preset_checksum
 from common.data_files import open_data
-from common.flags import MANY_IMAGES, NOT_HERE, PRESETS, TABLE, Own, format_value
+from common.flags import MANY_IMAGES, NOT_HERE, PRESETS, SHARED, TABLE, Own, format_value
 from common.formats import read_model
 from common.model import build_model
 from common.program import UserError
@@ -58,7 +58,7 @@ from common.program import UserError
 
 def test_both_programs_read_one_table(run: Callable) -> None:
     """What common/flags.py makes of unet/flags.h is what the compiler makes of it: names and their order, defaults, words, limits."""
-    text = run(["--help"]).out.partition("\nPresets")[0]
+    text = run(["--help", "all"]).out.partition("\nPresets")[0]
     listed = dict(re.findall(r"^  --(\w+) (.*)", text, re.MULTILINE))
     assert [name for name, *_ in TABLE] == list(listed)
     for name, type_, flag in TABLE:
@@ -111,6 +111,38 @@ def test_a_word_without_a_meaning_is_a_sentence(with_unheard_words: Path, data: 
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
 
+def test_help_begins_with_few_flags(run: Callable, capsys: pytest.CaptureFixture) -> None:
+    """Both programs list the same flags in --help, which names --help all; --version is the same word."""
+
+    def twin(*words: str) -> str:
+        with pytest.raises(SystemExit):
+            train_unet.parse_flags(list(words), train_unet.FLAGS)
+        return capsys.readouterr().out
+
+    first = re.findall(r"^  --(\w+) ", run(["--help"]).out, re.MULTILINE)
+    own = {field.name for field in dataclasses.fields(Own)}
+    assert len(first) == 15 and [name for name in re.findall(r"^  --(\w+) ", twin("--help"), re.MULTILINE) if name not in own] == [
+        name for name in first if name not in own and name not in NOT_HERE
+    ]
+    assert "--help all" in run(["--help"]).out and "--help all" in twin("--help")
+    assert "--ect_q " in twin("--help", "all") and "--ect_q " not in twin("--help")
+    assert run(["--version"]).out.split(",")[0].strip() == twin("--version").strip() == f"train_unet {SHARED['VERSION']}"
+    assert f"## {SHARED['VERSION']} " in (ROOT / "docs/CHANGELOG.md").read_text()
+
+
+def test_first_and_last_lines_say_where_to_look(run: Callable, data: Path, tmp_path: Path) -> None:
+    """What is trained, what it costs (the ETA counts grids, too), and the command that draws more, which works as it is."""
+    words = flags(TINY, "--data_file", data, "--max_steps 5 --sample_interval 2 --num_samples 16 --timestep_respacing 40 --log_interval 1")
+    lines = run(words).out.splitlines()
+    assert lines[0].startswith(f"train_unet {SHARED['VERSION']}: preset fashion32 on the CPU") and len(lines[0]) < 80
+    assert "run: 5 steps, a grid of 16 samples every 2; the ETA counts both; open out/index.html to watch it" in lines
+    assert any(line.startswith("done: 5 steps, ") and line.endswith("; open out/index.html") for line in lines)
+    command = lines[-1].removeprefix("more images: ./train_unet ").split()
+    assert command[:2] == ["--sample", "64"] and command[-1] == "more.png"
+    run([*command, "--timestep_respacing", 2])
+    assert (tmp_path / "more.png").exists()
+
+
 def test_limits_are_as_exact_as_files(run: Callable, data: Path) -> None:
     """Both programs take the highest dropout, whose nearest float32 is a little above the limit as text."""
     run(flags(TINY, "--data_file", data, "--max_steps 1 --dropout 0.99"))
@@ -118,7 +150,7 @@ def test_limits_are_as_exact_as_files(run: Callable, data: Path) -> None:
 
 
 def test_presets_agree_with_the_twin(run: Callable) -> None:
-    text = run(["--help"]).out
+    text = run(["--help", "all"]).out
     told = dict(re.findall(r"^  (\w+) +(--image_size .*)", text.partition("Presets")[2], re.MULTILINE))
     assert told.keys() == PRESETS.keys()
     for preset, words in PRESETS.items():

@@ -290,19 +290,19 @@ def test_a_resume_keeps_the_preset(
     given[at : at + 2] = ["--preset", preset] if preset else []
     second = "twin" if first == "cpp" else "cpp"
     chosen = preset or ("unet64" if BUILD == "cuda" and first == "cpp" else "fashion32")
-    assert f"preset {chosen}: " in train(first, given, "--max_steps 1 --output_dir run1")
+    assert f"preset {chosen}" in train(first, given, "--max_steps 1 --output_dir run1")
 
     def resume(program: str, step: int, *words: object) -> str:
         """A run that goes on from the checkpoint of the one before, in a folder of its own."""
         given = flags("--resume_checkpoint", f"run{step - 1}/{model_name(step - 1)}", "--max_steps", step, QUIET, *words)
         return train(program, given, "--output_dir", f"run{step}")
 
-    assert f"preset {chosen}: " in resume(second, 2)
-    assert f"preset {chosen}: " in resume(first, 3)
+    assert f"preset {chosen}" in resume(second, 2)
+    assert f"preset {chosen}" in resume(first, 3)
     slots = {int(read_checkpoint(Path(f"run{step}/{model_name(step)}")).header.view("<u4")[117]) for step in (1, 2, 3)}
     assert slots == {zlib.crc32((chosen if preset else f"{chosen}, by default").encode())}
-    assert "preset quick64: " in resume(second, 4, "--preset quick64")
-    assert "preset quick64: " in resume(first, 5)
+    assert "preset quick64" in resume(second, 4, "--preset quick64")
+    assert "preset quick64" in resume(first, 5)
 
 
 def test_a_resume_keeps_the_optimizer(run: Callable, refused: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

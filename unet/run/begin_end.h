@@ -126,6 +126,9 @@ static void finish_complete(Run* run) {
     getrusage(RUSAGE_SELF, &usage);
     const double ms = run->seconds / (double)(s.step - run->first_step) * 1e3;
     const double peak_mib = usage.ru_maxrss / 1024.0; // Linux gives it in KiB
-    tell(text("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; see ", s.step, ms, peak_mib) + c.output_dir +
-         "/");
+    tell(text("done: %ld steps, %.1f ms a step, peak memory %.0f MiB; open ", s.step, ms, peak_mib) + c.output_dir +
+         "/index.html");
+    const bool takes_more = c.cond_channels || c.cond_dim; // pictures or numbers, which the command would have to name
+    if (!takes_more)
+        tell("more images: ./train_unet --sample 64 --init " + shell_word(run->saved) + " --output more.png");
 }

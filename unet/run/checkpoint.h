@@ -198,9 +198,11 @@ static void save_grid(Run* run) {
     Trainer& tr = run->trainer;
     end_line();
     // Every rank needs the whole average, in the type that the network reads.
+    const double start = now();
     const float* ema = whole_array(tr, tr.emas[0]);
     cast_params(tr.ema_copy, ema, tr.net.flat_size);
     const auto images = sample_images(&tr.net, Weights{ema, tr.ema_copy}, &run->sampler, c.num_samples);
+    run->grid_took = now() - start;
     run->stop = any_rank("the end of a grid", stop_signal);
     if (run->stop || world.rank) return;
     const auto captions = value_captions(c, run->sampler, c.num_samples);
@@ -464,21 +466,6 @@ static void print_memory(const Config& c, const UNet& net, const MuonWork& muon)
            all, weights, grads, moments, net.B, arena, rest);
 }
 
-// Returns the flags of the run's preset that the run has, or that the command line gives (which is printed after them).
-static std::string preset_in_force(const Config& c) {
-    std::string kept;
-    std::istringstream words(PRESETS.at(c.preset)); // --name value --name value
-    for (std::string flag, value; words >> flag >> value;) {
-        const std::string name = flag.substr(2);
-        const Flag& f = *find_flag(name);
-        Config preset;
-        set_flag(&preset, f, value);
-        const bool is_replaced = !same_value(name, flag_value(preset, f), flag_value(c, f));
-        if (c.given(name) || !is_replaced) kept += " " + flag + " " + value;
-    }
-    return kept;
-}
-
 // --precision fp8: prints how much of the work is done in FP8.
 static void print_fp8(const Config& c, const UNet& net) {
     if (c.precision != "fp8") return;
@@ -496,10 +483,10 @@ static void print_fp8(const Config& c, const UNet& net) {
            100 * flops / net.flops, gflops, gradients);
 }
 
-// Prints what is about to be trained, on which data, and in which folder.
+// Prints what is about to be trained, on which data, what it costs, and where to look.
 static void print_start(const Config& c, const Trainer& tr, const Dataset& data) {
     const UNet& net = tr.net;
-    printf("preset %s:%s\n", c.preset.c_str(), preset_in_force(c).c_str());
+    printf("train_unet %s: preset %s on %s\n", Config::VERSION.c_str(), c.preset.c_str(), device_name().c_str());
     std::string given; // the flags of the command line, so that the output tells how to repeat the run
     for (const Flag& f : FLAGS)
         if (c.given(f.name)) given += std::string(" --") + f.name + " " + flag_value(c, f);
@@ -517,7 +504,7 @@ static void print_start(const Config& c, const Trainer& tr, const Dataset& data)
     const char* doubt = verified ? "" : " (not verified: more than 4 GiB, and no checksums of them)";
     const int64_t steps_an_epoch = (data.count + c.batch_size - 1) / c.batch_size;
     print_line("data: " + c.data_file + text(", %ld images%s, ", data.count, doubt) +
-               text("%ld steps of %d an epoch; output: ", steps_an_epoch, c.batch_size) + c.output_dir + "/");
+               text("%ld steps of %d an epoch", steps_an_epoch, c.batch_size));
     const int64_t epochs = c.max_steps * c.batch_size / data.count;
     if (epochs > MANY_EPOCHS)
         printf("each image is seen %ld times, so they are learned by heart: use more images, or fewer --max_steps\n",
@@ -530,5 +517,9 @@ static void print_start(const Config& c, const Trainer& tr, const Dataset& data)
     if (data.cond) print_line("condition: " + c.cond_file + text(", pictures of %d channels", c.cond_channels));
     const int C = c.in_channels;
     if (C != 1 && C != 3) printf("grids show the first of %d channels, in grey\n", C);
+    std::string cost = text("run: %ld steps", c.max_steps);
+    if (c.sample_interval)
+        cost += text(", a grid of %d samples every %d; the ETA counts both", c.num_samples, c.sample_interval);
+    print_line(cost + "; open " + c.output_dir + "/index.html to watch it");
     fflush(stdout);
 }

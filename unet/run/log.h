@@ -177,6 +177,7 @@ struct Run {
     double steps_began = 0; // the start of the oldest step that is issued but not logged yet
     double began = 0;       // now() - began is the length of the run, without the pauses before it was resumed
     double per_step = 0;    // the seconds that a step takes: a mean over recent steps; 0: not known yet
+    double grid_took = 0;   // the seconds that the newest grid took; 0: none was drawn yet
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -265,6 +266,22 @@ static void log_step(Run* run, double ms, double val, double seconds) {
     run->summary.add(row, !s.ok);
 }
 
+// Returns how many grids a run draws from this step on, which is not done: one after each --sample_interval steps, and
+// one at its end.
+static int64_t grids_from(const Config& c, int64_t step) {
+    if (!c.sample_interval) return 0;
+    return (c.max_steps + c.sample_interval - 1) / c.sample_interval - (step - 1) / c.sample_interval;
+}
+
+// Returns how many seconds a grid takes. Before the first one this is estimated: a forward pass of an image is a third
+// of its training step, and guidance may take two of them.
+static double grid_seconds(const Run& run) {
+    const Config& c = run.config;
+    if (run.grid_took > 0) return run.grid_took;
+    const double calls = (double)run.sampler.plan.steps.size() * (c.guided() ? 2 : 1);
+    return c.sample_interval ? c.num_samples * calls * run.per_step / c.batch_size / 3 : 0;
+}
+
 // Returns the whole status line. val: a validation loss, or NaN. eta: the seconds until the run ends.
 static std::string status_line(const Run& run, double val, double eta) {
     const Config& c = run.config;
@@ -300,7 +317,9 @@ static std::string shorten_status(std::string line, size_t columns) {
 
 // Prints the status line. val: a validation loss, or NaN.
 static void print_step(Run* run, double val) {
-    const double eta = run->per_step * (double)(run->config.max_steps - run->state.step);
+    const int64_t step = run->state.step;
+    const double of_grids = grid_seconds(*run) * (double)grids_from(run->config, step);
+    const double eta = run->per_step * (double)(run->config.max_steps - step) + of_grids;
     // On a terminal the next status line replaces this one. In a file or a pipe all status lines stay, one a line.
     const size_t columns = (size_t)terminal_columns();
     show_status(shorten_status(status_line(*run, val, eta), columns));

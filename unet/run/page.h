@@ -21,14 +21,6 @@ static const char PAGE[] =
 #include "page.html"
     ;
 
-// The commit of the sources from which this program was made. The Makefile defines it if they lie in a git checkout.
-#ifndef TRAIN_UNET_COMMIT
-#define TRAIN_UNET_COMMIT
-#endif
-#define AS_STRING(word) #word
-#define STRING_OF(macro) AS_STRING(macro)
-static const char PROGRAM_COMMIT[] = STRING_OF(TRAIN_UNET_COMMIT);
-
 // ---------------------------------------------------------------------------------------------------------------------
 // --- A run in JSON
 
@@ -87,10 +79,8 @@ static std::string json_flags(const Config& c) {
 static double longest_silence(const Run& run) {
     const Config& c = run.config;
     const UNet& net = run.trainer.net;
-    if (run.per_step == 0) return 300;                                    // no step is done yet
-    const double forward = run.per_step / c.batch_size / 3;               // of an image: a third of its training step
-    const double evaluations = (double)run.sampler.plan.steps.size() * 2; // some samplers call the network twice a step
-    const double grid = c.sample_interval ? c.num_samples * evaluations * forward : 0;
+    if (run.per_step == 0) return 300; // no step is done yet
+    const double grid = 2 * grid_seconds(run);
     const double arrays = 3 + (double)c.emas.size(); // in a checkpoint: weights, two moments, averages
     const double checkpoint = (double)net.flat_size * sizeof(float) * arrays / 50e6; // on a slow disk, 50 MB/s
     return run.page.interval + 4 * run.per_step + grid + checkpoint;
