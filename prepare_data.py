@@ -1,6 +1,7 @@
 """Turns images into the .bin file that train_unet.cu and train_unet.py train on.
 
     python prepare_data.py --data_dir DIR --output_name F.bin        folders of images; the folders in them are classes
+    python prepare_data.py --data_dir DIR                            the same into DIR_64x64x3.bin (height, width, channels) beside the folder
     python prepare_data.py --zip FILE.zip --output_name F.bin        the same in a zip; EDM's data sets, with their dataset.json
     python prepare_data.py --idx IMAGES LABELS --output_name F.bin   MNIST, Fashion-MNIST (.gz or not)
     python prepare_data.py --cifar10 FILE... --output_name F.bin     CIFAR-10's binary batches
@@ -40,16 +41,17 @@ class Options:
     idx: list[str] = flag((), "IMAGES LABELS: idx files, as MNIST has; .gz or not; LABELS may be left out", heading=SOURCE)
     cifar10: list[str] = flag((), "FILE...: binary CIFAR-10 batches (data_batch_1.bin ...)", heading=SOURCE)
     emoji: str = flag("", "colour-emoji font with bitmaps, such as Noto Color Emoji", heading=SOURCE)
-    output_name: str = flag("", "data file to write; needed")
+    output_name: str = flag("", "data file to write; needed, but with --data_dir alone it may be left out: FOLDER_64x64x3.bin beside the folder")
     image_size: tuple[int, int] = flag((), "64, or HxW such as 48x64; default: 64, 32 for CIFAR-10 and 28x28 idx images, EDM's data as they are")
     encode: str = flag("", "write latents instead: the folder of an AutoencoderKL, or of a pipeline that has one")
     values: str = flag("", "numbers of each picture, for --cond_dim: a .csv, each line a file's name and its numbers, or a .npy, a row for each")
-    channels: str = flag("", "1 = grey, 3 = RGB; default 3, for idx files 1", choices="1|3")
+    channels: str = flag("", "1 = grey, 3 = RGB; default 3, but 1 for idx files, and if all pictures in a folder or zip are grey", choices="1|3")
     white: int = flag(0, "value that is white in grey pictures of more than 8 bits; default: 65535, and 32 bits are refused", 1, 2**31 - 1)
     crops: int = flag(0, "parts of each picture in a folder or zip, from anywhere (guided-diffusion's random_crop); default: its centre", 1, 1000)
     cond_dir: str = flag("", "folder of pictures that those of --data_dir, of the same path but for .png and such, are conditioned on (--cond_file)")
     cond_output_name: str = flag("", "data file to write them to, in the same order and cut in the same way")
     cond_channels: str = flag("", "as --channels, of those pictures; 4 = RGB and how opaque; default 3", choices="1|3|4")
+    folder_checksum: int = flag(0, "what ./train_unet --data_dir hands over, by which it knows its data file again; default: 0", 0, 2**32 - 1)
 
 
 OPTIONS = {f.name: f for f in dataclasses.fields(Options)}
@@ -60,7 +62,7 @@ def parse_arguments(arguments: list[str]) -> Options:
     args = Options(**parse_flags(arguments, OPTIONS, __doc__.strip()))
     if sum(bool(getattr(args, name)) for name in SOURCES) != 1:
         raise UserError(f"--{', --'.join(SOURCES)}: one of these says what is read, and only one")
-    if not args.output_name:
+    if not args.output_name and (not args.data_dir or args.cond_dir or args.encode):
         raise UserError("--output_name: is missing; name the data file to write")
     # Images that are encoded may be larger: their latents are smaller.
     if args.image_size and (min(args.image_size) < 1 or (max(args.image_size) > 4096 and not args.encode)):
@@ -91,6 +93,7 @@ from common.pictures import (
     Account,
     Cut,
     Parts,
+    channels_of,
     choose_pictures,
     counted,
     decode_images,
@@ -171,7 +174,7 @@ def tell_alone(paths: list[str], folder: str, other: str) -> None:
 
 
 def open_pairs(data_dir: str, cond_dir: str, cut: Cut, channels: int, cond_channels: int, account: Account) -> Source:
-    """The pictures in a folder, each with the one that has its path and name, but for .png and such, in the other folder."""
+    """The pictures in a folder, each with the one that has its path and name, but for .png and such, in the other folder. channels: 0: they say it."""
     found = list_images(data_dir, account)
     labels, class_names = label_by_folder(found)
     images, partners = by_name(found, data_dir), by_name(list_images(cond_dir, account), cond_dir)
@@ -180,6 +183,7 @@ def open_pairs(data_dir: str, cond_dir: str, cut: Cut, channels: int, cond_chann
     paired = [(number, path, partners[name]) for number, (name, path) in enumerate(images.items()) if name in partners]
     if not paired:
         raise DataError(f"no picture of {data_dir} has one of the same name in {cond_dir}")
+    channels = channels or channels_of(path for _, path, _ in paired)
     conditions: deque[np.ndarray] = deque()
 
     def decode(path: str, index: int) -> list[np.ndarray]:
@@ -236,7 +240,7 @@ def shared_folders(names: list[str]) -> int:
 
 def open_zip(path: str, image_size: tuple[int, int] | None, channels: int, crops: int, account: Account) -> Source:
     """The pictures in a zip, read from where they lie. In a data set of EDM's, dataset.json holds the labels and the folders mean nothing; else they mean
-    what they do in a folder."""
+    what they do in a folder. channels: 0: the pictures say it."""
     try:
         archive = zipfile.ZipFile(open_regular(path))
         archive.filename = path
@@ -258,6 +262,7 @@ def open_zip(path: str, image_size: tuple[int, int] | None, channels: int, crops
 
     if all(archive.getinfo(name).flag_bits & 1 for name in names):
         raise DataError(f"{path} is encrypted: unpack it, and give the folder to --data_dir")
+    channels = channels or channels_of(names, open_picture)
     if "dataset.json" not in entries:
         labels, class_names = label_by_folder(found)
         return decoded(names, labels, class_names, cut_out(image_size or (64, 64)), account)
@@ -565,15 +570,28 @@ def check_flags(args: Options) -> None:
         raise UserError(f"--cond_dir {args.cond_dir}: its pictures become a file of their own; name it with --cond_output_name")
     if not args.cond_dir and (args.cond_output_name or args.cond_channels):
         raise UserError("--cond_output_name and --cond_channels: say what becomes of the pictures of --cond_dir, which is not given")
-    check_output("--output_name", args.output_name, input_files(args), is_data, only="data file")
+    if args.output_name:
+        check_output("--output_name", args.output_name, input_files(args), is_data, only="data file")
     if args.cond_output_name:
         check_output("--cond_output_name", args.cond_output_name, input_files(args), is_data, only="data file")
         if os.path.realpath(args.cond_output_name) == os.path.realpath(args.output_name):
             raise UserError(f"--cond_output_name {args.cond_output_name}: is --output_name, too; two files are written")
 
 
+def data_file_beside(folder: str, image_size: tuple[int, int], channels: int) -> str:
+    """Where the data file of a folder lies, if nobody names another: as data_file_beside in unet/run/prepare.h says it, too."""
+    path = folder.rstrip("/")
+    if os.path.basename(path) in ("", ".", ".."):  # no name to which the ending could be added
+        path = os.path.realpath(folder)
+    if path == "/":
+        raise UserError(f"--data_dir {folder}: has no folder in which its data file could lie; name one with --output_name")
+    return f"{path}_{image_size[0]}x{image_size[1]}x{channels}.bin"
+
+
 def open_source(args: Options) -> Source:
-    channels, account = int(args.channels or (1 if args.idx else 3)), Account(args.white)
+    of_pictures = (args.data_dir or args.zip) and not args.encode
+    channels = int(args.channels or (1 if args.idx else 0 if of_pictures else 3))  # 0: the pictures say it
+    account = Account(args.white)
     if args.idx:
         return open_idx(args.idx, args.image_size, channels)
     if args.cifar10:
@@ -587,12 +605,17 @@ def open_source(args: Options) -> Source:
         return open_pairs(args.data_dir, args.cond_dir, cut, channels, int(args.cond_channels or 3), account)
     found = list_images(args.data_dir, account)
     paths = [os.path.join(args.data_dir, *parts) for parts in found]
+    channels = channels or channels_of(paths)
+    if not args.output_name:  # it depends on the channels
+        args.output_name = data_file_beside(args.data_dir, cut.image_size, channels)
+        check_output("--output_name", args.output_name, input_files(args), is_data, only="data file")
     return decoded(paths, *label_by_folder(found), lambda path, index: cut.parts(read_picture(path, channels, account), index), account)
 
 
 def write_pairs(args: Options, source: Source, values: list[np.ndarray] | None, value_names: list[str]) -> int:
     """Both files of --cond_dir, or neither; returns the number of images in each."""
     with new_data_file(args.output_name) as images, new_data_file(args.cond_output_name) as conditions:
+        images.folder = args.folder_checksum
         for image in source.images:
             images.add(image)
             conditions.add(source.conditions.popleft())
@@ -625,7 +648,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.cond_dir:
             write_pairs(args, source, values, value_names)
         else:
-            write_data(args.output_name, source.images, source.labels, source.num_classes, values, value_names, source.class_names)
+            behind = source.labels, source.num_classes, values, value_names, source.class_names  # the images
+            write_data(args.output_name, source.images, *behind, folder=args.folder_checksum)
     except UserError as error:
         print(f"prepare_data: {printable(error)}", file=sys.stderr)
         return 1

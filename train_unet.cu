@@ -1911,7 +1911,7 @@ static int train(const Config& c, const Dataset& data, Folder output, const std:
                  const ModelFile& start) {
     // First find errors in the settings, before the program allocates memory or writes a file.
     if (!world.rank) check_output_dir(c, output, resume, start.state().step);
-    const Dataset val = open_validation_data(c);
+    const Dataset val = open_validation_data(c, data);
     if (start.size) check_size(start, build_unet(c));
     Run run{c, make_trainer(c, data), val, output};
     if (!begin_run(&run, data, resume, start)) return 0; // all steps are done already
@@ -1990,7 +1990,7 @@ static int run_program(int argc, char** argv) {
     // If the data decided which preset is used, complete_config has opened the data file already.
     if (!data.size) data = open_dataset(c.data_file);
     open_pictures(&data, "cond_file", c.cond_file);
-    take_data_shape(&c, data, where);
+    take_data_shape(&c, &data, model, where);
     if (resumes) check_resume(c, model, data);
     compare_ranks(c, model.path);
     join_devices(directly);

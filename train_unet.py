@@ -736,6 +736,11 @@ class LossHistory:
             row[min(n, HISTORY_LENGTH - 1)], row[-1] = min(loss, float(np.finfo(np.float32).max)), min(n + 1, HISTORY_LENGTH)
 
 
+def kept_names(config: Config, names: Sequence[str]) -> tuple[str, ...]:
+    """The names of classes that a model keeps: those of all its classes, or none."""
+    return tuple(names) if config.class_cond and len(names) == config.num_classes else ()
+
+
 class Trainer:
     """A model in training: weights, their averages and AdamW's moments, all flat arrays in state_dict order. start: a checkpoint is continued; bare
     weights are started from; None starts from initial_weights(config)."""
@@ -744,7 +749,7 @@ class Trainer:
         self.device = pick_device(str(device))
         if not start or start.m is None:
             fresh = start.weights if start else initial_weights(config, self.device if self.device.type == "cuda" else "cpu")
-            names = start.class_names if start and config.class_cond else ()
+            names = kept_names(config, start.class_names) if start else ()
             start = ModelFile(config, fresh, m=np.zeros_like(fresh), v=np.zeros_like(fresh), class_names=names)
         guard = start.state.guard if start.state.guard_kind else TrainingState.guard
         self.config, self.state = config, dataclasses.replace(start.state, guard=guard, guard_kind=1)
@@ -944,8 +949,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
     if start and not config.resume_checkpoint:  # --init takes the weights alone
         start = ModelFile(start.config, start.weights_to_use(config.use_ema), class_names=start.class_names)
     trainer = Trainer(config, device, start)
-    if config.class_cond:
-        trainer.class_names = tuple(data.class_names) or trainer.class_names
+    trainer.class_names = kept_names(config, data.class_names or trainer.class_names)
     state, first_step = trainer.state, trainer.state.step
     state.preset, state.val_crc = preset, val_data.whole_crc() if val_data else 0
     state.data_images, state.data_crc, state.cond_crc = len(data.images), data.crc, data.pictures.crc if data.pictures else 0
@@ -1037,7 +1041,7 @@ def run(argv: list[str]) -> int:
         print(f"{title}:", *(f"--{name} {format_value(name, value)}" for name, value in shown.items()))
     if config.init_model_only:
         check_output("--init_model_filename", config.init_model_filename, [config.data_file], is_compared)
-        file = ModelFile(config, initial_weights(config), class_names=tuple(data.class_names) if data and config.class_cond else ())
+        file = ModelFile(config, initial_weights(config), class_names=kept_names(config, data.class_names) if data else ())
         check_replaced_model("--init_model_filename", config.init_model_filename, file)
         write_model(config.init_model_filename, file)
         print(f"{config.init_model_filename}: initial weights, {parameter_count(config) / 1e6:.2f} M parameters")

@@ -295,8 +295,6 @@ def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resu
     if is_default:
         chosen = parse_flags(SHARED["OF_LABELS"].split(), FLAGS) | chosen
     chosen = {name: value for name, value in chosen.items() if name not in without}
-    if is_default and flags.get("data_dir"):
-        chosen["in_channels"] = 3  # the preset may be for grey images
     if patch and "patch_size" in chosen:
         chosen["patch_size"] = patch
     values = chosen | flags | {"preset": preset}
@@ -384,7 +382,7 @@ def default_preset(flags: dict[str, Any], data: Any = None) -> tuple[str, int]:
     channels = flags.get("in_channels", 3)
     if "data_file" in flags and data:
         channels, height, width = data.images.shape[1:]
-    elif flags.get("data_dir"):  # a folder becomes 64x64 RGB, as in prepare_data.py
+    elif flags.get("data_dir"):  # a folder becomes 64x64, as in prepare_data.py
         height, width = flags.get("image_size", (64, 64))
     else:
         return "quick64" if on_gpu else "quick32", 0

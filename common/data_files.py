@@ -20,7 +20,6 @@ from common.flags import Config
 from common.program import UserError
 
 MOST_VALUES, MOST_NAME_BYTES = 4096, 1 << 20  # numbers an image, and bytes of their names, or of those of the classes
-WRITES_CLASS_NAMES = False  # until train_unet.cu reads them (slot 12); reading is always possible
 READ_AT_START = 4 << 30  # bytes: no longer file is read, and so checked, as a whole before training begins
 
 
@@ -159,15 +158,17 @@ def naming(path: str) -> Iterator[None]:
 
 
 def data_header(
-    slots: list[int], body_crc: int, numbers_an_image: int = 0, name_bytes: int = 0, class_name_bytes: int = 0, kind: int = 0
+    slots: list[int], body_crc: int, numbers_an_image: int = 0, name_bytes: int = 0, class_name_bytes: int = 0, kind: int = 0, folder: int = 0
 ) -> np.ndarray:
     """The header (256 numbers) of a data file, with the checksum of itself in slot 8. slots: from slot 1 on: version, images, their C, H and W, classes, and
-    bytes of a value. body_crc: of what lies behind the header. kind: SAMPLES, or 0."""
+    bytes of a value. body_crc: of what lies behind the header. kind: SAMPLES, or 0. folder: the checksum of the list of files that `./train_unet --data_dir`
+    made the data of, or 0. It is no part of slot 8: the content has the same name, whenever its pictures were touched."""
     header = np.zeros(256, "<u4")
     header[:8] = [DATA_MAGIC, *slots]
     header[10:13] = numbers_an_image, name_bytes, class_name_bytes
     header[9], header[14] = body_crc, kind
     header[8] = zlib.crc32(header.tobytes())
+    header[13] = folder
     return header
 
 
@@ -179,7 +180,7 @@ class DataWriter:
         self.shape: tuple[int, ...] | None = None  # of every image
         self.dtype: np.dtype | None = None
         self.written, self.crc, self.image_crcs = 0, 0, array("I")
-        self.kind = 0  # SAMPLES: what --sample draws
+        self.kind, self.folder = 0, 0  # as in data_header
         with naming(path):
             file.write(bytes(HEADER_BYTES))
 
@@ -224,14 +225,14 @@ class DataWriter:
         if values is not None:
             block, numbers_an_image, name_bytes = values_block(values, value_names, self.written)
             behind += block
-        names = class_names_block(class_names, num_classes) if WRITES_CLASS_NAMES else b""
+        names = class_names_block(class_names, num_classes)
         behind += names
         crc = self.crc
         version = 1 if self.file.tell() + len(behind) <= READ_AT_START else 2
         if version == 2:
             behind, crc = behind + np.array(self.image_crcs, "<u4").tobytes(), 0
         slots = [version, self.written, *self.shape, num_classes, self.dtype.itemsize]
-        header = data_header(slots, zlib.crc32(behind, crc), numbers_an_image, name_bytes, len(names), self.kind)
+        header = data_header(slots, zlib.crc32(behind, crc), numbers_an_image, name_bytes, len(names), self.kind, self.folder)
         with naming(self.path):
             self.file.write(behind)
             self.file.seek(0)
@@ -261,14 +262,15 @@ def write_data(
     value_names: Sequence[str] = (),
     class_names: Sequence[str] = (),
     kind: int = 0,
+    folder: int = 0,
 ) -> int:
     """Writes a data file, whole or not at all, and returns the number of images in it. images: (C, H, W) each, uint8 or float32 in [-1, 1]. They go to
-    the disk one by one; `labels` and `values` (N, K) are not looked at before their end, and may be lists that grow meanwhile. kind: SAMPLES for what a
-    model has drawn."""
+    the disk one by one; `labels` and `values` (N, K) are not looked at before their end, and may be lists that grow meanwhile. kind, folder: as
+    in data_header."""
     if (labels is None) != (num_classes == 0):
         raise DataError(f"labels and num_classes ({num_classes}) must be given together or not at all")
     with new_data_file(path) as writer:
-        writer.kind = kind
+        writer.kind, writer.folder = kind, folder
         for image in images:
             writer.add(image)
         return writer.finish(labels, num_classes, values, value_names, class_names)
@@ -323,7 +325,7 @@ def open_data_file(path: str) -> Data:
         version, header_crc = int(header[1]), int(header.view("<u4")[8])
         if version not in (1, 2):
             raise DataError(f"{path} has version {version} of the data format; this program reads versions 1 and 2")
-        if header_crc != zlib.crc32(start[:32] + bytes(4) + start[36:]):
+        if header_crc != zlib.crc32(start[:32] + bytes(4) + start[36:52] + bytes(4) + start[56:]):  # 0 in slots 8 and 13
             raise DataError(f"{path} is damaged: its header does not match its checksum")
         count, channels, height, width, num_classes, value_bytes = (int(value) for value in header[2:8])
     else:
@@ -344,8 +346,9 @@ def open_data_file(path: str) -> Data:
             raise DataError(f"{path}: its header is damaged (bytes of names: {there}, where a multiple of 4 is possible)")
     if magic == DATA_MAGIC:
         check_field(path, "kind", int(header[14]), 0, SAMPLES)
-    if (unused := np.flatnonzero((np.arange(256) >= 13) & (np.arange(256) != 14) & (header != 0))).size:
-        field = unused[0]
+    first_unused = 15 if magic == DATA_MAGIC else 10
+    if (unused := np.flatnonzero(header[first_unused:])).size:
+        field = first_unused + unused[0]
         raise DataError(f"{path}: its header is damaged (field {field} holds {header[field]}, which means nothing)")
     image_bytes = count * channels * height * width * value_bytes
     # behind the images, in words of 4 bytes

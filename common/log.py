@@ -150,9 +150,14 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
         # Whether there are classes, and what the pictures of a condition are, is not known yet.
         later = {"class_cond", "class_dropout", "guidance_scale", "classes", "cond_file", "val_cond_file", "cond_channels", "cond_dropout"}
         unlabelled = {name: value for name, value in flags.items() if name not in later} | {"class_cond": False}
-        from common.pictures import open_pictures  # needs Pillow and tqdm, which who trains on a data file does without
+        from common.pictures import folder_channels, open_pictures  # needs Pillow and tqdm, which who trains on a data file does without
 
-        data = open_pictures(flags["data_dir"], start.config if start else make_config(unlabelled))
+        try:
+            if not start and "in_channels" not in flags:  # no preset makes pictures grey
+                unlabelled["in_channels"] = folder_channels(flags["data_dir"])
+            data = open_pictures(flags["data_dir"], start.config if start else make_config(unlabelled))
+        except files.DataError as e:
+            raise files.DataError(f"--data_dir {flags['data_dir']}: {e}") from None
     else:
         path = flags.get("data_file") or preset_flags(flags.get("preset") or default_preset(flags)[0])["data_file"]
         if os.path.exists(path) or not flags.get("init_model_only") or "data_file" in flags:

@@ -29,7 +29,6 @@ from common.flags import (
 from common.model import parameter_count, parameter_shapes, to_state_dict
 from common.program import NOT_OF_DATA, UserError
 
-WRITES_CLASS_NAMES = False  # until train_unet.cu reads them (slot 119); reading is always possible
 HISTORY_LENGTH = 10  # losses of each t that a checkpoint keeps
 
 
@@ -167,7 +166,7 @@ class ModelFile:
         """What the header of a .bin says, for the other formats."""
         names = CHECKPOINT_FLAGS if self.m is not None else [*SAVED_FLAGS, "seed"]
         found: dict[str, Any] = {"config": {n: getattr(self.config, n) for n in names}, "state": dataclasses.asdict(self.state)}
-        return found | ({"class_names": list(self.class_names)} if self.class_names and WRITES_CLASS_NAMES else {})
+        return found | ({"class_names": list(self.class_names)} if self.class_names else {})
 
     def class_names_block(self) -> bytes:
         """The names as a .bin holds them."""
@@ -256,7 +255,6 @@ def check_state(config: Config, state: TrainingState) -> None:
 
 
 def bin_chunks(file: ModelFile) -> list[np.ndarray]:
-    file = file if WRITES_CLASS_NAMES else dataclasses.replace(file, class_names=())
     history = [file.history] if file.history is not None else []
     header, arrays = pack_header(file), [np.ascontiguousarray(a, "<f4") for a in [*file.arrays().values(), *history]]
     arrays.append(np.frombuffer(file.class_names_block(), np.uint8))

@@ -20,8 +20,7 @@ import numpy as np
 from PIL import Image, ImageCms, ImageOps
 from tqdm import tqdm
 
-from common import data_files
-from common.data_files import Data, brief_list, data_header
+from common.data_files import Data, brief_list, class_names_block, data_header
 from common.files import DataError, open_regular
 from common.flags import Config
 from common.program import NOT_OF_PICTURES, printable
@@ -138,6 +137,11 @@ def is_deep(image: Image.Image) -> bool:
     return image.mode in ("I", "F") or image.mode.startswith("I;16")
 
 
+def is_grey(image: Image.Image) -> bool:
+    """Whether a picture, just opened, has no colours by what its file says."""
+    return image.mode in ("1", "L", "LA") or is_deep(image)
+
+
 def white_value(image: Image.Image, told: int) -> tuple[int, bool]:
     """(which value of a deep grey picture, just opened, is white; whether the file itself does not say so). told: --white. DataError if nothing does."""
     if image.mode == "F":
@@ -178,8 +182,7 @@ def to_srgb(profile: bytes) -> tuple[str, ImageCms.ImageCmsTransform] | None:
 def in_srgb(image: Image.Image, profile: bytes, account: Account) -> Image.Image:
     """A picture of 8 bits in RGB, or RGBA, by what its colour profile says. One that is broken, or is of other colours than the picture, is none."""
     mode, transform = to_srgb(profile) or ("", None)
-    is_grey = image.mode in ("1", "L", "LA")
-    if not transform or (mode == "CMYK") != (image.mode == "CMYK") or (mode == "L" and not is_grey):
+    if not transform or (mode == "CMYK") != (image.mode == "CMYK") or (mode == "L" and not is_grey(image)):
         account.bad_profiles += 1
         return image
     image = image.convert("RGBA") if image.has_transparency_data else image
@@ -263,6 +266,25 @@ def read_picture(path: str, channels: int, account: Account, open_picture: Calla
         flat = flat_image(picture, channels, account)
         account.count_frames(picture)
         return flat
+
+
+def channels_of(paths: Iterable[str], open_picture: Callable[[str], BinaryIO] = open_regular) -> int:
+    """1 if all pictures are grey, which a line says; else 3. They are opened, but not decoded. Those that can't be opened say nothing."""
+    opened = 0
+    for path in paths:
+        try:
+            with open_picture(path) as file, Image.open(file, formats=picture_formats()[0]) as picture:
+                opened += 1
+                if not is_grey(picture):
+                    return 3
+        except NOT_OF_PICTURES:
+            raise
+        except Exception:  # noqa: BLE001 (as in decode_images, which names them)
+            continue
+    if not opened:
+        return 3
+    tell("all pictures are grey, so images have 1 channel; prepare_data.py --channels 3, or train_unet --in_channels 3, makes them RGB")
+    return 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -384,14 +406,16 @@ def load_folder(data_dir: str, image_size: tuple[int, int], channels: int) -> tu
     return images[: len(kept)], None if labels is None else np.array(labels, np.int32)[kept], class_names
 
 
+def folder_channels(path: str) -> int:
+    """How many channels the images in a folder have, if only its pictures say it."""
+    return channels_of(os.path.join(path, *parts) for parts in list_images(path, Account()))
+
+
 def open_pictures(path: str, config: Config) -> Data:
     """Reads the images in a folder, cropped to the configuration's size; sub-folders are classes."""
-    try:
-        images, labels, names = load_folder(path, config.image_size, config.in_channels)
-    except DataError as e:
-        raise DataError(f"--data_dir {path}: {e}") from None
+    images, labels, names = load_folder(path, config.image_size, config.in_channels)
     # The checksum is that of the data file that `prepare_data.py` makes of this folder, so that a resumed run notices other pictures.
     classes, behind = (0, b"") if labels is None else (len(names), labels.astype("<i4").tobytes())
-    block = data_files.class_names_block(names, classes) if data_files.WRITES_CLASS_NAMES else b""
+    block = class_names_block(names, classes)
     header = data_header([1, *images.shape, classes, 1], zlib.crc32(behind + block, zlib.crc32(images)), class_name_bytes=len(block))
     return Data(path, images, labels, classes, int(header[8]), class_names=names)

@@ -324,7 +324,7 @@ static void print_help() {
     apply_preset(&preset, DEFAULT_PRESET);
     printf("train_unet: trains a diffusion UNet, and samples from it.\n\n"
            "  ./train_unet                              train the default preset into out/\n"
-           "  ./train_unet --data_dir PICTURES          on your own pictures (prepare_data.py makes PICTURES.bin)\n"
+           "  ./train_unet --data_dir PICTURES          on your own pictures (prepare_data.py makes the data file)\n"
            "  ./train_unet --resume_checkpoint latest   continue the run in out/\n"
            "  ./train_unet --sample 36 --init out/model_0000400.bin --output samples.png\n\n"
            "In brackets: the default, and what preset %s has, which holds without --preset or data of your own.\n",

@@ -16,7 +16,7 @@ constexpr size_t READ_AT_START = (size_t)4 << 30; // a file of up to this many b
 constexpr int VAL_IMAGES = 512;                   // the most images that a validation loss is the mean of
 constexpr int BATCHES_AHEAD = 8;                  // how many batches in advance the system is asked to read
 constexpr int MOST_VALUES = 4096;                 // the most numbers per image, the limit of --cond_dim
-constexpr int MOST_NAME_BYTES = 1 << 20;          // the most bytes of all the numbers' names together
+constexpr int MOST_NAME_BYTES = 1 << 20;          // the most bytes of all the numbers' names together; of the classes'
 
 // Data files and model files begin with a header of 256 slots of 4 bytes. In both, the first two slots are:
 constexpr int SLOT_MAGIC = 0;
@@ -27,14 +27,17 @@ constexpr int DATA_SLOT_CHANNELS = 3;
 constexpr int DATA_SLOT_HEIGHT = 4;
 constexpr int DATA_SLOT_WIDTH = 5;
 constexpr int DATA_SLOT_CLASSES = 6;
-constexpr int DATA_SLOT_BYTES = 7;      // the size of a value of an image: 1 or 4
-constexpr int DATA_SLOT_HEADER_CRC = 8; // the checksum of the header, computed with 0 in this slot
+constexpr int DATA_SLOT_BYTES = 7; // the size of a value of an image: 1 or 4
+// the checksum of the header, computed with 0 in this slot and in DATA_SLOT_FOLDER
+constexpr int DATA_SLOT_HEADER_CRC = 8;
 // the checksum of all that follows the header (version 1), or of all that follows the images (version 2)
 constexpr int DATA_SLOT_BODY_CRC = 9;
-constexpr int DATA_SLOT_VALUES = 10; // K, the numbers of each image
-constexpr int DATA_SLOT_NAMES = 11;  // bytes of the numbers' names
-constexpr int DATA_SLOT_UNUSED = 12; // from this slot on, all slots are 0, but:
-constexpr int DATA_SLOT_KIND = 14;   // SAMPLES: written by --sample, which may replace the file; 0: other data
+constexpr int DATA_SLOT_VALUES = 10;      // K, the numbers of each image
+constexpr int DATA_SLOT_NAMES = 11;       // bytes of the numbers' names
+constexpr int DATA_SLOT_CLASS_NAMES = 12; // bytes of the classes' names
+constexpr int DATA_SLOT_FOLDER = 13;      // made by --data_dir: checksum_of_folder; 0: made in another way
+constexpr int DATA_SLOT_KIND = 14;        // SAMPLES: written by --sample, which may replace the file; 0: other data
+constexpr int DATA_SLOT_UNUSED = 15;      // from this slot on, all slots are 0
 constexpr int SAMPLES = 1;
 
 struct Dataset : InputFile {
@@ -46,12 +49,15 @@ struct Dataset : InputFile {
     int bytes = 1;      // the size of a value of an image: 1 (uint8) or 4 (float32)
     int K = 0;          // numbers of each image
     int name_bytes = 0; // bytes of the numbers' names
+    int class_name_bytes = 0;
     // The header's checksum (unet.cu's files: 0). It identifies the whole file, because the header holds a checksum of
     // the rest.
     uint32_t header_crc = 0;
-    std::vector<int32_t> labels;     // (N), or empty
-    std::vector<float> values;       // (N, K): the numbers
-    std::string value_names;         // a line for each of the K numbers; or empty
+    std::vector<int32_t> labels; // (N), or empty
+    std::vector<float> values;   // (N, K): the numbers
+    std::string value_names;     // a line for each of the K numbers; or empty
+    // by the classes' numbers; or empty. In a run: those of the model (take_class_names)
+    std::vector<std::string> class_names;
     std::vector<uint32_t> image_crc; // (N), the checksum of each image; empty: not known
     int64_t asked = 0;               // load_batch has asked the system to fetch the images before this stream position
     std::string error;               // why an image could not be used
@@ -74,7 +80,7 @@ struct Dataset : InputFile {
     size_t value_words() const { return count * K; }
     size_t words_behind() const {
         const size_t checksums = version == 2 ? count : 0;
-        return label_words() + value_words() + name_bytes / 4 + checksums;
+        return label_words() + value_words() + name_bytes / 4 + class_name_bytes / 4 + checksums;
     }
 };
 
@@ -145,9 +151,47 @@ static void take_data_fields(Dataset* d, const Header& h, const char* hint) {
     d->K = field(DATA_SLOT_VALUES, "numbers an image", 0, MOST_VALUES);
     field(DATA_SLOT_KIND, "kind", 0, SAMPLES);
     d->name_bytes = field(DATA_SLOT_NAMES, "bytes of names", 0, d->K > 0 ? MOST_NAME_BYTES : 0);
-    if (d->name_bytes % 4)
-        die("%s: its header is damaged (bytes of names: %d, where a multiple of 4 is possible); %s", d->path.c_str(),
-            d->name_bytes, hint);
+    d->class_name_bytes = field(DATA_SLOT_CLASS_NAMES, "bytes of classes", 0, d->classes > 0 ? MOST_NAME_BYTES : 0);
+    if (d->name_bytes % 4 || d->class_name_bytes % 4)
+        die("%s: its header is damaged (bytes of names: %d and %d, where multiples of 4 are possible); %s",
+            d->path.c_str(), d->name_bytes, d->class_name_bytes, hint);
+}
+
+// Returns the bytes that data and model files hold of the names of their classes: a line for each, filled up with zeros
+// to a multiple of 4 bytes.
+static std::string class_names_block(const std::vector<std::string>& names) {
+    std::string block;
+    for (const std::string& name : names) block += (block.empty() ? "" : "\n") + name;
+    return block.append((4 - block.size() % 4) % 4, '\0');
+}
+
+// Returns the names of such a block. Ends the program if they are not as many as classes, all different, none empty.
+static std::vector<std::string> read_class_names(const std::string& path, const std::string& block, int classes) {
+    std::vector<std::string> names;
+    std::istringstream lines(block.substr(0, block.find('\0')));
+    for (std::string line; std::getline(lines, line);) names.push_back(line);
+    const std::set<std::string> different(names.begin(), names.end());
+    const bool as_many = block.empty() || std::ssize(different) == classes;
+    const bool right = as_many && !different.contains("") && class_names_block(names) == block;
+    must(right, path,
+         text("its names of %d classes are damaged; make it again, or use an earlier checkpoint", classes));
+    return names;
+}
+
+// Gives the labels the numbers that the classes of the same names have in a model. known: the names of the model's
+// classes by their numbers. of: the file that knows them. If the images or the model have no names, the numbers stay.
+static void take_class_names(Dataset* d, const std::vector<std::string>& known, const std::string& of) {
+    if (d->class_names.empty()) d->class_names = known;
+    if (known.empty() || d->class_names == known) return;
+    std::vector<int32_t> number; // in the model, by the number in this file
+    for (const std::string& name : d->class_names) {
+        const auto found = std::ranges::find(known, name);
+        must(found != known.end(), d->path, "its class " + name + " is none of those of " + of);
+        number.push_back((int32_t)(found - known.begin()));
+    }
+    for (int32_t& label : d->labels) label = number[label];
+    d->classes = (int)known.size();
+    d->class_names = known;
 }
 
 static void take_values(Dataset* d, const std::vector<int32_t>& behind) {
@@ -156,6 +200,7 @@ static void take_values(Dataset* d, const std::vector<int32_t>& behind) {
     d->values.assign(numbers, numbers + d->value_words());
     d->value_names.assign(names, d->name_bytes);
     while (d->value_names.ends_with('\0')) d->value_names.pop_back(); // zeros that fill up the last word of 4 bytes
+    d->class_names = read_class_names(d->path, std::string(names + d->name_bytes, d->class_name_bytes), d->classes);
     for (size_t i = 0; i < d->values.size(); i++)
         if (!std::isfinite(d->values[i]))
             refuse(d->path + text(": image %zu has a number that is not finite; make the file again", i / d->K));
@@ -194,9 +239,9 @@ static Dataset open_dataset(const std::string& path) {
     const size_t size = d.image_at(d.count) + d.words_behind() * sizeof(int32_t);
     must(size == d.size, path,
          text("is %zu bytes long, but its header speaks of %zu; it was cut or damaged: make it again", d.size, size));
-    check_unused(h, DATA_SLOT_UNUSED, DATA_SLOT_KIND, path, std::string("; ") + hint);
-    check_unused(h, DATA_SLOT_KIND + 1, 256, path, std::string("; ") + hint);
+    check_unused(h, DATA_SLOT_UNUSED, 256, path, std::string("; ") + hint);
     h.slot[DATA_SLOT_HEADER_CRC] = 0;
+    h.slot[DATA_SLOT_FOLDER] = 0;
     const bool right = d.version == 0 || crc32(0, h.slot, 1024) == d.header_crc;
     must(right, path, "its header's checksum is wrong, so it was damaged; make it again");
 

@@ -160,7 +160,7 @@ FLAG(int64_t, seed, 0, "of everything random", 0, 9e15);
 HEADING(files, "Data and files");
 FLAG(string, data_file, "", "images, from prepare_data.py");
 FLAG(string, data_dir, "",
-     "or a folder of pictures, from which prepare_data.py makes FOLDER.bin; sub-folders are classes");
+     "or a folder of pictures, of which prepare_data.py makes FOLDER_64x64x3.bin; sub-folders are classes");
 SAVED(80, bool, random_flip, false, "mirror half of the images");
 FLAG(string, val_data_file, "", "images whose loss is logged but not trained on (512 of them, if there are more)");
 FLAG(string, cond_file, "",

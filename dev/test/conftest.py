@@ -161,12 +161,14 @@ def data_bytes(images: np.ndarray, labels: np.ndarray | None = None, num_classes
 
 
 def seal_data(file: bytes) -> bytes:
-    """A data file with the two checksums in its header made right: slot 9 is of all behind the header, in version 2 of all behind the images."""
+    """A data file with the two checksums in its header made right: slot 9 is of all behind the header, in version 2 of all behind the images. Slot 8 is of
+    the header with 0 in slots 8 and 13."""
     header = np.frombuffer(file[:1024], "<u4").copy()
     images = math.prod(int(header[i]) for i in (2, 3, 4, 5, 7)) if header[1] == 2 else 0
     header[9] = zlib.crc32(file[1024 + images :])
-    header[8] = 0
-    header[8] = zlib.crc32(header.tobytes())
+    folder = header[13]
+    header[[8, 13]] = 0
+    header[8], header[13] = zlib.crc32(header.tobytes()), folder
     return header.tobytes() + file[1024:]
 
 

@@ -134,7 +134,7 @@ static void fuzz_data(const Header& h, const uint8_t* body, size_t n, bool right
     c.channel_mult = "1";
     c.data_file = path;
     c.cond_file = path;
-    take_data_shape(&c, d, "");
+    take_data_shape(&c, &d, ModelFile(), "");
 }
 
 // Of one input in sixteen a whole file, with arrays, which takes a hundred times as long as its header alone.

@@ -176,7 +176,7 @@ def test_bad_tables(pictures: Path, tmp_path: Path, table: str) -> None:
 
 
 def test_bad_arrays(pictures: Path, tmp_path: Path) -> None:
-    given = ["--data_dir", pictures, "--image_size", 8, "--output_name", tmp_path / "d.bin", "--values"]
+    given = ["--data_dir", pictures, "--image_size", 8, "--channels", 1, "--output_name", tmp_path / "d.bin", "--values"]
     for values in np.zeros((5, 2)), np.full(6, np.inf), np.array(["a"]), np.zeros(6, complex), np.zeros(6, "datetime64[s]"), np.full(6, 1e39):
         np.save(tmp_path / "v.npy", values)
         told = prepare(*given, tmp_path / "v.npy", code=1).stderr

@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT, TINY, flags
 
 import train_unet
-from common import data_files, model_files
+from common import model_files
 from common.data_files import open_data_file, write_data
 
 SOURCES = [
@@ -61,7 +61,7 @@ def readers() -> dict[str, Any]:
     return names
 
 
-def test_readers(run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers(run: Callable[..., Any], tmp_path: Path) -> None:
     doc = readers()
     images = np.random.default_rng(0).integers(0, 256, (11, 1, 8, 8), np.uint8)
     labels = np.arange(11) % 3
@@ -71,8 +71,7 @@ def test_readers(run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.Mo
         assert classes == 3 and np.array_equal(images, again) and np.array_equal(labels, again_labels)
     values = np.random.default_rng(1).standard_normal((11, 2)).astype(np.float32)
     for class_names in [], ["x", "y z", "ä"]:
-        monkeypatch.setattr(data_files, "WRITES_CLASS_NAMES", True)
-        write_data(str(tmp_path / "numbers.bin"), images, labels, 3, values, ["a", "bcd e"], class_names)
+        write_data(str(tmp_path / "numbers.bin"), images, labels, 3, values, ["a", "bcd e"], class_names, folder=7)
         *_, again_values, names, again_names = doc["read_data"](tmp_path / "numbers.bin")
         assert np.array_equal(values, again_values) and names == ["a", "bcd e"] and again_names == class_names
 
@@ -196,7 +195,7 @@ def test_names_in_comments() -> None:
                 before, behind = line, ""
             code.append(before)
             names |= set(re.findall(r"\b[A-Za-z]\w*_\w+", behind))
-    others = set("DNO_HOPPER state_dict align_corners samples_STEP sample_row test_pipelines tma_stores c_skip x_s x_n".split())
+    others = set("DNO_HOPPER state_dict align_corners samples_STEP PICTURES_64x64x3 sample_row test_pipelines tma_stores c_skip x_s x_n".split())
     text = "\n".join([*code, *((ROOT / name).read_text() for name in SOURCES if name not in sources)])
     files = {path.stem for folder in ("unet", "dev", "common") for path in (ROOT / folder).rglob("*.*")}
     words = sorted(set(re.findall(r"\w+", text)) | files)

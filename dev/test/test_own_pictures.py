@@ -15,16 +15,17 @@ import sys
 import unicodedata
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, make_images, random_weights, seal_data, seal_model, with_slot
+from conftest import ROOT, flags, make_images, random_weights, seal_data, seal_model, with_slot
 from PIL import Image, ImageCms, features
 
 import prepare_data
 import train_unet as twin
-from common import data_files, model_files, pictures, program
+from common import data_files, pictures, program
 from common.config import make_config
 from common.data_files import open_data, write_data
 from common.files import DataError
@@ -37,11 +38,11 @@ COLORS = [RED, GREEN, BLUE, (200, 100, 50), (1, 2, 3), (9, 99, 199)]
 NFC, NFD = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
 
 
-@pytest.fixture
-def with_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files hold the names of classes."""
-    monkeypatch.setattr(data_files, "WRITES_CLASS_NAMES", True)
-    monkeypatch.setattr(model_files, "WRITES_CLASS_NAMES", True)
+SMALL_RUN = (
+    "--preset fashion32 --image_size 8 --num_channels 32 --channel_mult 1,1 --attention_resolutions 4 --batch_size 2 --sample_interval 0 "
+    "--noise_schedule linear --device cpu --max_steps 1"
+).split()
+WITH_CLASSES = ["--class_cond", "True", "--class_dropout", "0"]
 
 
 def encoded(color: object, form: str = "PNG", size: tuple[int, int] = (8, 8), mode: str = "RGB", **options: object) -> bytes:
@@ -114,7 +115,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["folder", "zip", "zip of Windows"])
-def test_one_rule_says_the_classes(with_names, tmp_path, capsys, layout: str, kind: str) -> None:
+def test_one_rule_says_the_classes(tmp_path, capsys, layout: str, kind: str) -> None:
     """images/{cats,dogs} was one class as a folder and two as a zip; a zip with \\ in its names had no classes; one sub-folder made a model of one class,
     sampled with guidance."""
     names, labels, class_names, told = LAYOUTS[layout]
@@ -134,7 +135,7 @@ def test_one_rule_says_the_classes(with_names, tmp_path, capsys, layout: str, ki
 
 
 @pytest.mark.parametrize("kind", ["folder", "zip"])
-def test_folders_of_runs_and_of_systems_are_left_out(with_names, tmp_path, capsys, kind: str) -> None:
+def test_folders_of_runs_and_of_systems_are_left_out(tmp_path, capsys, kind: str) -> None:
     """The grids of the run's own folder became pictures or a class, and so did what file servers, Windows and macOS put beside pictures."""
     strange = ["@eaDir/x.png", "$RECYCLE.BIN/x.png", "__MACOSX/cats/._1.png", "cats/@eaDir/1.png", ".thumbs/1.png", "System Volume Information/a.png"]
     run = ["out/samples_0000100.png", "cats/second/samples_0000100.png"]
@@ -163,7 +164,7 @@ def test_the_folder_of_a_run_is_refused(tmp_path, capsys) -> None:
     )
 
 
-def test_names_of_classes_are_kept(with_names, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_classes_are_kept(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Byte for byte where FORMATS.md says; they were not kept, so that labels could be compared by position alone."""
     path, images, labels, names = tmp_path / "o.bin", make_images(4), [0, 1, 2, 1], ["Äpfel", "b", "c d"]
     values = np.arange(4, dtype=np.float32)[:, None]
@@ -182,13 +183,9 @@ def test_names_of_classes_are_kept(with_names, tmp_path, monkeypatch: pytest.Mon
         assert data.class_names == names and data.labels.tolist() == labels and data.value_names == ["n"] and data.values.tolist() == values.tolist()
     write_data(str(path), images, labels, 3)
     assert open_data(str(path)).class_names == [] and np.fromfile(path, "<u4", 13)[12] == 0
-    monkeypatch.setattr(data_files, "WRITES_CLASS_NAMES", False)  # as long as train_unet.cu doesn't read them
-    before = path.read_bytes()
-    write_data(str(path), images, labels, 3, class_names=names)
-    assert path.read_bytes() == before
 
 
-def test_damaged_names_of_classes(with_names, tmp_path) -> None:
+def test_damaged_names_of_classes(tmp_path) -> None:
     path = tmp_path / "o.bin"
     write_data(str(path), make_images(4), [0, 1, 2, 1], 3, class_names=["a", "b", "cd"])
     whole = path.read_bytes()
@@ -210,7 +207,7 @@ def test_damaged_names_of_classes(with_names, tmp_path) -> None:
             write_data(str(path), make_images(4), [0, 1, 2, 1], 3, class_names=names)
 
 
-def test_classes_are_compared_by_name(with_names, tmp_path) -> None:
+def test_classes_are_compared_by_name(tmp_path) -> None:
     """Training data of a, b, c and validation data of a, c: c counted as b."""
     write_data(str(tmp_path / "t.bin"), make_images(4), [0, 1, 2, 2], 3, class_names=["a", "b", "c"])
     config = make_config(dict(preset="fashion32", class_cond=True, class_dropout=0.0, val_data_file=str(tmp_path / "v.bin"), num_channels=32,
@@ -224,7 +221,7 @@ def test_classes_are_compared_by_name(with_names, tmp_path) -> None:
     twin.open_validation_data(dataclasses.replace(config, class_cond=False), training)  # whose classes mean nothing
 
 
-def test_a_folder_has_the_names_and_the_checksum_of_its_file(with_names, tmp_path, capsys) -> None:
+def test_a_folder_has_the_names_and_the_checksum_of_its_file(tmp_path, capsys) -> None:
     put(tmp_path / "in", of_colors("b/1.png", "a/1.png", "a/2.png"))
     prepare(capsys, "--data_dir", tmp_path / "in", "--output_name", tmp_path / "o.bin")
     config = Config(image_size=(8, 8), in_channels=3)
@@ -233,13 +230,11 @@ def test_a_folder_has_the_names_and_the_checksum_of_its_file(with_names, tmp_pat
 
 
 @pytest.mark.parametrize("end", [".bin", ".pt", ".safetensors"])
-def test_a_model_knows_the_names_of_its_classes(with_names, tmp_path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+def test_a_model_knows_the_names_of_its_classes(tmp_path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     """A run that starts from a model takes its classes by name; labels were compared by position."""
     monkeypatch.chdir(tmp_path)
     write_data("t.bin", make_images(8), np.arange(8) % 3, 3, class_names=["a", "b", "c"])
-    words = "--preset fashion32 --image_size 8 --num_channels 32 --channel_mult 1,1 --attention_resolutions 4 --batch_size 2 --sample_interval 0"
-    words += " --noise_schedule linear --device cpu --class_cond True --max_steps 1 --class_dropout 0"
-    assert twin.run([*words.split(), "--data_file", "t.bin"]) == 0
+    assert twin.run([*SMALL_RUN, *WITH_CLASSES, "--data_file", "t.bin"]) == 0
     trained = twin.read_model("out/model_0000001.bin")
     assert trained.class_names == ("a", "b", "c")
     raw = Path("out/model_0000001.bin").read_bytes()
@@ -256,8 +251,7 @@ def test_a_model_knows_the_names_of_its_classes(with_names, tmp_path, monkeypatc
     with pytest.raises(UserError, match=f"u.bin: its class d is none of those of m{end}; a, b, c are"):
         twin.prepare_run({"init": f"m{end}", "data_file": "u.bin"} | start)
 
-    monkeypatch.setattr(model_files, "WRITES_CLASS_NAMES", False)  # as long as train_unet.cu doesn't read them
-    write_model(f"n{end}", trained)
+    write_model(f"n{end}", dataclasses.replace(trained, class_names=()))
     assert twin.read_model(f"n{end}").class_names == ()
     if end == ".bin":
         assert Path("n.bin").read_bytes() == seal_model(with_slot(raw[:-8], 119, 0))
@@ -267,7 +261,77 @@ def test_a_model_knows_the_names_of_its_classes(with_names, tmp_path, monkeypatc
                 twin.read_model("bad.bin")
 
 
-def test_names_of_classes_that_are_no_list(with_names, tmp_path) -> None:
+def test_a_model_keeps_the_names_of_all_its_classes_or_none(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --num_classes 5 three names ended the run at its first checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    write_data("t.bin", make_images(8), np.arange(8) % 3, 3, class_names=["a", "b", "c"])
+    for classes, kept in {5: (), 3: ("a", "b", "c")}.items():
+        words = [*SMALL_RUN, *WITH_CLASSES, "--data_file", "t.bin", "--num_classes", str(classes)]
+        assert twin.run([*words, "--output_dir", f"out{classes}"]) == 0
+        assert twin.run([*words, "--init_model_only", "True", "--init_model_filename", f"init{classes}.bin"]) == 0
+        for path in (f"out{classes}/model_0000001.bin", f"init{classes}.bin"):
+            file = twin.read_model(path)
+            assert file.class_names == kept and file.config.num_classes == classes
+    assert twin.run(["--resume_checkpoint", "out5/model_0000001.bin", "--max_steps", "2", "--device", "cpu", "--output_dir", "on"]) == 0
+    assert twin.read_model("on/model_0000002.bin").class_names == ()
+
+
+def test_train_unet_compares_classes_by_name(run: Callable, refused: Callable, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validation data, a run from a model, a resumed run and images to change: each counted classes by position."""
+    monkeypatch.chdir(tmp_path)
+    images, names = make_images(8), ["a", "Äpfel", "c"]
+    labels = np.array([2, 0, 1, 2, 0, 1, 2, 0])
+    words = [*SMALL_RUN, *WITH_CLASSES, "--val_interval", 1, "--val_data_file", "v.bin"]
+    at = words.index("--device")
+    del words[at : at + 2]  # C++ has GPUs by number
+    write_data("t.bin", images, np.arange(8) % 3, 3, class_names=names)
+
+    def val_loss(folder: str, of_file: list[str], *more: object) -> str:
+        """With validation data whose file numbers the classes as of_file does; []: it has no names."""
+        by_name = [(of_file or names).index(names[label]) for label in labels]
+        write_data("v.bin", images, by_name, 3, class_names=of_file)
+        run(flags(words, *more, "--output_dir", folder))
+        with open(f"{folder}/log.csv") as log:
+            return list(csv.DictReader(log))[-1]["val_loss"]
+
+    first = val_loss("out", names, "--data_file", "t.bin")
+    assert first == val_loss("position", [], "--data_file", "t.bin") == val_loss("order", ["c", "a", "Äpfel"], "--data_file", "t.bin")
+    raw, model = Path("out/model_0000001.bin").read_bytes(), "order/model_0000001.bin"
+    assert struct.unpack("<i", raw[476:480]) == (12,) and raw.endswith("a\nÄpfel\nc\0\0".encode())
+    assert twin.read_model(model).class_names == tuple(names)
+
+    # A model is started from, or goes on, with data that numbers its classes in another way.
+    write_data("other.bin", images, [["c", "a", "Äpfel"].index(names[k]) for k in np.arange(8) % 3], 3, class_names=["c", "a", "Äpfel"])
+    started = [val_loss(f"init_{data}", names, "--init", model, "--data_file", f"{data}.bin") for data in ("t", "other")]
+    assert started[0] == started[1]
+    more = ["--resume_checkpoint", model, "--max_steps", 2]
+    resumed = [val_loss(f"on_{data}", names, *more, "--data_file", f"{data}.bin") for data in ("t", "other")]
+    assert resumed[0] == resumed[1] and twin.read_model("on_other/model_0000002.bin").class_names == tuple(names)
+    for folder, data in ("two", "other"), ("one", "t"):  # samples of class a are drawn from images of class a
+        run(["--sample", 2, "--init", model, "--start_from", f"{data}.bin", "--timestep_respacing", 2, "--output", f"{folder}.bin"])
+    assert Path("one.bin").read_bytes() == Path("two.bin").read_bytes()
+
+    write_data("strange.bin", images, np.arange(8) % 2, 2, class_names=["a", "horse"])
+    sentence = "its class horse is none of those of"
+    refused(flags(words, "--data_file", "t.bin", "--val_data_file", "strange.bin", "--output_dir", "x"), "strange.bin", sentence, "t.bin")
+    refused([*words, "--init", model, "--data_file", "strange.bin", "--output_dir", "x"], "strange.bin", sentence, model)
+    run([*words, "--data_file", "t.bin", "--num_classes", 5, "--output_dir", "five"])
+    assert twin.read_model("five/model_0000001.bin").class_names == ()
+    for damaged in (with_slot(raw, 119, 16), with_slot(raw, 119, -4), with_slot(raw, 119, 0), raw[:-12] + b"a\na\nc".ljust(12, b"\0"), raw[:-4]):
+        Path("bad.bin").write_bytes(seal_model(damaged))
+        refused([*words, "--init", "bad.bin", "--data_file", "t.bin", "--output_dir", "x"], "bad.bin")
+    data = Path("t.bin").read_bytes()
+    for damaged in (
+        with_slot(data, 12, 4),
+        with_slot(data, 12, 7),
+        data[:-12] + b"a\na\nc".ljust(12, b"\0"),
+        data[:-12] + b"a\n\nc".ljust(12, b"\0"),
+    ):
+        Path("bad.bin").write_bytes(seal_data(damaged))
+        refused([*words, "--data_file", "bad.bin", "--output_dir", "x"], "bad.bin")
+
+
+def test_names_of_classes_that_are_no_list(tmp_path) -> None:
     """In files of PyTorch's, which hold anything."""
     import torch
 
@@ -486,6 +550,131 @@ def test_a_document_is_no_picture_whatever_it_is_called(tmp_path, capsys, monkey
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# B2, A2: a folder's data file, and how many channels its images have
+
+
+@pytest.mark.parametrize(
+    ("folder", "size", "written"),
+    [
+        ("pets", "8", "pets_8x8x3.bin"),
+        ("pets//", "6x8", "pets_6x8x3.bin"),
+        ("sub/../pets", "8", "sub/../pets_8x8x3.bin"),
+        ("pets/.", "8", "{}/pets_8x8x3.bin"),
+        ("pets/sub/..", "8", "{}/pets_8x8x3.bin"),
+        ("link/..", "8", "{}/pets_8x8x3.bin"),
+    ],
+)
+def test_the_file_of_a_folder_lies_beside_it(tmp_path, capsys, monkeypatch: pytest.MonkeyPatch, folder: str, size: str, written: str) -> None:
+    """As C++ looks for it; one of another size replaced pets.bin."""
+    put(tmp_path / "pets", of_colors("a.png", "sub/b.png"))
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "link").symlink_to("pets/sub")
+    monkeypatch.chdir(tmp_path)
+    assert prepare_data.main(["--data_dir", folder, "--image_size", size]) == 0
+    written = written.format(os.path.realpath(tmp_path))
+    assert f"wrote {written}: " in capsys.readouterr().out
+    assert sorted(os.listdir(tmp_path)) == sorted(["link", "pets", "sub", os.path.basename(written)])
+    prepare(capsys, "--data_dir", folder, size=size)  # a data file is replaced
+    Path(written).write_bytes(b"my notes")
+    assert f"{written}: is there and is no data file" in prepare(capsys, "--data_dir", folder, size=size, code=1)
+    assert Path(written).read_bytes() == b"my notes"
+
+
+def test_the_root_has_no_file_beside_it() -> None:
+    for folder in "/", "//", "/.":
+        with pytest.raises(UserError, match="--output_name"):
+            prepare_data.data_file_beside(folder, (8, 8), 3)
+
+
+GREY = {
+    "1.png": encoded(1, mode="1"),
+    "L.jpg": encoded(9, "JPEG", mode="L"),
+    "LA.png": encoded((9, 99), mode="LA"),
+    "I;16.png": encoded(65535, mode="I;16"),
+    "I;16.tif": encoded(65535, "TIFF", mode="I;16"),
+    "F.tif": encoded(0.5, "TIFF", mode="F"),
+    "sub/broken.png": b"no picture",
+}
+GREY_TOLD = "prepare_data: all pictures are grey, so images have 1 channel; "
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip"])
+def test_grey_pictures_have_one_channel(tmp_path, capsys, kind: str) -> None:
+    """They had three equal ones. One picture in colours, or with a palette, makes it three for all."""
+    palette = encoded(0, mode="P")
+    for name, more, words, channels in (
+        ("grey", {}, [], 1),
+        ("rgb", {}, ["--channels", 3], 3),
+        ("coloured", {"M.png": encoded(RED)}, [], 3),
+        ("palette", {"M.png": palette}, [], 3),
+        ("made_grey", {"M.png": encoded(RED)}, ["--channels", 1], 1),
+    ):
+        if kind == "folder":
+            source = ["--data_dir", put(tmp_path / name, GREY | more)]
+        else:
+            source = ["--zip", packed(tmp_path / f"{name}.zip", GREY | more)]
+        said = prepare(capsys, *source, *words, "--output_name", tmp_path / "o.bin")
+        assert open_data(str(tmp_path / "o.bin")).images.shape == (len(GREY) + len(more) - 1, channels, 8, 8)
+        assert (GREY_TOLD in said) == (name == "grey") and "broken.png" in said
+
+
+def test_channels_of_pairs_and_latents(tmp_path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of pairs the images may be grey; an autoencoder takes RGB."""
+    grey = put(tmp_path / "a", {"1.png": encoded(9, mode="L")})
+    others = put(tmp_path / "b", {"1.png": encoded(9, mode="L")})
+    names = [tmp_path / "a.bin", "--cond_output_name", tmp_path / "b.bin"]
+    assert GREY_TOLD in prepare(capsys, "--data_dir", grey, "--cond_dir", others, "--output_name", *names, "--folder_checksum", 7)
+    assert [open_data(str(tmp_path / name)).images.shape[1] for name in ("a.bin", "b.bin")] == [1, 3]
+    assert [np.fromfile(tmp_path / name, "<u4", 14)[13] for name in ("a.bin", "b.bin")] == [7, 0]
+    monkeypatch.setattr(prepare_data, "encoded", lambda images, vae: images)
+    assert prepare(capsys, "--data_dir", grey, "--output_name", tmp_path / "c.bin", "--encode", tmp_path) == ""
+    assert open_data(str(tmp_path / "c.bin")).images.shape[1] == 3
+
+
+def test_the_folder_checksum_is_no_part_of_the_content(tmp_path, capsys) -> None:
+    """A picture that was touched, and not changed, leaves the data the same, so that a run goes on with it."""
+    put(tmp_path / "pets", of_colors("a.png", "b.png"))
+    headers = []
+    for words in [], ["--folder_checksum", 0], ["--folder_checksum", 1], ["--folder_checksum", 2**32 - 1]:
+        prepare(capsys, "--data_dir", tmp_path / "pets", *words)
+        headers.append(np.fromfile(tmp_path / "pets_8x8x3.bin", "<u4", 256))
+        assert open_data(str(tmp_path / "pets_8x8x3.bin")).crc == headers[-1][8]
+        raw = (tmp_path / "pets_8x8x3.bin").read_bytes()
+        assert headers[-1][8] == zlib.crc32(raw[:32] + bytes(4) + raw[36:52] + bytes(4) + raw[56:1024]) and seal_data(raw) == raw
+    assert [header[13] for header in headers] == [0, 0, 1, 2**32 - 1]
+    assert len({np.delete(header, 13).tobytes() for header in headers}) == 1
+    for words in ("-1", str(2**32), "x"):
+        assert "--folder_checksum" in prepare(capsys, "--data_dir", tmp_path / "pets", "--folder_checksum", words, code=1)
+
+
+def test_the_twin_takes_the_channels_of_the_pictures(tmp_path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--preset fashion32, which is for grey images, made pictures in colours grey, and others made grey ones RGB."""
+    monkeypatch.chdir(tmp_path)
+    put(tmp_path / "pets", of_colors("a.png", "b.png"))
+    put(tmp_path / "grey", {name: encoded(k, mode="L") for k, name in enumerate(("a.png", "b.png"))})
+    assert twin.run([*SMALL_RUN, "--data_dir", "pets"]) == 0
+    assert twin.read_model("out/model_0000001.bin").config.in_channels == 3
+    assert twin.run([*SMALL_RUN, "--data_dir", "pets", "--in_channels", "1", "--output_dir", "one"]) == 0
+    capsys.readouterr()
+
+    def channels(folder: str, **given: object) -> int:
+        config, data, _ = twin.prepare_run({"data_dir": folder, "device": "cpu", "output_dir": "new"} | given)
+        prepare(capsys, "--data_dir", folder, "--channels", config.in_channels, size="x".join(map(str, config.image_size)))
+        height, width = config.image_size
+        assert data.crc == open_data(f"{folder}_{height}x{width}x{config.in_channels}.bin").crc
+        return config.in_channels
+
+    for given in {"preset": "fashion32"}, {"preset": "emoji64"}, {}, {"image_size": (32, 32)}, {"image_size": (28, 28)}:
+        assert channels("pets", **given) == 3 and channels("grey", **given) == 1
+    assert channels("pets", in_channels=1) == 1 and channels("grey", in_channels=3) == 3
+    for start in "init", "resume_checkpoint":
+        assert channels("grey", **{start: "out/model_0000001.bin"}) == 3 and channels("pets", **{start: "one/model_0000001.bin"}) == 1
+    for folder in "none", "out":
+        with pytest.raises(UserError, match=f"--data_dir {folder}: "):
+            twin.prepare_run({"data_dir": folder, "device": "cpu", "output_dir": "new"})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # B6: faults that are none of the data
 
 
@@ -614,7 +803,7 @@ def test_accents_do_not_part_pictures_from_their_lines(tmp_path, capsys, kind: s
     assert "has two lines of" in prepare(capsys, *source, "--values", tmp_path / "t.csv", "--output_name", tmp_path / "o.bin", code=1)
 
 
-def test_accents_do_not_part_a_class(with_names, tmp_path, capsys) -> None:
+def test_accents_do_not_part_a_class(tmp_path, capsys) -> None:
     put(tmp_path / "in", of_colors(f"a/{NFC}/1.png", f"b/{NFD}/1.png", "b/dog/1.png"))
     prepare(capsys, "--data_dir", tmp_path / "in", "--output_name", tmp_path / "o.bin")
     labels, names = labels_of(tmp_path / "o.bin")

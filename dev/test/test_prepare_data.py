@@ -228,7 +228,8 @@ def test_mistakes_end_in_one_sentence_and_change_nothing(tmp_path, capsys):
         assert "--image_size" in fails(capsys, "--data_dir", good, "--output_name", kept, f"--image_size={size}")
     assert "--channels" in fails(capsys, "--data_dir", good, "--output_name", kept, "--channels", "2")
     assert "--data_dir" in fails(capsys, "--output_name", kept)
-    assert "--output_name" in fails(capsys, "--data_dir", good)
+    for words in (["--zip", kept], ["--data_dir", good, "--encode", "vae"], ["--data_dir", good, "--cond_dir", good, "--cond_output_name", "c.bin"]):
+        assert "--output_name: is missing" in fails(capsys, *words)
     assert "--colour" in fails(capsys, "--data_dir", good, "--output_name", kept, "--colour", "3")
     assert "--idx" in fails(capsys, "--data_dir", good, "--output_name", kept, "--idx", kept)
     assert convert("--data_dir", tmp_path / "broken", "--output_name", kept) == 1
@@ -777,49 +778,60 @@ def test_train_unet_prepares_a_folder_once(trainer: Trainer, tmp_path: Path) -> 
     words = ["--data_dir", "pets//", "--image_size", 8, "--class_cond", "True"]
     done = trainer.train(*words)
     assert not done.stderr
-    assert convert("--data_dir", tmp_path / "pets", "--output_name", tmp_path / "same.bin", "--image_size", 8, "--channels", 1) == 0
-    assert (tmp_path / "pets.bin").read_bytes() == (tmp_path / "same.bin").read_bytes()
-    assert read_model(str(tmp_path / "out" / model_name(1))).config.data_file == "pets.bin"
+    assert convert("--data_dir", tmp_path / "pets", "--output_name", tmp_path / "same.bin", "--image_size", 8) == 0
+    made, same = ((tmp_path / name).read_bytes() for name in ("pets_8x8x3.bin", "same.bin"))
+    assert made == same[:52] + made[52:56] + same[56:] and made[52:56] != same[52:56] == bytes(4)  # slot 13
+    assert read_model(str(tmp_path / "out" / model_name(1))).config.data_file == "pets_8x8x3.bin"
     trainer("--resume_checkpoint", "latest", "--max_steps", 2)
     trainer.train(*words)
     assert trainer.prepared() == 1
-    trainer.train("--data_file", "pets.bin")
+    trainer.train("--data_file", "pets_8x8x3.bin")
 
 
 def test_train_unet_prepares_a_folder_again_when_it_changed(trainer: Trainer, tmp_path: Path) -> None:
-    """A picture that is new, changed or gone, another size, other channels."""
+    """A picture that is new, changed or gone. Files of another size, or of other channels, lie beside the first."""
     save_pets(tmp_path)
     trainer.train(*PETS)
-    second = 10**9
-    newer = (tmp_path / "pets.bin").stat().st_mtime_ns + second
-    os.utime(tmp_path / "pets/cat/1.png", ns=(newer, newer))
+    os.utime(tmp_path / "pets/cat/1.png", ns=(0, 0))  # an older picture took its place
     trainer.train(*PETS)
     assert trainer.prepared() == 2
-    (tmp_path / "pets/cat/1.png").unlink()
-    os.utime(tmp_path / "pets/cat", ns=(newer + second, newer + second))  # as if it was removed a second later
+    old, new = tmp_path / "pets", tmp_path / "new"  # other pictures, all of them older
+    save_pets(new)
+    for path in (new / "pets").rglob("*"):
+        os.utime(path, ns=(0, 0))
+    old.rename(tmp_path / "old")
+    (new / "pets").rename(old)
     trainer.train(*PETS)
-    assert len(read_data(str(tmp_path / "pets.bin"))[0]) == 3
-    trainer.train("--data_dir", "pets", "--image_size", "8x16", "--in_channels", 3)
-    assert trainer.prepared() == 4 and read_data(str(tmp_path / "pets.bin"))[0].shape == (3, 3, 8, 16)
+    ahead = time.time_ns() + 10**12  # a picture dated ahead hides no later change
+    os.utime(tmp_path / "pets/dog/0.png", ns=(ahead, ahead))
+    trainer.train(*PETS)
+    Image.new("RGB", (8, 8)).save(tmp_path / "pets/cat/1.png")
+    trainer.train(*PETS)
+    assert trainer.prepared() == 5 and not read_data(str(tmp_path / "pets_8x8x3.bin"))[0].min(axis=(1, 2, 3)).all()
+    (tmp_path / "pets/cat/1.png").unlink()
+    trainer.train(*PETS)
+    assert len(read_data(str(tmp_path / "pets_8x8x3.bin"))[0]) == 3
+    grey = ["--data_dir", "pets", "--image_size", "8x16", "--in_channels", 1]
+    trainer.train(*grey)
+    assert trainer.prepared() == 7 and read_data(str(tmp_path / "pets_8x16x1.bin"))[0].shape == (3, 1, 8, 16)
     (tmp_path / "pets/.hidden").write_text("of a file manager")
-    os.utime(tmp_path / "pets/.hidden", ns=(newer + 9 * second, newer + 9 * second))
-    os.utime(tmp_path / "pets", ns=(newer, newer))
-    trainer.train("--data_dir", "pets", "--image_size", "8x16", "--in_channels", 3)
-    assert trainer.prepared() == 4
+    trainer.train(*PETS)
+    trainer.train(*grey)
+    assert trainer.prepared() == 7
 
 
 def test_train_unet_asks_for_the_size_of_the_model(trainer: Trainer, tmp_path: Path) -> None:
-    """Of a file that it starts from; else the preset's; else 64x64 in colour, with the preset for that."""
+    """Of a file that it starts from; else the preset's; else 64x64, with the preset for that. No preset makes pictures grey."""
     save_pets(tmp_path)
-    trainer.train(*PETS)
+    trainer.train(*PETS, "--in_channels", 1)
     shutil.move(tmp_path / "out" / model_name(1), tmp_path / "m.bin")
     words = ["--data_dir", "pets", "--max_steps", 1, "--batch_size", 1, "--sample_interval", 0]
     for output, more, shape in (
         ("new", ["--init", "m.bin"], (1, (8, 8))),
-        ("grey", ["--preset", "fashion32"], (1, (32, 32))),
+        ("preset", ["--preset", "fashion32"], (3, (32, 32))),
         ("28", ["--image_size", 28], (3, (28, 28))),
         ("32", ["--image_size", 32], (3, (32, 32))),
-        ("colour", [], (3, (64, 64))),
+        ("64", [], (3, (64, 64))),
     ):
         told = trainer(*words, *more, "--output_dir", output).stdout
         config = read_model(str(tmp_path / output / model_name(1))).config
@@ -856,12 +868,12 @@ def test_train_unet_passes_on_what_is_wrong_with_pictures(trainer: Trainer, tmp_
     save_pets(tmp_path)
     (tmp_path / "pets/cat/bad.png").write_bytes(b"no picture")
     done = trainer.train(*PETS)
-    assert "pets/cat/bad.png" in done.stderr and len(read_data(str(tmp_path / "pets.bin"))[0]) == 4
+    assert "pets/cat/bad.png" in done.stderr and len(read_data(str(tmp_path / "pets_8x8x3.bin"))[0]) == 4
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad/bad.png").write_bytes(b"no picture")
     done = trainer.train("--data_dir", "bad", "--image_size", 8, code=1)
     assert "prepare_data: " in done.stderr and "train_unet: --data_dir bad" in done.stderr
-    assert not (tmp_path / "bad.bin").exists() and not (tmp_path / "out").exists()
+    assert not (tmp_path / "bad_8x8x3.bin").exists() and not (tmp_path / "out").exists()
 
 
 def test_train_unet_refuses_what_it_cant_prepare(trainer: Trainer, tmp_path: Path) -> None:
@@ -877,12 +889,10 @@ def test_train_unet_refuses_what_it_cant_prepare(trainer: Trainer, tmp_path: Pat
         assert f"--data_dir {path}" in refused("--data_dir", path)
     assert "4" in refused(*PETS, "--in_channels", 4)
     assert "--image_size" in refused("--data_dir", "pets", "--image_size", 9)
-    for kept in (b"my notes" * 200, data_bytes(make_images().astype(np.float32)), b"short"):
-        (tmp_path / "pets.bin").write_bytes(kept)
-        assert "pets.bin" in refused(*PETS)
-    write_data(str(tmp_path / "pets.bin"), make_images(4, 1, 16, 16), values=np.zeros((4, 2), np.float32))
-    assert "pets.bin" in refused(*PETS)
-    (tmp_path / "pets.bin").unlink()
+    for kept in (b"my notes" * 200, data_bytes(make_images(4, 3)), b"short"):  # which --data_dir has not made
+        (tmp_path / "pets_8x8x3.bin").write_bytes(kept)
+        assert "pets_8x8x3.bin" in refused(*PETS)
+    (tmp_path / "pets_8x8x3.bin").unlink()
     trainer.path = str(tmp_path / "pets")
     assert "--data_dir pets" in refused(*PETS)
     (tmp_path / "tools/prepare_data.py").unlink()

@@ -184,10 +184,10 @@ def test_rank_0_prepares_a_folder(ranks: Callable, program: Path, tmp_path: Path
     for k, image in enumerate(make_images(8, 3)):
         Image.fromarray(image.transpose(1, 2, 0)).save(tmp_path / f"pets/{k}.png")
     done = ranks([[copy, *flags(TINY, "--data_dir pets --image_size 8 --max_steps 2 --rank_timeout 5")]] * 2)
-    assert done.out.count("pets.bin: prepared from pets") == done.out.count("step 2/2") == 1
+    assert done.out.count("pets_8x8x3.bin: prepared from pets") == done.out.count("step 2/2") == 1
     assert "have waited for 5 s for rank 0" in done.err and "it is alive" in done.err
     done = ranks([[copy, *flags(TINY, "--data_dir pets --image_size 8 --max_steps 2 --output_dir again")]] * 2)
-    assert done.out.count("pets.bin: is up to date with pets") == 1 and (tmp_path / "calls").read_text() == "x\n"
+    assert done.out.count("pets_8x8x3.bin: is up to date with pets") == 1 and (tmp_path / "calls").read_text() == "x\n"
     python.write_text("#!/bin/sh\necho no picture >&2\nexit 1\n")
     done = ranks([[copy, *flags(TINY, "--data_dir pets --image_size 16 --max_steps 2 --output_dir third")]] * 2, code=1)
     assert "no picture" in done.err and len(own_sentences(done.err)) == 1 and "--data_dir pets: was not prepared" in done.err

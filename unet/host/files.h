@@ -1,4 +1,4 @@
-// files.h - errors, time, the terminal, signals, the process, checksums, folders, files and locks.
+// prepare.h - --data_dir: a data file of the pictures in a folder.
 // Nothing in here knows what the program computes. Two rules hold everywhere:
 // - What can go wrong is a mistake of the user or of the machine. The program says it in one sentence and ends (die).
 //     Functions whose names begin with try_ return the sentence instead.
@@ -38,6 +38,7 @@ enum { POSIX_FADV_RANDOM, POSIX_FADV_WILLNEED, PR_SET_PDEATHSIG };
 static void posix_fadvise(int, off_t, off_t, int) {}
 static void prctl(int, int) {}
 #define st_mtim st_mtimespec
+#define st_ctim st_ctimespec
 #else
 #include <sys/prctl.h>
 #endif
@@ -368,26 +369,35 @@ inline void Folder::remove_leftovers(const std::vector<std::string>& starts) con
     }
 }
 
-// When a file or folder last changed, or something below it. seen: the folders that were looked at already, to which a
-// link may lead again.
-static int64_t last_change_of(const std::string& path, std::set<std::pair<dev_t, ino_t>>* seen) {
+// Adds a line to *list for every file in root + below: its name, size and times. seen: the folders that were
+// looked at already, to which a link may lead again. As in common/pictures.py, hidden files are left out, and folders
+// of runs, whose grids are no pictures.
+static void list_files(const std::string& root, const std::string& below, std::set<std::pair<dev_t, ino_t>>* seen,
+                       std::string* list) {
+    const Folder folder = open_folder(root + below);
     struct stat st;
-    if (stat(path.c_str(), &st)) return 0; // a link to nothing
-    int64_t latest = nanoseconds(st.st_mtim);
-    if (!S_ISDIR(st.st_mode) || !seen->insert({st.st_dev, st.st_ino}).second) return latest;
-    const Folder folder = open_folder(path);
-    if (folder.descriptor < 0) return latest;
+    const bool is_new = !fstat(folder.descriptor, &st) && seen->insert({st.st_dev, st.st_ino}).second;
     int none = 0;
-    for (const std::string& name : names_in(folder, &none))
-        if (!name.starts_with(".")) latest = std::max(latest, last_change_of(folder.name(name), seen));
-    close(folder.descriptor);
-    return latest;
+    std::vector<std::string> names = is_new ? names_in(folder, &none) : std::vector<std::string>{};
+    std::ranges::sort(names);
+    const bool is_of_run = folder.has("log.csv") || folder.has(".lock");
+    for (const std::string& name : names) {
+        const bool is_there = !fstatat(folder.descriptor, name.c_str(), &st, 0); // false: a link to nothing
+        if (name.starts_with(".") || is_of_run || !is_there) continue;
+        if (!S_ISDIR(st.st_mode))
+            *list += below + "/" + name + text("\n%ld %ld ", (long)st.st_size, (long)nanoseconds(st.st_mtim)) +
+                     text("%ld\n", (long)nanoseconds(st.st_ctim));
+        else list_files(root, below + "/" + name, seen, list);
+    }
+    if (folder.descriptor >= 0) close(folder.descriptor);
 }
 
-// When something in a folder last changed, in nanoseconds since 1970. Hidden files don't count.
-static int64_t last_change(const std::string& folder) {
+// A checksum of which files a folder of pictures holds, how large they are, and when they were changed or moved.
+static uint32_t checksum_of_folder(const std::string& folder) {
     std::set<std::pair<dev_t, ino_t>> seen;
-    return last_change_of(folder, &seen);
+    std::string list;
+    list_files(folder, "", &seen, &list);
+    return crc32(0, list.data(), list.size());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

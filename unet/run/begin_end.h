@@ -7,8 +7,8 @@
 // --- how a run begins: validation data, conditions of grids, its folder
 
 // Opens --val_data_file and --val_cond_file, and checks that they fit the model. Without them the data set is empty,
-// and the run measures no validation loss.
-static Dataset open_validation_data(const Config& c) {
+// and the run measures no validation loss. data: the training data.
+static Dataset open_validation_data(const Config& c, const Dataset& data) {
     if (c.val_data_file.empty()) return Dataset{};
     Dataset val = open_dataset(c.val_data_file);
     const bool reads_pictures = c.cond_channels && c.picture_kind == PictureKind::FILE;
@@ -16,6 +16,7 @@ static Dataset open_validation_data(const Config& c) {
         die("--val_cond_file %s: is not read: this model is not conditioned on pictures, or --cond makes them",
             c.val_cond_file.c_str());
     open_pictures(&val, "val_cond_file", c.val_cond_file);
+    if (c.class_cond) take_class_names(&val, data.class_names, data.path);
     check_data(c, val, "val_data_file", "val_cond_file", "");
     return val;
 }

@@ -34,8 +34,8 @@ static void stop_run(Run* run, const std::string& why) {
            "; a lower --lr or a --warmup_steps may help");
 }
 
-// Writes a model file: the header, the arrays, and `history`, a copy of Trainer::history or empty. slices: this rank's
-// slice of each array (of the weights: the whole array Trainer::params), in the file's order. All ranks call it and
+// Writes a model file: the header, the arrays, `history`, a copy of Trainer::history or empty, and the names of the
+// classes. slices: this rank's slice of each array (of the weights: the whole array Trainer::params), in the file's order. All ranks call it and
 // gather the slices together; rank 0 writes. If the file can't be written, the run ends.
 static void save_arrays(Run* run, const std::string& name, Header header, const std::vector<float*>& slices,
                         const std::vector<float>& history = {}) {
@@ -44,6 +44,10 @@ static void save_arrays(Run* run, const std::string& name, Header header, const 
         for (float* slice : slices) whole_array(run->trainer, slice);
         return;
     }
+    const Dataset& data = run->trainer.data;
+    std::string names;
+    if (net.config.class_cond && std::ssize(data.class_names) == net.config.num_classes)
+        names = class_names_block(data.class_names);
     AtomicFile file(run->folder, name); // the file appears under this name when it is complete (commit)
     uint32_t crc = 0;                   // the checksum of all bytes that were written so far
     auto write = [&](const void* data, size_t n) {
@@ -51,6 +55,7 @@ static void save_arrays(Run* run, const std::string& name, Header header, const 
         file.write(data, n);
     };
     header.set(SLOT_PARAMS, net.num_params);
+    header.slot[SLOT_CLASS_NAMES] = (int)names.size();
     write(header.slot, 1024); // SLOT_CRC is still 0: the file's checksum is computed with 0 in this slot
 
     std::vector<float> flat(net.flat_size); // an array in our layout
@@ -69,6 +74,7 @@ static void save_arrays(Run* run, const std::string& name, Header header, const 
         }
     }
     if (!history.empty()) write(history.data(), history.size() * sizeof(float));
+    write(names.data(), names.size());
     file.write_at(SLOT_CRC * 4, &crc, 4); // a slot has 4 bytes
     file.commit();
     if (file.error)
@@ -252,7 +258,7 @@ static int array_for_average(const Config& c, const ModelFile& m, int k) {
 static void restore_history(const Trainer& tr, const ModelFile& m) {
     std::vector<float> history(tr.history ? m.history() : 0); // empty if t is drawn uniformly, now or in the old run
     const size_t bytes = history.size() * sizeof(float);
-    m.read(history.data(), bytes, m.size - bytes);
+    m.read(history.data(), bytes, m.size - m.header.slot[SLOT_CLASS_NAMES] - bytes);
     for (size_t i = 0; i < history.size(); i++) {
         const float value = history[i];
         const bool is_count = i % (HISTORY + 1) == HISTORY;

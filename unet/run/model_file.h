@@ -69,7 +69,8 @@ constexpr int SLOT_COND_NOISE = 114;
 constexpr int SLOT_PRECISION = 115;     // the run's --precision
 constexpr int SLOT_OPTIMIZER = 116;     // the run's --optimizer
 constexpr int SLOT_PRESET = 117;        // the run's preset (preset_checksum)
-constexpr int SLOT_VAL_CRC = 118;       // validation_crc; the next slot is unused
+constexpr int SLOT_VAL_CRC = 118;       // validation_crc
+constexpr int SLOT_CLASS_NAMES = 119;   // bytes of the classes' names (class_names_block), at the end of the file
 constexpr int SLOT_SAVE_INTERVAL = 120; // then sample_interval, num_samples; 0: an older file has none of these
 constexpr int SLOT_INTERVALS_END = 123; // the slots from here to SLOT_PATH are unused
 constexpr int SLOT_PATH = 128;          // 512 bytes: the path of --data_file, a zero byte, the path of --cond_file
@@ -158,6 +159,8 @@ static bool same_value(const std::string& name, const std::string& a, const std:
 // the first average, 2 and 3 are AdamW's moments (2: of Muon's matrices, its momentum), from 4 on there are further
 // averages. Without HAS_TRAINING there are at most arrays 0 and 1.
 struct ModelFile : InputFile {
+    std::vector<std::string> class_names; // by the classes' numbers; or empty
+
     // Returns whether the file holds everything that these bits stand for (HAS_EMA, HAS_TRAINING).
     bool has(int bits) const { return (header.slot[SLOT_CONTENTS] & bits) == bits; }
 
@@ -209,12 +212,11 @@ static void check_lists(const ModelFile& m) {
     unused(SLOT_MULT + s[SLOT_LEVELS], SLOT_RESOLUTIONS);
     unused(SLOT_ATTENTION + s[SLOT_RESOLUTIONS], SLOT_MAX_PERIOD);
     if (training) check_field(m.path, "guard", s[SLOT_GUARD_KIND], 0, 1);
-    else unused(SLOT_BATCH_SIZE, 256);
+    else unused(SLOT_BATCH_SIZE, SLOT_CLASS_NAMES);
     unused(SLOT_EMAS + m.emas(), SLOT_SAMPLER);
     unused(is_ect(m.header) ? SLOT_ECT_END : SLOT_ECT, SLOT_COND_CRC);
     if (!s[SLOT_COND_CHANNELS]) unused(SLOT_COND_CRC, SLOT_PRECISION);
-    unused(SLOT_VAL_CRC + 1, SLOT_SAVE_INTERVAL);
-    unused(SLOT_INTERVALS_END, SLOT_PATH);
+    unused(training ? SLOT_INTERVALS_END : SLOT_CLASS_NAMES + 1, training ? SLOT_PATH : 256);
 }
 
 // Opens a model file and checks all that can be checked without its network.
@@ -240,11 +242,13 @@ static ModelFile open_model(const std::string& path) {
     check_field(path, "contents", contents, 0, HAS_EMA | HAS_TRAINING);
     check_field(path, "parameters", n, 1, (int64_t)1 << 40);
     if (training) check_field(path, "further averages", s[SLOT_EMAS], 0, MORE_EMAS);
+    const int name_bytes = s[SLOT_CLASS_NAMES];
+    check_field(path, "bytes of the classes' names", name_bytes, 0, s[SLOT_CLASS_COND] == 1 ? MOST_NAME_BYTES : 0);
 
     // Check the size, and the checksum of the whole file.
     const std::string earlier = ": move it away and use an earlier checkpoint";
     const int arrays = 1 + m.emas() + (training ? 2 : 0);
-    const size_t size = 1024 + (arrays * n + m.history()) * sizeof(float);
+    const size_t size = 1024 + (arrays * n + m.history()) * sizeof(float) + name_bytes;
     must(m.size == size, path,
          text("is %zu bytes long, but its header speaks of %zu; it was cut short or damaged", m.size, size) + earlier);
     Header zeroed = m.header;
@@ -253,6 +257,9 @@ static ModelFile open_model(const std::string& path) {
     must(crc == (uint32_t)s[SLOT_CRC], path, "its checksum is wrong, so it was damaged" + earlier);
     // The checksum was right. If a list is wrong all the same, the program that wrote the file made a mistake.
     check_lists(m);
+    std::string names(name_bytes, '\0');
+    m.read(names.data(), name_bytes, m.size - name_bytes);
+    m.class_names = read_class_names(path, names, s[SLOT_NUM_CLASSES]);
     return m;
 }
 

@@ -81,10 +81,11 @@ static Folder open_output(const Config& c, const std::string& resume) {
 // Returns the labels of the images that are changed, or whose pictures the samples are conditioned on. A file without
 // labels of the model's classes says nothing of the class: then the samples have none (num_classes), if the model has
 // learned that. Returns nothing if the samples take classes in turns.
-static std::vector<int> labels_of_given(const Config& c) {
+static std::vector<int> labels_of_given(const Config& c, const ModelFile& model) {
     const std::string file = c.changes_images() ? c.start_from + c.inpaint : c.cond_file; // one of the two is empty
     if (!c.class_cond || !c.class_list.empty() || file.empty()) return {};
-    const Dataset d = open_dataset(file);
+    Dataset d = open_dataset(file);
+    if (d.classes) take_class_names(&d, model.class_names, model.path);
     if (d.classes == c.num_classes) return d.labels;
     if (c.null_class()) return {c.num_classes};
     printf("%s: has no labels of the model's %d classes, so it takes them in turns; --classes says what is right\n",
@@ -152,7 +153,7 @@ static int sample_and_stop(const Config& c, const Folder& folder, const ModelFil
 
     Sampler sampler = make_sampler(c, net.B);
     const int C = c.in_channels;
-    sampler.own_labels = labels_of_given(c);
+    sampler.own_labels = labels_of_given(c, model);
     if (c.cond_channels) sampler.pictures = sample_pictures(c);
     if (!c.start_from.empty()) sampler.images = read_images(c, "start_from", c.start_from, C, C);
     if (!c.inpaint.empty()) {

@@ -172,8 +172,10 @@ static void check_hearing(const Config& c) {
 
 // Without a model file: takes the size, channels and classes of the images, and the channels of the pictures, from the
 // data, unless they are set. Then checks that the data fits the model. where: what messages begin with; "FILE: " if
-// there is a model file, otherwise "".
-static void take_data_shape(Config* c, const Dataset& d, const std::string& where) {
+// there is a model file, otherwise "". Labels get the numbers of the model's classes.
+static void take_data_shape(Config* c, Dataset* data, const ModelFile& model, const std::string& where) {
+    if (c->class_cond) take_class_names(data, model.class_names, model.path);
+    const Dataset& d = *data;
     if (where.empty()) {
         if (!c->given("image_size")) c->image_size = size_text(d.H, d.W);
         // If the preset's attention resolutions are impossible for this size, there is attention at the lowest level
