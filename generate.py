@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 
 from common import program
 from common.flags import FLAGS, SAMPLING_FLAGS, SAVED_FLAGS, Config, flag, format_value, parse_flags, resolve
-from common.program import NOT_OF_PICTURES, UserError, run_program
+from common.program import UserError, run_program
 
 INTRO = __doc__.partition("\n\nContents")[0]
 
@@ -128,18 +128,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont, UnidentifiedImageError
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import train_unet
 from common import files, formats, model_files
 from common.config import ect_defaults, make_config, pick_device, pick_precision, validate, value_rows
-from common.data_files import find_data, open_data, write_data
+from common.data_files import find_data, open_data
 from common.diffusers_files import Autoencoder
 from common.model import UNetModel, build_model
 from common.model_files import ModelFile
-from common.pictures import image_to_array, picture_formats
+from common.pictures import picture_file
 from common.samples import check_finite, grid_pixels, save_png, save_samples, to_pixels, value_captions, visible
 
 ROOT = Path(__file__).resolve().parent
@@ -150,7 +150,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 class Network(nn.Module):
-    """A network that another program computes, in a UNetModel's place: what train_unet.sample() asks of a model.
+    """A network that another program computes, in a UNetModel's place: what train_unet.draw() asks of a model.
     compute(inputs by name): float32 or int64 tensors on the CPU -> the output there."""
 
     def __init__(self, compute: Callable):
@@ -216,7 +216,7 @@ def coreml_network(file: ModelFile, config: Config) -> Network:
 
 def generate_with(model: Callable) -> Callable:
     """The back end that samples with model(file, config)."""
-    return lambda file, config, count: train_unet.sample(model(file, config), config, count, progress=sys.stderr.isatty())
+    return lambda file, config, count: train_unet.draw(model(file, config), config, count, progress=sys.stderr.isatty())
 
 
 def run_native(program: Path, file: ModelFile, config: Config, count: int) -> tuple[Tensor, float]:
@@ -341,9 +341,9 @@ def time_torch(model: nn.Module, config: Config, count: int, compiled: bool = Fa
     if compiled:
         model.compile()
     short = dataclasses.replace(config, timestep_respacing="2")
-    train_unet.sample(model, short, count)
+    train_unet.draw(model, short, count)
     began = time.perf_counter()
-    images = train_unet.sample(model, config, count)
+    images = train_unet.draw(model, config, count)
     return time.perf_counter() - began, images
 
 
@@ -577,7 +577,7 @@ def show_samplers(file: ModelFile, config: Config, options: Options) -> np.ndarr
     model, batches = torch_model(file, config), math.ceil(count / config.batch_size)
     with progress(model, batches * sum(network_calls(each) for row in tries.values() for each in row)):
         for sampler, row in tries.items():
-            rows[sampler] = [train_unet.sample(model, each, count) for each in row]
+            rows[sampler] = [train_unet.draw(model, each, count) for each in row]
     return labelled_grid(rows, [f"{n} steps" for n in counts], "from the same noise")
 
 
@@ -642,28 +642,6 @@ def animate_denoising(file: ModelFile, config: Config, options: Options) -> byte
     durations = [120] * (len(frames) - 1) + [3000]  # ms
     frames[0].save(buffer := io.BytesIO(), "GIF", save_all=True, append_images=frames[1:], duration=durations, loop=0, comment=files.SOFTWARE)
     return buffer.getvalue()
-
-
-def picture_file(flag: str, path: str, channels: int, config: Config, folder: str) -> str:
-    """A data file in this folder that holds one picture, in the size of the images. flag: the one that names it. A smaller picture to --cond of a
-    super-resolution model is what is to be enlarged, and is brought to the size that such pictures have."""
-    if channels not in (1, 3):
-        raise UserError(f"--{flag} {path}: a picture has 1 or 3 channels and this model's {'pictures' if flag == 'cond' else 'images'} {channels}")
-    H, W = config.image_size
-    factor = config.picture_factor if flag == "cond" else 0
-    resample = Image.Resampling.BOX if flag == "mask" else Image.Resampling.LANCZOS
-    try:
-        with files.open_file(path) as file, Image.open(file, formats=picture_formats()[0]) as picture:
-            is_small = factor > 0 and (picture.width < W or picture.height < H)
-            array = image_to_array(picture, (H // factor, W // factor) if is_small else (H, W), channels, resample)
-    except UnidentifiedImageError:
-        raise UserError(f"--{flag} {path}: is no picture; .png and .jpg are") from None
-    except NOT_OF_PICTURES:
-        raise
-    except Exception as e:  # noqa: BLE001 (Pillow's decoders raise nearly anything at a damaged file)
-        raise UserError(f"--{flag} {path}: can't be read ({getattr(e, 'strerror', None) or e})") from None
-    write_data(f"{folder}/{flag}.bin", array[None])
-    return f"{folder}/{flag}.bin"
 
 
 def take_pictures(options: Options, config: Config, folder: str) -> Config:

@@ -31,6 +31,7 @@ import math
 import shlex
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from common.api import Given, load as load, sampling_config
 from common.augment import augment
 from common.conditions import enlarge, made_pictures
 from common.config import pick_device, pick_precision, preset_checksum, preset_of_run, space_timesteps, value_rows
@@ -590,7 +592,7 @@ def doubts(config: Config) -> list[str]:
 
 
 @torch.no_grad()
-def sample(
+def draw(
     model: nn.Module,
     config: Config,
     n: int,
@@ -631,6 +633,40 @@ def sample(
                 bar.update()
             drawn.append(x_next.cpu())
     return torch.cat(drawn)
+
+
+def sample(
+    model: nn.Module,
+    n: int,
+    *,
+    classes: int | str | Sequence[int | str] | None = None,
+    values: Any = None,
+    pictures: Given = None,
+    image: Given = None,
+    strength: float | None = None,
+    guidance_scale: float | None = None,
+    steps: int | str | None = None,
+    sampler: str | None = None,
+    seed: int | None = None,
+    **flags: Any,
+) -> Tensor:
+    """n images (n, C, H, W), float32 in [-1, 1], on the CPU, of a model from load(): those that ./train_unet --sample n --init FILE draws with the
+    same flags, up to rounding. What is None is as there. The network stays on its device.
+
+    classes: a number or a name, or several, which the images take in turns; None: all classes in turns.
+    values: (cond_dim) numbers, or rows (N, cond_dim), which the images take in turns.
+    pictures: what the images are conditioned on: a tensor (N, channels, H, W), a data file (.bin) or a picture file. A model of --cond makes its
+    conditions of images (N, C, H, W), as in training.
+    image: what is changed, in the same ways: a tensor (C, H, W) or (N, C, H, W), float in [-1, 1] or uint8, or a file. strength: from 0 to 1 (all).
+    steps: of the sampler, such as 50 or "ddim25". sampler: ddim, ddpm, euler, heun, dpmpp_2m or consistency.
+    flags: eta=1.0, S_churn=20, batch_size=64 and others of the programs' by their names. What can't work is a UserError of one sentence."""
+    given = flags | {"classes": classes, "values": values, "strength": strength, "guidance_scale": guidance_scale, "sampler": sampler, "seed": seed}
+    if steps is not None:
+        given["timestep_respacing"] = steps
+    with sampling_config(model, n, image, pictures, given) as config:
+        for told in doubts(config):
+            warnings.warn(told, stacklevel=2)
+        return draw(model, config, n)
 
 
 # ======================================================================================================================
@@ -906,7 +942,7 @@ class GridConditions:
 def draw_samples(trainer: Trainer, screen: Screen, shown: GridConditions) -> None:
     """Writes a grid of pictures by the averaged weights. A signal gives it up."""
     config, step, rows, pictures = trainer.config, trainer.state.step, shown.rows, shown.pictures
-    images = sample(trainer.averaged, config, config.num_samples, rows=rows, pictures=pictures, stop=screen.stop, labels=shown.labels)
+    images = draw(trainer.averaged, config, config.num_samples, rows=rows, pictures=pictures, stop=screen.stop, labels=shown.labels)
     if images is None:
         return
     if not torch.isfinite(images).all():
@@ -1050,7 +1086,7 @@ def run(argv: list[str]) -> int:
         for told in doubts(config):
             print(told)
         captions = value_captions(value_rows(config) if config.cond_dim else [], config.sample)
-        save_samples(sample(model, config, config.sample, progress=sys.stderr.isatty()), config.output, captions)
+        save_samples(draw(model, config, config.sample, progress=sys.stderr.isatty()), config.output, captions)
         print(f"{config.output}: {config.sample} images with {config.sampler}")
     else:
         chosen = "preset" in flags or (config.resume_checkpoint and preset_of_run(start.state.preset) == (config.preset, False))

@@ -15,6 +15,7 @@
     formats          any of these: read, convert, average after the run
     samples          grids and pictures of what was drawn
     log              what a run of train_unet.py starts from, and its log
+    api              load() and what sample() says, for people who know PyTorch
 
 Then come the programs: prepare_data.py; train_unet.py, which is what generate.py samples with.
 """

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from typing import BinaryIO, TextIO
 
 import numpy as np
-from PIL import Image, ImageCms, ImageOps
+from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
-from common.data_files import Data, brief_list, class_names_block, data_header
-from common.files import DataError, open_regular
+from common.data_files import Data, brief_list, class_names_block, data_header, write_data
+from common.files import DataError, open_file, open_regular
 from common.flags import Config
-from common.program import NOT_OF_PICTURES, printable
+from common.program import NOT_OF_PICTURES, UserError, printable
 
 MOST_PIXELS = 1 << 27  # of a picture that is enlarged for a random crop: half a GiB
 MOST_GREY = 65535  # of 16 bits
@@ -224,6 +224,28 @@ def flat_array(image: Image.Image) -> np.ndarray:
 def image_to_array(image: Image.Image, size: tuple[int, int], channels: int, resample: Image.Resampling = Image.Resampling.LANCZOS) -> np.ndarray:
     """A picture as uint8 (C, H, W): on white, cropped at the centre to the aspect ratio of (height, width), resized."""
     return flat_array(ImageOps.fit(flat_image(image, channels), size[::-1], method=resample))  # Pillow's sizes are (width, height)
+
+
+def picture_file(flag: str, path: str, channels: int, config: Config, folder: str) -> str:
+    """A data file in this folder that holds one picture, in the size of the images. flag: the one that names it. A smaller picture to --cond of a
+    super-resolution model is what is to be enlarged, and is brought to the size that such pictures have."""
+    if channels not in (1, 3):
+        raise UserError(f"--{flag} {path}: a picture has 1 or 3 channels and this model's {'pictures' if flag == 'cond' else 'images'} {channels}")
+    H, W = config.image_size
+    factor = config.picture_factor if flag == "cond" else 0
+    resample = Image.Resampling.BOX if flag == "mask" else Image.Resampling.LANCZOS
+    try:
+        with open_file(path) as file, Image.open(file, formats=picture_formats()[0]) as picture:
+            is_small = factor > 0 and (picture.width < W or picture.height < H)
+            array = image_to_array(picture, (H // factor, W // factor) if is_small else (H, W), channels, resample)
+    except UnidentifiedImageError:
+        raise UserError(f"--{flag} {path}: is no picture; .png and .jpg are") from None
+    except NOT_OF_PICTURES:
+        raise
+    except Exception as e:  # noqa: BLE001 (Pillow's decoders raise nearly anything at a damaged file)
+        raise UserError(f"--{flag} {path}: can't be read ({getattr(e, 'strerror', None) or e})") from None
+    write_data(f"{folder}/{flag}.bin", array[None])
+    return f"{folder}/{flag}.bin"
 
 
 def random_crop(image: Image.Image, image_size: tuple[int, int], draw: random.Random) -> Image.Image:

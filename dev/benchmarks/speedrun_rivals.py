@@ -28,7 +28,7 @@ from common.config import make_config
 from common.data_files import open_data
 from common.flags import FLAGS, parse_flags
 from common.program import UserError, how_to_install
-from train_unet import Trainer, sample, training_batch
+from train_unet import Trainer, draw, training_batch
 
 WARM_UP_STEPS = 20  # their seconds aren't counted: they compile, or let cuDNN try
 PACE_STEPS = 30  # how long a step takes is measured with these
@@ -273,7 +273,7 @@ class Guided(Rival):
     def draw_batch(self, config: Any, size: int) -> torch.Tensor:
         config.batch_size, config.seed = size, config.seed + 1  # other noise for every batch
         with self.half:  # as its scripts sample with --use_fp16 True
-            return sample(self.drawn_from, config, size)
+            return draw(self.drawn_from, config, size)
 
 
 RIVALS: dict[str, type[Rival]] = {"lucidrains": Lucidrains, "diffusers": Diffusers, "guided": Guided}

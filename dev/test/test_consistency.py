@@ -100,7 +100,7 @@ def test_sampling_by_the_book(run: Callable, tmp_path: Path, steps: int) -> None
                 x = image + sigmas[k + 1] * twin.normals(2, twin.SAMPLE_NOISE, k, samples, (1, 8, 8)).double()
     assert np.abs(read_samples(tmp_path / "s.bin") - image.numpy()).max() < 1e-4
     read = make_config(twin.parse_flags(words.split(), twin.FLAGS), None, twin.read_model(str(tmp_path / "init.bin")))
-    assert np.abs(twin.sample(model.model.float(), read, 3).numpy() - image.numpy()).max() < 1e-4
+    assert np.abs(twin.draw(model.model.float(), read, 3).numpy() - image.numpy()).max() < 1e-4
 
 
 @pytest.mark.parametrize("family", ["edm", "flow"])
@@ -135,7 +135,7 @@ def test_a_model_is_tuned(run: Callable, data: Path, tmp_path: Path, monkeypatch
     run(f"--init {model} --sample 3 --output native.bin".split())
     sampled = dataclasses.replace(make_config({}, None, tuned), noise_seed=0)
     assert (sampled.sampler, sampled.timestep_respacing) == ("consistency", "2")
-    ours = twin.sample(twin.build_model(sampled, tuned.ema), sampled, 3).numpy()
+    ours = twin.draw(twin.build_model(sampled, tuned.ema), sampled, 3).numpy()
     assert np.abs(read_samples(tmp_path / "native.bin") - ours).max() < 1e-4
     generate.run(f"--model_filename {model} --num_samples 3 --output generated.bin".split())
     assert np.abs(read_samples(tmp_path / "generated.bin") - ours).max() < 1e-6

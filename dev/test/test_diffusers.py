@@ -118,7 +118,7 @@ def test_a_pipeline_draws_our_images(tmp_path: Path, name: str, sampler: str, mo
     pipeline.set_progress_bar_config(disable=True)
     assert isinstance(pipeline.scheduler, diffusers.DDPMScheduler if sampler == "ddpm" else diffusers.DDIMScheduler)
     config = make_config({"sampler": sampler, "timestep_respacing": "ddim5", "eta": 0.0}, None, file)
-    images = twin.sample(twin.build_model(config, file.weights), config, 3)
+    images = twin.draw(twin.build_model(config, file.weights), config, 3)
     Draws(config, 3, monkeypatch)
     how = {} if sampler == "ddpm" else {"eta": 0.0, "use_clipped_model_output": True}  # as Song et al. and guided-diffusion have it
     theirs = pipeline(batch_size=3, num_inference_steps=5, output_type="pt", **how).images
@@ -135,7 +135,7 @@ def test_edm_by_hand(tmp_path: Path) -> None:
     scheduler = diffusers.EDMEulerScheduler.from_pretrained(tmp_path / "folder", subfolder="scheduler")
     settings = {"sampler": "euler", "timestep_respacing": "6", "clip_denoised": False, "sigma_max": 20.0}
     config = make_config(settings, None, file)
-    images = twin.sample(twin.build_model(config, file.weights), config, 2)
+    images = twin.draw(twin.build_model(config, file.weights), config, 2)
     x = 20 * twin.normals(config.seed, twin.SAMPLE_START, 0, torch.arange(2), (3, 16, 16))
     scheduler.set_timesteps(6)
     with torch.no_grad():
@@ -152,7 +152,7 @@ def test_flow_by_hand(tmp_path: Path) -> None:
     unet = diffusers.UNet2DModel.from_pretrained(tmp_path / "folder", subfolder="unet")
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path / "folder", subfolder="scheduler")
     config = make_config({"sampler": "euler", "timestep_respacing": "6", "clip_denoised": False}, None, file)
-    images = twin.sample(twin.build_model(config, file.weights), config, 2)
+    images = twin.draw(twin.build_model(config, file.weights), config, 2)
     times = [sigma / (1 + sigma) for _, sigma in twin.noise_route(config, twin.Diffusion(config))]
     x = times[0] * twin.normals(config.seed, twin.SAMPLE_START, 0, torch.arange(2), (3, 16, 16))
     scheduler.set_timesteps(sigmas=times[:-1])
@@ -197,7 +197,7 @@ def test_a_model_of_diffusers_comes_here(tmp_path: Path) -> None:
     generate.run([*given, "--classes", "1,2"])
     images = open_data(str(tmp_path / "theirs.bin")).images
     settings = make_config({"timestep_respacing": "2", "classes": (1, 2)}, None, read_model(f"{tmp_path}/theirs"))
-    torch.testing.assert_close(twin.sample(twin.build_model(settings, file.weights), settings, 2), torch.from_numpy(images.copy()))
+    torch.testing.assert_close(twin.draw(twin.build_model(settings, file.weights), settings, 2), torch.from_numpy(images.copy()))
     diffusers.DDIMPipeline(unet.half(), diffusers.DDIMScheduler(prediction_type="v_prediction")).save_pretrained(tmp_path / "half")
     half = read_model(str(tmp_path / "half"))
     assert half.config.predict == "v" and half.config.num_classes == 4

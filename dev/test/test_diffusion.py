@@ -209,7 +209,7 @@ def test_older_files_mean_what_they_did(run: Callable, data: Path, tmp_path: Pat
         run(["--sample", 2, "--init", path, "--sampler", sampler, "--timestep_respacing", 5, "--eta", 0, "--output", "s.bin"])
         config = make_config(dict(sampler=sampler, timestep_respacing="5", eta=0.0), None, file := twin.read_model(str(path)))
         assert config.predict == "eps" and not config.learned_variance
-        expected = twin.sample(twin.build_model(config, file.ema), dataclasses.replace(config, noise_seed=0), 2)
+        expected = twin.draw(twin.build_model(config, file.ema), dataclasses.replace(config, noise_seed=0), 2)
         assert np.abs(read_samples(tmp_path / "s.bin") - expected.numpy()).max() < 1e-3
     twin.write_model(str(tmp_path / "a.pt"), file)
     saved = torch.load(tmp_path / "a.pt", weights_only=True)
@@ -294,7 +294,7 @@ def test_a_large_sigma_max_costs_no_precision(run: Callable, tmp_path: Path, sam
     run(["--init", "init.bin", "--sample", 3, "--seed", 3, "--output", "s.bin", *words])
     config = dataclasses.replace(config, seed=3, **twin.parse_flags(words, twin.FLAGS, ""))
     model = twin.build_model(config, random_weights(config, 4))
-    single, double = twin.sample(model, config, 3).numpy(), twin.sample(Double(model), config, 3).numpy()
+    single, double = twin.draw(model, config, 3).numpy(), twin.draw(Double(model), config, 3).numpy()
     route = twin.noise_route(config, twin.Diffusion(config))
     counted = 1 + (route[0].sigma / (2 * route[1].sigma) if sampler == "heun" else 0)
     assert np.abs(single - double).max() < counted * 60 * 2**-24
@@ -358,7 +358,7 @@ def draw_mixture(program: str, B: int, n: int, settings: dict) -> tuple[np.ndarr
     config = make_config(shape | dict(clip_denoised=False, seed=3) | settings)
     if program == "python":
         images = B * n // 16
-        samples = twin.sample(ExactNetwork(config, n), dataclasses.replace(config, batch_size=images), images).numpy()
+        samples = twin.draw(ExactNetwork(config, n), dataclasses.replace(config, batch_size=images), images).numpy()
         noise = twin.normals(3, twin.SAMPLE_START, 0, torch.arange(images), (1, 4, 4)).numpy()
         return samples.reshape(B, n), noise.reshape(B, n), config
     import harness

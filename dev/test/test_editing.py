@@ -69,8 +69,8 @@ def test_editing_follows_pytorch(run: Callable, tmp_path: Path, name: str, words
     config = dataclasses.replace(config, seed=3, sample=5, **(given | paths))
     validate(config)
     model = twin.build_model(config, random_weights(config, 4))
-    single = twin.sample(model, config, 5).numpy()
-    double = twin.sample(Double(model), config, 5).numpy()
+    single = twin.draw(model, config, 5).numpy()
+    double = twin.draw(Double(model), config, 5).numpy()
     ours, theirs = np.abs(native - double).max(), np.abs(single - double).max()
     assert ours <= 4 * theirs + 1e-6, f"{ours:.3g} from float64, PyTorch's float32 {theirs:.3g}"
     assert theirs < 1e-2 and np.abs(native[0] - native[1]).max() > 0.1
@@ -93,7 +93,7 @@ def test_what_is_not_finite_in_images_is_named(refused: Callable, tmp_path: Path
     given = {name[2:]: str(tmp_path / value) for name, value in zip(words[::2], words[1::2])}
     config = dataclasses.replace(config, sample=2, **given)
     with pytest.raises(twin.UserError, match=f"--{flag}"):
-        twin.sample(twin.build_model(config, random_weights(config)), config, 2)
+        twin.draw(twin.build_model(config, random_weights(config)), config, 2)
 
 
 def test_strength(run: Callable, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_going_back_helps(tmp_path: Path, settings: dict) -> None:
     for times in (1, 10):
         painting = dict(inpaint=f"{tmp_path}/x", mask=f"{tmp_path}/y", jump_length=5, jump_n_sample=times, timestep_respacing="50", batch_size=count)
         config = make_config(shape | painting | settings)
-        points = twin.sample(ExactNetwork(config, 2), config, count).numpy().reshape(-1, 2)
+        points = twin.draw(ExactNetwork(config, 2), config, count).numpy().reshape(-1, 2)
         assert np.all(points[:, 0] == np.float32(known))
         means.append(points[:, 1].mean())
     assert without < means[0] < means[1] - 0.05 < expected, (means, without, expected)
@@ -264,7 +264,7 @@ def test_given_images_keep_their_classes(run: Callable, tmp_path: Path, monkeypa
     assert np.array_equal(drawn("--classes 0,1,2"), drawn())
     for name, ours in ("labelled", own), ("bare", bare):
         changed = dataclasses.replace(config, start_from=f"{name}.bin", sample=5, timestep_respacing="4", eta=0.0, seed=0)
-        assert abs(twin.sample(model, changed, 5).numpy() - ours).max() < 2e-3
+        assert abs(twin.draw(model, changed, 5).numpy() - ours).max() < 2e-3
         labels = twin.labels_of_given(changed)[0].tolist()
         assert labels == ([2, 2, 0, 1, 1] if name == "labelled" else [3])
 

@@ -292,7 +292,7 @@ def test_samples_follow_pytorch(run: Callable, tmp_path: Path, settings: dict) -
     for precision in ("fp32", "fp8"):
         run([*words, "--init", "init.bin", "--sample", 3, "--seed", 3, "--output", "s.bin", "--precision", precision])
         ours[precision] = read_samples(tmp_path / "s.bin")
-        theirs[precision] = twin.sample(twin.build_model(config, random_weights(config, 4), precision=precision), config, 3).numpy()
+        theirs[precision] = twin.draw(twin.build_model(config, random_weights(config, 4), precision=precision), config, 3).numpy()
     rounded = np.linalg.norm(theirs["fp8"] - theirs["fp32"])
     assert 1e-3 * np.linalg.norm(theirs["fp32"]) < rounded < 0.5 * np.linalg.norm(theirs["fp32"])
     assert np.linalg.norm(ours["fp32"] - theirs["fp32"]) < 1e-3 * rounded

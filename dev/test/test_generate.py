@@ -83,7 +83,7 @@ def exact_images(path: Path, *words: object) -> tuple[torch.Tensor, torch.Tensor
     file = twin.read_model(str(path), given)
     config = make_config(given, None, file)
     model = twin.build_model(config, file.weights_to_use(config.use_ema)).double()
-    exact = twin.sample(generate.Network(lambda given: model(**{k: v if k == "y" else v.double() for k, v in given.items()})), config, count)
+    exact = twin.draw(generate.Network(lambda given: model(**{k: v if k == "y" else v.double() for k, v in given.items()})), config, count)
     return exact, (generate.BACKENDS["torch"](file, config, count) - exact).abs().max()
 
 
@@ -168,8 +168,8 @@ def test_apples_gpu_is_given_no_float64(tmp_path: Path, model: Path) -> None:
     with Watch(), torch.no_grad():
         network(x, t, y)
     assert seen and torch.float64 not in seen
-    expected = twin.sample(generate.torch_model(file, config), config, 3)
-    assert torch.equal(twin.sample(generate.mps_network(file, config, "cpu"), config, 3), expected)
+    expected = twin.draw(generate.torch_model(file, config), config, 3)
+    assert torch.equal(twin.draw(generate.mps_network(file, config, "cpu"), config, 3), expected)
 
 
 def test_core_ml_batches_are_filled_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,8 +185,8 @@ def test_core_ml_batches_are_filled_up(model: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(generate.platform, "system", lambda: "Darwin")
     monkeypatch.setattr(generate, "coreml_model", lambda file, config: Program())
-    images = twin.sample(generate.coreml_network(file, config), config, 5)
-    assert torch.allclose(images, twin.sample(network, config, 5), atol=1e-5)
+    images = twin.draw(generate.coreml_network(file, config), config, 5)
+    assert torch.allclose(images, twin.draw(network, config, 5), atol=1e-5)
 
 
 def test_back_ends_that_are_not_here(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -563,7 +563,7 @@ def test_starting_in_the_middle_is_going_on(tmp_path: Path) -> None:
         D = twin.Denoiser(generate.torch_model(file, config), config, torch.arange(2))
         seen = list(twin.sampler_steps(D, D.start()))
         assert [step for step, *_ in seen] == list(range(7)) and len(generate.step_noises(config)) == len(seen)
-        assert torch.equal(twin.sample(D.model, config, 2), seen[-1][-1])
+        assert torch.equal(twin.draw(D.model, config, 2), seen[-1][-1])
         for first in 0, 4, 6:
             assert torch.equal(list(twin.sampler_steps(D, seen[first][1], first))[-1][-1], seen[-1][-1])
 
@@ -574,7 +574,7 @@ def test_samplers(picture: Callable, tmp_path: Path) -> None:
     found = cells(picture("--show", "samplers", "--num_samples", 2, diffusion_steps=40), len(names), 2, width=128)
     file = twin.read_model(str(tmp_path / "m.bin"))
     config = make_config({"sampler": "ddpm", "timestep_respacing": "10"}, None, file)
-    expected = to_pixels(twin.sample(generate.torch_model(file, config), config, 2))
+    expected = to_pixels(twin.draw(generate.torch_model(file, config), config, 2))
     cell = found[names.index("ddpm"), 0, ::8, ::8]
     assert np.array_equal(cell, np.concatenate(list(expected), axis=1))
 
@@ -596,7 +596,7 @@ def test_interpolation(picture: Callable, tmp_path: Path) -> None:
     found = cells(picture("--show", "interpolation", "--steps", 6, "--num_samples", 2), 2, 9)
     file = twin.read_model(str(tmp_path / "m.bin"))
     config = make_config({"timestep_respacing": "6", "sampler": "ddim", "eta": 0.0, "classes": (0, 0, 1, 1)}, None, file)
-    expected = to_pixels(twin.sample(generate.torch_model(file, config), config, 4))
+    expected = to_pixels(twin.draw(generate.torch_model(file, config), config, 4))
     ends = found[:, [0, -1], ::8, ::8].reshape(4, 8, 8, 3).astype(int)
     assert np.abs(ends - expected).max() <= 1
 
@@ -622,12 +622,12 @@ def test_samplers_take_up_to_so_many_steps(tmp_path: Path, steps: str, columns: 
     make_model(tmp_path / "m.bin", **SMALL, diffusion_steps=40)
     taken = []
 
-    def sample(model: torch.nn.Module, config: object, count: int) -> torch.Tensor:
+    def draw(model: torch.nn.Module, config: object, count: int) -> torch.Tensor:
         taken.append((config.sampler, config.timestep_respacing))
         return torch.zeros(count, 1, 8, 8)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(twin, "sample", sample)
+        patch.setattr(twin, "draw", draw)
         generate.run([*map(str, ["--model_filename", tmp_path / "m.bin", "--show", "samplers", "--output", tmp_path / "p.png"]), "--steps", steps])
     assert taken == [(sampler, str(n)) for sampler in twin.SAMPLERS for n in columns]
 
@@ -860,11 +860,11 @@ def test_published_commands_sample(tmp_path: Path, name: str) -> None:
     found = np.array(twin.open_data(f"{tmp_path}/x.bin").images)
     right = make_config(settings | {"sampler": "ddpm", "timestep_respacing": "3,0,1", "batch_size": 4}, None, file)
     model = twin.build_model(right, file.weights)
-    assert np.array_equal(found, twin.sample(model, right, 2).numpy())
+    assert np.array_equal(found, twin.draw(model, right, 2).numpy())
 
     generate.run([*flags(command, "--timestep_respacing ddim4 --use_ddim True")])
     other = dataclasses.replace(right, sampler="ddim", timestep_respacing="ddim4", eta=0.0)
-    assert np.array_equal(np.array(twin.open_data(f"{tmp_path}/x.bin").images), twin.sample(model, other, 2).numpy())
+    assert np.array_equal(np.array(twin.open_data(f"{tmp_path}/x.bin").images), twin.draw(model, other, 2).numpy())
 
     guided = "--classifier_scale 0.5 --classifier_path models/128x128_classifier.pt --classifier_depth 4".split()
     refused([*command, *guided], "--classifier_scale")

@@ -1359,8 +1359,8 @@ def check_sampling(run: Callable, tmp_path: Path, shape: tuple[int, int, int], s
     config = dataclasses.replace(config, seed=3, **twin.parse_flags(sampler.split(), twin.FLAGS, ""))
     validate(config)
     model = twin.build_model(config, random_weights(config, 4))
-    single = twin.sample(model, config, 5).numpy()
-    double = twin.sample(Double(model), config, 5).numpy()
+    single = twin.draw(model, config, 5).numpy()
+    double = twin.draw(Double(model), config, 5).numpy()
     native = read_samples(tmp_path / "s.bin")
     assert np.abs(double).max() > 0.5 and np.abs(double[0] - double[1]).max() > 0.1
     for difference in (np.linalg.norm, np.abs):
