@@ -445,6 +445,8 @@ def read_table(path: str) -> tuple[list[str], dict[str, list[float]]]:
             first, width = width == 0, width or len(cells)
             if len(cells) != width or width < 2:
                 told = f"has {len(cells)} columns; a line is a file's name and its numbers, {max(width, 2)} columns"
+                if len(cells) == 1 and ";" in cells[0]:
+                    told = "has semicolons between its cells; save the table with commas"
                 raise DataError(f"{path}: the line of {cells[0]} {told}")
             row = numbers(cells[1:])
             if not row and first:

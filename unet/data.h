@@ -181,12 +181,15 @@ static std::vector<std::string> read_class_names(const std::string& path, const 
 // Gives the labels the numbers that the classes of the same names have in a model. known: the names of the model's
 // classes by their numbers. of: the file that knows them. If the images or the model have no names, the numbers stay.
 static void take_class_names(Dataset* d, const std::vector<std::string>& known, const std::string& of) {
+    if (d->class_names.empty() && !known.empty())
+        print_line(d->path + ": has no names of classes, so they are compared by number with those of " + of);
     if (d->class_names.empty()) d->class_names = known;
     if (known.empty() || d->class_names == known) return;
     std::vector<int32_t> number; // in the model, by the number in this file
     for (const std::string& name : d->class_names) {
         const auto found = std::ranges::find(known, name);
-        must(found != known.end(), d->path, "its class " + name + " is none of those of " + of);
+        must(found != known.end(), d->path,
+             "its class " + name + " is none of those of " + of + "; rename its folder, or start a new model");
         number.push_back((int32_t)(found - known.begin()));
     }
     for (int32_t& label : d->labels) label = number[label];

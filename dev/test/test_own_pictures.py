@@ -40,8 +40,9 @@ NFC, NFD = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
 
 SMALL_RUN = (
     "--preset fashion32 --image_size 8 --num_channels 32 --channel_mult 1,1 --attention_resolutions 4 --batch_size 2 --sample_interval 0 "
-    "--noise_schedule linear --device cpu --max_steps 1"
+    "--noise_schedule linear --max_steps 1"
 ).split()
+ON_THE_CPU = ["--device", "cpu"]  # the twin's
 WITH_CLASSES = ["--class_cond", "True", "--class_dropout", "0"]
 
 
@@ -234,7 +235,7 @@ def test_a_model_knows_the_names_of_its_classes(tmp_path, monkeypatch: pytest.Mo
     """A run that starts from a model takes its classes by name; labels were compared by position."""
     monkeypatch.chdir(tmp_path)
     write_data("t.bin", make_images(8), np.arange(8) % 3, 3, class_names=["a", "b", "c"])
-    assert twin.run([*SMALL_RUN, *WITH_CLASSES, "--data_file", "t.bin"]) == 0
+    assert twin.run([*SMALL_RUN, *ON_THE_CPU, *WITH_CLASSES, "--data_file", "t.bin"]) == 0
     trained = twin.read_model("out/model_0000001.bin")
     assert trained.class_names == ("a", "b", "c")
     raw = Path("out/model_0000001.bin").read_bytes()
@@ -266,7 +267,7 @@ def test_a_model_keeps_the_names_of_all_its_classes_or_none(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     write_data("t.bin", make_images(8), np.arange(8) % 3, 3, class_names=["a", "b", "c"])
     for classes, kept in {5: (), 3: ("a", "b", "c")}.items():
-        words = [*SMALL_RUN, *WITH_CLASSES, "--data_file", "t.bin", "--num_classes", str(classes)]
+        words = [*SMALL_RUN, *ON_THE_CPU, *WITH_CLASSES, "--data_file", "t.bin", "--num_classes", str(classes)]
         assert twin.run([*words, "--output_dir", f"out{classes}"]) == 0
         assert twin.run([*words, "--init_model_only", "True", "--init_model_filename", f"init{classes}.bin"]) == 0
         for path in (f"out{classes}/model_0000001.bin", f"init{classes}.bin"):
@@ -282,8 +283,6 @@ def test_train_unet_compares_classes_by_name(run: Callable, refused: Callable, t
     images, names = make_images(8), ["a", "Äpfel", "c"]
     labels = np.array([2, 0, 1, 2, 0, 1, 2, 0])
     words = [*SMALL_RUN, *WITH_CLASSES, "--val_interval", 1, "--val_data_file", "v.bin"]
-    at = words.index("--device")
-    del words[at : at + 2]  # C++ has GPUs by number
     write_data("t.bin", images, np.arange(8) % 3, 3, class_names=names)
 
     def val_loss(folder: str, of_file: list[str], *more: object) -> str:
@@ -652,9 +651,9 @@ def test_the_twin_takes_the_channels_of_the_pictures(tmp_path, capsys, monkeypat
     monkeypatch.chdir(tmp_path)
     put(tmp_path / "pets", of_colors("a.png", "b.png"))
     put(tmp_path / "grey", {name: encoded(k, mode="L") for k, name in enumerate(("a.png", "b.png"))})
-    assert twin.run([*SMALL_RUN, "--data_dir", "pets"]) == 0
+    assert twin.run([*SMALL_RUN, *ON_THE_CPU, "--data_dir", "pets"]) == 0
     assert twin.read_model("out/model_0000001.bin").config.in_channels == 3
-    assert twin.run([*SMALL_RUN, "--data_dir", "pets", "--in_channels", "1", "--output_dir", "one"]) == 0
+    assert twin.run([*SMALL_RUN, *ON_THE_CPU, "--data_dir", "pets", "--in_channels", "1", "--output_dir", "one"]) == 0
     capsys.readouterr()
 
     def channels(folder: str, **given: object) -> int:
@@ -672,6 +671,56 @@ def test_the_twin_takes_the_channels_of_the_pictures(tmp_path, capsys, monkeypat
     for folder in "none", "out":
         with pytest.raises(UserError, match=f"--data_dir {folder}: "):
             twin.prepare_run({"data_dir": folder, "device": "cpu", "output_dir": "new"})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what newcomers stumbled over
+
+
+def test_files_of_the_user_are_no_files_of_a_run(run: Callable, refused: Callable, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page called index.html and a photograph called samples_0000001.png, in the folder of a new run, were replaced."""
+    monkeypatch.chdir(tmp_path)
+    write_data("t.bin", make_images(4))
+    words = [*SMALL_RUN, "--data_file", "t.bin"]
+    for name, content in {"index.html": b"<!doctype html>my gallery", "samples_0000001.png": encoded(RED)}.items():
+        put(tmp_path / "out", {name: content})
+        refused(words, f"out/{name}", "is no run's")
+        Path(f"out/{name}").unlink()
+    run(words)
+    for name in "log.csv", "model_0000001.bin":
+        Path(f"out/{name}").unlink()
+    run(words)  # the page and the grids of an older run may go
+    refused([*words, "--sample", 0, "--output_dir", "x"], "--sample 0")
+    put(tmp_path / "pets", of_colors("a.png"))
+    refused([*SMALL_RUN, "--data_dir", "pets", "--output_dir", "pets/../pets"], "--data_dir pets", "--output_dir")
+
+
+def test_a_run_says_which_classes_it_has(run: Callable, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their names and numbers; that data has fewer than the model; that data has some, or numbers, which the model does not learn."""
+    monkeypatch.chdir(tmp_path)
+    write_data("t.bin", make_images(6), np.arange(6) % 3, 3, np.zeros((6, 2)), ["n", "m"], class_names=["a", "Äpfel", "c d"])
+    words = flags(SMALL_RUN, "--data_file", "t.bin")
+
+    def lines(*more: object) -> str:
+        return run([*words, *more, "--output_dir", f"out{len(os.listdir())}"]).out
+
+    assert "\nclasses: 3: 0 a, 1 Äpfel, 2 c d; --class_dropout 0; " in lines(*WITH_CLASSES)
+    assert "\nclasses: 5: 0 a, 1 Äpfel, 2 c d, of which the data has 3; " in lines(*WITH_CLASSES, "--num_classes", 5)
+    told = lines()
+    assert "\nclasses: the data has 3, which this model does not learn; --class_cond True does\n" in told
+    assert "\nnumbers: the data has 2 an image, which this model does not learn; --cond_dim 2 does\n" in told
+    assert "does not learn" not in lines("--class_cond", "False", "--cond_dim", 2)
+
+
+def test_a_resumed_run_in_a_new_folder_begins_its_mean_anew(run: Callable, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The losses that its log does not have counted as 0."""
+    monkeypatch.chdir(tmp_path)
+    write_data("t.bin", make_images(4))
+    words = flags(SMALL_RUN, "--data_file", "t.bin", "--max_steps", 20)
+    run(words)
+    line = run(["--resume_checkpoint", "out/model_0000020.bin", "--max_steps", 21, "--output_dir", "on", "--log_interval", 1]).out
+    loss, mean = re.search(r"step 21/21 \| loss (\S+) \(mean (\S+)\)", line).groups()
+    assert loss == mean
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -390,6 +390,21 @@ static void restore(Run* run, const ModelFile& m) {
                B, before, s.step * B, s.step * before);
 }
 
+// Returns whether a file may be replaced: it is empty, or of this program (samples, a grid, a run's page).
+static bool may_be_replaced(const Folder& folder, const std::string& name) {
+    // Samples are marked within these bytes: in the header of a data file, or by a text at the start of a PNG.
+    std::string head(1024, 0);
+    const int file = openat(folder.descriptor, name.c_str(), OPEN_TO_READ);
+    const ssize_t size = read(file, head.data(), head.size()); // -1 if the file could not be opened
+    close(file);
+    if (size <= 0) return size == 0;
+    if (name.ends_with(".html")) return head.starts_with(std::string(PAGE, 50));
+    if (name.ends_with(".png")) return head.find(PNG_MARK) != std::string::npos;
+    Header h;
+    memcpy(h.slot, head.data(), sizeof h.slot);
+    return h.slot[SLOT_MAGIC] == DATA_MAGIC && h.slot[DATA_SLOT_KIND] == SAMPLES;
+}
+
 // Ends the program if this run must not write into the output folder. A new run needs a folder that holds no run. A
 // resumed run needs its own folder, without later checkpoints, or one that holds no run. resume: the path of the
 // checkpoint that the run goes on from; "": the run is new. resume_step: its step.
@@ -400,6 +415,9 @@ static void check_output_dir(const Config& c, const Folder& output, const std::s
         const bool is_folder = !fstatat(output.descriptor, name.c_str(), &st, 0) && S_ISDIR(st.st_mode);
         must(!is_folder || !may_be_of_run(name), output.name(name),
              "is a folder, where the run would write a file; move it away");
+        const bool is_seen = name == "index.html" || step_in_name(name, "samples_", ".png") >= 0; // what people look at
+        must(!resume.empty() || !is_seen || may_be_replaced(output, name), output.name(name),
+             "is no run's, and the run may replace it; move it away, or choose another --output_dir");
     }
     // A log without a checkpoint was left by a run that was killed early, and --resume_checkpoint auto starts anew
     // there. But best.bin alone is what is left of a run that a new one must not replace.
@@ -511,9 +529,18 @@ static void print_start(const Config& c, const Trainer& tr, const Dataset& data)
                epochs);
     if (!c.class_cond && !c.given("class_cond") && c.default_preset && data.labels.empty())
         printf("classes: none, because the data has no labels\n");
+    std::string classes = text("classes: %d", c.num_classes);
+    for (size_t k = 0; k < std::min<size_t>(data.class_names.size(), 10); k++) // the number is for --classes
+        classes += (k ? ", " : ": ") + std::to_string(k) + " " + data.class_names[k];
+    if (data.classes < c.num_classes) classes += text(", of which the data has %d", data.classes);
     if (c.class_cond)
-        printf("classes: %d, --class_dropout %g; grids: --guidance_scale %g\n", c.num_classes, c.class_dropout,
-               c.guidance_scale);
+        print_line(classes +
+                   text("; --class_dropout %g; grids: --guidance_scale %g", c.class_dropout, c.guidance_scale));
+    else if (data.classes && !c.given("class_cond"))
+        printf("classes: the data has %d, which this model does not learn; --class_cond True does\n", data.classes);
+    if (data.K && !c.cond_dim)
+        printf("numbers: the data has %d an image, which this model does not learn; --cond_dim %d does\n", data.K,
+               data.K);
     if (data.cond) print_line("condition: " + c.cond_file + text(", pictures of %d channels", c.cond_channels));
     const int C = c.in_channels;
     if (C != 1 && C != 3) printf("grids show the first of %d channels, in grey\n", C);

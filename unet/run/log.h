@@ -101,7 +101,7 @@ void LogSummary::add(const std::string& row, bool is_skipped) {
     const LogPart part = part_of_row(values, seconds, is_skipped);
     // The newest loss of a healthy step has a share of 10 / (guard.n + 9) in the mean, which then describes about the
     // latest tenth of the losses; but at least 0.02, so about the latest fifty.
-    const double share = std::max(10 / (guard.n + 9), 0.02);
+    const double share = parts.empty() ? 1 : std::max(10 / (guard.n + 9), 0.02);
     if (part.n[0] && std::fabs(loss) < 1e9) mean += (loss - mean) * share;
 
     // The row is added to the last LogPart if that part still has room. Otherwise the row becomes a new part.

@@ -62,9 +62,13 @@ static int prepare_folder(const Config& c) {
     const std::string flag = "--data_dir " + c.data_dir;
     struct stat st;
     if (stat(c.data_dir.c_str(), &st)) die("%s: can't be read (%s)", flag.c_str(), strerror(errno));
-    must(S_ISDIR(st.st_mode), flag, "is no folder; --data_file takes a file");
+    must(S_ISDIR(st.st_mode), flag,
+         "is no folder; --data_file takes a data file, and prepare_data.py --zip makes one of a zip");
     must(!c.fixed("in_channels") || c.in_channels == 1 || c.in_channels == 3, flag,
          text("pictures have 1 channel or 3, and the model takes %d", c.in_channels));
+    std::error_code none;
+    must(!std::filesystem::equivalent(c.data_dir, c.output_dir, none), flag,
+         "is --output_dir, too, and the run's grids are no pictures to train on; choose another --output_dir");
     const uint32_t checksum = checksum_of_folder(c.data_dir);
     if (const int there = channels_prepared(c, checksum)) {
         print_line(data_file_beside(c, there) + ": is up to date with " + c.data_dir);
@@ -72,7 +76,6 @@ static int prepare_folder(const Config& c) {
     }
 
     // prepare_data.py lies beside this program.
-    std::error_code none;
     const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", none);
     const std::string own_folder = self.parent_path().string();
     const std::string python = preparing_python(own_folder);

@@ -22,20 +22,6 @@ static int array_to_sample(const Config& c, const ModelFile& m) {
     die("--ema_rate %s: %s holds averages of the rates%s", c.ema_rate.c_str(), m.path.c_str(), rates.c_str());
 }
 
-// Returns whether --output may replace a file: an empty one, or samples of the same kind that --sample has written.
-static bool may_be_replaced(const Folder& folder, const std::string& name) {
-    // Samples are marked within these bytes: in the header of a data file, or by a text at the start of a PNG.
-    std::string head(1024, 0);
-    const int file = openat(folder.descriptor, name.c_str(), OPEN_TO_READ);
-    const ssize_t size = read(file, head.data(), head.size()); // -1 if the file could not be opened
-    close(file);
-    if (size <= 0) return size == 0;
-    if (name.ends_with(".png")) return head.find(PNG_MARK) != std::string::npos;
-    Header h;
-    memcpy(h.slot, head.data(), sizeof h.slot);
-    return h.slot[SLOT_MAGIC] == DATA_MAGIC && h.slot[DATA_SLOT_KIND] == SAMPLES;
-}
-
 // Opens the folder of --output. Checks, before samples are drawn, that the file can be written later, and that it
 // replaces no file that must stay.
 static Folder open_output(const Config& c, const std::string& resume) {

@@ -330,6 +330,7 @@ static void check_contradictions(const Config& c) {
         die("--init and --resume_checkpoint: a run starts from one of them; leave the other out");
     if (c.given("data_file") && c.given("data_dir"))
         die("--data_file and --data_dir: a run trains on one of them; leave the other out");
+    if (c.given("sample") && !c.sample) die("--sample 0: draws nothing; leave the flag out to train");
     const std::pair<const char*, const std::string&> paths[] = {
         {"data_dir", c.data_dir}, {"data_file", c.data_file}, {"init", c.init}};
     for (const auto& [name, path] : paths)
