@@ -17,6 +17,7 @@ from conftest import ROOT, TINY, flags
 import train_unet
 from common import model_files
 from common.data_files import open_data_file, write_data
+from common.flags import preset_flags
 
 SOURCES = [
     "train_unet.cu",
@@ -99,7 +100,7 @@ def test_shapes() -> None:
             {"cond_dim": 7},
             {"cond_dim": 2, "augment": 0.1},
         ):
-            config = model_files.valid(train_unet.preset_flags(preset) | extra)
+            config = model_files.valid(preset_flags(preset) | extra)
             raw = model_files.pack_header(train_unet.ModelFile(config, np.zeros(1, np.float32))).tobytes()
             fields = {k: np.frombuffer(raw, kind, *(n or [1]), offset=at).tolist() for k, (at, kind, *n) in doc["HEADER"].items()}
             header = {k: v if len(doc["HEADER"][k]) == 3 else v[0] for k, v in fields.items()}

@@ -531,7 +531,7 @@ static void print_start(const Config& c, const Trainer& tr, const Dataset& data)
         printf("classes: none, because the data has no labels\n");
     std::string classes = text("classes: %d", c.num_classes);
     for (size_t k = 0; k < std::min<size_t>(data.class_names.size(), 10); k++) // the number is for --classes
-        classes += (k ? ", " : ": ") + std::to_string(k) + " " + data.class_names[k];
+        classes += text("%s%zu ", k ? ", " : ": ", k) + data.class_names[k];
     if (data.classes < c.num_classes) classes += text(", of which the data has %d", data.classes);
     if (c.class_cond)
         print_line(classes +

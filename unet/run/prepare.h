@@ -81,8 +81,10 @@ static int prepare_folder(const Config& c) {
     const std::string python = preparing_python(own_folder);
     const std::string program = own_folder + "/prepare_data.py";
     std::string by_hand;
-    for (const std::string& word : prepare_command(c, "python3", "prepare_data.py"))
-        by_hand += (by_hand.empty() ? "`" : " ") + shell_word(word);
+    for (const std::string& word : prepare_command(c, "python3", "prepare_data.py")) {
+        by_hand += by_hand.empty() ? "`" : " ";
+        by_hand += shell_word(word);
+    }
     by_hand += "` where it is, and name the file that it writes as --data_file";
     must(exists(program), flag, program + " is not there, which prepares it; run " + by_hand);
     // The folder's checksum was computed before the file is made. So if a picture is changed meanwhile, the next run
