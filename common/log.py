@@ -24,7 +24,7 @@ from common.random_numbers import data_order
 
 LOG_COLUMNS = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds"
 VAL_IMAGES = 512  # of --val_data_file: as many are enough, and stay in memory
-MANY_EPOCHS = 1000  # from here on images are learned by heart, which is said in a line
+MANY_EPOCHS, FEW_EPOCHS = 200, 120  # from the first on a line says that samples will be copies, and how many steps make the second
 
 
 @dataclass
@@ -213,7 +213,8 @@ def announce(trainer: Any, data: Data, start: ModelFile | None) -> None:
     unverified = " (not verified: more than 4 GiB, and no checksums of them)" if data.file and data.image_crcs is None else ""
     print(f"data: {data.path}, {len(data.images)} images{unverified}; output: {config.output_dir}/", flush=True)
     if (epochs := config.max_steps * config.batch_size // len(data.images)) > MANY_EPOCHS:
-        print(f"each image is seen {epochs} times, so they are learned by heart: use more images, or fewer --max_steps")
+        few = max(1, FEW_EPOCHS * len(data.images) // config.batch_size)
+        print(f"each image is seen {epochs} times, so many samples will be copies; --max_steps {few} shows each {FEW_EPOCHS} times")
     if not config.class_cond and data.labels is None and preset_flags(config.preset).get("class_cond"):
         print("classes: none, because the data has no labels")
     if config.class_cond:

@@ -165,8 +165,10 @@ static_assert(slots_are_unique(), "unet/flags.h: two flags have the same slot, o
 // becomes 5 (apply_default_preset).
 constexpr int64_t MANY_IMAGES = 5000;
 constexpr int MORE_EMAS = 7; // the most averages of the weights besides the first one
-// From so many epochs on, a line says that the images are learned by heart.
-constexpr int64_t MANY_EPOCHS = 1000;
+// From so many epochs on, a line says that samples will be copies, and how many steps would make FEW_EPOCHS. Of 2,026
+// emoji 4 % of the samples were copies after 118 epochs, 31 % after 237 and 82 % after 474.
+constexpr int64_t MANY_EPOCHS = 200;
+constexpr int64_t FEW_EPOCHS = 120;
 // --objective ect: the largest q^a that is allowed. If it were much larger, the sigmas of student and teacher would be
 // equal when they are rounded to fp32.
 constexpr double LARGEST_GAP_DIVISOR = 1e6;

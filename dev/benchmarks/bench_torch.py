@@ -1,4 +1,4 @@
-"""PyTorch at its fastest, timed: the rival of dev/benchmarks/bench.py's table.
+"""PyTorch by torch.compile with autocast, the step one CUDA graph, timed: the rival of dev/benchmarks/bench.py's table.
 
   python dev/benchmarks/bench_torch.py --preset unet64 --batch_size 32 --bench 20
 
@@ -54,7 +54,7 @@ def bench(config: Config, options: Options, device: torch.device, precision: str
     """Milliseconds (median, 10th and 90th percentile) of options.bench training steps and forward passes on synthetic data, and the step's
     peak memory.
 
-    This is PyTorch at its fastest, not the twin's Trainer. "graph": the loss is compiled, then the whole step (drawing t and noise, q_sample,
+    This is what makes PyTorch fast, not the twin's Trainer. "graph": the loss is compiled, then the whole step (drawing t and noise, q_sample,
     forward, loss, backward, fused AdamW) is captured once in a CUDA graph and replayed, since launching its kernels one by one takes longer
     than running them; likewise the forward pass, as a sampler needs it. Channels last, cuDNN chooses by trying, nothing waits for the CPU.
     It leaves out what the Trainer adds: the guard, clipping, and the average of the weights. With several ranks each takes its part of the

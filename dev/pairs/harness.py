@@ -444,7 +444,7 @@ def main(pair: Pair) -> None:
     parser.add_argument("--precision", choices=["fp32", "bf16"], help="only this one (bf16: on a GPU)")
     arguments = parser.parse_args()
     build(pair.name)
-    failed = False
+    outputs = wrong = 0
     for precision in [arguments.precision] if arguments.precision else precisions():
         if arguments.bench:
             bench(pair, precision)
@@ -453,5 +453,8 @@ def main(pair: Pair) -> None:
             print(f"{pair.name} {precision} {case}")
             for comparison in check(pair, case, precision):
                 print(comparison)
-                failed |= not comparison.ok
-    sys.exit(failed)
+                outputs += 1
+                wrong += not comparison.ok
+    if not arguments.bench:
+        print(f"{pair.name}: {wrong} of {outputs} outputs are wrong")
+    sys.exit(wrong > 0)

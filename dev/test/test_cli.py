@@ -138,9 +138,9 @@ def test_first_and_last_lines_say_where_to_look(run: Callable, data: Path, tmp_p
     assert "run: 5 steps, a grid of 16 samples every 2; the ETA counts both; open out/index.html to watch it" in lines
     assert any(line.startswith("done: 5 steps, ") and line.endswith("; open out/index.html") for line in lines)
     command = lines[-1].removeprefix("more images: ./train_unet ").split()
-    assert command[:2] == ["--sample", "64"] and command[-1] == "samples.png"
+    assert command[:2] == ["--sample", "64"] and command[-1] == "samples_more.png"
     run([*command, "--timestep_respacing", 2])
-    assert (tmp_path / "samples.png").exists()
+    assert (tmp_path / "samples_more.png").exists()
 
 
 def test_limits_are_as_exact_as_files(run: Callable, data: Path) -> None:

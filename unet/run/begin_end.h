@@ -130,5 +130,5 @@ static void finish_complete(Run* run) {
          "/index.html");
     const bool takes_more = c.cond_channels || c.cond_dim; // pictures or numbers, which the command would have to name
     if (!takes_more)
-        tell("more images: ./train_unet --sample 64 --init " + shell_word(run->saved) + " --output samples.png");
+        tell("more images: ./train_unet --sample 64 --init " + shell_word(run->saved) + " --output samples_more.png");
 }

@@ -525,8 +525,8 @@ static void print_start(const Config& c, const Trainer& tr, const Dataset& data)
                text("%ld steps of %d an epoch", steps_an_epoch, c.batch_size));
     const int64_t epochs = c.max_steps * c.batch_size / data.count;
     if (epochs > MANY_EPOCHS)
-        printf("each image is seen %ld times, so they are learned by heart: use more images, or fewer --max_steps\n",
-               epochs);
+        printf("each image is seen %ld times, so many samples will be copies; --max_steps %ld shows each %ld times\n",
+               epochs, std::max<int64_t>(1, FEW_EPOCHS * data.count / c.batch_size), FEW_EPOCHS);
     if (!c.class_cond && !c.given("class_cond") && c.default_preset && data.labels.empty())
         printf("classes: none, because the data has no labels\n");
     std::string classes = text("classes: %d", c.num_classes);
