@@ -61,8 +61,12 @@ class Options:
     image: str = flag("", "a picture to change: by --strength from 0 to 1, or with --mask; shows it before and after")
     mask: str = flag("", "a picture that is white where --image, or --cond, is to be painted anew")
     cond: str = flag("", "a picture to condition on, or from which train_unet's --cond makes it; shows it, the images, and the truth if known")
-    show: str = flag("", "draw a picture of the process instead", choices="corruption|denoising|samplers|interpolation")
-    data_file: str = flag("", "where --show takes an image of the data from (default: the model's data); without a model, what to --decode")
+    show: str = flag(
+        "",
+        "draw a picture of the process instead; nearest: each sample above the picture of the data that it resembles",
+        choices="corruption|denoising|samplers|interpolation|nearest",
+    )
+    data_file: str = flag("", "where --show takes images of the data from (default: the model's data); without a model, what to --decode")
     decode: str = flag("", "folder of the AutoencoderKL (diffusers) that draws pictures from the model's latents, or from those in data_file")
     model_path: str = flag("", "--model_filename; what is not given is then as there, all steps of ddpm")
     use_ddim: bool = flag(False, "True: --sampler ddim, False: ddpm")
@@ -135,12 +139,12 @@ from tqdm import tqdm
 import train_unet
 from common import files, formats, model_files
 from common.config import ect_defaults, make_config, pick_device, pick_precision, validate, value_rows
-from common.data_files import find_data, open_data
+from common.data_files import Data, find_data, open_data
 from common.diffusers_files import Autoencoder
 from common.model import UNetModel, build_model
 from common.model_files import ModelFile
 from common.pictures import picture_file
-from common.samples import check_finite, grid_pixels, save_png, save_samples, to_pixels, value_captions, visible
+from common.samples import COPY, check_finite, grid_pixels, nearest_images, save_png, save_samples, to_pixels, value_captions, visible
 
 ROOT = Path(__file__).resolve().parent
 
@@ -423,8 +427,8 @@ def smiley(config: Config) -> Tensor:
     return image if not grey else image.mean(0, keepdim=True).expand(config.in_channels, -1, -1)
 
 
-def two_images(file: ModelFile, config: Config, data_file: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """A drawn smiley and the first image of the data: x0 (1, C, H, W) and the label (1), 0 where there is none."""
+def shown_data(file: ModelFile, config: Config, data_file: str) -> Data:
+    """The model's data, or that of --data_file."""
     path = data_file or find_data(file.config.data_file or "data/fashion32.bin", file.path)
     if Path(path).is_dir():
         raise UserError(
@@ -434,9 +438,15 @@ def two_images(file: ModelFile, config: Config, data_file: str) -> dict[str, tup
     if not (data_file or of_program or Path(path).exists()):
         raise UserError(f"{path}: the model was trained on these images, and they are not there; name a data file with --data_file")
     data = open_data(str(ROOT / path) if of_program else path)
-    data.check(dataclasses.replace(config, class_cond=False, cond_dim=0, cond="", cond_channels=0))  # only its first image is needed
+    data.check(dataclasses.replace(config, class_cond=False, cond_dim=0, cond="", cond_channels=0))  # only its images are needed
+    return data
+
+
+def two_images(file: ModelFile, config: Config, data_file: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """A drawn smiley and the first image of the data: x0 (1, C, H, W) and the label (1), 0 where there is none."""
+    data = shown_data(file, config, data_file)
     label = torch.tensor([0 if data.labels is None else int(data.labels[0])]).clamp(max=max(config.num_classes - 1, 0))
-    return {"a smiley": (smiley(config)[None], label * 0), Path(path).name: (torch.from_numpy(data.read_floats(np.array([0]))), label)}
+    return {"a smiley": (smiley(config)[None], label * 0), Path(data.path).name: (torch.from_numpy(data.read_floats(np.array([0]))), label)}
 
 
 def labelled_grid(rows: dict[str, list[Tensor]], columns: list[str], title: str) -> np.ndarray:
@@ -596,7 +606,36 @@ def show_interpolation(file: ModelFile, config: Config, options: Options) -> np.
     return labelled_grid(rows, [f"{s:.3g}" for s in shares.flatten().tolist()], "between two noises (ddim)")
 
 
-PICTURES = {"corruption": show_corruption, "denoising": show_denoising, "samplers": show_samplers, "interpolation": show_interpolation}
+def show_nearest(file: ModelFile, config: Config, options: Options) -> np.ndarray:
+    """Samples, each above the picture of the data that is nearest to it pixel by pixel; says how near, and how many are copies."""
+    data, rows = shown_data(file, config, options.data_file), {}
+    model, batches = torch_model(file, config), math.ceil(options.num_samples / config.batch_size)
+    with progress(model, batches * network_calls(config)):
+        samples = train_unet.draw(model, config, options.num_samples)
+    parts = np.split(np.arange(len(data.images)), range(4096, len(data.images), 4096))
+    apart, number = nearest_images(samples, (torch.from_numpy(data.read_floats(part)) for part in parts))
+    pictures = torch.from_numpy(data.read_floats(number.numpy()))
+    for first in range(0, len(samples), COLUMNS):
+        shown = slice(first, min(first + COLUMNS, len(samples)))
+        rows[f"samples {shown.start} to {shown.stop - 1}"], rows[f"nearest to {shown.start} to {shown.stop - 1}"] = (
+            list(samples[shown]),
+            list(pictures[shown]),
+        )
+    for i, (distance, k) in enumerate(zip(apart.tolist(), number.tolist())):
+        print(f"sample {i}: {distance:.0f} of 255 from picture {k}{' (a copy)' if distance < COPY else ''}")
+    print(
+        f"{(apart < COPY).sum()} of {len(samples)} samples are copies, closer than {COPY} of 255 to a picture; one that is mirrored or shifted is not found"
+    )
+    return labelled_grid(rows, [""] * COLUMNS, f"samples, and what is nearest to them in {Path(data.path).name}")
+
+
+PICTURES = {
+    "corruption": show_corruption,
+    "denoising": show_denoising,
+    "samplers": show_samplers,
+    "interpolation": show_interpolation,
+    "nearest": show_nearest,
+}
 
 
 STEPS = frozenset({"steps", "timestep_respacing"})  # names of one flag
@@ -616,7 +655,7 @@ MEANINGLESS: dict[str, tuple[tuple[frozenset[str], str], ...]] = {
 def check_picture(options: Options) -> None:
     """UserError if the command line names a flag that would change nothing."""
     moves = options.output.endswith(".gif")
-    for names, why in () if moves else MEANINGLESS[options.show]:
+    for names, why in () if moves else MEANINGLESS.get(options.show, ()):
         for name in sorted(names & options.asked):
             raise UserError(f"--{name}: means nothing here, because --show {options.show} {why}; leave it out")
     if options.show in ("samplers", "interpolation") and "num_samples" in options.asked and options.num_samples > MOST_ROWS:

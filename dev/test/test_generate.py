@@ -23,6 +23,7 @@ import prepare_data
 import train_unet as twin
 from common import model_files
 from common.config import make_config
+from common.data_files import open_data, write_data
 from common.flags import FOREIGN_PRESET, SAMPLING_FLAGS
 from common.model import UNetModel
 from common.program import run_program
@@ -599,6 +600,28 @@ def test_interpolation(picture: Callable, tmp_path: Path) -> None:
     expected = to_pixels(twin.draw(generate.torch_model(file, config), config, 4))
     ends = found[:, [0, -1], ::8, ::8].reshape(4, 8, 8, 3).astype(int)
     assert np.abs(ends - expected).max() <= 1
+
+
+def test_nearest(picture: Callable, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Each sample above the image of the data that is nearest, in several parts of the data, and a line for each. Samples that are in the data are copies."""
+    words = ["--show", "nearest", "--steps", 3, "--num_samples", 11]
+    picture(*words)
+    told = capsys.readouterr().out.splitlines()
+    file = twin.read_model(str(tmp_path / "m.bin"))
+    config = make_config({"timestep_respacing": "3"}, None, file)
+    samples = twin.draw(generate.torch_model(file, config), config, 11)
+    data = open_data(str(tmp_path / "data.bin")).read_floats(np.arange(4))
+    apart = ((samples[:, None].double() - torch.from_numpy(data).double()) ** 2).mean((2, 3, 4)).sqrt() * 127.5
+    expected = [f"sample {i}: {row.min():.0f} of 255 from picture {row.argmin()}" for i, row in enumerate(apart)]
+    assert told[:11] == expected and told[11].startswith("0 of 11 samples are copies")
+    noisy = (samples + 0.1 * torch.randn(samples.shape, generator=torch.Generator().manual_seed(0))).clamp(-1, 1)  # 13 of 255 apart
+    write_data(str(tmp_path / "more.bin"), np.concatenate([np.zeros((4200, 3, 8, 8), np.float32), noisy[::2].numpy()]))
+    found = cells(picture(*words, "--data_file", tmp_path / "more.bin"), 4, 9)
+    told = capsys.readouterr().out.splitlines()
+    assert told[11].startswith("6 of 11 samples are copies") and told[4].endswith("from picture 4202 (a copy)") and not told[3].endswith("(a copy)")
+    for i in range(0, 11, 2):
+        above, below = found[i // 9 * 2, i % 9, ::8, ::8], found[i // 9 * 2 + 1, i % 9, ::8, ::8]
+        assert np.abs(above.astype(int) - to_pixels(samples[i])).max() <= 1 and np.abs(below.astype(int) - to_pixels(noisy[i])).max() <= 1
 
 
 @pytest.mark.parametrize("show", ["corruption", "denoising"])
