@@ -359,25 +359,6 @@ static void print_help(bool all) {
     for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings.c_str());
 }
 
-// The smallest number of letters that must be inserted, left out or replaced to turn a into b (Levenshtein 1966).
-// row[j] is this number for the letters of a that the loop has reached, and the first j letters of b.
-static size_t edit_distance(const std::string& a, const std::string& b) {
-    std::vector<size_t> row(b.size() + 1);
-    std::iota(row.begin(), row.end(), 0);
-    for (char letter : a) {
-        size_t diagonal = row[0]; // row[j] as it was before this letter
-        row[0]++;
-        for (size_t j = 0; j < b.size(); j++) {
-            const size_t replace = diagonal + (letter != b[j]);
-            const size_t leave_out = row[j + 1] + 1;
-            const size_t insert = row[j] + 1;
-            diagonal = row[j + 1];
-            row[j + 1] = std::min({replace, leave_out, insert});
-        }
-    }
-    return row.back();
-}
-
 // What to do instead of using a flag that this program does not have.
 static std::string instead_of(const std::string& name) {
     auto is = [&](std::initializer_list<const char*> names) { return std::ranges::count(names, name) > 0; };
@@ -389,12 +370,15 @@ static std::string instead_of(const std::string& name) {
         return "there are no classifiers here; train with --class_dropout 0.1 and sample with --guidance_scale";
     if (is({"bench", "profile"})) return "make -C dev bench makes dev/bench, which takes it and times this program";
 
-    std::string nearest;
-    size_t distance = 2 + name.size() / 3; // the user hardly meant a flag that differs by so many letters
+    std::string nearest, letters = name;
+    std::erase(letters, '_');
+    size_t most = 2; // how many letters at the start of a flag's name are those of this one
     for (const Flag& f : FLAGS) {
-        const size_t d = edit_distance(name, f.name);
-        if (d >= distance) continue;
-        distance = d;
+        std::string others = f.name;
+        std::erase(others, '_');
+        const size_t same = std::ranges::mismatch(letters, others).in1 - letters.begin();
+        if (same <= most) continue;
+        most = same;
         nearest = text("; did you mean --%s?", f.name);
     }
     return "there is no such flag" + nearest + "; --help all lists those there are";

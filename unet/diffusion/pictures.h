@@ -35,7 +35,8 @@ static std::vector<float> read_images(const Config& c, const char* flag, const s
     const Dataset d = open_dataset(path);
     const bool fits = d.C == channels && d.H == c.H && d.W == c.W;
     if (!fits)
-        die("--%s %s: its images are %dx%dx%d and must be %dx%dx%d; prepare_data.py --image_size and --channels make them fit",
+        die("--%s %s: its images are %dx%dx%d and must be %dx%dx%d; "
+            "prepare_data.py --image_size and --channels make them fit",
             flag, path.c_str(), d.H, d.W, d.C, c.H, c.W, channels);
     return some_images(d, flag, C, c.sample, false);
 }
