@@ -371,7 +371,7 @@ static std::string instead_of(const std::string& name) {
     if (is({"bench", "profile"})) return "make -C dev bench makes dev/bench, which takes it and times this program";
 
     std::string nearest, letters = name;
-    std::erase(letters, '_');
+    std::erase_if(letters, [](char letter) { return letter == '_' || letter == '-'; });
     size_t most = 2; // how many letters at the start of a flag's name are those of this one
     for (const Flag& f : FLAGS) {
         std::string others = f.name;
