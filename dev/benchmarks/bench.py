@@ -3,7 +3,7 @@ python dev/benchmarks/bench.py [--only unet64] [--gpus 4] [--plain] [--skip_torc
 
 Prints, for each model, batch and precision, the median milliseconds of a training step or of a forward pass of each program, the spread (10th
 to 90th percentile), the others' time over ours, and each step's peak memory. The programs take turns at going first, each run a process of its
-own; what fails is a line below the table. In FP8 only ours runs (docs/BENCHMARKS.md says why). What a step is: docs/BENCHMARKS.md, dev/benchmarks/bench_torch.py and dev/benchmarks/bench_jax.py.
+own; what fails is a line below the table. In FP8 only ours runs (docs/BENCHMARKS.md says why), and with Muon not JAX. What a step is: docs/BENCHMARKS.md, dev/benchmarks/bench_torch.py and dev/benchmarks/bench_jax.py.
 """
 
 import argparse
@@ -37,7 +37,10 @@ MODELS = {
     "adm64": "--preset adm64 --class_cond False --dropout 0",
     "tiny": """--preset fashion32 --image_size 32 --in_channels 1 --num_channels 32 --channel_mult 1,2,2 --num_res_blocks 2
         --attention_resolutions 16,8 --num_head_channels 32 --conv_resample True""",
+    "photos32": "--preset photos32 --class_cond True --num_classes 10",
+    "quick64": "--preset quick64",
 }
+WITH_MUON = ("photos32", "quick64")  # and with classes or squares of pixels, none of which bench_jax.py has
 
 
 @dataclasses.dataclass
@@ -75,6 +78,8 @@ RUNS = [
     Run("adm64", 32, "fp8", "both"),
     Run("adm64", 128, "fp8", "step"),
     Run("tiny", 128, "bf16", "step"),
+    Run("photos32", 256, "bf16", "step"),
+    Run("quick64", 128, "bf16", "step"),
     Run("unet64", 16, "bf16", "forward"),
     Run("unet64", 64, "bf16", "forward"),
     Run("tiny", 16, "bf16", "forward"),
@@ -129,12 +134,12 @@ def compile_ahead(runs: list[Run], args: argparse.Namespace) -> None:
 
 def header(programs: list[str]) -> str:
     named = ["ours" if program == OURS else program for program in programs]
-    line = f"{'model':7s} {'batch':>5s} {'prec.':5s} {'what':7s}" + "".join(f" {f'{name}, ms':>11s} {'(10 to 90 %)':>17s}" for name in named)
+    line = f"{'model':8s} {'batch':>5s} {'prec.':5s} {'what':7s}" + "".join(f" {f'{name}, ms':>11s} {'(10 to 90 %)':>17s}" for name in named)
     return line + "".join(f" {f'{name}/ours':>12s}" for name in named if name != "ours") + "".join(f" {f'{name}, GiB':>12s}" for name in named)
 
 
 def table_row(run: Run, row: str, programs: list[str]) -> str:
-    line, found = f"{run.model:7s} {run.batch:5d} {run.precision:5s} {row:7s}", {program: run.times(program, row) for program in programs}
+    line, found = f"{run.model:8s} {run.batch:5d} {run.precision:5s} {row:7s}", {program: run.times(program, row) for program in programs}
     for program, times in found.items():
         if times:
             line += f" {times[0]:11.2f} {f'({times[1]:.2f} to {times[2]:.2f})':>17s}"
@@ -238,7 +243,8 @@ def main() -> None:
 
     def measure_run(i: int) -> None:
         run, gpu = chosen[i], free_gpus.get()
-        known = programs if run.precision != "fp8" else [program for program in programs if program == OURS]
+        left_out = {TORCH, JAX, PLAIN} if run.precision == "fp8" else {JAX} if run.model in WITH_MUON else {}
+        known = [program for program in programs if program not in left_out]
         for turn in range(args.turns):
             for program in known if (i + turn) % 2 == 0 else known[::-1]:
                 measure(run, program, args, gpu)

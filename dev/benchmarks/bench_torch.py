@@ -45,7 +45,7 @@ import torch.nn.functional as F
 
 from common.config import make_config, pick_device, pick_precision
 from common.model import UNetModel
-from train_unet import Diffusion
+from train_unet import Diffusion, muon_updates
 
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
 
@@ -65,8 +65,8 @@ def bench(config: Config, options: Options, device: torch.device, precision: str
         raise UserError("--bench_mode graph: needs a GPU; eager and compile work without")
     if config.objective != "ddpm":
         raise UserError(f"--objective {config.objective}: --bench times the loss of ddpm; leave the flag out")
-    if config.muon:
-        raise UserError("--optimizer muon: --bench times PyTorch's AdamW; use --optimizer adamw")
+    if config.muon and not hasattr(torch.optim, "Muon"):
+        raise UserError(f"--optimizer muon: PyTorch {torch.__version__} has no torch.optim.Muon, 2.9 has; use --optimizer adamw")
     torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32 = True, False
     torch.manual_seed(config.seed)
     compiled: Callable = (lambda f: f) if mode == "eager" else torch.compile
@@ -92,14 +92,20 @@ def bench(config: Config, options: Options, device: torch.device, precision: str
     def measure_steps() -> list[float]:
         betas, compiled_loss = (config.adam_beta1, config.adam_beta2), compiled(part_loss)
         settings: dict[str, Any] = {"eps": config.adam_eps, "weight_decay": config.weight_decay, "fused": on_gpu, "capturable": mode == "graph"}
-        optimizer = torch.optim.AdamW(model.train().parameters(), config.lr, betas, **settings)
+        matrices = as_matrices(model.train()) if config.muon else {}
+        optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight not in matrices], config.lr, betas, **settings)
+        muon = torch.optim.Muon(matrices.values(), config.lr, config.weight_decay) if matrices else None
 
         def step() -> None:
             batch = x0, torch.randint(steps, (B,), device=device), torch.randn_like(x0), labels
-            optimizer.zero_grad()
+            model.zero_grad()
             for part in zip(*(values.split(config.microbatch or B) for values in batch)):
                 compiled_loss(*part).backward()
             optimizer.step()
+            for weight, matrix in matrices.items():
+                matrix.grad = as_matrix(weight.grad)
+            if muon:
+                muon.step()
 
         return measure(step)
 
@@ -116,6 +122,20 @@ def bench(config: Config, options: Options, device: torch.device, precision: str
         memory = torch.cuda.max_memory_allocated(device)
     result["memory_gib"] = round(memory / 2**30, 3) if memory else None
     return result
+
+
+def as_matrix(weight: torch.Tensor) -> torch.Tensor:
+    """A weight (O, I, ...) as a matrix (O, all else), in the order in which its values lie in memory: torch.optim.Muon takes nothing else."""
+    last = (0, *range(2, weight.ndim), 1)  # (O, height, width, I) of a convolution in channels_last
+    return (weight if weight.is_contiguous() else weight.permute(last)).reshape(len(weight), -1)
+
+
+def as_matrices(model: UNetModel) -> dict[torch.Tensor, torch.nn.Parameter]:
+    """The weights that --optimizer muon has Muon update, each with a matrix of the same memory."""
+    muons = [weight for name, weight in model.named_parameters() if muon_updates(name, weight.shape)]
+    found = {weight: torch.nn.Parameter(as_matrix(weight.detach())) for weight in muons}
+    assert all(matrix.data_ptr() == weight.data_ptr() for weight, matrix in found.items())
+    return found
 
 
 def time_calls(work: Callable[[], Any], count: int, device: torch.device, capture: bool) -> list[float]:
