@@ -14,6 +14,7 @@
     diffusers_files  the same in folders of Hugging Face's diffusers; autoencoders
     formats          any of these: read, convert, average after the run
     samples          grids and pictures of what was drawn
+    judge            how good samples are: features, distances
     log              what a run of train_unet.py starts from, and its log
     api              load() and what sample() says, for people who know PyTorch
 

@@ -69,7 +69,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 if __name__ == "__main__":  # before PyTorch
     program.begin("quality", parse_arguments, program.SAMPLING)
 
-import dataclasses
 import io
 import itertools
 import tempfile
@@ -78,167 +77,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 import generate
 from common import files
 from common.config import make_config
 from common.data_files import Data, open_data, write_data
 from common.formats import read_model
+from common.judge import FEATURES, NEIGHBOUR, Figures, Judge, make_judge, measure, to_floats
 from common.model_files import ModelFile, checkpoints
 from common.samples import to_pixels
 
-FEATURES = 64
 HELD_OUT = 2000
-NEIGHBOUR = 3
-BOOTSTRAPS = 200
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the figures, of features (N, FEATURES), float64
-
-
-def covariance(points: torch.Tensor) -> torch.Tensor:
-    centred = points - points.mean(0)
-    return centred.T @ centred / (len(points) - 1)
-
-
-def frechet(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Frechet distance between the Gaussians with the means and covariances of a and b."""
-    S, T = covariance(a), covariance(b)
-    values, vectors = torch.linalg.eigh(S)
-    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
-    # tr (S T)^1/2 = the sum of the roots of the eigenvalues of S^1/2 T S^1/2, which is symmetric
-    shared = torch.linalg.eigvalsh(root @ T @ root).clamp(min=0).sqrt().sum()
-    return ((a.mean(0) - b.mean(0)).square().sum() + S.trace() + T.trace() - 2 * shared).item()
-
-
-def radii(points: torch.Tensor) -> torch.Tensor:
-    """(N) distance of each point to its third nearest other."""
-    near = [torch.cdist(part, points).topk(NEIGHBOUR + 1, largest=False).values[:, -1] for part in points.split(1000)]  # the nearest is itself
-    return torch.cat(near)
-
-
-def covered(points: torch.Tensor, manifold: torch.Tensor) -> torch.Tensor:
-    """(N) 1.0 where a point is within the manifold of the other set, else 0.0."""
-    reach = radii(manifold)
-    return torch.cat([(torch.cdist(part, manifold) <= reach).any(1) for part in points.split(1000)]).double()
-
-
-@dataclasses.dataclass
-class Figures:
-    """Frechet distance, precision, recall, and a standard deviation of each."""
-
-    values: tuple[float, float, float]
-    spreads: tuple[float, float, float]
-
-    def __str__(self) -> str:
-        (f, p, r), (df, dp, dr) = self.values, self.spreads
-        return f"{f:8.3f} +- {df:.3f}   {p:.3f} +- {dp:.3f}   {r:.3f} +- {dr:.3f}"
-
-
-def measure(samples: torch.Tensor, held_out: torch.Tensor) -> Figures:
-    random, shares = torch.Generator().manual_seed(0), [covered(samples, held_out), covered(held_out, samples)]
-
-    def draw(x: torch.Tensor) -> torch.Tensor:
-        return x[torch.randint(len(x), (len(x),), generator=random)]
-
-    draws = [(frechet(draw(samples), draw(held_out)), *(draw(share).mean().item() for share in shares)) for _ in range(BOOTSTRAPS)]
-    return Figures((frechet(samples, held_out), *(share.mean().item() for share in shares)), tuple(np.std(draws, axis=0).tolist()))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# features
-
-
-def to_floats(pixels: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(pixels.astype(np.float32) / 127.5 - 1)
-
-
-def crop(images: torch.Tensor) -> torch.Tensor:
-    """A part of each image, of 75 to 100 % of its sides, at a random place, enlarged to the whole size; half of them mirrored."""
-    n, sides = len(images), 0.75 + 0.25 * torch.rand(len(images))
-    centres = (2 * torch.rand(n, 2) - 1) * (1 - sides)[:, None]  # in units of half an image, so that no part leaves the image
-    mirrored = torch.where(torch.rand(n) < 0.5, -1.0, 1.0)
-    transform = torch.zeros(n, 2, 3)
-    transform[:, 0, 0], transform[:, 1, 1], transform[:, :, 2] = sides * mirrored, sides, centres
-    grid = nn.functional.affine_grid(transform.to(images.device), list(images.shape), align_corners=False)
-    return nn.functional.grid_sample(images, grid, padding_mode="border", align_corners=False)
-
-
-def build_classifier(channels: int, height: int, width: int, classes: int) -> nn.Sequential:
-    """Convolutions that halve the sides until 4 pixels are left, then FEATURES numbers, then the classes."""
-    model = nn.Sequential()
-    while min(height, width) > 4:  # of 32x32: 16x16, 8x8, 4x4 pixels
-        wider = 32 if len(model) == 0 else 64
-        model.extend([nn.Conv2d(channels, wider, 3, stride=2, padding=1), nn.BatchNorm2d(wider), nn.ReLU()])
-        channels, height, width = wider, (height + 1) // 2, (width + 1) // 2
-    inputs = channels * height * width
-    return model.extend([nn.Flatten(), nn.Dropout(0.3), nn.Linear(inputs, FEATURES), nn.ReLU(), nn.Linear(FEATURES, classes)])
-
-
-def train_classifier(images: torch.Tensor, labels: torch.Tensor | None, epochs: int) -> nn.Sequential:
-    """A classifier of images (N, C, H, W). The same images give the same one: initial weights, order and mirroring come from seed 0.
-
-    Without labels every image is a class of its own, which is known again by random parts of it (Dosovitskiy et al. 2014, "Exemplar CNN")."""
-    with torch.random.fork_rng([]):
-        torch.manual_seed(0)
-        classes = len(images) if labels is None else int(labels.max()) + 1
-        model = build_classifier(*images.shape[1:], classes)
-        model.to(images.device)
-        steps = epochs * (len(images) // 64)
-        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, steps)
-        for _ in range(epochs):
-            for index in torch.randperm(len(images)).split(64)[: len(images) // 64]:
-                if labels is None:
-                    x, target = crop(images[index]), index.to(images.device)
-                else:
-                    mirror = torch.rand(len(index), 1, 1, 1) < 0.5
-                    x, target = torch.where(mirror.to(images.device), images[index].flip(3), images[index]), labels[index]
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x), target).backward()
-                optimizer.step()
-                schedule.step()
-    return model.eval()
-
-
-@dataclasses.dataclass
-class Judge:
-    """The classifier and what is compared with."""
-
-    classifier: nn.Sequential
-    accuracy: float  # on the held-out images
-    scale: torch.Tensor  # (FEATURES) standard deviations over the training images
-    training: torch.Tensor  # features
-    held_out: torch.Tensor
-
-    def features(self, images: torch.Tensor) -> torch.Tensor:
-        """(N, FEATURES), float64, of images as pictures hold them: with 256 levels."""
-        return features(self.classifier, to_floats(((images + 1) * 127.5).round().clamp(0, 255).numpy())) / self.scale
-
-    def figures(self, images: torch.Tensor) -> Figures:
-        return measure(self.features(images), self.held_out)
-
-
-@torch.no_grad()
-def features(classifier: nn.Sequential, images: torch.Tensor) -> torch.Tensor:
-    """(N, FEATURES), float64, on the CPU."""
-    device = next(classifier.parameters()).device
-    return torch.cat([classifier[:-1](part.to(device)).cpu() for part in images.split(1000)]).double()
-
-
-def make_judge(data: Data, epochs: int = 10) -> Judge:
+def judge_of(data: Data, epochs: int = 0) -> tuple[Judge, float]:
+    """The judge of the split, and the share of the held-out images that it knows the class of."""
     images, labels = to_floats(np.array(data.images)), torch.from_numpy(np.array(data.labels, np.int64))
     seen = len(images) - HELD_OUT
-    classifier = train_classifier(images[:seen], labels[:seen], epochs)
-    with torch.no_grad():
-        accuracy = (classifier(images[seen:]).argmax(1) == labels[seen:]).double().mean().item()
-    training = features(classifier, images[:seen])
-    scale = training.std(0)
-    # A unit that hardly any training image wakes says nothing, and divided by its tiny deviation one held-out image would outweigh all others.
-    scale[scale <= 0.01 * scale.median()] = torch.inf
-    return Judge(classifier, accuracy, scale, training / scale, features(classifier, images[seen:]) / scale)
+    judge = make_judge(images[:seen], labels[:seen], images[seen:], epochs=epochs)
+    return judge, judge.right(images[seen:], labels[seen:])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -419,10 +276,10 @@ def run(argv: list[str]) -> None:
         make_config(flags, None, file)  # refuses flags that can't be
 
     print("training the classifier that judges; this takes minutes on a CPU", file=sys.stderr, flush=True)
-    judge = make_judge(data)
+    judge, accuracy = judge_of(data)
     count = min([len(s) for s in samples.values()], default=args.num_samples)
     floor = measure(judge.training[:count], judge.held_out)
-    print(f"classifier: {100 * judge.accuracy:.1f} % of the {HELD_OUT} held-out images right")
+    print(f"classifier: {100 * accuracy:.1f} % of the {HELD_OUT} held-out images right")
     print(f"{'':40s}  Frechet distance   precision         recall")
     print(f"{f'training images ({min(count, len(judge.training))})':40s} {floor}", flush=True)
     for path, images in samples.items():

@@ -9,7 +9,7 @@ Every fifth image of the data is held out; everyone trains on the others. At --m
 samples are drawn (--samples, or as many as there are training images, at most 5,000) and compared with the training images and, beside that, with the
 held-out ones: a model that copies its training images is close to the former and no closer than they are to the latter.
 
-- Distance: the Frechet distance of dev/benchmarks/quality.py's features. They come from a small classifier that this program trains on the training images
+- Distance: the Frechet distance of common/judge.py's features. They come from a small classifier that this program trains on the training images
   with fixed seeds, by their labels, or without labels with each image as a class of its own. Everyone in a table is judged by the same features.
 - Seconds: of training alone, by the program's own clock. Start-up, compilation, checkpoints and sampling are left out.
   A recipe is flags of ./train_unet, but for those of files, seeds and intervals, which this program gives.
@@ -34,7 +34,6 @@ from common.program import UserError, run_program
 
 FIFTH = 5  # every fifth image is held out
 MOST_SAMPLES = 5000
-EXEMPLAR_EPOCHS = 60
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -79,11 +78,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import quality
 import speedrun_rivals
 import torch
 
 from common import files
+from common import judge as judges
 from common.config import make_config, pick_device
 from common.data_files import open_data, write_data
 from common.flags import FLAGS, SAMPLING_FLAGS, Config, format_value, parse_flags
@@ -148,52 +147,34 @@ class Contest:
 
     def __init__(self, data_file: str, folder: pathlib.Path, device: torch.device, judge_file: str = "", samples: int = 0):
         data = open_data(data_file)
-        if data.images.dtype != np.uint8 or len(data.images) < 2 * FIFTH * quality.FEATURES:
-            raise UserError(f"--data_file {data_file}: must hold at least {2 * FIFTH * quality.FEATURES} uint8 images")
+        if data.images.dtype != np.uint8 or len(data.images) < 2 * FIFTH * judges.FEATURES:
+            raise UserError(f"--data_file {data_file}: must hold at least {2 * FIFTH * judges.FEATURES} uint8 images")
         held = np.arange(len(data.images)) % FIFTH == FIFTH - 1
         images, labels = np.array(data.images), None if data.labels is None else np.array(data.labels)
         self.train_file = str(folder / "train.bin")
         self.train_images = images[~held]
         self.train_labels = None if labels is None else labels[~held]
         write_data(self.train_file, self.train_images, self.train_labels, data.num_classes)
-        training = quality.to_floats(self.train_images)
+        training = judges.to_floats(self.train_images)
         classes = None if labels is None else torch.from_numpy(labels[~held].astype(np.int64)).to(device)
-        if judge_file and pathlib.Path(judge_file).exists():
-            self.classifier = quality.build_classifier(*training.shape[1:], len(training) if classes is None else int(classes.max()) + 1)
-            try:
-                self.classifier.load_state_dict(torch.load(judge_file, map_location="cpu", weights_only=True))
-            except Exception:  # PyTorch has many for a file that is none of its own
-                raise UserError(f"--judge {judge_file}: is no judge of this data; leave the flag out, or name a file that is not there") from None
-            self.classifier.to(device).eval()
-        else:
-            self.classifier = quality.train_classifier(training.to(device), classes, EXEMPLAR_EPOCHS if classes is None else 10)
-            if judge_file:
-                torch.save(self.classifier.state_dict(), buffer := io.BytesIO())
-                files.atomic_write(judge_file, [buffer.getbuffer()])
-        features = quality.features(self.classifier, training)
-        self.scale = features.std(0)
-        self.scale[self.scale == 0] = torch.inf  # a unit that no training image wakes says nothing
-        self.training = features / self.scale
-        self.held_out = quality.features(self.classifier, quality.to_floats(images[held])) / self.scale
+        self.features = judges.make_judge(training.to(device), classes, judges.to_floats(images[held]), judge_file)
         self.samples = samples or min(len(training), MOST_SAMPLES)
         self.device = device
 
     def rules(self) -> dict[str, Any]:
         """What two runs must have in common if their distances shall be compared."""
-        weights = b"".join(tensor.cpu().numpy().tobytes() for tensor in self.classifier.state_dict().values())
-        return {"images": zlib.crc32(self.train_images.tobytes()), "judge": zlib.crc32(weights), "samples": self.samples}
+        return {"images": zlib.crc32(self.train_images.tobytes()), "judge": self.features.checksum(), "samples": self.samples}
 
     def judge(self, images: torch.Tensor, step: int, seconds: float) -> Moment:
         """Of samples (N, C, H, W), floats in [-1, 1], which are rounded to 256 levels as pictures hold them."""
-        levels = quality.to_floats(((images + 1) * 127.5).round().clamp(0, 255).numpy())
-        found = quality.features(self.classifier, levels) / self.scale
-        distances = quality.frechet(found, self.training), quality.frechet(found, self.held_out)
-        faults = plain_form(levels), has_grain(levels), is_copy(levels, quality.to_floats(self.train_images))
+        levels, found = judges.levels(images), self.features.features(images)
+        distances = judges.frechet(found, self.features.training), judges.frechet(found, self.features.held_out)
+        faults = plain_form(levels), has_grain(levels), is_copy(levels, judges.to_floats(self.train_images))
         return Moment(step, seconds, *distances, *(fault.mean().item() for fault in faults))
 
     def floor(self) -> float:
         """The held-out images' distance from the training images: what a model that draws from the very same distribution might reach."""
-        return quality.frechet(self.held_out, self.training)
+        return judges.frechet(self.features.held_out, self.features.training)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -384,8 +365,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     for flag, value in (("--moments", args.moments), ("--rival_moments", args.rival_moments)):
         if value < 1:
             raise UserError(f"{flag} {value}: must be at least 1")
-    if args.samples and args.samples < 2 * quality.FEATURES:
-        raise UserError(f"--samples {args.samples}: must be at least {2 * quality.FEATURES}, twice the number of features")
+    if args.samples and args.samples < 2 * judges.FEATURES:
+        raise UserError(f"--samples {args.samples}: must be at least {2 * judges.FEATURES}, twice the number of features")
     if args.rival_seconds < 0:
         raise UserError(f"--rival_seconds {args.rival_seconds:g}: must be above 0")
     if args.rivals and not args.recipes and not args.rival_seconds:

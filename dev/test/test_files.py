@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import socket
@@ -251,12 +250,11 @@ def test_a_files_own_values_come_before_a_presets(
     make_data: Callable,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
     program: str,
     source: str,
     given: str,
 ) -> None:
-    """With data of 64x64, whose preset has another prediction, another schedule and patches. What is shown of the preset is what the run has of it."""
+    """With data of 64x64, whose preset has another prediction, another schedule and patches."""
     told = {"objective": "edm", "noise_schedule": "cosine"} if "edm" in given else {}
     file, config, weights = unet_cu_model(image_size=(64, 64), attention_resolutions=(16, 8), **told)
     (tmp_path / "m.bin").write_bytes(file)
@@ -267,13 +265,9 @@ def test_a_files_own_values_come_before_a_presets(
     monkeypatch.chdir(tmp_path)
     if program == "twin":
         twin.run([*words, "--device", "cpu"])
-        out = capsys.readouterr().out
     else:
-        out = run(words).out
+        run(words)
     made = twin.read_model(f"out/{model_name(1)}")
-    shown = parse_flags(re.search(r"^preset \S+: (.*)$", out, re.M)[1].split(), FLAGS)
-    in_file = shown.keys() & set(model_files.SAVED_FLAGS) - told.keys()
-    assert in_file and {name: getattr(made.config, name) for name in in_file} == {name: shown[name] for name in in_file}
     for name in model_files.SAVED_FLAGS:
         assert getattr(made.config, name) == getattr(config, name), name
     assert np.array_equal(made.weights, weights)

@@ -13,6 +13,7 @@ from conftest import ROOT, binary_path, data_bytes, make_images
 
 import generate
 import train_unet as twin
+from common import judge as judges
 from common import model_files
 from common.config import make_config
 from common.samples import save_png
@@ -40,10 +41,10 @@ def test_frechet_of_gaussians() -> None:
     """By hand. In one dimension (m - m')^2 + (s - s')^2; covariances that commute: the same along each common axis; in general, Newton's
     iteration for the root of S S' instead of eigenvalues."""
     one = with_moments([1.0], [[4.0]], 100, 0), with_moments([-2.0], [[9.0]], 50, 1)
-    assert quality.frechet(*one) == pytest.approx(9 + 1)
+    assert judges.frechet(*one) == pytest.approx(9 + 1)
     # axes (1, 1) and (1, -1): variances 3 and 1 against 12 and 4, so (2 sqrt 3 - sqrt 3)^2 + (2 - 1)^2 = 4; means differ by (1, 2)
     two = with_moments([0.0, 0.0], [[2.0, 1.0], [1.0, 2.0]], 100, 2), with_moments([1.0, 2.0], [[8.0, 4.0], [4.0, 8.0]], 80, 3)
-    assert quality.frechet(*two) == pytest.approx(4 + 5)
+    assert judges.frechet(*two) == pytest.approx(4 + 5)
     random = np.random.default_rng(0)
     a, b = (torch.from_numpy(random.normal(size=(40, 5)) @ random.normal(size=(5, 5)) + random.normal(size=5)) for _ in range(2))
     product = a.T.cov() @ b.T.cov()
@@ -51,20 +52,20 @@ def test_frechet_of_gaussians() -> None:
     for _ in range(60):  # Denman & Beavers 1976
         root, inverse = (root + torch.linalg.inv(inverse)) / 2, (inverse + torch.linalg.inv(root)) / 2
     expected = (a.mean(0) - b.mean(0)).square().sum() + a.T.cov().trace() + b.T.cov().trace() - 2 * root.trace()
-    assert quality.frechet(a, b) == pytest.approx(expected.item(), rel=1e-9)
-    assert quality.frechet(a, b) == pytest.approx(quality.frechet(b, a)) and abs(quality.frechet(a, a)) < 1e-9
+    assert judges.frechet(a, b) == pytest.approx(expected.item(), rel=1e-9)
+    assert judges.frechet(a, b) == pytest.approx(judges.frechet(b, a)) and abs(judges.frechet(a, a)) < 1e-9
 
 
 def test_precision_and_recall_by_hand() -> None:
     """On a line, third neighbours. Real: 0 1 2 3 100 101 102 103, radii 3 2 2 3 each. Samples: 1.5 (covered), 50 (not), 105 (within 3 of 103?
     yes, 2), 107 (no), 5.9 (within 3 of 3: 2.9, yes)."""
     real = torch.tensor([[0.0], [1], [2], [3], [100], [101], [102], [103]])
-    assert quality.radii(real).tolist() == [3, 2, 2, 3] * 2
+    assert judges.radii(real).tolist() == [3, 2, 2, 3] * 2
     samples = torch.tensor([[1.5], [50], [105], [107], [5.9]])
-    assert quality.covered(samples, real).tolist() == [1, 0, 1, 0, 1]
+    assert judges.covered(samples, real).tolist() == [1, 0, 1, 0, 1]
     # the samples' third neighbours: of 1.5 (4.4, 48.5, 103.5), of 50 (44.1, 48.5, 55), of 105 (2, 55, 99.1), of 107 (2, 57, 101.1), of 5.9 (4.4, 44.1, 99.1)
-    assert quality.radii(samples).tolist() == pytest.approx([103.5, 55, 99.1, 101.1, 99.1], rel=1e-6)
-    assert quality.covered(torch.tensor([[-98.0], [-103.0], [205.0], [208.5]]), samples).tolist() == [1, 0, 1, 0]
+    assert judges.radii(samples).tolist() == pytest.approx([103.5, 55, 99.1, 101.1, 99.1], rel=1e-6)
+    assert judges.covered(torch.tensor([[-98.0], [-103.0], [205.0], [208.5]]), samples).tolist() == [1, 0, 1, 0]
 
 
 def test_precision_and_recall_tell_two_faults_apart() -> None:
@@ -77,7 +78,7 @@ def test_precision_and_recall_tell_two_faults_apart() -> None:
 
     real = blobs(4, 1200)
     half, nonsense = blobs(2, 1200), torch.cat([blobs(4, 600), -50 + 10 * torch.randn(600, 4, generator=draw)])
-    precise, wide = (quality.measure(x.double(), real.double()) for x in (half, nonsense))
+    precise, wide = (judges.measure(x.double(), real.double()) for x in (half, nonsense))
     assert precise.values[1] > 0.9 and precise.values[2] == pytest.approx(0.5, abs=0.05)
     assert wide.values[1] == pytest.approx(0.5, abs=0.05) and wide.values[2] > 0.8
 
@@ -90,10 +91,10 @@ def test_the_bootstrap_is_the_spread_of_new_draws() -> None:
     def sets() -> tuple[torch.Tensor, torch.Tensor]:
         return tuple(torch.randn(400, 3, generator=draw, dtype=torch.float64) + shift for shift in (0.7, 0.0))
 
-    found = quality.measure(*sets())
+    found = judges.measure(*sets())
     p = found.values[1]
     assert found.spreads[1] == pytest.approx((p * (1 - p) / 400) ** 0.5, rel=0.2)
-    anew = np.std([quality.frechet(*sets()) for _ in range(40)])
+    anew = np.std([judges.frechet(*sets()) for _ in range(40)])
     assert anew / 1.5 < found.spreads[0] < anew * 1.5
 
 
@@ -108,47 +109,51 @@ def test_the_split(fashion: Path, tmp_path: Path, capsys: pytest.CaptureFixture)
 
 
 @pytest.fixture(scope="session")
-def judge(fashion: Path) -> quality.Judge:
-    """Two epochs, for ten."""
-    return quality.make_judge(twin.open_data(str(fashion)), epochs=4)  # fewer leave the figures to chance (and to the number of threads)
+def judged(fashion: Path) -> tuple[judges.Judge, float]:
+    """Four epochs, for ten: fewer leave the figures to chance (and to the number of threads)."""
+    return quality.judge_of(twin.open_data(str(fashion)), epochs=4)
+
+
+@pytest.fixture(scope="session")
+def judge(judged: tuple[judges.Judge, float]) -> judges.Judge:
+    return judged[0]
 
 
 @pytest.mark.long
-def test_the_classifier(judge: quality.Judge, fashion: Path) -> None:
+def test_the_classifier(judged: tuple[judges.Judge, float], fashion: Path) -> None:
     """It has learnt, is the same every time, and leaves the caller's random numbers alone."""
-    assert judge.accuracy > 0.75 and judge.features(torch.randn(9, 1, 32, 32)).isfinite().all()
-    images, labels = quality.to_floats(np.array(twin.open_data(str(fashion)).images[:640])), torch.arange(640) % 10
+    judge, accuracy = judged
+    assert accuracy > 0.75 and judge.features(torch.randn(9, 1, 32, 32)).isfinite().all()
+    images, labels = judges.to_floats(np.array(twin.open_data(str(fashion)).images[:640])), torch.arange(640) % 10
     state = torch.get_rng_state()
-    a, b = (quality.train_classifier(images, labels, 1) for _ in range(2))
+    a, b = (judges.train_classifier(images, labels, 1) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values()))
     assert torch.equal(torch.get_rng_state(), state)
     assert sum(p.numel() for p in a.parameters()) == 122_314
 
 
 @pytest.mark.long
-def test_worse_images_get_worse_figures(judge: quality.Judge, fashion: Path) -> None:
+def test_worse_images_get_worse_figures(judge: judges.Judge, fashion: Path) -> None:
     """Training images, the same with more and more noise, shoes alone, noise alone."""
     data = twin.open_data(str(fashion))
-    images = quality.to_floats(np.array(data.images[:1000]))
+    images = judges.to_floats(np.array(data.images[:1000]))
     draw = torch.Generator().manual_seed(0)
     noise = torch.randn(images.shape, generator=draw)
     clean, little, much, all_noise = (judge.figures((images + s * noise).clamp(-1, 1)) for s in (0, 0.1, 0.3, 100))
     distances = [f.values[0] for f in (clean, little, much, all_noise)]
     assert distances == sorted(distances) and distances[1] > 2 * distances[0]
     assert clean.values[1] > 0.8 and clean.values[2] > 0.7 and all_noise.values[1] < 0.1
-    shoes = judge.figures(quality.to_floats(np.array(data.images[:8000])[np.array(data.labels[:8000]) == 7][:700]))
+    shoes = judge.figures(judges.to_floats(np.array(data.images[:8000])[np.array(data.labels[:8000]) == 7][:700]))
     assert shoes.values[1] > 0.7 and shoes.values[2] < 0.2
 
 
 @pytest.mark.long
-def test_runs_and_samples(
-    judge: quality.Judge, fashion: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_runs_and_samples(judge: judges.Judge, fashion: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """From the split to the table and the plot, with models of a few steps; and what has seen the held-out images is refused."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train_unet").symlink_to(binary_path("cpu"))
     monkeypatch.setattr(generate, "ROOT", tmp_path)
-    monkeypatch.setattr(quality, "make_judge", lambda data: judge)
+    monkeypatch.setattr(quality, "judge_of", lambda data: (judge, 0.5))
     quality.run(["--split", "q", "--data_file", str(fashion)])
     words = (
         "--preset fashion32 --channel_mult 1 --attention_resolutions  --batch_size 2 --max_steps 2 --save_interval 1 --sample_interval 0 --compile 0"

@@ -14,11 +14,11 @@ import pytest
 import torch
 from conftest import ROOT, TINY_MODEL, TINY_RUN, binary_path, environment, make_images
 
+from common import judge as judges
 from common.program import UserError, run_program
 
 sys.path.insert(0, str(ROOT / "dev/benchmarks"))
 import conditions
-import quality
 import speedrun
 import speedrun_rivals
 
@@ -66,9 +66,9 @@ def test_seconds_to() -> None:
 
 def test_images_without_labels_are_classes_of_their_own() -> None:
     """The features of pictures that were never seen tell their subject: parts of one picture are nearer to each other than to those of others."""
-    images = quality.to_floats(make_images(130, 3, 16, 16))
+    images = judges.to_floats(make_images(130, 3, 16, 16))
     torch.set_num_threads(1)
-    a, b = (quality.train_classifier(images, None, 6) for _ in range(2))
+    a, b = (judges.train_classifier(images, None, 6) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values()))
     with torch.no_grad():
         right = (a(images).argmax(1) == torch.arange(130)).double().mean()
@@ -79,7 +79,7 @@ def test_crops_stay_inside() -> None:
     """A part of a picture that grows to the right and downwards has values of that picture alone, and half of them are mirrored."""
     torch.manual_seed(0)
     ramp = torch.linspace(-0.5, 0.5, 16).expand(64, 1, 16, 16)
-    parts = quality.crop(ramp)
+    parts = judges.crop(ramp)
     assert parts.shape == ramp.shape and parts.min() >= -0.5 - 1e-6 and parts.max() <= 0.5 + 1e-6
     mirrored = (parts[:, 0, 0, -1] < parts[:, 0, 0, 0]).double().mean()
     assert 0.25 < mirrored < 0.75
