@@ -1,4 +1,4 @@
-"""The command lines of quality.py, speedrun.py, conditions.py and fp8_rivals.py. This module needs Python alone: --help needs no packages."""
+"""The command lines of quality.py, judge.py, speedrun.py, conditions.py and fp8_rivals.py. This module needs Python alone: --help needs no packages."""
 
 from __future__ import annotations
 

@@ -25,7 +25,13 @@ from common.flags import FLAGS
 GUIDE = (ROOT / "docs/GUIDE.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", GUIDE, re.S | re.M))
 NOT_RUN = ("pip install", "sbatch", "torchrun --nnodes")  # torchrun's ./train_unet is parsed
-PARSED = ("dev/bench", "python dev/benchmarks/quality.py", "python generate.py --model_filename 64x64_diffusion.pt", "./train_unet --num_gpus")
+PARSED = (
+    "dev/bench",
+    "python dev/benchmarks/quality.py",
+    "python dev/benchmarks/judge.py",
+    "python generate.py --model_filename 64x64_diffusion.pt",
+    "./train_unet --num_gpus",
+)
 # Sections that take longest: make test leaves them out, and their command lines are parsed there as well.
 LONG = {"Other formats", "More images from a model"}
 PROGRAMS = {
