@@ -16,7 +16,7 @@ constexpr size_t READ_AT_START = (size_t)4 << 30; // a file of up to this many b
 constexpr int VAL_IMAGES = 512;                   // the most images that a validation loss is the mean of
 constexpr int BATCHES_AHEAD = 8;                  // how many batches in advance the system is asked to read
 constexpr int MOST_VALUES = 4096;                 // the most numbers per image, the limit of --cond_dim
-constexpr int MOST_NAME_BYTES = 1 << 20;          // the most bytes of all the numbers' names together; of the classes'
+constexpr int MOST_NAME_BYTES = 1 << 20;          // the most bytes of the names of all numbers, and of all classes
 
 // Data files and model files begin with a header of 256 slots of 4 bytes. In both, the first two slots are:
 constexpr int SLOT_MAGIC = 0;

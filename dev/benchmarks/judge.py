@@ -77,8 +77,7 @@ def row(name: str, images: torch.Tensor, judge: Judge, other: Judge, unseen: int
     again = frechet(other.features(images), other.held_out[:unseen])
     to_held_out = f"{frechet(found, judge.held_out[unseen:]):12.3f}" if len(judge.held_out) > unseen else f"{'':12s}"
     copies = (nearest_images(images, data.split(4096))[0] < COPY).double().mean().item()
-    text = f"{name[:40]:40s} {distance:8.3f} +- {figures.spreads[0]:.3f} {again:12.3f} {to_held_out} {precision:10.3f} {recall:7.3f} {copies:7.3f}"
-    return text
+    return f"{name[:40]:40s} {distance:8.3f} +- {figures.spreads[0]:.3f} {again:12.3f} {to_held_out} {precision:10.3f} {recall:7.3f} {copies:7.3f}"
 
 
 def run(argv: list[str]) -> None:

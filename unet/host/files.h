@@ -114,9 +114,6 @@ static void must(bool ok, const std::string& what, const std::string& why) {
 // Seconds, from some moment in the past on.
 static double now() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::duration<double>(1); }
 
-// A moment as the system has it, as one number.
-static int64_t nanoseconds(const struct timespec& time) { return time.tv_sec * 1000000000LL + time.tv_nsec; }
-
 // Such as 0:01:30 or 2 days 13:00:05.
 static std::string duration(double seconds) {
     const long s = (long)seconds;
@@ -367,37 +364,6 @@ inline void Folder::remove_leftovers(const std::vector<std::string>& starts) con
         if (fd >= 0 && !flock(fd, LOCK_EX | LOCK_NB)) remove(file);
         if (fd >= 0) close(fd);
     }
-}
-
-// Adds a line to *list for every file in root + below: its name, size and times. seen: the folders that were
-// looked at already, to which a link may lead again. As in common/pictures.py, hidden files are left out, and folders
-// of runs, whose grids are no pictures.
-static void list_files(const std::string& root, const std::string& below, std::set<std::pair<dev_t, ino_t>>* seen,
-                       std::string* list) {
-    const Folder folder = open_folder(root + below);
-    struct stat st;
-    const bool is_new = !fstat(folder.descriptor, &st) && seen->insert({st.st_dev, st.st_ino}).second;
-    int none = 0;
-    std::vector<std::string> names = is_new ? names_in(folder, &none) : std::vector<std::string>{};
-    std::ranges::sort(names);
-    const bool is_of_run = folder.has("log.csv") || folder.has(".lock");
-    for (const std::string& name : names) {
-        const bool is_there = !fstatat(folder.descriptor, name.c_str(), &st, 0); // false: a link to nothing
-        if (name.starts_with(".") || is_of_run || !is_there) continue;
-        if (!S_ISDIR(st.st_mode))
-            *list += below + "/" + name + text("\n%ld %ld ", (long)st.st_size, (long)nanoseconds(st.st_mtim)) +
-                     text("%ld\n", (long)nanoseconds(st.st_ctim));
-        else list_files(root, below + "/" + name, seen, list);
-    }
-    if (folder.descriptor >= 0) close(folder.descriptor);
-}
-
-// A checksum of which files a folder of pictures holds, how large they are, and when they were changed or moved.
-static uint32_t checksum_of_folder(const std::string& folder) {
-    std::set<std::pair<dev_t, ino_t>> seen;
-    std::string list;
-    list_files(folder, "", &seen, &list);
-    return crc32(0, list.data(), list.size());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -35,8 +35,8 @@ static void stop_run(Run* run, const std::string& why) {
 }
 
 // Writes a model file: the header, the arrays, `history`, a copy of Trainer::history or empty, and the names of the
-// classes. slices: this rank's slice of each array (of the weights: the whole array Trainer::params), in the file's order. All ranks call it and
-// gather the slices together; rank 0 writes. If the file can't be written, the run ends.
+// classes. slices: this rank's slice of each array (of the weights: the whole array Trainer::params), in the file's
+// order. All ranks call it and gather the slices together; rank 0 writes. If the file can't be written, the run ends.
 static void save_arrays(Run* run, const std::string& name, Header header, const std::vector<float*>& slices,
                         const std::vector<float>& history = {}) {
     const UNet& net = run->trainer.net;

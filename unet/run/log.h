@@ -100,8 +100,9 @@ void LogSummary::add(const std::string& row, bool is_skipped) {
 
     const LogPart part = part_of_row(values, seconds, is_skipped);
     // The newest loss of a healthy step has a share of 10 / (guard.n + 9) in the mean, which then describes about the
-    // latest tenth of the losses; but at least 0.02, so about the latest fifty.
-    const double share = parts.empty() ? 1 : std::max(10 / (guard.n + 9), 0.02);
+    // latest tenth of the losses; but at least 0.02, so about the latest fifty. The log's first loss is the whole mean:
+    // a run that is resumed in another folder has no earlier ones.
+    const double share = mean == 0 ? 1 : std::max(10 / (guard.n + 9), 0.02);
     if (part.n[0] && std::fabs(loss) < 1e9) mean += (loss - mean) * share;
 
     // The row is added to the last LogPart if that part still has room. Otherwise the row becomes a new part.
@@ -266,8 +267,8 @@ static void log_step(Run* run, double ms, double val, double seconds) {
     run->summary.add(row, !s.ok);
 }
 
-// Returns how many grids a run draws from this step on, which is not done: one after each --sample_interval steps, and
-// one at its end.
+// Returns how many grids a run draws from a step to its end: one after each --sample_interval steps, and one at the
+// end.
 static int64_t grids_from(const Config& c, int64_t step) {
     if (!c.sample_interval) return 0;
     return (c.max_steps + c.sample_interval - 1) / c.sample_interval - (step - 1) / c.sample_interval;

@@ -18,6 +18,40 @@ static std::string data_file_beside(const Config& c, int C) {
     return path + text("_%dx%dx%d.bin", c.H, c.W, C);
 }
 
+// A moment as the system has it, as one number.
+static int64_t nanoseconds(const struct timespec& time) { return time.tv_sec * 1000000000LL + time.tv_nsec; }
+
+// Adds a line to *list for every file in root + below: its name, size and times. seen: the folders that were
+// looked at already, to which a link may lead again. As in common/pictures.py, hidden files are left out, and folders
+// of runs, whose grids are no pictures.
+static void list_files(const std::string& root, const std::string& below, std::set<std::pair<dev_t, ino_t>>* seen,
+                       std::string* list) {
+    const Folder folder = open_folder(root + below);
+    struct stat st;
+    const bool is_new = !fstat(folder.descriptor, &st) && seen->insert({st.st_dev, st.st_ino}).second;
+    int none = 0;
+    std::vector<std::string> names = is_new ? names_in(folder, &none) : std::vector<std::string>{};
+    std::ranges::sort(names);
+    const bool is_of_run = folder.has("log.csv") || folder.has(".lock");
+    for (const std::string& name : names) {
+        const bool is_there = !fstatat(folder.descriptor, name.c_str(), &st, 0); // false: a link to nothing
+        if (name.starts_with(".") || is_of_run || !is_there) continue;
+        if (!S_ISDIR(st.st_mode))
+            *list += below + "/" + name + text("\n%ld %ld ", (long)st.st_size, (long)nanoseconds(st.st_mtim)) +
+                     text("%ld\n", (long)nanoseconds(st.st_ctim));
+        else list_files(root, below + "/" + name, seen, list);
+    }
+    if (folder.descriptor >= 0) close(folder.descriptor);
+}
+
+// A checksum of which files a folder of pictures holds, how large they are, and when they were changed or moved.
+static uint32_t checksum_of_folder(const std::string& folder) {
+    std::set<std::pair<dev_t, ino_t>> seen;
+    std::string list;
+    list_files(folder, "", &seen, &list);
+    return crc32(0, list.data(), list.size());
+}
+
 // Returns the checksum of a file with as many channels as the user or a model file says.
 static uint32_t with_channels(uint32_t checksum, int C) { return crc32(checksum, &C, sizeof C); }
 
