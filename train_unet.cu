@@ -74,6 +74,7 @@
 // Hopper's kernels (sm_90a: TMA, wgmma, clusters, FP8). Part II asks them first: if (hopper_conv<BACKWARD>(c)) return;
 #ifndef NO_HOPPER
 #include "unet/gpu/hopper/attention_wgmma.h" // attention
+#include "unet/gpu/hopper/muon_wgmma.h"      // --optimizer muon
 #include "unet/gpu/hopper/weights.h"         // weight gradients; brings the convolutions
 #else
 #include "unet/gpu/no_hopper.h" // nothing is Hopper's
@@ -1094,18 +1095,18 @@ static void check_memory(UNet* net, bool training) {
     const double GIB = 0x1p30;
     const Config& c = net->config;
     const double fp8_bytes = c.precision == "fp8" ? bytes_of(Element::FP8) : 0;
-    const double muon_bytes = c.muon() ? 3 * act_bytes() : 0;
+    const double of_muon = training && c.muon() ? muon_bytes(*net) : 0;
     const double copy_bytes = weights_have_copy() ? act_bytes() : 0;
     // GiB of the weights and of all arrays of their length, at most. Sampling: weights, copies in bf16 and FP8.
     // Training: also gradients (twice if several are added up), two moments and the averages (shared by ranks), the
-    // first average in bf16, a second FP8 copy. Muon: a copy of the momentum, and two squares of each matrix.
+    // first average in bf16, a second FP8 copy, and what Muon needs.
     auto weights_of = [&](int images) {
         const bool adds_up = world.size > 1 || c.batch_size > images;
         const double shared_arrays = (2.0 + (double)c.emas.size()) / world.size;
         const double arrays = 1 + (adds_up ? 2 : 1) + shared_arrays;
         const double sampling_bytes = sizeof(float) + copy_bytes + fp8_bytes;
-        const double training_bytes = arrays * sizeof(float) + 2 * copy_bytes + 2 * fp8_bytes + muon_bytes;
-        return net->flat_size * (training ? training_bytes : sampling_bytes) / GIB;
+        const double training_bytes = arrays * sizeof(float) + 2 * copy_bytes + 2 * fp8_bytes;
+        return (net->flat_size * (training ? training_bytes : sampling_bytes) + of_muon) / GIB;
     };
     const int B = net->B;
     const double available = device_available() / GIB;

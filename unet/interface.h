@@ -378,6 +378,7 @@ struct MuonWork {
     // square matrices (short_side, short_side), one for each X: A = X X^T (X^T X, if X has more rows than columns), and
     // B = b A + c A A with b = MUON_B, c = MUON_C
     act *A = nullptr, *B = nullptr;
+    struct HopperMuon* hopper = nullptr; // what Hopper's kernels have in place of all these (gpu/hopper/muon_wgmma.h)
 };
 // Jordan et al. 2024: the decay of the momentum, and the polynomial that is applied five times (update_by_muon).
 constexpr float MUON_MOMENTUM = 0.95f;

@@ -13,6 +13,17 @@ static bool muon_updates(const Param& p) {
     return p.shape.size() >= 2 && !at_an_end && !of_a_condition;
 }
 
+// How many bytes Muon takes at most beside AdamW's arrays: two copies of the momentum, and five squares of each matrix.
+static double muon_bytes(const UNet& net) {
+    double numbers = 2 * net.flat_size;
+    for (const Param& p : net.params) {
+        const double rows = p.shape[0];
+        const double short_side = std::min(rows, p.size / rows);
+        if (muon_updates(p)) numbers += 5 * short_side * short_side;
+    }
+    return numbers * act_bytes();
+}
+
 // Sets tr->muon and tr->is_matrix.
 static void make_muon(Trainer* tr) {
     MuonWork& muon = tr->muon;
@@ -61,7 +72,8 @@ static void update_by_muon(Trainer* tr, const Update& update) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // --- muon: directions for matrices of weights
-// Used when: --optimizer muon, after judge_step and before adamw_kernel.
+// Used when: --optimizer muon, after judge_step and before adamw_kernel. (On Hopper, except in fp32,
+//   gpu/hopper/muon_wgmma.h has other kernels for all behind the momentum.)
 // How: The formulas, with X, A and B, stand above update_by_muon. A launch computes one product for all matrices of the
 //   network, because a single matrix has too little work for a GPU. A block computes one tile of a result, of 128 x 128
 //   or 64 x 64 elements. The operands pass through a ring of stages in shared memory, as in conv_gather, and by the
@@ -430,6 +442,7 @@ static MuonTiles muon_tiles(const MuonWork& muon, bool of_squares) {
     return {device_copy(list), (int)list.size(), size};
 }
 static void prepare_muon(MuonWork* muon, size_t flat_size) {
+    if (hopper_muon()) return prepare_hopper_muon(muon, flat_size);
     muon->on_device = device_copy(muon->matrices);
     muon->square_tiles = muon_tiles(*muon, true);
     muon->tiles = muon_tiles(*muon, false);
@@ -454,6 +467,7 @@ static void launch_muon(const MuonIteration<T>& work, const MuonWork& muon, cons
 // trace of X X^T, for which muon_kernel needs X in type T. So the array X is first copied to muon.X undivided, and then
 // once more, divided by |X|. Iterations 0, 2 and 4 write to the array X, and iterations 1 and 3 to muon.X.
 static void orthogonalise(float* X, const MuonWork& muon, const StepState* state) {
+    if (hopper_muon()) return orthogonalise_by_wgmma(X, muon, state);
     static_assert(MUON_ITERATIONS % 2, "odd, so that the last iteration writes to the array X");
     with_act([&]<class T>(T) {
         const MuonX<T> copied{(T*)muon.X, 1};

@@ -273,7 +273,7 @@ static OpCost operation_cost(const Trainer& tr, const Operation& op) {
         OpCost cost{name, n * 4 * sizeof(float), 0}; // the gradient and the momentum in, the momentum and X out
         for (const MuonMatrix& m : tr.muon.matrices) {
             const double S = m.short_side(), L = m.long_side();
-            cost.flops += 5 * (3 * S * S * L + S * S * S);
+            cost.flops += 6 * S * S * L + 14 * S * S * S; // by the fewest products (gpu/hopper/muon_wgmma.h)
         }
         cost.matrix = true;
         return cost;

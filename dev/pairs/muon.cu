@@ -4,7 +4,7 @@
 //   X = X / |X|; five times: A = X X^T, X = a X + (b A + c A A) X     (X^T X and from the right, if X has more rows than columns)
 //   directions = 0.2 sqrt(max(rows, columns)) X                 a, b, c = 3.4445, -4.7750, 2.0315: the singular values end near 1
 //   params = params (1 - lr weight_decay) - lr directions       (adamw_update, which updates all other parameters as in adamw.cu)
-//   FLOPs    5 (3 S S L + S S S) for a matrix whose sides are S <= L, since A and A A are symmetric
+//   FLOPs    5 (3 S S L + S S S) for a matrix whose sides are S <= L, since A and A A are symmetric; Hopper's 6 S S L + 14 S S S
 //   bytes    30 n in bf16 (each iteration reads X twice and writes it once); compute-bound in large matrices
 //
 //   version 0   a matrix after the other, a dot product of floats for each element of each product: 16 launches a matrix, and small matrices fill no GPU
@@ -12,6 +12,7 @@
 //               its way while 32 numbers are multiplied. 2.7 ms of a step of quick64 on an H200, 81 ms of one of adm64
 //   shipped     muon_momentum, orthogonalise: X, A and B are stored as bf16 (in fp32 as floats), cp.async copies them to a ring of three or four stages,
 //               ldmatrix loads fragments; half of the symmetric results; tiles of 128 x 128 where there are enough. The directions lie in X's place
+//   Hopper's    orthogonalise_by_wgmma: TMA and wgmma; X is multiplied four times, not fifteen, since iterations are computed from X X^T alone; fp16
 //
 //   make -C dev muon && dev/muon       python dev/pairs/muon.py [--bench]
 #include "harness.h"

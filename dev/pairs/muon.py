@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,8 @@ from train_unet import muon_updates
 ITERATIONS = 5
 # As the programs have them, in float32
 POLYNOMIAL = tuple(float(np.float32(x)) for x in (3.4445, -4.7750, 2.0315))
+EPS_FP16 = 2.0**-11
+SMALLEST_FP16 = 2.0**-24  # no two neighbours of fp16 are nearer; numbers that bf16 rounds here are all larger
 MOMENTUM = float(np.float32(0.95))
 SETTINGS = dict(lr=0.05, weight_decay=0.0, beta1=0.9, beta2=0.999, eps=1e-8, grad_clip=1.0, ema_rate=0.995)
 
@@ -42,28 +46,75 @@ def polynomial_steps(X: torch.Tensor, stored: Round) -> torch.Tensor:
     return X.T if is_high else X
 
 
-def direction(X: torch.Tensor, stored: Round = lambda x: x) -> torch.Tensor:
-    return 0.2 * math.sqrt(max(X.shape)) * polynomial_steps(X, stored) if X.any() else X.clone()
+def gram_steps(X: torch.Tensor, stored: Round) -> torch.Tensor:
+    """The same by muon_wgmma.h's formulas: two iterations, and then three, of the squares alone."""
+    a, b, c = POLYNOMIAL
+    is_high = X.shape[0] > X.shape[1]
+    X = stored((X.T if is_high else X) / X.norm())
+    for iterations in (2, 3):
+        R = stored(X @ X.T)
+        q, T = 1.0, torch.zeros_like(R)
+        for iteration in range(iterations):
+            Z = stored(b * R + c * R @ R)
+            T = stored(T @ Z + a * T + q * Z) if iteration else Z
+            q *= a
+            if iteration < iterations - 1:
+                W = stored(a * R + Z @ R)
+                R = stored(a * W + W @ Z)
+        X = T @ X + q * X
+        if iterations == 2:
+            X = stored(X)
+    return X.T if is_high else X
+
+
+def direction(X: torch.Tensor, stored: Round = lambda x: x, steps: Callable[[torch.Tensor, Round], torch.Tensor] = polynomial_steps) -> torch.Tensor:
+    return 0.2 * math.sqrt(max(X.shape)) * steps(X, stored) if X.any() else X.clone()
 
 
 def to_bf16(x: torch.Tensor) -> torch.Tensor:
     return x.float().bfloat16().double()
 
 
+def to_fp16(x: torch.Tensor) -> torch.Tensor:
+    return x.float().half().double()
+
+
+def is_hopper() -> bool:
+    """Whether the pair runs on a Hopper GPU, which may be played by software (dev/test/fake_cudart.cpp)."""
+    if "FAKE_GPU" in os.environ:
+        return "capability 90 " in Path(os.environ["FAKE_GPU"]).read_text()
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+def rounded_direction(X: torch.Tensor) -> torch.Tensor:
+    """The direction by the kernels of a bf16 build, in float64 but for what they store: Hopper's in fp16, others' in bf16."""
+    return direction(X, to_fp16, gram_steps) if is_hopper() else direction(X, to_bf16)
+
+
+def surely_rounded(to_type: Round, eps: float, x: torch.Tensor) -> torch.Tensor:
+    """Rounds x, unless a float32 sum of such numbers, which is off by a few EPS of the largest, may be rounded to the other side."""
+    rounded = to_type(x)
+    ulp = (2 * eps * 2.0 ** torch.floor(torch.log2(x.abs()))).clamp(min=SMALLEST_FP16)
+    if (ulp / 2 - (x - rounded).abs()).min() < 8 * EPS * x.abs().max():
+        raise ArithmeticError
+    return rounded
+
+
 def few_values(rows: int, columns: int) -> np.ndarray:
-    """A matrix of which bf16 rounds all results alike, whoever computes them.
+    """A matrix of which bf16 and fp16 round all results alike, whoever computes them.
 
-    In bf16 a difference of float32's last bit can decide to which side an element is rounded. Each such choice changes all elements of the next product, of
+    A difference of float32's last bit can decide to which side an element is rounded. Each such choice changes all elements of the next product, of
     which more then go to the other side. So after five iterations two right programs differ by as much as either does from the exact result, and that hides
-    small mistakes. Here all elements of any result have one of a few magnitudes: at most 8, and powers of two of these. They are drawn until none of those
-    in the five iterations comes near to the middle between two numbers of bf16. Then all right programs round alike, and only float32's errors are left.
+    small mistakes. Here all elements of any result have one of a few magnitudes: at most 4, and powers of two of these. They are drawn until none of those
+    in the five iterations comes near to the middle between two neighbours of the type. Then all right programs round alike, and only float32's errors are left.
+    The same holds for fp16 in Hopper's formulas.
 
-    In the matrix F, an element's value says only in how small a block of 1, 2, 4, ... rows and columns both of its indices lie; sums and products of such matrices
+    In the matrix F, an element's value says only in how small a block of 1, 8 or S rows and columns both of its indices lie; sums and products of such matrices
     are such matrices. The matrix is [F, 2 F, -F, ...], with signs of its rows and columns changed, and rows and columns in another order.
     """
     S, L = sorted((rows, columns))
     assert L % S == 0
-    blocks = [size for size in (1, 2, 4, 8, 16, 32, S) if S % size == 0]
+    blocks = [1, 8, S]
     i = np.arange(S)
     level = sum((i[:, None] // size != i // size).astype(int) for size in blocks)
     for seed in itertools.count():
@@ -72,17 +123,12 @@ def few_values(rows: int, columns: int) -> np.ndarray:
         F = to_bf16(torch.from_numpy(values[np.minimum(level, len(blocks) - 1)])).numpy()
         X = np.concatenate([factor * F for factor in rng.choice([0.5, 1, 2, -1], L // S)], 1)
         X = X[rng.permutation(S)][:, rng.permutation(L)] * rng.choice([-1, 1], (S, 1)) * rng.choice([-1, 1], L)
-        distances = []
-
-        def stored(x: torch.Tensor, distances: list[float] = distances) -> torch.Tensor:
-            rounded = to_bf16(x)
-            ulp = 2 * EPS_BF16 * 2.0 ** torch.floor(torch.log2(x.abs()))
-            distances.append(float((ulp / 2 - (x - rounded).abs()).min() / x.abs().max()))
-            return rounded
-
-        polynomial_steps(torch.from_numpy(X), stored)
-        if min(distances) > 16 * EPS:  # a float32 sum of such numbers is off by a few EPS of the largest
-            return (X if rows <= columns else X.T).astype(np.float32)
+        try:
+            gram_steps(torch.from_numpy(X), functools.partial(surely_rounded, to_fp16, EPS_FP16))
+            polynomial_steps(torch.from_numpy(X), functools.partial(surely_rounded, to_bf16, EPS_BF16))
+        except ArithmeticError:
+            continue
+        return (X if rows <= columns else X.T).astype(np.float32)
     raise AssertionError
 
 
@@ -141,8 +187,8 @@ def directions_reference(case: Case, v: dict[str, Any]) -> Tensors:
     tensors = {"changed": torch.zeros(2, dtype=torch.float64)}
     for i, (rows, columns, kind) in enumerate(case["matrices"]):
         X = torch.from_numpy(matrix(rows, columns, kind)).double()
-        in_bf16 = v["precision"] == "bf16" and kind == "few"
-        tensors[f"direction{i}"] = direction(X, to_bf16) if in_bf16 else direction(X)
+        as_rounded = v["precision"] == "bf16" and kind == "few"
+        tensors[f"direction{i}"] = rounded_direction(X) if as_rounded else direction(X)
     return tensors
 
 
@@ -221,9 +267,9 @@ def tolerance(case: Case, name: str) -> float:
 
 
 def inside(case: Case, name: str, all: dict[str, np.ndarray]) -> float:
-    """What bf16 makes of a direction. The bound of float32_bound, with bf16's errors, would allow everything, since all worst things would have to come together.
-    So it is measured: 2.5 times the error that a computation in float64 has if it rounds what is stored to bf16, as harness.py allows 2.5 times
-    what is expected elsewhere. That is 2e-2 to 1e-1, where a wrong index makes errors of order one. Smaller mistakes are found by few_values, whose
+    """What bf16 or fp16 makes of a direction. The bound of float32_bound, with their errors, would allow everything, since all worst things would have to come together.
+    So it is measured: 2.5 times the error that a computation in float64 has if it rounds what is stored, as harness.py allows 2.5 times
+    what is expected elsewhere. In bf16 that is 2e-2 to 1e-1, where a wrong index makes errors of order one. Smaller mistakes are found by few_values, whose
     reference rounds in the same places.
     """
     if not name.startswith("direction"):
@@ -232,7 +278,7 @@ def inside(case: Case, name: str, all: dict[str, np.ndarray]) -> float:
     if kind in ("few", 0):
         return 0
     X = torch.from_numpy(matrix(rows, columns, kind)).double()
-    return 2.5 * error(direction(X, to_bf16).numpy(), all[name])
+    return 2.5 * error(rounded_direction(X).numpy(), all[name])
 
 
 def bench(s: dict[str, int]) -> Timed:

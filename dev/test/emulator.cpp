@@ -725,7 +725,7 @@ void quarter_fp8(Warp& w, const Ins& i) {
     }
     add_product(w, i, a, b);
 }
-// A warp's 16 of wgmma's 64 rows. op: scale of D, A's descriptor (or list: 4 registers), B's; imm: bits A turned, B turned, FP8.
+// A warp's 16 of wgmma's 64 rows. op: scale of D, A's descriptor (or list: 4 registers), B's; imm: bits A turned, B turned, FP8, and 32 for fp16.
 void quarter(Warp& w, const Ins& i) {
     if (i.imm[1] & 4) return quarter_fp8(w, i);
     const int columns = (int)i.imm[0], values = columns / 2;
@@ -733,19 +733,24 @@ void quarter(Warp& w, const Ins& i) {
         w, [&](const LateProduct& p) { return p.has(i.list[0]); }); // one product may add to what another one adds to
     f32 a[16][16];
     static f32 b[16][256];
-    if (i.op[1] == NONE) read_a<true>(w, &i.list[values], a);
+    const bool is_fp16 = i.imm[1] & 32;
+    auto value = [&](const Descriptor& of, int row, int k) {
+        const u16 bits = *(u16*)shared(w, of.at(row, k), 2);
+        return is_fp16 ? fp16_value(bits) : bf16_value(bits);
+    };
+    if (i.op[1] == NONE) (is_fp16 ? read_a<false> : read_a<true>)(w, &i.list[values], a);
     else {
         const Descriptor from = descriptor(w, w.reg<u64>(i.op[1])[0], i.imm[1] & 1);
         for (int m = 0; m < 16; m += from.turned ? 8 : 1)
             for (int k = 0; k < 16; k += from.turned ? 1 : 8) reads(w, from.at(w.rank % 4 * 16 + m, k));
         for (int m = 0; m < 16; m++)
-            for (int k = 0; k < 16; k++) a[m][k] = bf16_value(*(u16*)shared(w, from.at(w.rank % 4 * 16 + m, k), 2));
+            for (int k = 0; k < 16; k++) a[m][k] = value(from, w.rank % 4 * 16 + m, k);
     }
     const Descriptor from = descriptor(w, w.reg<u64>(i.op[2])[0], i.imm[1] & 2);
     for (int n = 0; n < columns; n += from.turned ? 8 : 1)
         for (int k = 0; k < 16; k += from.turned ? 1 : 8) reads(w, from.at(n, k));
     for (int n = 0; n < columns; n++)
-        for (int k = 0; k < 16; k++) b[k][n] = bf16_value(*(u16*)shared(w, from.at(n, k), 2));
+        for (int k = 0; k < 16; k++) b[k][n] = value(from, n, k);
     add_product(w, i, a, b);
 }
 void keep_a(Warp& w, const u32* registers) {
@@ -1445,7 +1450,7 @@ void Decoder::decode_operands(Ins& i, Text m, const std::vector<Text>& o, Text s
         const bool e5m2_a = contains(".e5m2.e4m3"), e5m2_b = contains(".e4m3.e5m2");
         if (e5m2_a || e5m2_b || contains(".e4m3.e4m3")) // FP8: never turned
             return (void)(i.imm[1] = 4 | e5m2_a << 3 | e5m2_b << 4);
-        i.imm[1] = registers ? (o[6] == "1") * 2 : (o[6] == "1") + (o[7] == "1") * 2;
+        i.imm[1] = (registers ? (o[6] == "1") * 2 : (o[6] == "1") + (o[7] == "1") * 2) | contains(".f16.f16") * 32;
         return;
     }
     // --- waiting

@@ -117,7 +117,7 @@ def test_muon(gpu: str, precision: str, tmp_path: Path) -> None:
     muon = ("--optimizer", "muon")
     run, late = (train(tmp_path / name, gpu, precision, muon, **how) for name, how in (("run", {}), ("late", {"FAKE_LATE": "main"})))
     assert results(run) == results(late)
-    assert len(re.findall("^muon_kernel", (run / "launches.txt").read_text(), re.MULTILINE)) >= 15
+    assert len(re.findall("^muon_(wgmma_)?kernel", (run / "launches.txt").read_text(), re.MULTILINE)) >= 15
     if precision == "fp32":
         folder = tmp_path / "cpu"
         folder.mkdir()
