@@ -5,14 +5,15 @@
 
 #ifdef __CUDACC__ // the GPU
 
-// Tiles of conv_tiles for 3x3: ConvTiles<taps, rows of pixels, slices of 64 output channels, RESIDENT, BACKWARD, STEPS,
+// Tiles of conv_tiles for 3x3: ConvTiles<taps, rows of pixels, slices of 64 output channels, RESIDENT, BACKWARD, HALF,
 // element>. With up to 128 input channels (FP8: 256) all weights stay in shared memory (RESIDENT). With more, the
 // weights pass through a ring (streamed).
-template <bool BACKWARD> using HalfSlice = ConvTiles<9, 16, 1, true, BACKWARD, 2>; // Cin = 32: 2 products a tap, not 4
-template <bool BACKWARD, Element E = Element::BF16> using Resident16 = ConvTiles<9, 16, 1, true, BACKWARD, 4, E>;
-template <bool BACKWARD, Element E = Element::BF16> using Resident32 = ConvTiles<9, 32, 1, true, BACKWARD, 4, E>;
-template <bool BACKWARD, Element E = Element::BF16> using Streamed16 = ConvTiles<9, 16, 1, false, BACKWARD, 4, E>;
-template <bool BACKWARD, Element E = Element::BF16> using Streamed32 = ConvTiles<9, 32, 1, false, BACKWARD, 4, E>;
+template <bool BACKWARD> using ResidentHalf = ConvTiles<9, 16, 1, true, BACKWARD, true>;  // 32 or 96 input channels
+template <bool BACKWARD> using StreamedHalf = ConvTiles<9, 32, 1, false, BACKWARD, true>; // 160, 224, ...
+template <bool BACKWARD, Element E = Element::BF16> using Resident16 = ConvTiles<9, 16, 1, true, BACKWARD, false, E>;
+template <bool BACKWARD, Element E = Element::BF16> using Resident32 = ConvTiles<9, 32, 1, true, BACKWARD, false, E>;
+template <bool BACKWARD, Element E = Element::BF16> using Streamed16 = ConvTiles<9, 16, 1, false, BACKWARD, false, E>;
+template <bool BACKWARD, Element E = Element::BF16> using Streamed32 = ConvTiles<9, 32, 1, false, BACKWARD, false, E>;
 
 // The time of a block of conv_small in ns, as measured on an H200. tap_: one tap of one slice. block_: everything else.
 // _alone: there is at most one block for each multiprocessor. _full: there are more blocks.
@@ -26,9 +27,10 @@ struct SmallCosts {
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(const ConvCall& p) {
     constexpr bool IS_FP8 = is_fp8(E);
     const int slices = ceil_div(p.Cin1, slice_channels(E));
-    const int taps_of_64 = ceil_div(p.Cin1, 64) * 9;
-    const int taps = IS_FP8 ? ceil_div(taps_of_64, 2) : taps_of_64; // FP8: 4.5 for a half slice
-    const bool is_32 = p.Cin1 == 32 && !IS_FP8;                     // half a slice
+    const int half_slices = ceil_div(p.Cin1, slice_channels(E) / 2);
+    const bool is_half = half_slices % 2 && !IS_FP8;    // the last slice is half empty, and some kernels know it
+    const int half_taps = ceil_div(9 * half_slices, 2); // of whole slices, for these kernels (FP8: for all)
+    const int taps = IS_FP8 ? half_taps : 9 * slices;
     Cheapest<void (*)(const ConvCall&)> way;
 
     // Time = rounds of blocks * (block + taps of a block * tap). In a round, as many blocks run as fit on the GPU.
@@ -38,16 +40,14 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
         const int tiles = count_tiles(p, T::IMAGES, 8, T::TILE_W);
         const int blocks = tiles * ceil_div(p.Cout, T::N) * T::SPLIT;
         const int64_t rounds = ceil_div(blocks, gpu.sms * T::PER_SM);
-        const bool half_slice = is_32 && T::N <= 64; // half the products suffice, but tiles of N > 64 compute all
         const bool alone = blocks <= gpu.sms;
         int block = alone ? cost.block_alone : cost.block_full;
         int tap = alone ? cost.tap_alone : cost.tap_full;
-        if (half_slice) tap /= 2;
         if (IS_FP8 && !alone) { // as measured on an H200: this much longer than in bf16
             block += 1500;
             tap += tap / 12;
         }
-        way.consider(rounds * (block + tap * taps / T::SPLIT), conv_small<T>);
+        way.consider(rounds * (block + tap * (has_half_kernel<T>(p) ? half_taps : taps) / T::SPLIT), conv_small<T>);
     };
     // SmallTile<BACKWARD, warpgroups, N (output channels), images, SPLIT, blocks per multiprocessor, element>
     using Square = SmallTile<BACKWARD, 1, 64, 1, 1, 2, E>;          // a square of 8 x 8 pixels and 64 channels
@@ -78,12 +78,14 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(
         const int runs_of_n = ceil_div(ceil_div(tiles, n), tile.runs(p.Cout));
         way.consider(once + runs_of_n * each, conv_tiles<decltype(tile)>);
     };
-    if (is_32) {
-        consider_tiles(HalfSlice<BACKWARD>(), 1550, 1, 325 + 74 * taps);
+    if (is_half && slices <= 2) {
+        consider_tiles(ResidentHalf<BACKWARD>(), 1550, 1, 325 + 148 * half_taps);
     } else if (slices <= 2) {
         consider_tiles(Resident16<BACKWARD, E>(), 1550, 1, 325 + 148 * taps);
     } else if (p.H % 32) {
         consider_tiles(Streamed16<BACKWARD, E>(), 425, 2, 2600 + 300 * taps);
+    } else if (is_half) {
+        consider_tiles(StreamedHalf<BACKWARD>(), 425, 4, 4000 + 588 * half_taps);
     } else {
         consider_tiles(Streamed32<BACKWARD, E>(), 425, 4, 4000 + 588 * taps);
     }
@@ -143,7 +145,8 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
         p.W = 8;
         p.B = 1;
     }
-    using HalfSlice1x1 = ConvTiles<1, 16, 1, true, BACKWARD, 2>; // 32 input channels need half the products of a slice
+    using HalfSlice1x1 =
+        ConvTiles<1, 16, 1, true, BACKWARD, true>; // 32 input channels need half the products of a slice
     if (p.Cin1 + p.Cin2 == 32) return conv_tiles<HalfSlice1x1>(p);
 
     const int slices = ceil_div(p.Cin1, 64) + ceil_div(p.Cin2, 64);
@@ -173,7 +176,7 @@ template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_tiles_
 
     const Way<ConvCall> ways[] = {
         // 32 input channels are half a slice, so each tap needs two products instead of four
-        {c.Cin1 == 32 && E == Element::BF16, conv_tiles<HalfSlice<BACKWARD>>},
+        {c.Cin1 == 32 && E == Element::BF16, conv_tiles<ResidentHalf<BACKWARD>>},
         // one slice of weights leaves room for tiles of 32 rows (by measurement they pay only above 64 output channels)
         {!skip && one_slice_and_32_rows, conv_tiles<Resident32<BACKWARD, E>>},
         // the weights of up to two slices fit into shared memory, together with pixels

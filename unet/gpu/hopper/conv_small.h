@@ -141,11 +141,12 @@ template <class T> INLINE void load_small(const SmallWork<T>& work, auto& halos,
 }
 
 // Role: multiply. For each tap of this block's steps: d (64 pixels, N output channels) += the tap's pixels (64, input
-// channels of a slice) x the tap's weights (input channels of a slice, N). K: a tap's products in bf16, of 16 input
-// channels each. In FP8 is_half_slice decides between two and four products, of 32 channels each.
-template <int K, class T>
+// channels of a slice) x the tap's weights (input channels of a slice, N). A tap has four products, of 16 input channels
+// each (FP8: 32), or two if its slice is half empty. HALF: as in ConvTiles.
+template <bool HALF, class T>
 INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights, int wg, auto& d) {
     using Product = Wgmma<T::N>;
+    using ProductFp8 = WgmmaFp8<T::N, T::IS_FP8 ? T::ELEMENT : Element::FP8, Element::FP8>;
     // Steps that may still run when a warpgroup issues the next one. With fewer steps, the tensor cores would be idle
     // while the warpgroup waits for the next stage.
     constexpr int IN_FLIGHT = T::STEP_TAPS == 1 ? 2 : 1;
@@ -164,27 +165,21 @@ INLINE void multiply_small(const SmallWork<T>& work, auto& halos, auto& weights,
         if (step == work.first || step_of_slice == 0) halo = halos.arrived() + own_pixels;
         const Operand a = Halo<T::PITCH>(halo).shifted(step_of_slice * T::STEP_TAPS);
         const Operand b = Operand::rows(weights.arrived(), 8, SLICE_CHANNELS);
-        if constexpr (T::IS_FP8) {
-            using ProductFp8 = WgmmaFp8<T::N, T::ELEMENT, Element::FP8>;
-            auto multiply_fp8 = [&]<int STEPS>(std::integral_constant<int, STEPS>) {
-                wgmma_fence();
-                UNROLL_FOR (int tap = 0; tap < T::STEP_TAPS; tap++)
-                    UNROLL_FOR (int k = 0; k < STEPS; k++)
-                        ProductFp8::add(d, a.at(tap * 8 + k * 2), b.at(tap * TAP_STEP + k * 2));
-                wgmma_commit();
-            };
-            // Each branch has its own fence and commit. With a common pair, the compiler would wait after each product.
-            if (work.p.x.is_half_slice(step / T::SLICE_STEPS)) multiply_fp8(std::integral_constant<int, 2>{});
-            else multiply_fp8(std::integral_constant<int, 4>{});
-        } else {
+        auto multiply = [&]<int STEPS>(std::integral_constant<int, STEPS>) {
             wgmma_fence();
             UNROLL_FOR (int tap = 0; tap < T::STEP_TAPS; tap++)
-                UNROLL_FOR (int k = 0; k < K; k++) {
-                    Product::template add<K_MAJOR, B_MAJOR>(d, a.at(tap * 8 + k * 2),
-                                                            b.at(tap * TAP_STEP + k * B_STEP));
+                UNROLL_FOR (int k = 0; k < STEPS; k++) {
+                    if constexpr (T::IS_FP8) ProductFp8::add(d, a.at(tap * 8 + k * 2), b.at(tap * TAP_STEP + k * 2));
+                    else
+                        Product::template add<K_MAJOR, B_MAJOR>(d, a.at(tap * 8 + k * 2),
+                                                                b.at(tap * TAP_STEP + k * B_STEP));
                 }
             wgmma_commit();
-        }
+        };
+        // Each branch has its own fence and commit. With a common pair, the compiler would wait after each product.
+        if constexpr (!HALF && !T::IS_FP8) multiply(std::integral_constant<int, 4>{});
+        else if (work.p.x.is_half_slice(step / T::SLICE_STEPS, T::WIDTH)) multiply(std::integral_constant<int, 2>{});
+        else multiply(std::integral_constant<int, 4>{});
         wgmma_wait<IN_FLIGHT>();
         if (step - work.first >= IN_FLIGHT) { // step number step - IN_FLIGHT has ended
             weights.release();
@@ -359,7 +354,7 @@ template <class T> struct SmallEpilogue {
     }
 };
 
-template <class T, int K_STEPS> // T: a SmallTile; K_STEPS: products of a tap, 4 or 2 (FP8 ignores it)
+template <class T, bool HALF> // T: a SmallTile
 static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kernel(const __grid_constant__ ConvTma p) {
 #if __CUDA_ARCH__ == 900
     SharedMemory shared(T::BARRIERS);
@@ -397,7 +392,7 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
     // The warpgroups that multiply.
     const SmallEpilogue<T> epilogue(work, wg);
     float acc[T::N / 2] = {};
-    multiply_small<K_STEPS>(work, halos, weights, wg, acc);
+    multiply_small<HALF>(work, halos, weights, wg, acc);
 
     const uint32_t shifts = all_shifts + wg * 1024;
     const uint32_t results = addends.stage(0).address + wg * 64 * T::OUT_N * 2;
@@ -424,16 +419,19 @@ static __global__ void __launch_bounds__(T::THREADS, T::PER_SM) conv_small_kerne
 #endif
 }
 
+// Whether conv_small has a kernel that leaves out half of the last slice. Tiles of more than 64 output channels have none.
+template <class T> static bool has_half_kernel(const ConvCall& p) {
+    return T::N <= 64 && !T::IS_FP8 && p.Cin1 % SLICE_CHANNELS == SLICE_CHANNELS / 2;
+}
+
 template <class T> static void conv_small(const ConvCall& p) {
     const TmaBoxes box{
         .rows = 8, .columns = T::TILE_W, .images = T::IMAGES, .result_channels = T::BOX, .weight_rows = T::N};
     const ConvTma t = tma_arguments(p, T::BACKWARD, box);
     const dim3 grid(t.tiles * T::SPLIT, ceil_div(p.Cout, T::N));
     if (p.out.parts) *p.out.parts = ceil_div(p.H, 8) * ceil_div(p.W, 8);
-    // 32 input channels are half a slice, so two products for each tap are enough. Tiles of more than 64 output
-    // channels have no such version: two of their four products multiply zeros.
-    constexpr int STEPS_OF_32 = T::N <= 64 && !T::IS_FP8 ? 2 : 4;
-    auto kernel = p.Cin1 == 32 ? conv_small_kernel<T, STEPS_OF_32> : conv_small_kernel<T, 4>;
+    auto kernel = has_half_kernel<T>(p) ? conv_small_kernel < T,
+         T::N <= 64 && !T::IS_FP8 >     : conv_small_kernel<T, false>;
     launch_on(MAIN_STREAM, T::SPLIT, kernel, grid, T::THREADS, T::SHARED_BYTES, t);
 }
 #endif

@@ -52,9 +52,11 @@ struct TmaParts {
     INLINE int row(int slice, int width = SLICE_CHANNELS) const {
         return (is_second(slice) ? C1 : 0) + channel(slice, width);
     }
-    // FP8: a slice of at most 64 channels, which only the last one can be, needs two products of 32 channels, not four.
-    // (An input in FP8 has only one part.)
-    INLINE bool is_half_slice(int slice) const { return slice == slices - 1 && (C1 - 1) % 128 < 64; }
+    // The last slice needs only two of its four products if at most half of it has channels. (Only inputs of one part
+    // are asked.)
+    INLINE bool is_half_slice(int slice, int width) const {
+        return slice == slices - 1 && (C1 - 1) % width < width / 2;
+    }
 };
 // The arguments of conv_tiles and conv_small. TMA reads a CUtensorMap by its address, so this is a __grid_constant__
 // parameter: the compiler does not copy it to local memory.
@@ -141,7 +143,7 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 //
 //   Shared memory: | barriers | a ring of stages of pixels: input slices, addends, then results | stages of weights |
 //
-//     STEPS        bf16: products of 16 channels for a tap of a slice: 4, or 2 if the only slice has 32 channels
+//     HALF         whether the last slice is half empty (is_half_slice). In FP8 this is found at run time.
 //     RESIDENT     true: all weights stay in shared memory, and a stage has pixels of one tile. The two warpgroups take
 //                  turns with tiles and with the tensor cores. A 3x3 may also compute the skip connection that is added
 //                  to its result: the slices of the skip connection's input follow those of x, with one tap each.
@@ -150,13 +152,13 @@ static ConvTma tma_arguments(const ConvCall& p, bool backward, TmaBoxes box) {
 //     ELEMENT      BF16, FP8 (pixels and weights are e4m3), or FP8_GRADIENT (pixels are gradients in e5m2). FP8 sums
 //                  begin as 0, and are scaled after the last product of x. The skip connection stays in bf16, so its
 //                  products are added after the scaling.
-template <int TAPS_, int ROWS_, int OUT_SLICES_, bool RESIDENT_, bool BACKWARD_, int STEPS_ = 4,
+template <int TAPS_, int ROWS_, int OUT_SLICES_, bool RESIDENT_, bool BACKWARD_, bool HALF_ = false,
           Element ELEMENT_ = Element::BF16>
 struct ConvTiles {
     static constexpr int TAPS = TAPS_;
     static constexpr int ROWS = ROWS_;
     static constexpr int OUT_SLICES = OUT_SLICES_;
-    static constexpr int STEPS = STEPS_;
+    static constexpr bool HALF = HALF_;
     static constexpr bool RESIDENT = RESIDENT_;
     static constexpr bool BACKWARD = BACKWARD_;
     static constexpr Element ELEMENT = ELEMENT_;
@@ -521,13 +523,15 @@ static __global__ void __launch_bounds__(T::THREADS, 1) conv_tiles_kernel(const 
         turn.wait();
         for (int s = 0; s < p.x.slices; s++) {
             const Halo<T::PITCH> halo(pixels.arrived(warpgroup) + T::pixels_at(warpgroup));
-            const bool half_slice = T::IS_FP8 && p.x.is_half_slice(s);
+            const bool half_slice = (T::HALF || T::IS_FP8) && p.x.is_half_slice(s, T::WIDTH);
 #pragma unroll(T::RESIDENT ? T::TAPS : 1)
             for (int tap = 0; tap < T::TAPS; tap++) {
                 const uint32_t weight =
                     T::RESIDENT ? weights.kept(s * T::TAPS + tap, is_first_tile) : weights.arrived();
-                if constexpr (!T::IS_FP8) acc.template multiply<T::STEPS, T::BACKWARD>(weight, halo.shifted(tap));
-                else if (half_slice) acc.template multiply_fp8<2, T::ELEMENT>(weight, halo.shifted(tap));
+                if constexpr (!T::IS_FP8) {
+                    if (half_slice) acc.template multiply<2, T::BACKWARD>(weight, halo.shifted(tap));
+                    else acc.template multiply<4, T::BACKWARD>(weight, halo.shifted(tap));
+                } else if (half_slice) acc.template multiply_fp8<2, T::ELEMENT>(weight, halo.shifted(tap));
                 else acc.template multiply_fp8<4, T::ELEMENT>(weight, halo.shifted(tap));
                 // After this wait only the latest tap's products may still run. So the stages that earlier products
                 // have read are released, except resident weights and stages that results are written to.
