@@ -12,7 +12,7 @@
 //               its way while 32 numbers are multiplied. 2.7 ms of a step of quick64 on an H200, 81 ms of one of adm64
 //   shipped     muon_momentum, orthogonalise: X, A and B are stored as bf16 (in fp32 as floats), cp.async copies them to a ring of three or four stages,
 //               ldmatrix loads fragments; half of the symmetric results; tiles of 128 x 128 where there are enough. The directions lie in X's place
-//   Hopper's    orthogonalise_by_wgmma: TMA and wgmma; X is multiplied four times, not fifteen, since iterations are computed from X X^T alone; fp16
+//   Hopper's    orthogonalise_by_wgmma: TMA and wgmma; four products with the long matrix, not ten, since iterations are computed from X X^T alone; fp16
 //
 //   make -C dev muon && dev/muon       python dev/pairs/muon.py [--bench]
 #include "harness.h"
