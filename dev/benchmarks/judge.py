@@ -3,6 +3,7 @@
     ./train_unet --sample 2000 --init out_mine/model_0007500.bin --output samples.bin
     python dev/benchmarks/judge.py --data_file my_pictures_64x64x3.bin --samples samples.bin --judge my_judge.pt
     python dev/benchmarks/judge.py --data_file train.bin --held_out held_out.bin --samples samples.bin
+    python dev/benchmarks/judge.py --data_file my_pictures_64x64x3.bin --runs out_mine          each checkpoint of a run, drawn by ./train_unet
 
 The judge is a small classifier (common/judge.py) that is trained on the data without every fifth image: features that have seen an image put it in too good
 a place. So samples are compared with the images that it has not seen, and with those of --held_out, which the model has not seen either. A model that
@@ -13,6 +14,8 @@ copies is nearer to the former than those of --held_out are.
   that is smaller than one of the two says nothing.
 - Precision: the share of samples that lie among the unseen images; recall: the share of these that lie among the samples (dev/benchmarks/quality.py).
 - Copies: the share of samples that are closer than 16 of 255 to any image of the data, as the root of the mean square over pixels and colours.
+
+--runs writes its rows to judge.csv in the run's folder, too. best.bin stays the checkpoint with the lowest validation loss.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
+from dataclasses import astuple, dataclass, fields
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -36,7 +40,10 @@ FEWEST = 300  # images of the data, so that there are sixty to compare with
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--data_file", required=True, help="the data that the models were trained on")
-    parser.add_argument("--samples", nargs="+", required=True, metavar="F.bin", help="files of samples, or of any images")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--samples", nargs="+", default=[], metavar="F.bin", help="files of samples, or of any images")
+    what.add_argument("--runs", nargs="+", default=[], metavar="DIR", help="output folders of runs: judge samples of each checkpoint")
+    parser.add_argument("--num_samples", type=int, default=1000, help="samples of each checkpoint (default: 1000)")
     parser.add_argument("--held_out", default="", metavar="F.bin", help="images that no model was trained on")
     parser.add_argument("--judge", default="", metavar="F.pt", help="the judge: read from here, or written if there is no such file")
     return parser.parse_args(argv)
@@ -48,10 +55,13 @@ if __name__ == "__main__":  # before PyTorch
 import numpy as np
 import torch
 
+import generate
 from common import files
-from common.config import pick_device
+from common.config import make_config, pick_device
 from common.data_files import Data, open_data
+from common.formats import read_model
 from common.judge import FEATURES, Judge, frechet, levels, make_judge, measure
+from common.model_files import checkpoints
 from common.samples import COPY, nearest_images
 
 
@@ -69,21 +79,59 @@ def floats(data: Data) -> torch.Tensor:
     return levels(torch.from_numpy(data.read_finite(np.arange(len(data.images)))))
 
 
-def row(name: str, images: torch.Tensor, judge: Judge, other: Judge, unseen: int, data: torch.Tensor) -> str:
-    """A line of the table. unseen: how many of the judge's held-out images are the data's; those of --held_out follow them."""
+@dataclass
+class Row:
+    """A line of the table, and of judge.csv. to_held_out: NaN without --held_out."""
+
+    distance: float
+    spread: float
+    other_judge: float
+    to_held_out: float
+    precision: float
+    recall: float
+    copies: float
+
+    def __str__(self) -> str:
+        to_held_out = "" if np.isnan(self.to_held_out) else f"{self.to_held_out:.3f}"
+        others = f"{self.other_judge:12.3f} {to_held_out:>12s} {self.precision:10.3f} {self.recall:7.3f} {self.copies:7.3f}"
+        return f"{self.distance:8.3f} +- {self.spread:.3f} {others}"
+
+
+def row(images: torch.Tensor, judge: Judge, other: Judge, unseen: int, data: torch.Tensor) -> Row:
+    """unseen: how many of the judge's held-out images are the data's; those of --held_out follow them."""
     found = judge.features(images)
     figures = measure(found, judge.held_out[:unseen])
     distance, precision, recall = figures.values
     again = frechet(other.features(images), other.held_out[:unseen])
-    to_held_out = f"{frechet(found, judge.held_out[unseen:]):12.3f}" if len(judge.held_out) > unseen else f"{'':12s}"
+    to_held_out = frechet(found, judge.held_out[unseen:]) if len(judge.held_out) > unseen else np.nan
     copies = (nearest_images(images, data.split(4096))[0] < COPY).double().mean().item()
-    return f"{name[:40]:40s} {distance:8.3f} +- {figures.spreads[0]:.3f} {again:12.3f} {to_held_out} {precision:10.3f} {recall:7.3f} {copies:7.3f}"
+    return Row(distance, figures.spreads[0], again, to_held_out, precision, recall, copies)
+
+
+def draw_samples(path: str, count: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Of a checkpoint, by ./train_unet, with the run's own sampler."""
+    file = read_model(path)
+    images = generate.BACKENDS["native"](file, make_config({"batch_size": min(count, 250)}, None, file), count)
+    if images.shape[1:] != shape:
+        raise UserError(f"--runs {path}: draws images of {'x'.join(map(str, images.shape[1:]))}; those of the data are {'x'.join(map(str, shape))}")
+    return levels(images)
+
+
+def write_rows(folder: str, rows: dict[int, Row]) -> None:
+    names = [field.name for field in fields(Row)]
+    lines = [",".join(["step", *names])] + [",".join([str(step), *(f"{x:.6g}" for x in astuple(found))]) for step, found in rows.items()]
+    files.atomic_write(f"{folder}/judge.csv", [("\n".join(lines) + "\n").encode()])
 
 
 def run(argv: list[str]) -> None:
     args = parse_arguments(argv)
     if args.judge:
         files.check_output("--judge", args.judge, [args.data_file, args.held_out, *args.samples], lambda head: True)  # a judge is read
+    for folder in args.runs:
+        if not checkpoints(folder):
+            raise UserError(f"--runs {folder}: holds no checkpoint; name the --output_dir of a run")
+    if args.num_samples < FEWEST // FIFTH:
+        raise UserError(f"--num_samples {args.num_samples}: must be at least {FEWEST // FIFTH}")
     source = open_images("data_file", args.data_file, (), FEWEST)
     shape = source.images.shape[1:]
     samples = {path: open_images("samples", path, shape, FEWEST // FIFTH) for path in args.samples}
@@ -98,13 +146,19 @@ def run(argv: list[str]) -> None:
     judge, other = make_judge(*shown, args.judge), make_judge(*shown, seed=1)
     right = "" if labels is None else f", {judge.right(data[~seen], labels[~seen]):.1%} of the {unseen} images that it has not seen right"
     print(f"judge {judge.checksum():08x}: trained on {int(seen.sum())} images of {args.data_file}{right}")
-    if min(len(images.images) for images in samples.values()) < 2 * FEATURES or unseen < 2 * FEATURES:
+    if min([len(images.images) for images in samples.values()], default=args.num_samples) < 2 * FEATURES or unseen < 2 * FEATURES:
         print(f"fewer than {2 * FEATURES} samples, or images to compare with: distances are uncertain, and larger than of more")
     print(f"{'':40s}        distance  other judge  to held out  precision  recall  copies")
     if known:
-        print(row(f"{args.held_out} ({len(known.images)})", floats(known), judge, other, unseen, data), flush=True)
+        print(f"{f'{args.held_out} ({len(known.images)})':40.40s} {row(floats(known), judge, other, unseen, data)}", flush=True)
     for path, images in samples.items():
-        print(row(f"{path} ({len(images.images)})", floats(images), judge, other, unseen, data), flush=True)
+        print(f"{f'{path} ({len(images.images)})':40.40s} {row(floats(images), judge, other, unseen, data)}", flush=True)
+    for folder in args.runs:
+        rows = {}
+        for step, path in checkpoints(folder).items():
+            rows[step] = row(draw_samples(path, args.num_samples, shape), judge, other, unseen, data)
+            print(f"{path:40.40s} {rows[step]}", flush=True)
+            write_rows(folder, rows)
 
 
 if __name__ == "__main__":

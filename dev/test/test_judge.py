@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT
 
 from common import judge as common_judge
@@ -56,6 +57,32 @@ def test_copies_and_strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert copies["copies.bin"] >= 120 / 160 and copies["noise.bin"] == 0 and copies["same.bin"] < copies["copies.bin"] - 0.2
 
 
+def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """The checkpoints of a run, oldest first, as if ./train_unet had drawn noise at first and copies of the data at last; judge.csv has the same figures."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"EPOCHS": 2, "EXEMPLAR_EPOCHS": 3, "BOOTSTRAPS": 10}.items():
+        monkeypatch.setattr(common_judge, name, value)
+    images = shapes(300, 0)[0]
+    write_data("d.bin", images)
+    Path("out").mkdir()
+    for step in (20, 100, 3):
+        Path(f"out/model_{step:07d}.bin").touch()
+    drawn = {3: np.random.default_rng(4).uniform(-1, 1, (60, 1, 8, 8)), 20: shapes(60, 2)[0] / 127.5 - 1, 100: images[:60] / 127.5 - 1}
+    monkeypatch.setattr(judge, "read_model", lambda path: int(re.findall(r"\d+", path)[0]))
+    monkeypatch.setattr(judge, "make_config", lambda flags, preset, file: flags)
+    monkeypatch.setitem(judge.generate.BACKENDS, "native", lambda file, config, count: torch.from_numpy(drawn[file]).float()[:count])
+    judge.run("--data_file d.bin --runs out --num_samples 60".split())
+    rows = re.findall(r"^out/model_0*(\d+)\.bin +([\d.]+) .* ([\d.]+)$", capsys.readouterr().out, re.M)
+    assert [int(step) for step, *_ in rows] == [3, 20, 100]
+    head, *lines = (line.split(",") for line in Path("out/judge.csv").read_text().splitlines())
+    assert head == "step distance spread other_judge to_held_out precision recall copies".split()
+    assert [(step, f"{float(distance):.3f}", f"{float(copies):.3f}") for step, distance, *_, copies in lines] == rows
+    assert float(lines[0][-1]) == 0 and float(lines[2][-1]) == 1 and {line[4] for line in lines} == {"nan"}
+    with pytest.raises(UserError, match="--runs out: draws images of 1x8x8; those of the data are 1x16x16".replace("out", r"out/model_0000003\.bin")):
+        write_data("large.bin", shapes(300, 0, 16)[0])
+        judge.run("--data_file large.bin --runs out --num_samples 60".split())
+
+
 def test_what_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_data("d.bin", shapes(300, 0)[0])
@@ -70,6 +97,8 @@ def test_what_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "--data_file d.bin --samples s.bin --judge notes.pt": "--judge notes.pt: is no judge of this data",
         "--data_file d.bin --samples s.bin --judge d.bin": "--judge d.bin",
         "--data_file d.bin": "--samples",
+        "--data_file d.bin --runs .": "--runs .: holds no checkpoint",
+        "--data_file d.bin --samples s.bin --num_samples 59": "--num_samples 59: must be at least 60",
     }.items():
         with pytest.raises(UserError, match=re.escape(told)):
             judge.run(words.split())
