@@ -8,6 +8,7 @@
                                                                                 image_sample.py's flags work here too
   python generate.py --model_filename model.bin --image F.png --strength 0.6    changes a picture (SDEdit); with --mask M.png paints
                                                                                 anew what is white there (RePaint)
+  python generate.py --model_filename model.bin --output F.npz                  for guided-diffusion's evaluator.py; --num_samples 50000
   python generate.py --model_filename model.bin --compare True                  a table: time of every back end, and how
                                                                                 far its images are from PyTorch's
   python generate.py --model_filename model.bin --export_onnx model.onnx        for other programs; --export_coreml
@@ -46,7 +47,7 @@ class Options:
     model_filename: str = flag("", "the weights: .bin (ours or unet.cu's), .pt or .safetensors")
     num_samples: int = flag(16, "images", 1, 10**6)
     steps: str = flag("50", "sampling steps: 50, ddim25, or 10,15,20 for equal parts of T; empty: all")
-    output: str = flag("samples.png", "the grid; or .bin for a data file of float images, .gif for --show denoising")
+    output: str = flag("samples.png", "the grid; or .npz for guided-diffusion's evaluator, .bin of float images, .gif for --show denoising")
     separate: bool = flag(False, "also write each image as a file of its own, OUTPUT_0000.png, ...")
     batch_size: int = flag(16, "images at a time", 1, 10**6)
     backend: str = flag("torch", "PyTorch, ./train_unet, PyTorch on Apple's GPU, Core ML, onnxruntime", choices="torch|native|mps|coreml|onnx")
@@ -747,9 +748,15 @@ def read_latents(options: Options) -> Tensor:
     if images.dtype != np.float32:
         told = "holds pictures; latents are what prepare_data.py --encode and --sample N --output F.bin write"
         raise UserError(f"--data_file {options.data_file}: {told}")
-    if not options.output.endswith((".png", ".bin")):
-        raise UserError(f"--output {options.output}: must end in .png (one grid) or .bin (float images)")
     return torch.from_numpy(images.astype(np.float32))
+
+
+def check_kind(options: Options, channels: int) -> None:
+    """UserError if images of so many channels can't be written into a file of this name."""
+    if not options.output.endswith((".png", ".npz", ".bin")):
+        raise UserError(f"--output {options.output}: must end in .png (one grid), .npz (for evaluations) or .bin (float images)")
+    if options.output.endswith(".npz") and channels not in (1, 3):
+        raise UserError(f"--output {options.output}: pictures have 1 or 3 channels, and these images {channels}; --decode makes pictures of latents")
 
 
 def separate_names(options: Options) -> list[str]:
@@ -769,12 +776,33 @@ def check_outputs(options: Options, cond_file: str = "") -> None:
     elif not options.compare:
         there = [name for name in separate_names(options) if Path(name).exists()]
         for path in [options.output, *there]:
-            files.check_output("--output", path, read, files.samples_like(path))
+            replaces = None if path.endswith(".npz") else files.samples_like(path)  # an .npz does not say whose it is
+            files.check_output("--output", path, read, replaces)
 
 
-def write_images(images: Tensor, told: str, options: Options, captions: Sequence[str] = ()) -> None:
-    """The grid, with these captions, or the data file, and the images one by one."""
-    save_samples(images, options.output, captions)
+def labels_of_images(config: Config, count: int) -> np.ndarray | None:
+    """int64 (count): the classes in which every back end draws the images (train_unet.draw, Denoiser); num_classes stands for none. None: the model has none."""
+    if not config.class_cond:
+        return None
+    given = train_unet.labels_of_given(config)[0]
+    in_turns = config.classes or (np.arange(config.num_classes) if given is None else given.numpy())
+    return np.resize(np.asarray(in_turns, np.int64), count)
+
+
+def save_npz(images: Tensor, labels: np.ndarray | None, path: str) -> None:
+    """The file of guided-diffusion's image_sample.py, which its evaluator.py reads: arr_0 uint8 (N, H, W, C) and, with labels, arr_1 (N)."""
+    check_finite(images, path)
+    pixels = np.concatenate([to_pixels(part) for part in images.split(256)])  # all at once they would take several times their memory, as floats
+    np.savez(buffer := io.BytesIO(), pixels, *([] if labels is None else [labels]))
+    files.atomic_write(path, [buffer.getbuffer()])
+
+
+def write_images(images: Tensor, told: str, options: Options, captions: Sequence[str] = (), labels: np.ndarray | None = None) -> None:
+    """The grid, with these captions, the data file, or the .npz, with these labels, and the images one by one."""
+    if options.output.endswith(".npz"):
+        save_npz(images, labels, options.output)
+    else:
+        save_samples(images, options.output, captions)
     print(f"{options.output}: {len(images)} images {told}")
     write_separate(images, options)
 
@@ -799,6 +827,7 @@ def run(argv: list[str]) -> None:
     vae = Autoencoder(options.decode) if options.decode else None  # before anything takes long
     if vae and options.data_file and not options.model_filename:
         check_outputs(options)
+        check_kind(options, vae.config.out_channels)
         latents = read_latents(options)
         vae.check(*latents.shape[1:])
         return write_images(vae.decode(latents), f"decoded from {options.data_file}", options)
@@ -825,7 +854,6 @@ def run(argv: list[str]) -> None:
     check_outputs(options, flags.get("cond_file", ""))
     cond_file = flags.pop("cond_file", "")  # make_config checks flags as those of a training run, where models of --cond have no cond_file
     flags |= {"batch_size": options.batch_size} | ({"timestep_respacing": options.steps} if "steps" in given else {})
-    flags |= {} if options.show else {"output": options.output}
     flags = ({"clip_denoised": False} if options.decode else {}) | flags  # latents lie outside of [-1, 1], too
     device = flags.pop("device", "auto") if options.backend == "native" else ""  # which PyTorch may not have
     try:
@@ -840,6 +868,8 @@ def run(argv: list[str]) -> None:
         config = dataclasses.replace(config, cond_file=cond_file, sample=options.num_samples)
         validate(config)
 
+    if not options.show:
+        check_kind(options, vae.config.out_channels if vae else config.in_channels)
     if vae:
         vae.check(config.in_channels, *config.image_size)
     if options.compare:
@@ -857,6 +887,7 @@ def run(argv: list[str]) -> None:
         config = take_pictures(options, config, folder) if options.image or options.cond else config
         for told in train_unet.doubts(config):
             print(told)
+        labels = labels_of_images(config, options.num_samples)
         images = BACKENDS[options.backend](file, config, options.num_samples)
         shows_beside = (options.image or options.cond) and options.output.endswith(".png")
         if shows_beside:
@@ -866,7 +897,7 @@ def run(argv: list[str]) -> None:
             print(f"{options.output}: {told}, with {config.sampler} from {options.model_filename}")
             return write_separate(images, options)
     captions = value_captions(value_rows(config) if config.cond_dim else [], len(images))
-    write_images(vae.decode(images) if vae else images, f"with {config.sampler} from {options.model_filename}", options, captions)
+    write_images(vae.decode(images) if vae else images, f"with {config.sampler} from {options.model_filename}", options, captions, labels)
 
 
 if __name__ == "__main__":

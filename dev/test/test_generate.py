@@ -7,6 +7,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -110,6 +111,91 @@ def refused(words: list[object], *told: str) -> None:
     assert "\n" not in str(e.value)
     for word in told:
         assert word in str(e.value), str(e.value)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# files for evaluations
+
+
+def read_npz(path: Path, batch: int = 2) -> dict[str, np.ndarray]:
+    """As guided-diffusion's evaluator.py does, which reads a member of the zip as a stream, in batches, behind the header of numpy's version 1."""
+    arrays = {}
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            assert member.compress_type == zipfile.ZIP_STORED
+            with archive.open(member) as file:
+                assert np.lib.format.read_magic(file) == (1, 0)
+                shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+                assert not fortran and not dtype.hasobject
+                bytes_each = int(np.prod(shape[1:])) * dtype.itemsize
+                parts = [np.frombuffer(file.read(min(batch, shape[0] - i) * bytes_each), dtype) for i in range(0, shape[0], batch)]
+                assert not file.read()
+            arrays[member.filename] = np.concatenate(parts).reshape(shape)
+    return arrays
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("classes, labels", [("", [0, 1, 2, 0, 1]), ("2,0", [2, 0, 2, 0, 2])])
+def test_npz(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, classes: str, labels: list[int]) -> None:
+    """More images than a batch, those of the PNGs, and the classes in which they were drawn."""
+    words = flags("--model_filename", model, "--num_samples 5 --batch_size 2 --steps 1,1,1 --device cpu --backend", backend)
+    words += ["--classes", classes] if classes else []
+    seen, forward = [], UNetModel.forward
+    monkeypatch.setattr(UNetModel, "forward", lambda self, x, t, y: seen.extend([y.tolist()] * (float(t[0]) == 0)) or forward(self, x, t, y))
+    generate.run([*words, "--output", f"{tmp_path}/x.npz"])
+    assert sum(seen, []) == (labels if backend == "torch" else [])
+    generate.run([*words, "--output", f"{tmp_path}/x.png", "--separate", "True"])
+    found = read_npz(tmp_path / "x.npz")
+    pngs = np.stack([np.asarray(Image.open(tmp_path / f"x_{i:04d}.png")) for i in range(5)])
+    assert list(found) == ["arr_0.npy", "arr_1.npy"]
+    assert found["arr_0.npy"].dtype == np.uint8 and found["arr_0.npy"].shape == (5, 8, 8, 3) and np.array_equal(found["arr_0.npy"], pngs)
+    assert found["arr_1.npy"].dtype == np.int64 and found["arr_1.npy"].tolist() == labels
+
+
+def test_the_same_classes_in_npz_one_by_one(model: Path, tmp_path: Path) -> None:
+    """--classes with what stands in arr_1 draws the same images again, by the other back end, too."""
+    words = flags("--model_filename", model, "--num_samples 4 --steps 1,1,1 --device cpu")
+    generate.run([*words, "--output", f"{tmp_path}/x.npz", "--backend", "native"])
+    found = read_npz(tmp_path / "x.npz")
+    generate.run([*words, "--output", f"{tmp_path}/y.npz", "--classes", ",".join(map(str, found["arr_1.npy"]))])
+    assert np.abs(found["arr_0.npy"].astype(int) - read_npz(tmp_path / "y.npz")["arr_0.npy"]).max() <= 1
+
+
+@pytest.mark.parametrize("class_dropout, labels", [(0.0, [0, 1, 2, 0, 1]), (0.1, [3] * 5)])
+def test_npz_of_a_changed_picture(tmp_path: Path, class_dropout: float, labels: list[int]) -> None:
+    """A picture says nothing of its class: then images have none (3), if the model has learnt that."""
+    make_model(tmp_path / "m.bin", **(MODELS["edm"] | dict(class_dropout=class_dropout)))
+    Image.fromarray(make_images(1, 3)[0].transpose(1, 2, 0)).save(tmp_path / "p.png")
+    seen, forward = [], UNetModel.forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UNetModel, "forward", lambda self, x, t, y: seen.append(y.tolist()) or forward(self, x, t, y))
+        words = flags("--model_filename", tmp_path / "m.bin", "--image", tmp_path / "p.png", "--num_samples 5 --steps 2 --device cpu")
+        generate.run([*words, "--output", f"{tmp_path}/x.npz"])
+    assert {tuple(y) for y in seen} == {tuple(labels)} == {tuple(read_npz(tmp_path / "x.npz")["arr_1.npy"])}
+
+
+def test_npz_without_classes_in_grey(tmp_path: Path) -> None:
+    make_model(tmp_path / "m.bin", **(MODELS["old"] | dict(in_channels=1)))
+    generate.run(flags("--model_filename", tmp_path / "m.bin", "--num_samples 3 --steps 2 --device cpu --output", tmp_path / "x.npz"))
+    found = read_npz(tmp_path / "x.npz")
+    assert list(found) == ["arr_0.npy"] and found["arr_0.npy"].shape == (3, 8, 12, 1)
+
+
+def test_what_is_no_npz(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images that are no pictures, a file that is there, a name of no kind: before anything is drawn. Numbers that are not finite."""
+    words = ["--model_filename", model, "--steps", 2, "--device", "cpu", "--output", tmp_path / "x.npz"]
+    file = make_model(tmp_path / "broken.bin", **MODELS["edm"])
+    file.ema[-1] = np.nan
+    twin.write_model(file.path, file)
+    refused(flags(words, ["--model_filename", file.path]), "x.npz", "finite")
+    monkeypatch.setattr(generate, "BACKENDS", {"torch": lambda *_: pytest.fail("drew what it can't write")})
+    make_model(tmp_path / "latent.bin", **(MODELS["edm"] | dict(in_channels=4)))
+    refused(flags(words, ["--model_filename", tmp_path / "latent.bin"]), "x.npz", "4", "--decode")
+    refused(flags(words, ["--show", "samplers"]), "x.npz", ".png")
+    refused(flags(words, ["--output", tmp_path / "x.jpg"]), "x.jpg", ".npz")
+    np.savez(tmp_path / "mine.npz", np.arange(3))
+    refused(flags(words, ["--output", tmp_path / "mine.npz"]), "mine.npz")
+    assert not (tmp_path / "x.npz").exists()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
