@@ -9,6 +9,7 @@ program can be compared with the other's line by line, and any of its steps be r
   python train_unet.py --resume_checkpoint F.bin         go on from a checkpoint, of either program, in a new --output_dir
   python train_unet.py --init_model_only True            write initial weights to unet_init.bin
   python train_unet.py --convert model.bin model.pt      between .bin, .pt, .safetensors and a folder for diffusers (DIR/)
+  python train_unet.py --nll my.bin --init model.bin     bits per dimension of these images
   python train_unet.py --help                            every flag
 
 Contents, in the order in which data meets them: draws, data, diffusion, samplers, training, a run. The network is in common/model.py, random numbers
@@ -48,6 +49,7 @@ from common.config import pick_device, pick_precision, preset_checksum, preset_o
 from common.data_files import Data, open_data
 from common.files import check_output, is_compared
 from common.formats import check_conversion, check_replaced_model, convert, post_hoc_average, read_model
+from common.likelihood import bits_per_dim, open_measured
 from common.log import Log, StepResult, announce, open_validation_data, prepare_run, progress_line, validation_images
 from common.model import build_model, initial_weights, parameter_count, parameter_shapes, to_state_dict, train_in_fp8
 from common.model_files import HISTORY_LENGTH, ModelFile, TrainingState, write_model
@@ -1065,6 +1067,14 @@ def run(argv: list[str]) -> int:
         check_conversion(source, target)
         file = post_hoc_average(source, flags["ema_sigma_rel"]) if "ema_sigma_rel" in flags else read_model(source, flags)
         print(convert(file, target, flags))
+        return 0
+    if "nll" in flags:
+        path = flags.pop("nll")
+        config, data, start = open_measured(path, flags)
+        device = pick_device(config.device)
+        model = build_model(config, start.weights_to_use(config.use_ema), device, pick_precision(config, device))
+        chosen = shown_images(config, data), lambda index: to_tensors(config, data, index, device)
+        print(bits_per_dim(model, Diffusion(config, device), path, *chosen, sys.stderr.isatty()))
         return 0
     if "fp16_scale_growth" in flags:
         print("--fp16_scale_growth: bf16 has fp32's range, so there is no loss scale to grow")

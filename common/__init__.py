@@ -16,6 +16,7 @@
     samples          grids and pictures of what was drawn
     judge            how good samples are: features, distances
     log              what a run of train_unet.py starts from, and its log
+    likelihood       bits per dimension of images by a model (--nll)
     api              load() and what sample() says, for people who know PyTorch
 
 Then come the programs: prepare_data.py; train_unet.py, which is what generate.py samples with.

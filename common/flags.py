@@ -265,6 +265,7 @@ class Own:
     init_model_only: bool = flag(False, "write initial weights to --init_model_filename, and stop")
     init_model_filename: str = flag("unet_init.bin", "where to")
     convert: list[str] = flag((), "IN OUT: convert a model file (.bin, .pt, .safetensors, or DIR/ of diffusers), and stop")
+    nll: str = flag("", "F.bin: bits per dimension of its images by the model --init, and stop")
     device: str = flag("auto", "auto (a GPU if there is one), the number of a GPU, cpu, cuda, cuda:1, ...")
     compile: str = flag("auto", "torch.compile the model; auto: on a GPU", choices="auto|0|1")
     resume_checkpoint: str = flag("", "go on from this checkpoint, of either program, in a new output_dir")
