@@ -74,7 +74,6 @@
 // Hopper's kernels (sm_90a: TMA, wgmma, clusters, FP8). Part II asks them first: if (hopper_conv<BACKWARD>(c)) return;
 #ifndef NO_HOPPER
 #include "unet/gpu/hopper/attention_wgmma.h" // attention
-#include "unet/gpu/hopper/muon_wgmma.h"      // --optimizer muon
 #include "unet/gpu/hopper/weights.h"         // weight gradients; brings the convolutions
 #else
 #include "unet/gpu/no_hopper.h" // nothing is Hopper's
@@ -87,7 +86,7 @@
 #include "unet/gpu/groupnorm_whole.h"   // group norm's backward pass with an image's slab in shared memory
 #include "unet/gpu/device.h"            // which GPU a process uses
 #include "unet/gpu/ranks.h"             // between ranks, from device to device: NVLink, NCCL, MPI
-#include "unet/muon.h"                  // --optimizer muon, and its kernels
+#include "unet/muon.h"                  // --optimizer muon, and its kernels; brings Hopper's (gpu/hopper/muon_wgmma.h)
 // clang-format on
 
 // =====================================================================================================================

@@ -3,6 +3,11 @@
 #include "diffusion/verdict.h"
 #include "gpu/attention.h"
 #include "gpu/conv.h"
+#ifndef NO_HOPPER
+#include "gpu/hopper/muon_wgmma.h"
+#else
+#include "gpu/no_hopper.h"
+#endif
 #include "trainer.h"
 
 // Returns whether Muon updates a parameter if --optimizer is muon: every weight with at least two dimensions, except
