@@ -78,7 +78,7 @@ static void update_by_muon(Trainer* tr, const Update& update) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- muon: directions for matrices of weights
 // Used when: --optimizer muon, after judge_step and before adamw_kernel. (On Hopper, except in fp32,
-//   gpu/hopper/muon_wgmma.h has other kernels for all behind the momentum.)
+//   gpu/hopper/muon_wgmma.h has other kernels for all that follows the momentum.)
 // How: The formulas, with X, A and B, stand above update_by_muon. A launch computes one product for all matrices of the
 //   network, because a single matrix has too little work for a GPU. A block computes one tile of a result, of 128 x 128
 //   or 64 x 64 elements. The operands pass through a ring of stages in shared memory, as in conv_gather, and by the

@@ -43,7 +43,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--samples", nargs="+", default=[], metavar="F.bin", help="files of samples, or of any images")
     what.add_argument("--runs", nargs="+", default=[], metavar="DIR", help="output folders of runs: judge samples of each checkpoint")
-    parser.add_argument("--num_samples", type=int, default=1000, help="samples of each checkpoint (default: 1000)")
+    parser.add_argument("--num_samples", type=int, help="with --runs: samples of each checkpoint (default: 1000)")
     parser.add_argument("--held_out", default="", metavar="F.bin", help="images that no model was trained on")
     parser.add_argument("--judge", default="", metavar="F.pt", help="the judge: read from here, or written if there is no such file")
     return parser.parse_args(argv)
@@ -130,6 +130,9 @@ def run(argv: list[str]) -> None:
     for folder in args.runs:
         if not checkpoints(folder):
             raise UserError(f"--runs {folder}: holds no checkpoint; name the --output_dir of a run")
+    if args.num_samples is not None and not args.runs:
+        raise UserError(f"--num_samples {args.num_samples}: is of the checkpoints of --runs; a file of --samples is taken whole")
+    args.num_samples = 1000 if args.num_samples is None else args.num_samples
     if args.num_samples < FEWEST // FIFTH:
         raise UserError(f"--num_samples {args.num_samples}: must be at least {FEWEST // FIFTH}")
     source = open_images("data_file", args.data_file, (), FEWEST)

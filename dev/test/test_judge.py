@@ -90,6 +90,8 @@ def test_what_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     write_data("few.bin", shapes(299, 0)[0])
     write_data("large.bin", shapes(60, 0, 16)[0])
     write_data("s.bin", shapes(60, 0)[0])
+    Path("out").mkdir()
+    Path("out/model_0000003.bin").touch()
     Path("notes.pt").write_text("notes")
     for words, told in {
         "--data_file few.bin --samples s.bin": "few.bin: holds 299 images of 1x8x8, not 300 or more",
@@ -99,7 +101,8 @@ def test_what_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "--data_file d.bin --samples s.bin --judge d.bin": "--judge d.bin",
         "--data_file d.bin": "--samples",
         "--data_file d.bin --runs .": "--runs .: holds no checkpoint",
-        "--data_file d.bin --samples s.bin --num_samples 59": "--num_samples 59: must be at least 60",
+        "--data_file d.bin --runs out --num_samples 59": "--num_samples 59: must be at least 60",
+        "--data_file d.bin --samples s.bin --num_samples 60": "--num_samples 60: is of the checkpoints of --runs",
     }.items():
         with pytest.raises(UserError, match=re.escape(told)):
             judge.run(words.split())

@@ -23,7 +23,7 @@ struct SmallCosts {
 };
 
 // Picks the fastest kernel and tile for 3x3 on images of up to 32 x 32. FP8: a product takes as long as in bf16, and
-// sums over twice as many channels. A last slice of at most 64 channels needs only half of the products.
+// sums over twice as many channels. A last slice that is half empty needs only half of the products.
 template <bool BACKWARD, Element E = Element::BF16> static void pick_conv_small(const ConvCall& p) {
     constexpr bool IS_FP8 = is_fp8(E);
     const int slices = ceil_div(p.Cin1, slice_channels(E));
@@ -145,8 +145,8 @@ template <bool BACKWARD> static void pick_conv_tiles_1x1(const ConvCall& c) {
         p.W = 8;
         p.B = 1;
     }
-    using HalfSlice1x1 =
-        ConvTiles<1, 16, 1, true, BACKWARD, true>; // 32 input channels need half the products of a slice
+    // 32 input channels need half the products of a slice.
+    using HalfSlice1x1 = ConvTiles<1, 16, 1, true, BACKWARD, true>;
     if (p.Cin1 + p.Cin2 == 32) return conv_tiles<HalfSlice1x1>(p);
 
     const int slices = ceil_div(p.Cin1, 64) + ceil_div(p.Cin2, 64);

@@ -49,8 +49,9 @@ enum class MuonArray { X0, X1, R, W, Z, T, T2, COUNT, DIRECTIONS = COUNT };
 static bool is_long(MuonArray a) { return a <= MuonArray::X1; }
 
 // A tile of a result, with its matrix, so that a block knows all of it after one load.
-struct MuonWgmmaTile : MuonTile {
+struct MuonWgmmaTile {
     MuonMatrix m;
+    int matrix, row, column; // as in MuonTile
 };
 struct MuonWgmmaTiles {
     const MuonWgmmaTile* list;
@@ -182,13 +183,12 @@ INLINE void load_muon(const MuonSum& p, const MuonWgmmaTile& tile, int rows, int
                       auto& stages) {
     const int down = tile.row + MUON_BOX < rows ? 2 : 1; // boxes of the tile that are inside
     const int across = tile.column + MUON_BOX < columns ? 2 : 1;
-    const int of_right = left_is_right ? 0 : across;
     for (int k = 0; k < K; k += MUON_BOX) {
         const Stage to = stages.acquire();
-        mbarrier_expect(to.full, (down + of_right) * MUON_BOX_BYTES);
+        mbarrier_expect(to.full, (down + (left_is_right ? 0 : across)) * MUON_BOX_BYTES);
         for (int i = 0; i < down; i++)
             tma_load(to.address + i * MUON_BOX_BYTES, p.left + tile.matrix, to.full, k, tile.row + i * MUON_BOX, 0);
-        for (int j = 0; j < of_right; j++) {
+        for (int j = 0; !left_is_right && j < across; j++) {
             const int column = tile.column + j * MUON_BOX;
             tma_load(to.address + (2 + j) * MUON_BOX_BYTES, p.right + tile.matrix, to.full, GRAM ? k : column,
                      GRAM ? column : k, 0);
@@ -236,11 +236,12 @@ static __global__ void __launch_bounds__(MUON_WGMMA_THREADS, 2)
     const bool left_is_right = GRAM && tile.row == tile.column;
     SharedMemory shared(MUON_WGMMA_BARRIERS);
     Pipeline<MUON_STAGE_BYTES> stages(shared, MUON_STAGES, 2);
+    if (threadIdx.x == 0) init_barriers(stages);
     if (threadIdx.x == 2 * 128) {
         prefetch_tensor_map(p.left + tile.matrix);
         prefetch_tensor_map(p.right + tile.matrix);
     }
-    ready(stages);
+    __syncthreads();
     await_previous_kernel();
 
     const int wg = uniform(threadIdx.x / 128);
@@ -354,7 +355,7 @@ static std::vector<MuonWgmmaTile> muon_wgmma_tiles(const std::vector<MuonMatrix>
         const int columns = of_squares ? rows : m.long_side();
         for (int column = 0; column < columns; column += MUON_WGMMA_TILE)
             for (int row = 0; row < (of_squares ? column + 1 : rows); row += MUON_WGMMA_TILE)
-                list.push_back({{i, row, column}, m});
+                list.push_back({m, i, row, column});
     }
     auto sum_length = [&](const MuonWgmmaTile& t) { return sums_over_L ? t.m.long_side() : t.m.short_side(); };
     std::ranges::stable_sort(list, std::greater(), sum_length);
