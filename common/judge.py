@@ -1,7 +1,8 @@
 """Judges of pictures: a small classifier's features, the Frechet distance, precision and recall in them, and what else is said of samples.
 
 A judge is trained on the images of a data set, with fixed seeds, and compares samples with images of it. Its file (--judge F.pt) holds the weights, so that
-several calls are judged by the same features; its checksum names it.
+several calls are judged by the same features; its checksum names it. Of many images a GPU trains a larger network, whose distances agree with what people
+take for real (docs/LEARNT.md, "Photographs"); the small one's, of few images or on a CPU, do so for drawings.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from torch import nn
 from common import files
 from common.program import UserError
 
-FEATURES = 64
+FEATURES, LARGE_FEATURES = 64, 512
+LARGE_FROM = 10_000  # images of which a GPU trains the larger network
 NEIGHBOUR = 3
 BOOTSTRAPS = 200
 EPOCHS, EXEMPLAR_EPOCHS = 10, 60  # of the training, with labels and without
+LARGE_EPOCHS = 24  # with labels
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# the figures, of features (N, FEATURES), float64
+# the figures, of features (N, features), float64
 
 
 def covariance(points: torch.Tensor) -> torch.Tensor:
@@ -96,6 +99,13 @@ def crop(images: torch.Tensor) -> torch.Tensor:
     return nn.functional.grid_sample(images, grid, padding_mode="border", align_corners=False)
 
 
+def shift(images: torch.Tensor) -> torch.Tensor:
+    """All images moved by the same random way of up to 4 pixels, with their mirrored borders."""
+    height, width = images.shape[2:]
+    y, x = torch.randint(9, (2,)).tolist()
+    return nn.functional.pad(images, (4, 4, 4, 4), mode="reflect")[:, :, y : y + height, x : x + width]
+
+
 def build_classifier(channels: int, height: int, width: int, classes: int) -> nn.Sequential:
     """Convolutions that halve the sides until 4 pixels are left, then FEATURES numbers, then the classes."""
     model = nn.Sequential()
@@ -107,27 +117,63 @@ def build_classifier(channels: int, height: int, width: int, classes: int) -> nn
     return model.extend([nn.Flatten(), nn.Dropout(0.3), nn.Linear(inputs, FEATURES), nn.ReLU(), nn.Linear(FEATURES, classes)])
 
 
-def train_classifier(images: torch.Tensor, labels: torch.Tensor | None, epochs: int, seed: int = 0) -> nn.Sequential:
-    """A classifier of images (N, C, H, W). The same images and seed give the same one: initial weights, order and mirroring come from the seed.
+def convolution(inputs: int, outputs: int, halve: bool = False) -> list[nn.Module]:
+    layers = [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+    return [*layers, nn.MaxPool2d(2, ceil_mode=True)] if halve else layers
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.added = nn.Sequential(*convolution(channels, channels), *convolution(channels, channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.added(x)
+
+
+def build_large_classifier(channels: int, height: int, width: int, classes: int) -> nn.Sequential:
+    """A ResNet of nine layers, for 32x32 pixels (Page 2018, "How to train your ResNet"); larger images are first halved to that. Then LARGE_FEATURES numbers,
+    the largest of each channel, then the classes."""
+    model = nn.Sequential(*convolution(channels, 64))
+    while min(height, width) > 32:
+        model.extend(convolution(64, 64, halve=True))
+        height, width = (height + 1) // 2, (width + 1) // 2
+    model.extend([*convolution(64, 128, halve=True), Residual(128), *convolution(128, 256, halve=True)])
+    model.extend([*convolution(256, LARGE_FEATURES, halve=True), Residual(LARGE_FEATURES)])
+    return model.extend([nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(LARGE_FEATURES, classes)])
+
+
+def train_classifier(images: torch.Tensor, labels: torch.Tensor | None, epochs: int = 0, seed: int = 0) -> nn.Sequential:
+    """A classifier of images (N, C, H, W). The same images and seed give the same one: initial weights, order and changes of images come from the seed.
+    epochs: 0: as many as are usual.
 
     Without labels every image is a class of its own, which is known again by random parts of it (Dosovitskiy et al. 2014, "Exemplar CNN")."""
+    large = images.is_cuda and len(images) >= LARGE_FROM
+    batch = 512 if large else 64
+    epochs = epochs or (EXEMPLAR_EPOCHS if labels is None else LARGE_EPOCHS if large else EPOCHS)
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         classes = len(images) if labels is None else int(labels.max()) + 1
-        model = build_classifier(*images.shape[1:], classes)
+        model = (build_large_classifier if large else build_classifier)(*images.shape[1:], classes)
         model.to(images.device)
-        steps = epochs * (len(images) // 64)
-        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, steps)
+        steps = epochs * (len(images) // batch)
+        if large:
+            optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, weight_decay=5e-4, nesterov=True)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.4 if large else 4e-3, steps)
         for _ in range(epochs):
-            for index in torch.randperm(len(images)).split(64)[: len(images) // 64]:
+            for index in torch.randperm(len(images)).split(batch)[: len(images) // batch]:
                 if labels is None:
                     x, target = crop(images[index]), index.to(images.device)
                 else:
                     mirror = torch.rand(len(index), 1, 1, 1) < 0.5
                     x, target = torch.where(mirror.to(images.device), images[index].flip(3), images[index]), labels[index]
+                    x = shift(x) if large else x
                 optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x), target).backward()
+                with torch.autocast(images.device.type, torch.bfloat16, enabled=large):
+                    classified = model(x)
+                nn.functional.cross_entropy(classified.float(), target, label_smoothing=0.1 if large else 0).backward()
                 optimizer.step()
                 schedule.step()
     return model.eval()
@@ -135,7 +181,7 @@ def train_classifier(images: torch.Tensor, labels: torch.Tensor | None, epochs: 
 
 @torch.no_grad()
 def features(classifier: nn.Sequential, images: torch.Tensor) -> torch.Tensor:
-    """(N, FEATURES), float64, on the CPU."""
+    """(N, features), float64, on the CPU."""
     device = next(classifier.parameters()).device
     return torch.cat([classifier[:-1](part.to(device)).cpu() for part in images.split(1000)]).double()
 
@@ -147,15 +193,15 @@ def levels(images: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Judge:
-    """A classifier, and the features (N, FEATURES) of what samples are compared with, each divided by its standard deviation over the training images."""
+    """A classifier, and the features of what samples are compared with, each divided by its standard deviation over the training images."""
 
     classifier: nn.Sequential
-    scale: torch.Tensor  # (FEATURES)
+    scale: torch.Tensor  # (features)
     training: torch.Tensor
     held_out: torch.Tensor
 
     def features(self, images: torch.Tensor) -> torch.Tensor:
-        """(N, FEATURES), float64, of images (N, C, H, W) in [-1, 1], which are rounded to 256 levels."""
+        """(N, features), float64, of images (N, C, H, W) in [-1, 1], which are rounded to 256 levels."""
         return features(self.classifier, levels(images)) / self.scale
 
     def figures(self, images: torch.Tensor) -> Figures:
@@ -175,12 +221,15 @@ class Judge:
 
 def read_classifier(path: str, images: torch.Tensor, labels: torch.Tensor | None) -> nn.Sequential:
     """What train_classifier made of these images, from the file of --judge."""
-    model = build_classifier(*images.shape[1:], len(images) if labels is None else int(labels.max()) + 1)
-    try:
-        model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    except Exception:  # noqa: BLE001 (PyTorch has many for a file that is none of its own)
-        raise UserError(f"--judge {path}: is no judge of this data; leave the flag out, or name a file that is not there") from None
-    return model.to(images.device).eval()
+    classes = len(images) if labels is None else int(labels.max()) + 1
+    for build in build_classifier, build_large_classifier:
+        model = build(*images.shape[1:], classes)
+        try:
+            model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+            return model.to(images.device).eval()
+        except Exception:  # noqa: BLE001, PERF203 (PyTorch has many for a file that is none of its own)
+            continue
+    raise UserError(f"--judge {path}: is no judge of this data; leave the flag out, or name a file that is not there")
 
 
 def make_judge(training: torch.Tensor, labels: torch.Tensor | None, held_out: torch.Tensor, path: str = "", seed: int = 0, epochs: int = 0) -> Judge:
@@ -189,7 +238,7 @@ def make_judge(training: torch.Tensor, labels: torch.Tensor | None, held_out: to
     if path and Path(path).exists():
         classifier = read_classifier(path, training, labels)
     else:
-        classifier = train_classifier(training, labels, epochs or (EXEMPLAR_EPOCHS if labels is None else EPOCHS), seed)
+        classifier = train_classifier(training, labels, epochs, seed)
         if path:
             torch.save(classifier.state_dict(), buffer := io.BytesIO())
             files.atomic_write(path, [buffer.getbuffer()])

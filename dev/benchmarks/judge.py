@@ -9,7 +9,8 @@ The judge is a small classifier (common/judge.py) that is trained on the data wi
 a place. So samples are compared with the images that it has not seen, and with those of --held_out, which the model has not seen either. A model that
 copies is nearer to the former than those of --held_out are.
 
-- Distance: the Frechet distance in 64 features, 0 is best. It shrinks with the number of images, so only sets of one size can be compared.
+- Distance: the Frechet distance in 64 features, or in 512 where a GPU judges 10,000 images or more; 0 is best. It shrinks with the number of images, so only
+  sets of one size can be compared.
 - +-: one standard deviation over 200 bootstrap draws of both sets. "other judge": the same by a judge that was trained from another seed. A difference
   that is smaller than one of the two says nothing.
 - Precision: the share of samples that lie among the unseen images; recall: the share of these that lie among the samples (dev/benchmarks/quality.py).
@@ -60,7 +61,7 @@ from common import files
 from common.config import make_config, pick_device
 from common.data_files import Data, open_data
 from common.formats import read_model
-from common.judge import FEATURES, Judge, frechet, levels, make_judge, measure
+from common.judge import Judge, frechet, levels, make_judge, measure
 from common.model_files import checkpoints
 from common.samples import COPY, nearest_images
 
@@ -149,8 +150,9 @@ def run(argv: list[str]) -> None:
     judge, other = make_judge(*shown, args.judge), make_judge(*shown, seed=1)
     right = "" if labels is None else f", {judge.right(data[~seen], labels[~seen]):.1%} of the {unseen} images that it has not seen right"
     print(f"judge {judge.checksum():08x}: trained on {int(seen.sum())} images of {args.data_file}{right}")
-    if min([len(images.images) for images in samples.values()], default=args.num_samples) < 2 * FEATURES or unseen < 2 * FEATURES:
-        print(f"fewer than {2 * FEATURES} samples, or images to compare with: distances are uncertain, and larger than of more")
+    features = judge.training.shape[1]
+    if min([len(images.images) for images in samples.values()], default=args.num_samples) < 2 * features or unseen < 2 * features:
+        print(f"fewer than {2 * features} samples, or images to compare with: distances are uncertain, and larger than of more")
     print(f"{'':40s}        distance  other judge  to held out  precision  recall  copies")
     if known:
         print(f"{f'{args.held_out} ({len(known.images)})':40.40s} {row(floats(known), judge, other, unseen, data)}", flush=True)
