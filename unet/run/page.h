@@ -168,7 +168,8 @@ static void fail_page(const std::string& why) {
 // Writes the first page. From here to end_page, an error that ends the program is told on the page.
 static void begin_page(Run* run) {
     run->began = now() - run->summary.seconds;
-    const std::string data = text("\ndata: %ld images", run->trainer.data.count);
+    const Dataset& d = run->trainer.data;
+    const std::string data = text("\ndata: %ld images", d.count) + held_out_words(d);
     run->page.about = describe(run->trainer.net) + "\nhardware: " + device_name() + data;
     std::string names = run->trainer.data.value_names;
     std::ranges::replace(names, '\n', ' ');
