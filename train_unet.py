@@ -57,7 +57,7 @@ from common.program import Screen, UserError, check_alone, run_program, stop_on_
 from common.random_numbers import (
     BACK_NOISE, CLASS_DROPOUT, COND_DROPOUT, FLIP, KNOWN_NOISE, NOISE, SAMPLE_NOISE, SAMPLE_START, TIMESTEP, VAL_NOISE, VAL_TIMESTEP, data_order, normals, random_words, to_normals,
 )  # fmt: skip
-from common.samples import beside_pictures, grid_pixels, save_png, save_samples, value_captions
+from common.samples import beside_pictures, count_copies, grid_pixels, save_png, save_samples, value_captions
 
 # ======================================================================================================================
 # draws: which noise levels and which images a step has. They are functions of the seed and of the step (common/random_numbers.py).
@@ -941,18 +941,21 @@ class GridConditions:
             self.labels = torch.from_numpy(data.labels[index].astype(np.int64)) if config.class_cond else None
 
 
-def draw_samples(trainer: Trainer, screen: Screen, shown: GridConditions) -> None:
-    """Writes a grid of pictures by the averaged weights. A signal gives it up."""
+def draw_samples(trainer: Trainer, screen: Screen, shown: GridConditions, data: Data, log: Log) -> None:
+    """Writes a grid of pictures by the averaged weights, and counts the copies of the training images among them. A signal gives it up."""
     config, step, rows, pictures = trainer.config, trainer.state.step, shown.rows, shown.pictures
     images = draw(trainer.averaged, config, config.num_samples, rows=rows, pictures=pictures, stop=screen.stop, labels=shown.labels)
     if images is None:
         return
     if not torch.isfinite(images).all():
         screen.tell(f"the samples of step {step} are not finite numbers: the run is broken")
-    captions, parts = value_captions(rows, len(images)), 1
+    captions, parts, grid = value_captions(rows, len(images)), 1, images
     if pictures is not None:
-        images, parts = beside_pictures(images, pictures, shown.truth), 3
-    save_png(grid_pixels(images, captions=captions, parts=parts), f"{config.output_dir}/samples_{step:07d}.png")
+        grid, parts = beside_pictures(images, pictures, shown.truth), 3
+    save_png(grid_pixels(grid, captions=captions, parts=parts), f"{config.output_dir}/samples_{step:07d}.png")
+    if (copies := count_copies(images, data, config.random_flip)) is not None:
+        screen.tell(f"step {step}: {copies} of {len(images)} samples are copies of training images")
+        log.write_copies(copies / len(images))
 
 
 def stop_run(trainer: Trainer, kept: list[str], why: str) -> NoReturn:
@@ -1036,7 +1039,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
                 save_checkpoint(trainer, kept)
                 saved = step
             if config.sample_interval and step % config.sample_interval == 0 and not last:
-                draw_samples(trainer, screen, shown)
+                draw_samples(trainer, screen, shown, data, log)
                 log.plot()
         # What was not due after the step with which the run ends.
         if config.ema_snapshots and step % config.ema_snapshots > 0:
@@ -1044,7 +1047,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
         if saved < step:
             save_checkpoint(trainer, kept)
         if config.sample_interval and not stop:
-            draw_samples(trainer, screen, shown)
+            draw_samples(trainer, screen, shown, data, log)
         log.plot()
         told = f"done: {step} steps, {1000 * seconds:.1f} ms a step; see {config.output_dir}/"
         if stopped := "".join(stop[:1]):  # the first signal

@@ -22,7 +22,7 @@ from common.model_files import ModelFile
 from common.program import UserError
 from common.random_numbers import data_order, held_out_images
 
-LOG_COLUMNS = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds"
+LOG_COLUMNS = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds,copies"
 VAL_IMAGES = 512  # of a validation loss: as many are enough, and stay in memory
 MANY_EPOCHS, FEW_EPOCHS = 200, 120  # from the first on a line says that samples will be copies, and how many steps make the second
 
@@ -71,7 +71,12 @@ class Log:
     def write(self, r: StepResult, ms: float, val_loss: float | None) -> None:
         """Adds a row. ms: the step's time; the last column is the run's until now, in seconds."""
         fields = [r.loss, r.lr, r.grad_norm, ms, *r.loss_quarters, val_loss, time.perf_counter() - self.began]
-        self.write_line(",".join([str(r.step), *("" if v is None else f"{v:.9g}" for v in fields)]))
+        self.write_line(",".join([str(r.step), *("" if v is None else f"{v:.9g}" for v in fields), ""]))
+
+    def write_copies(self, share: float) -> None:
+        """Adds the share of copies in a grid to the last row, whose line break it writes over."""
+        self.file.seek(-1, os.SEEK_END)
+        self.write_line(f"{share:.9g}")
 
     def plot(self) -> None:
         """loss.png beside it. Light: every step's loss; dark: its mean; orange: validation."""

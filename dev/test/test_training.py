@@ -1048,6 +1048,34 @@ def test_log(run: Callable, data: Path, tmp_path: Path) -> None:
         assert float(row["loss"]) == pytest.approx(mean, rel=1e-8)
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.float32])
+def test_copies(run: Callable, tmp_path: Path, make_data: Callable, kind: type) -> None:
+    """The share of a grid's samples that training images equal, to below 16 of 255: in the log and on the page, in both programs. With lr 0 the grids of
+    all these runs are the same."""
+
+    def runs(name: str, images: np.ndarray, *more: object) -> list[str]:
+        make_data(f"{name}.bin", images if kind == np.uint8 else (images / 127.5 - 1).astype(np.float32))
+        given = flags(TINY, "--lr 0 --sample_interval 1 --num_samples 4 --save_interval 1 --data_file", tmp_path / f"{name}.bin", *more)
+        said = run(flags(given, "--max_steps 1 --output_dir", name)).out
+        run(flags("--resume_checkpoint latest --max_steps 2 --timestep_respacing 4 --eta 0 --output_dir", name))
+        logged = [row["copies"] for row in read_log(tmp_path / name)]
+        twin.run(flags(given, "--max_steps 2 --device cpu --compile 0 --output_dir", tmp_path / f"twin_{name}"))
+        assert [row["copies"] for row in read_log(tmp_path / f"twin_{name}")] == logged
+        assert [row[-1] for row in shown_run(tmp_path / name)["rows"]] == [float(share) for share in logged]
+        assert f"step 1: {round(4 * float(logged[0]))} of 4 samples are copies of training images\n" in said
+        return logged
+
+    images = np.random.default_rng(0).integers(0, 256, (24, 1, 8, 8), dtype=np.uint8)
+    assert runs("noise", images) == ["0", "0"]
+    grid = np.array(Image.open(tmp_path / "noise/samples_0000001.png"))
+    samples = [grid[2 + 66 * y :, 2 + 66 * x :][:64:8, :64:8].astype(int) for y in (0, 1) for x in (0, 1)]
+    near, far = (np.where(sample < 128, sample + by, sample - by) for sample, by in zip(samples[1:], (15, 17)))
+    images[[HELD_OUT[0], 2, 3, 4], 0] = samples[0], near, far, samples[3][:, ::-1]
+    assert runs("two", images) == ["0.5", "0.5"]
+    assert runs("mirrored", images, "--random_flip True") == ["0.75", "0.75"]
+    assert runs("held_out", images, "--val_fraction 0.2") == ["0.25", "0.25"]
+
+
 def test_validation_loss_depends_on_the_weights_alone(run: Callable, data: Path, tmp_path: Path, make_data: Callable) -> None:
     """t and noise are fixed for each image: with lr 0 it is always the same number, whatever the batches, and the twin's number."""
     val = make_data("val.bin", make_images(9, seed=3), np.arange(9) % 3, 3)

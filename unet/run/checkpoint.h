@@ -1,6 +1,7 @@
 // checkpoint.h - checkpoints, snapshots and grids; a run's first weights.
 #pragma once
 #include "../host/png.h"
+#include "copies.h"
 #include "log.h"
 #include "page.h"
 #include "settings.h"
@@ -192,8 +193,8 @@ static std::vector<float> beside_pictures(const Config& c, const Sampler& s, con
     return shown;
 }
 
-// Draws samples with the first average of the weights, and writes them as a grid. All grids of a run start from the
-// same noise. If a signal comes meanwhile, the grid is given up.
+// Draws samples with the first average of the weights, writes them as a grid, and counts the copies among them. All
+// grids of a run start from the same noise. If a signal comes meanwhile, the grid is given up.
 static void save_grid(Run* run) {
     const Config& c = run->config;
     Trainer& tr = run->trainer;
@@ -213,6 +214,11 @@ static void save_grid(Run* run) {
     const std::string png = grid_png(shown, c.num_samples, c.H, parts * c.W, c.in_channels, captions, parts);
     const std::string failure = try_write_file(run->folder, name, png);
     if (!failure.empty()) tell(run->folder.name(name) + ": " + failure + "; the run goes on");
+    const int copies = count_copies(&tr.data, images, c.random_flip);
+    if (copies < 0) return;
+    tell(text("step %ld: %d of %d samples are copies of training images", run->state.step, copies, c.num_samples));
+    const std::lock_guard<PageTurn> turn(page_turn); // the page must not be written while the log changes
+    log_copies(run, (double)copies / c.num_samples);
 }
 
 // Prints that a step was skipped. Ends the run after --max_bad_steps skipped steps in a row.
