@@ -123,7 +123,7 @@ static bool read_picture(Dataset* d, int64_t i, uint8_t* to) {
     const size_t values = cond->image_bytes() / cond->bytes;
     for (size_t k = 0; k < values; k++) finite = finite && std::isfinite(image_value(to, cond->bytes, k));
     if (finite) return true;
-    d->error = cond->path + text(": image %ld holds a value that is not finite; make the file again", i);
+    d->error = cond->path + text(": image %ld holds a value that is not finite; make the file again", cond->in_file(i));
     if (world.size > 1) refuse(d->error); // as in read_image: the other ranks can't do this step without this rank
     return false;
 }
@@ -1818,8 +1818,8 @@ static void collect_steps(Run* run, bool validate, bool show) {
     const double elapsed = ended - run->steps_began;
     const double val = validate ? validation_loss(&run->trainer, &run->val) : NAN;
     if (validate && !std::isfinite(val) && run->val.error.empty())
-        tell("--val_data_file " + run->val.path +
-             text(": its loss after step %ld is %g; are all of its values finite?", run->issued, val));
+        tell(run->val.path +
+             text(": its validation loss after step %ld is %g; are all values finite?", run->issued, val));
     // Rounded as in log.csv, from which a resumed run reads it (take_best_loss). So it decides the same about best.bin.
     run->val_loss = atof(text("%.9g", val).c_str());
 
@@ -1907,11 +1907,11 @@ static void run_step(Run* run) {
 // Does a whole run. resume: the checkpoint to go on from, or "". start: that checkpoint or, in a new run, the file of
 // --init (size 0: none). Returns the exit code. After a signal it is 128 + the signal's number, as in a shell. So in
 // "./train_unet && next", `next` does not start with a model that is half trained.
-static int train(const Config& c, const Dataset& data, Folder output, const std::string& resume,
+static int train(const Config& c, const Dataset& whole, Folder output, const std::string& resume,
                  const ModelFile& start) {
     // First find errors in the settings, before the program allocates memory or writes a file.
     if (!world.rank) check_output_dir(c, output, resume, start.state().step);
-    const Dataset val = open_validation_data(c, data);
+    const auto [data, val] = training_and_validation_data(c, whole);
     if (start.size) check_size(start, build_unet(c));
     Run run{c, make_trainer(c, data), val, output};
     if (!begin_run(&run, data, resume, start)) return 0; // all steps are done already

@@ -50,14 +50,14 @@ from common.data_files import Data, open_data
 from common.files import check_output, is_compared
 from common.formats import check_conversion, check_replaced_model, convert, post_hoc_average, read_model
 from common.likelihood import bits_per_dim, open_measured
-from common.log import Log, StepResult, announce, open_validation_data, prepare_run, progress_line, validation_images
+from common.log import Log, StepResult, announce, prepare_run, progress_line, training_and_validation_data, validation_crc, validation_images
 from common.model import build_model, initial_weights, parameter_count, parameter_shapes, to_state_dict, train_in_fp8
 from common.model_files import HISTORY_LENGTH, ModelFile, TrainingState, write_model
 from common.program import Screen, UserError, check_alone, run_program, stop_on_signal
 from common.random_numbers import (
     BACK_NOISE, CLASS_DROPOUT, COND_DROPOUT, FLIP, KNOWN_NOISE, NOISE, SAMPLE_NOISE, SAMPLE_START, TIMESTEP, VAL_NOISE, VAL_TIMESTEP, data_order, normals, random_words, to_normals,
 )  # fmt: skip
-from common.samples import beside_pictures, grid_pixels, save_png, save_samples, value_captions
+from common.samples import beside_pictures, count_copies, grid_pixels, save_png, save_samples, value_captions
 
 # ======================================================================================================================
 # draws: which noise levels and which images a step has. They are functions of the seed and of the step (common/random_numbers.py).
@@ -101,9 +101,9 @@ def training_batch(config: Config, data: Data, step: int, device: torch.device |
     labels (B) int64 or None, and conditions by the name of the model's argument. It depends on the data and on flags of config alone, so that any other model can be trained on the very same numbers and
     compared with ours loss by loss (Diffusion.losses). probabilities: LossHistory.probabilities(), on which t depends too."""
     B = config.batch_size
-    index = data_order(config.seed, step * B, B, len(data.images))
+    index = data_order(config.seed, step * B, B, data.count)
     x0, labels, conditions = to_tensors(config, data, index, device)
-    data.expect(data_order(config.seed, (step + 1) * B, B, len(data.images)))
+    data.expect(data_order(config.seed, (step + 1) * B, B, data.count))
     samples = torch.arange(B, device=device)
     if config.random_flip:
         mirror = random_words(config.seed, FLIP, step, samples, 1)[:, 0] & 1
@@ -873,7 +873,7 @@ class Trainer:
     @torch.no_grad()
     def validation_loss(self, data: Data) -> float:
         """Mean loss over all images, with the same t and noise every time, so that the curve is smooth, and ect's gap of the run's last step."""
-        config, losses, count = self.config, [], len(data.images)
+        config, losses, count = self.config, [], data.count
         self.model.eval()
         for index in np.split(np.arange(count), range(config.batch_size, count, config.batch_size)):
             x0, labels, conditions = to_tensors(config, data, index, self.device)
@@ -908,8 +908,8 @@ def next_batch(trainer: Trainer, data: Data) -> Batch:
 
 def shown_images(config: Config, data: Data) -> np.ndarray:
     """Which images of the data a grid shows, if it does: they are spread evenly over it, as it may be sorted by class."""
-    shown = min(len(data.images), config.num_samples)
-    return np.arange(shown) * len(data.images) // shown
+    shown = min(data.count, config.num_samples)
+    return np.arange(shown) * data.count // shown
 
 
 def grid_rows(config: Config, data: Data) -> list[list[float]]:
@@ -941,18 +941,21 @@ class GridConditions:
             self.labels = torch.from_numpy(data.labels[index].astype(np.int64)) if config.class_cond else None
 
 
-def draw_samples(trainer: Trainer, screen: Screen, shown: GridConditions) -> None:
-    """Writes a grid of pictures by the averaged weights. A signal gives it up."""
+def draw_samples(trainer: Trainer, screen: Screen, shown: GridConditions, data: Data, log: Log) -> None:
+    """Writes a grid of pictures by the averaged weights, and counts the copies of the training images among them. A signal gives it up."""
     config, step, rows, pictures = trainer.config, trainer.state.step, shown.rows, shown.pictures
     images = draw(trainer.averaged, config, config.num_samples, rows=rows, pictures=pictures, stop=screen.stop, labels=shown.labels)
     if images is None:
         return
     if not torch.isfinite(images).all():
         screen.tell(f"the samples of step {step} are not finite numbers: the run is broken")
-    captions, parts = value_captions(rows, len(images)), 1
+    captions, parts, grid = value_captions(rows, len(images)), 1, images
     if pictures is not None:
-        images, parts = beside_pictures(images, pictures, shown.truth), 3
-    save_png(grid_pixels(images, captions=captions, parts=parts), f"{config.output_dir}/samples_{step:07d}.png")
+        grid, parts = beside_pictures(images, pictures, shown.truth), 3
+    save_png(grid_pixels(grid, captions=captions, parts=parts), f"{config.output_dir}/samples_{step:07d}.png")
+    if (copies := count_copies(images, data, config.random_flip)) is not None:
+        screen.tell(f"step {step}: {copies} of {len(images)} samples are copies of training images")
+        log.write_copies(copies / len(images))
 
 
 def stop_run(trainer: Trainer, kept: list[str], why: str) -> NoReturn:
@@ -982,14 +985,14 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
     """A training run, in a folder without one. preset: preset_checksum of its preset. Returns the program's exit code, which after a signal is a shell's
     for it: what comes next must not go on with a model that is half trained (python train_unet.py && next)."""
     program.need_packages(("torch", "PIL", "tqdm", "matplotlib"))  # for grids and loss.png, before hours of training and not after them
-    all_val = open_validation_data(config, data if data.class_names or not start else start)
+    data, all_val = training_and_validation_data(config, data, data if data.class_names or not start else start)
     val_data = validation_images(all_val) if all_val else None
     if start and not config.resume_checkpoint:  # --init takes the weights alone
         start = ModelFile(start.config, start.weights_to_use(config.use_ema), class_names=start.class_names)
     trainer = Trainer(config, device, start)
     trainer.class_names = kept_names(config, data.class_names or trainer.class_names)
     state, first_step = trainer.state, trainer.state.step
-    state.preset, state.val_crc = preset, val_data.whole_crc() if val_data else 0
+    state.preset, state.val_crc = preset, validation_crc(all_val) if all_val else 0
     state.data_images, state.data_crc, state.cond_crc = len(data.images), data.crc, data.pictures.crc if data.pictures else 0
     state.save_interval, state.sample_interval, state.num_samples = config.save_interval, config.sample_interval, config.num_samples
     announce(trainer, data, start)
@@ -1019,8 +1022,8 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
             validate = val_data and (last or step % config.val_interval == 0)
             val_loss = trainer.validation_loss(val_data) if validate else None
             if val_loss is not None and not math.isfinite(val_loss):
-                told = f"its loss after step {step} is {val_loss:g}; are all of its values finite?"
-                screen.tell(f"--val_data_file {val_data.path}: {told}")
+                told = f"its validation loss after step {step} is {val_loss:g}; are all values finite?"
+                screen.tell(f"{val_data.path}: {told}")
                 val_loss = None if math.isnan(val_loss) else val_loss
             log.write(result, 1000 * elapsed, val_loss)
             if result.objection:
@@ -1036,7 +1039,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
                 save_checkpoint(trainer, kept)
                 saved = step
             if config.sample_interval and step % config.sample_interval == 0 and not last:
-                draw_samples(trainer, screen, shown)
+                draw_samples(trainer, screen, shown, data, log)
                 log.plot()
         # What was not due after the step with which the run ends.
         if config.ema_snapshots and step % config.ema_snapshots > 0:
@@ -1044,7 +1047,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
         if saved < step:
             save_checkpoint(trainer, kept)
         if config.sample_interval and not stop:
-            draw_samples(trainer, screen, shown)
+            draw_samples(trainer, screen, shown, data, log)
         log.plot()
         told = f"done: {step} steps, {1000 * seconds:.1f} ms a step; see {config.output_dir}/"
         if stopped := "".join(stop[:1]):  # the first signal

@@ -255,6 +255,8 @@ def check_run(config: Config) -> None:
     ok = config.microbatch == 0 or (config.batch_size % config.microbatch == 0)
     check(config, ok, "microbatch", f"must divide --batch_size {config.batch_size}")
     check(config, config.output_dir != "", "output_dir", "must name a folder")
+    told = f"--val_fraction {config.val_fraction:g} holds out validation images, too; leave one of the two out"
+    check(config, config.val_fraction == 0 or config.val_data_file == "", "val_data_file", told)
     check(config, config.output.endswith((".png", ".bin")), "output", "must end in .png (one grid) or .bin (float images)")
     ok = len(config.data_file.encode(errors="replace")) <= 511 and "\0" not in config.data_file
     check(config, ok, "data_file", "must be at most 511 bytes long, to fit in a checkpoint")

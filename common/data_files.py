@@ -38,24 +38,35 @@ class Data:
     value_names: list[str] = field(default_factory=list)  # of the K numbers; or empty
     class_names: list[str] = field(default_factory=list)  # by their numbers; or empty
     pictures: Data | None = None  # --cond_file: one that each image is conditioned on, in the same order
+    numbers: np.ndarray | None = None  # of a part (part_of): the numbers of its images in the file, as `images` and `image_crcs` have them; None: all
 
-    def whole_crc(self) -> int:
-        """A checksum of the images and their pictures."""
-        return zlib.crc32(self.pictures.crc.to_bytes(4, "little"), self.crc) if self.pictures else self.crc
+    @property
+    def count(self) -> int:
+        return len(self.images) if self.numbers is None else len(self.numbers)
+
+    def in_file(self, index: np.ndarray) -> np.ndarray:
+        """The numbers of these images in the file."""
+        return index if self.numbers is None else self.numbers[index]
+
+    def part_of(self, numbers: np.ndarray) -> Data:
+        """The images that have these numbers, which are counted from 0 on in it."""
+        labels, values = (None if array is None else array[numbers] for array in (self.labels, self.values))
+        pictures = self.pictures and self.pictures.part_of(numbers)
+        return dataclasses.replace(self, labels=labels, values=values, pictures=pictures, numbers=numbers)
 
     def expect(self, index: np.ndarray) -> None:
         """Asks the system to bring these images into memory, and does not wait for them."""
         size = self.images[0].nbytes
-        for i in index.tolist() if self.file and hasattr(os, "posix_fadvise") else []:
+        for i in self.in_file(index).tolist() if self.file and hasattr(os, "posix_fadvise") else []:
             os.posix_fadvise(self.file.fileno(), HEADER_BYTES + i * size, size, os.POSIX_FADV_WILLNEED)
 
     def read(self, index: np.ndarray) -> np.ndarray:
         """These images. (From the map the process would be killed if the file had been cut short or the disk failed.)"""
         if not self.file:
-            return self.images[index]
+            return self.images[self.in_file(index)]
         self.expect(index)
         images = np.empty((len(index), *self.images.shape[1:]), self.images.dtype)
-        for image, i in zip(images, index.tolist()):
+        for image, i in zip(images, self.in_file(index).tolist()):
             reason = read_at(self.file, image, HEADER_BYTES + i * image.nbytes)
             if not reason and self.image_crcs is not None and zlib.crc32(image) != self.image_crcs[i]:
                 reason = "its checksum is wrong"
@@ -71,7 +82,7 @@ class Data:
     def read_finite(self, index: np.ndarray, flag: str = "") -> np.ndarray:
         """The same; DataError if a value is not finite. flag: the one that names the file, for the sentence."""
         images = self.read_floats(index)
-        for i, image in zip(index.tolist(), images):
+        for i, image in zip(self.in_file(index).tolist(), images):
             if not np.isfinite(image).all():
                 raise DataError(f"{flag}{self.path}: image {i} holds a value that is not finite; make the file again")
         return images

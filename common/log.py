@@ -20,10 +20,10 @@ from common.flags import Config, preset_flags
 from common.formats import read_model
 from common.model_files import ModelFile
 from common.program import UserError
-from common.random_numbers import data_order
+from common.random_numbers import data_order, held_out_images
 
-LOG_COLUMNS = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds"
-VAL_IMAGES = 512  # of --val_data_file: as many are enough, and stay in memory
+LOG_COLUMNS = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds,copies"
+VAL_IMAGES = 512  # of a validation loss: as many are enough, and stay in memory
 MANY_EPOCHS, FEW_EPOCHS = 200, 120  # from the first on a line says that samples will be copies, and how many steps make the second
 
 
@@ -71,7 +71,12 @@ class Log:
     def write(self, r: StepResult, ms: float, val_loss: float | None) -> None:
         """Adds a row. ms: the step's time; the last column is the run's until now, in seconds."""
         fields = [r.loss, r.lr, r.grad_norm, ms, *r.loss_quarters, val_loss, time.perf_counter() - self.began]
-        self.write_line(",".join([str(r.step), *("" if v is None else f"{v:.9g}" for v in fields)]))
+        self.write_line(",".join([str(r.step), *("" if v is None else f"{v:.9g}" for v in fields), ""]))
+
+    def write_copies(self, share: float) -> None:
+        """Adds the share of copies in a grid to the last row, whose line break it writes over."""
+        self.file.seek(-1, os.SEEK_END)
+        self.write_line(f"{share:.9g}")
 
     def plot(self) -> None:
         """loss.png beside it. Light: every step's loss; dark: its mean; orange: validation."""
@@ -194,14 +199,31 @@ def open_validation_data(config: Config, known: Data | ModelFile) -> Data | None
     return data
 
 
+def training_and_validation_data(config: Config, data: Data, known: Data | ModelFile) -> tuple[Data, Data | None]:
+    """The images to train on, and those whose loss is logged. known: as in open_validation_data."""
+    if not config.val_fraction:
+        return data, open_validation_data(config, known)
+    held_out, count = held_out_images(data.count, config.val_fraction), data.count
+    if not 0 < len(held_out) < count:
+        told = f"holds out {len(held_out)} of the {count} images of {data.path}; another fraction must hold out one at least, and leave one"
+        raise UserError(f"--val_fraction {config.val_fraction:g}: {told}")
+    return data.part_of(np.setdiff1d(np.arange(count), held_out)), data.part_of(held_out)
+
+
 def validation_images(data: Data) -> Data:
     """Those whose loss is measured, in memory. Of many, some are drawn, the same in all runs: files are often sorted by class."""
-    drawn = len(data.images) > VAL_IMAGES
-    index = data_order(0, 0, VAL_IMAGES, len(data.images)) if drawn else np.arange(len(data.images))
-    crc = zlib.crc32(b"drawn", data.crc) if drawn else data.crc  # the first ones were taken once
+    drawn = data.count > VAL_IMAGES
+    index = data_order(0, 0, VAL_IMAGES, data.count) if drawn else np.arange(data.count)
     pictures = Data(data.pictures.path, data.pictures.read(index), crc=data.pictures.crc) if data.pictures else None
     labels, values = (None if array is None else array[index] for array in (data.labels, data.values))
-    return Data(data.path, data.read(index), labels, crc=crc, values=values, pictures=pictures)
+    return Data(data.path, data.read(index), labels, crc=data.crc, values=values, pictures=pictures)
+
+
+def validation_crc(data: Data) -> int:
+    """Which images, with which pictures, a checkpoint's validation loss is of."""
+    crc = zlib.crc32(b"drawn", data.crc) if data.count > VAL_IMAGES else data.crc  # the first ones were taken once
+    crc = zlib.crc32(data.pictures.crc.to_bytes(4, "little"), crc) if data.pictures else crc
+    return crc if data.numbers is None else zlib.crc32(data.numbers.astype("<i4"), crc)
 
 
 def announce(trainer: Any, data: Data, start: ModelFile | None) -> None:
@@ -211,9 +233,10 @@ def announce(trainer: Any, data: Data, start: ModelFile | None) -> None:
     if trainer.precision == "fp8":
         print("--precision fp8: PyTorch multiplies the rounded numbers in the usual precision, so this shows what FP8 changes, and is not faster")
     unverified = " (not verified: more than 4 GiB, and no checksums of them)" if data.file and data.image_crcs is None else ""
-    print(f"data: {data.path}, {len(data.images)} images{unverified}; output: {config.output_dir}/", flush=True)
-    if (epochs := config.max_steps * config.batch_size // len(data.images)) > MANY_EPOCHS:
-        few = max(1, FEW_EPOCHS * len(data.images) // config.batch_size)
+    held_out = f", {len(data.images) - data.count} others are held out" if data.numbers is not None else ""
+    print(f"data: {data.path}, {data.count} images{unverified}{held_out}; output: {config.output_dir}/", flush=True)
+    if (epochs := config.max_steps * config.batch_size // data.count) > MANY_EPOCHS:
+        few = max(1, FEW_EPOCHS * data.count // config.batch_size)
         print(f"each image is seen {epochs} times, so many samples will be copies; --max_steps {few} shows each {FEW_EPOCHS} times")
     if not config.class_cond and data.labels is None and preset_flags(config.preset).get("class_cond"):
         print("classes: none, because the data has no labels")

@@ -89,7 +89,7 @@ class TrainingState:
     data_crc: int = 0
     cond_crc: int = 0  # of --cond_file
     preset: int = 0  # config.preset_checksum; 0: written by an older program
-    val_crc: int = 0  # of --val_data_file; 0: there is none, or the file is older
+    val_crc: int = 0  # of the validation images; 0: there is none, or the file is older
     guard_kind: int = 0  # 1; 0: the guard is an older program's, without logarithms, and is not used
     save_interval: int = 0  # the run's, as the next two; 0: the file is older and has none of them
     sample_interval: int = 0
@@ -155,7 +155,7 @@ class ModelFile:
                 raise UserError(TUNES.format(self.path))
             inherited |= {"objective": "ect", "ect_frame": self.config.objective}
         as_saved = Config(**flags)  # in float32
-        for name in flags.keys() & inherited.keys() & {*SAVED_FLAGS, *(["seed", "optimizer"] if resume else [])} - FREE_FLAGS:
+        for name in flags.keys() & inherited.keys() & {*SAVED_FLAGS, *(["seed", "optimizer", "val_fraction"] if resume else [])} - FREE_FLAGS:
             if getattr(as_saved, name) != inherited[name]:
                 given, there = format_value(name, flags[name]), format_value(name, inherited[name])
                 made = f"with {there}" if there else "without it"

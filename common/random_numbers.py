@@ -17,6 +17,7 @@ AUGMENT = 13  # a training image's change
 COND_DROPOUT = 14  # whether the picture that an image is conditioned on is left out
 COND_NOISE = 15  # on a coarse picture
 HOLES_OF_MASK = 16  # what --cond mask leaves out
+HELD_OUT = 17  # the images of --val_fraction
 MASK = 0xFFFFFFFF  # 32 bits
 
 
@@ -53,7 +54,7 @@ def normals(seed: int, purpose: int, step: int, samples: Tensor, chw: tuple[int,
     return z.view(-1, H, W, C).permute(0, 3, 1, 2).contiguous()
 
 
-def data_order(seed: int, first: int, count: int, images: int) -> np.ndarray:
+def data_order(seed: int, first: int, count: int, images: int, purpose: int = ORDER) -> np.ndarray:
     """Indices of the images first, first + 1, ... of the run: each epoch is a permutation of its own, without a table.
     A Feistel network permutes the next even number of bits; walked until it lands inside [0, images)."""
     g = np.arange(first, first + count, dtype=np.int64)
@@ -63,7 +64,13 @@ def data_order(seed: int, first: int, count: int, images: int) -> np.ndarray:
     while outside.any():
         left, right = x >> half, x & (2**half - 1)
         for r in range(4):
-            left, right = right, left ^ philox(right, r, epoch, ORDER, seed)[0] & (2**half - 1)
+            left, right = right, left ^ philox(right, r, epoch, purpose, seed)[0] & (2**half - 1)
         x = np.where(outside, left << half | right, x)
         outside = x >= images
     return x
+
+
+def held_out_images(images: int, fraction: float) -> np.ndarray:
+    """Which of so many images --val_fraction (a float32) holds out, in ascending order: the same in all runs, whatever their seed."""
+    count = math.floor(fraction * images + 0.5)
+    return np.sort(data_order(0, 0, count, images, HELD_OUT))

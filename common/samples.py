@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common import files
-from common.data_files import write_data
+from common.data_files import Data, write_data
 from common.program import UserError
 
 
@@ -90,6 +90,7 @@ def grid_pixels(images: Tensor, enlarge: bool = True, captions: Sequence[str] = 
 
 
 COPY = 16  # so near to a picture of the data, in 255ths, is a copy of it
+MOST_COMPARED = 512 << 20  # bytes: a run's grids are not compared with more data than this
 
 
 def nearest_images(images: Tensor, data: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
@@ -101,6 +102,19 @@ def nearest_images(images: Tensor, data: Iterable[Tensor]) -> tuple[Tensor, Tens
         number = torch.where(apart < nearest, first + index, number)
         nearest, first = torch.minimum(nearest, apart), first + len(part)
     return nearest * 127.5 / images[0].numel() ** 0.5, number
+
+
+def count_copies(images: Tensor, data: Data, mirrors: bool) -> int | None:
+    """How many of the samples (N, C, H, W) in [-1, 1] are copies of images of the data; None: they are not compared, because the data are large.
+    mirrors: copies of mirrored images count, too. As ./train_unet's count_copies."""
+    if data.count * data.images[0].nbytes > MOST_COMPARED:
+        return None
+    pixels = ((images.cpu() + 1) * 127.5).clamp(0, 255).round() / 127.5 - 1
+    apart = torch.full((len(images),), math.inf)
+    for samples in (pixels, pixels.flip(3)) if mirrors else (pixels,):
+        parts = (torch.from_numpy(data.read_floats(part)) for part in np.array_split(np.arange(data.count), 1 + data.count // 4096))
+        apart = torch.minimum(apart, nearest_images(samples, parts)[0])
+    return int((apart < COPY).sum())
 
 
 def check_finite(images: Tensor, path: str) -> None:

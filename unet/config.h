@@ -821,8 +821,11 @@ static void check_run(Config* c, const std::string& where) {
     check_ect_stages(c, where);
     check_microbatch(c, where);
     if (c->output_dir.empty()) die("--output_dir: must name a folder");
-    if (c->keep_best && c->val_data_file.empty())
-        refuse(wrong(c, "keep_best", "needs --val_data_file, the images whose loss says which checkpoint is the best"));
+    const bool has_val_file = !c->val_data_file.empty();
+    const std::string drawn = text("--val_fraction %g holds out validation images, too; ", c->val_fraction);
+    if (c->val_fraction > 0 && has_val_file) refuse(wrong(c, "val_data_file", drawn + "leave one of the two out"));
+    if (c->keep_best && c->val_fraction == 0 && !has_val_file)
+        refuse(wrong(c, "keep_best", "needs --val_data_file or --val_fraction, to tell which checkpoint is the best"));
     // A checkpoint keeps the paths of --data_file and --cond_file in 512 bytes, each with a byte 0 behind it.
     if (c->data_file.size() > 511)
         refuse(wrong(c, "data_file", "is longer than the 511 bytes that a checkpoint keeps; use a shorter path"));

@@ -44,6 +44,9 @@ struct Dataset : InputFile {
     // 1: one checksum covers all images. 2: each image has a checksum. 0: a file of unet.cu, without checksums.
     int version = 0;
     int64_t count = 0; // N
+    // Of a part of a file's images (part_of): their numbers in the file. Empty: count is all of them.
+    std::vector<int32_t> numbers;
+    int64_t file_count = 0; // how many images the file holds
     int C = 0, H = 0, W = 0;
     int classes = 0;    // 0: images have no labels
     int bytes = 1;      // the size of a value of an image: 1 (uint8) or 4 (float32)
@@ -64,7 +67,8 @@ struct Dataset : InputFile {
     std::shared_ptr<Dataset> cond;   // --cond_file: a picture for each image; null: there are none
 
     size_t image_bytes() const { return (size_t)C * H * W * bytes; }
-    size_t image_at(int64_t i) const { return 1024 + i * image_bytes(); } // the byte of the file where image i begins
+    int64_t in_file(int64_t i) const { return numbers.empty() ? i : numbers[i]; }  // the number of image i in the file
+    size_t image_at(int64_t i) const { return 1024 + in_file(i) * image_bytes(); } // the file's byte where it begins
     // A batch of B images is sent to the device in one buffer: images, labels (at a multiple of 4 bytes), numbers,
     // pictures. These functions return at which byte each begins.
     size_t labels_at(int B) const { return (B * image_bytes() + 3) / 4 * 4; }
@@ -92,7 +96,8 @@ static bool read_image(Dataset* d, int64_t i, uint8_t* to) {
     const bool has_crc = !d->image_crc.empty();
     if (!why && has_crc && crc32(0, to, n) != d->image_crc[i]) why = "its checksum is wrong";
     if (!why) return true;
-    d->error = d->path + text(": image %ld can't be used (%s): the file was changed or damaged; make it again", i, why);
+    d->error = d->path + text(": image %ld can't be used (%s): the file was changed or damaged; make it again",
+                              d->in_file(i), why);
     if (world.size > 1) refuse(d->error); // the other ranks can't do this step without this rank
     return false;
 }
@@ -140,6 +145,7 @@ static void take_data_fields(Dataset* d, const Header& h, const char* hint) {
     d->version = h.slot[SLOT_VERSION];
     d->header_crc = h.slot[DATA_SLOT_HEADER_CRC];
     d->count = field(DATA_SLOT_COUNT, "images", 1, INT_MAX);
+    d->file_count = d->count;
     d->C = field(DATA_SLOT_CHANNELS, "channels", 1, 64);
     d->H = field(DATA_SLOT_HEIGHT, "height", 1, 4096);
     d->W = field(DATA_SLOT_WIDTH, "width", 1, 4096);
@@ -263,4 +269,42 @@ static void open_pictures(Dataset* d, const char* flag, const std::string& path)
     must(cond.H == d->H && cond.W == d->W, text("--%s %s", flag, path.c_str()),
          text("its pictures are %dx%d, and the images of %s %dx%d; prepare_data.py --image_size makes them fit", cond.H,
               cond.W, d->path.c_str(), d->H, d->W));
+}
+
+// Returns the images of a data set that have these numbers.
+static Dataset part_of(const Dataset& d, const std::vector<int32_t>& numbers) {
+    Dataset part = d;
+    part.count = std::ssize(numbers);
+    part.numbers = numbers;
+    part.labels.clear();
+    part.values.clear();
+    part.image_crc.clear();
+    for (const int32_t i : numbers) {
+        if (!d.labels.empty()) part.labels.push_back(d.labels[i]);
+        if (!d.image_crc.empty()) part.image_crc.push_back(d.image_crc[i]);
+        const auto row = d.values.begin() + (int64_t)i * d.K;
+        part.values.insert(part.values.end(), row, row + d.K);
+    }
+    if (d.cond) part.cond = std::make_shared<Dataset>(part_of(*d.cond, numbers));
+    return part;
+}
+
+// --val_fraction: returns the images to train on, and those that are held out. The draw does not depend on --seed: all
+// runs on a file hold out the same images, and a larger fraction holds out those of a smaller one, too.
+static std::pair<Dataset, Dataset> hold_out(const Dataset& d, float fraction) {
+    const int64_t count = (int64_t)std::floor((double)fraction * (double)d.count + 0.5);
+    must(count > 0 && count < d.count, text("--val_fraction %g", fraction),
+         text("holds out %ld of the %ld images of %s; another fraction must hold out one at least, and leave one",
+              count, d.count, d.path.c_str()));
+    std::vector<bool> is_held_out(d.count);
+    for (int64_t k = 0; k < count; k++) is_held_out[permuted_index(0, k, 0, d.count, RANDOM_HELD_OUT)] = true;
+    std::vector<int32_t> held_out, others;
+    for (int32_t i = 0; i < d.count; i++) (is_held_out[i] ? held_out : others).push_back(i);
+    return {part_of(d, others), part_of(d, held_out)};
+}
+
+// Continues a sentence that names the images to train on; "": no images of the file are held out.
+static std::string held_out_words(const Dataset& d) {
+    const int64_t held_out = d.file_count - d.count;
+    return held_out ? text(", %ld others are held out", held_out) : "";
 }

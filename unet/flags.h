@@ -170,6 +170,9 @@ FLAG(string, data_dir, "",
      "or a folder of pictures, of which prepare_data.py makes FOLDER_64x64x3.bin; sub-folders are classes");
 SAVED(80, bool, random_flip, false, "mirror half of the images");
 FLAG(string, val_data_file, "", "images whose loss is logged but not trained on (512 of them, if there are more)");
+SAVED(123, float, val_fraction, 0,
+      "or hold out this part of data_file's images, drawn at random: they are not trained on, and their loss is logged",
+      0, 0.99);
 FLAG(string, cond_file, "",
      "pictures to condition on: a data file with one for each image of data_file, in the same order; with --sample "
      "those of the samples, in turns (with cond: or images, of which they are made)");
@@ -183,7 +186,7 @@ FLAG(string, compare_runs, "", "put the runs of these folders, out,out2, on one 
 FLAG(bool, use_ema, true, "--sample draws from the averaged weights if the file has them");
 SAVED(120, int, save_interval, 500, "steps between two checkpoints", 1, BIG);
 FLAG(int, keep_checkpoints, 3, "checkpoints kept, the newest; 0: all", 0, BIG);
-FLAG(bool, keep_best, false, "keep that of the lowest validation loss, too, as best.bin; needs val_data_file");
+FLAG(bool, keep_best, false, "keep that of the lowest validation loss, too, as best.bin; needs validation images");
 SAVED(121, int, sample_interval, 250, "steps between two grids of samples; 0: none", 0, BIG);
 SAVED(122, int, num_samples, 36, "images in a grid", 1, 4096);
 FLAG(int, log_interval, 10, "steps between two lines on the screen, one in ten seconds at least", 1, BIG);

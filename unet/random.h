@@ -27,6 +27,7 @@ enum RandomPurpose : uint32_t {
     RANDOM_COND_DROPOUT,
     RANDOM_COND_NOISE, // the noise on a small picture (--cond lowres)
     RANDOM_MASK,       // the holes of --cond mask
+    RANDOM_HELD_OUT,   // the images of --val_fraction
 };
 
 struct Words {
@@ -79,7 +80,8 @@ HD static inline uint32_t dropout_threshold(float p) { return (uint32_t)((double
 // In each epoch the images 0 to n - 1 are in another order. Returns the number of the image at position pos. A Feistel
 // network of four rounds permutes the numbers of 2 * half_bits bits: it mixes the left half of a number with a random
 // function of the right half, and exchanges the halves. If the result is not below n, it is permuted again.
-static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, int64_t n) {
+static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, int64_t n,
+                                     RandomPurpose purpose = RANDOM_ORDER) {
     int half_bits = 1; // how many bits a half has: two halves must be able to hold all numbers below n
     while ((int64_t)1 << 2 * half_bits < n) half_bits++;
     const uint32_t mask = (1u << half_bits) - 1;
@@ -88,7 +90,7 @@ static inline int64_t permuted_index(uint64_t seed, int64_t pos, int64_t epoch, 
         uint32_t left = (uint32_t)(x >> half_bits);
         uint32_t right = (uint32_t)x & mask;
         for (uint32_t round = 0; round < 4; round++) {
-            const Words random = philox(seed, right, round, (uint32_t)epoch, RANDOM_ORDER);
+            const Words random = philox(seed, right, round, (uint32_t)epoch, purpose);
             const uint32_t mixed = left ^ (random.w[0] & mask);
             left = right;
             right = mixed;

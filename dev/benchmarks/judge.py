@@ -5,6 +5,8 @@
     python dev/benchmarks/judge.py --data_file train.bin --held_out held_out.bin --samples samples.bin
     python dev/benchmarks/judge.py --data_file my_pictures_64x64x3.bin --runs out_mine          each checkpoint of a run, drawn by ./train_unet
 
+Images that the models have not seen are those of --held_out, or of --val_fraction, which a run's checkpoints name.
+
 The judge is a small classifier (common/judge.py) that is trained on the data without every fifth image: features that have seen an image put it in too good
 a place. So samples are compared with the images that it has not seen, and with those of --held_out, which the model has not seen either. A model that
 copies is nearer to the former than those of --held_out are.
@@ -16,17 +18,19 @@ copies is nearer to the former than those of --held_out are.
 - Precision: the share of samples that lie among the unseen images; recall: the share of these that lie among the samples (dev/benchmarks/quality.py).
 - Copies: the share of samples that are closer than 16 of 255 to any image of the data, as the root of the mean square over pixels and colours.
 
---runs writes its rows to judge.csv in the run's folder, too. best.bin stays the checkpoint with the lowest validation loss.
+--runs writes its rows to judge.csv in the run's folder, too, and the run's page shows them. best.bin stays the checkpoint with the lowest validation loss.
 """
 
 from __future__ import annotations
 
 import argparse
-import pathlib
+import json
+import re
 import sys
 from dataclasses import astuple, dataclass, fields
+from pathlib import Path
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from command_line import Parser
@@ -46,6 +50,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     what.add_argument("--runs", nargs="+", default=[], metavar="DIR", help="output folders of runs: judge samples of each checkpoint")
     parser.add_argument("--num_samples", type=int, help="with --runs: samples of each checkpoint (default: 1000)")
     parser.add_argument("--held_out", default="", metavar="F.bin", help="images that no model was trained on")
+    parser.add_argument(
+        "--val_fraction", type=float, help="instead: the images of the data that a run with this flag holds out (default: that of --runs)"
+    )
     parser.add_argument("--judge", default="", metavar="F.pt", help="the judge: read from here, or written if there is no such file")
     return parser.parse_args(argv)
 
@@ -60,9 +67,11 @@ import generate
 from common import files
 from common.config import make_config, pick_device
 from common.data_files import Data, open_data
+from common.flags import float32
 from common.formats import read_model
 from common.judge import Judge, frechet, levels, make_judge, measure
 from common.model_files import checkpoints
+from common.random_numbers import held_out_images
 from common.samples import COPY, nearest_images
 
 
@@ -77,7 +86,19 @@ def open_images(flag: str, path: str, shape: tuple[int, ...], fewest: int) -> Da
 
 def floats(data: Data) -> torch.Tensor:
     """All images (N, C, H, W), in [-1, 1] with 256 levels."""
-    return levels(torch.from_numpy(data.read_finite(np.arange(len(data.images)))))
+    return levels(torch.from_numpy(data.read_finite(np.arange(data.count))))
+
+
+def held_out_fraction(args: argparse.Namespace) -> float:
+    """--val_fraction, or that of the runs, which must have the same; 0: the models have seen all images."""
+    found = {read_model([*checkpoints(folder).values()][-1]).config.val_fraction for folder in args.runs}
+    if args.val_fraction is not None:
+        if args.held_out or not 0 < args.val_fraction < 1:
+            raise UserError(f"--val_fraction {args.val_fraction:g}: must be between 0 and 1, and not beside --held_out")
+        found.add(float32(args.val_fraction))
+    if len(found) > 1:
+        raise UserError(f"--val_fraction {' and '.join(f'{x:g}' for x in sorted(found))}: hold out different images; judge such runs one by one")
+    return found.pop() if found else 0.0
 
 
 @dataclass
@@ -121,7 +142,12 @@ def draw_samples(path: str, count: int, shape: tuple[int, ...]) -> torch.Tensor:
 def write_rows(folder: str, rows: dict[int, Row]) -> None:
     names = [field.name for field in fields(Row)]
     lines = [",".join(["step", *names])] + [",".join([str(step), *(f"{x:.6g}" for x in astuple(found))]) for step, found in rows.items()]
-    files.atomic_write(f"{folder}/judge.csv", [("\n".join(lines) + "\n").encode()])
+    text = "\n".join(lines) + "\n"
+    files.atomic_write(f"{folder}/judge.csv", [text.encode()])
+    page = Path(folder, "index.html")
+    if page.exists():  # a run that goes on writes it anew, from judge.csv
+        shown = re.sub(r'"judge":"[^"]*"', lambda _: f'"judge":{json.dumps(text)}', page.read_text(), count=1)
+        files.atomic_write(str(page), [shown.encode()])
 
 
 def run(argv: list[str]) -> None:
@@ -136,10 +162,20 @@ def run(argv: list[str]) -> None:
     args.num_samples = 1000 if args.num_samples is None else args.num_samples
     if args.num_samples < FEWEST // FIFTH:
         raise UserError(f"--num_samples {args.num_samples}: must be at least {FEWEST // FIFTH}")
-    source = open_images("data_file", args.data_file, (), FEWEST)
+    whole, fraction = open_images("data_file", args.data_file, (), FEWEST), held_out_fraction(args)
+    held_out = held_out_images(whole.count, fraction)
+    source = whole.part_of(np.setdiff1d(np.arange(whole.count), held_out))
+    if source.count < FEWEST:
+        raise UserError(f"--val_fraction {fraction:g}: leaves {source.count} images of {args.data_file}, not {FEWEST} or more")
     shape = source.images.shape[1:]
     samples = {path: open_images("samples", path, shape, FEWEST // FIFTH) for path in args.samples}
-    known = open_images("held_out", args.held_out, shape, FEWEST // FIFTH) if args.held_out else None
+    known, known_name = None, args.held_out or f"--val_fraction {fraction:g}"
+    if args.held_out:
+        known = open_images("held_out", args.held_out, shape, FEWEST // FIFTH)
+    elif len(held_out) >= FEWEST // FIFTH:
+        known = whole.part_of(held_out)
+    elif len(held_out):
+        print(f"--val_fraction {fraction:g}: {len(held_out)} images are held out, too few to compare with; {FEWEST // FIFTH} would do")
     data, device = floats(source), pick_device("auto")
     seen = torch.arange(len(data)) % FIFTH < FIFTH - 1
     labels = None if source.labels is None else torch.from_numpy(source.labels.astype(np.int64))
@@ -155,7 +191,7 @@ def run(argv: list[str]) -> None:
         print(f"fewer than {2 * features} samples, or images to compare with: distances are uncertain, and larger than of more")
     print(f"{'':40s}        distance  other judge  to held out  precision  recall  copies")
     if known:
-        print(f"{f'{args.held_out} ({len(known.images)})':40.40s} {row(floats(known), judge, other, unseen, data)}", flush=True)
+        print(f"{f'{known_name} ({known.count})':40.40s} {row(floats(known), judge, other, unseen, data)}", flush=True)
     for path, images in samples.items():
         print(f"{f'{path} ({len(images.images)})':40.40s} {row(floats(images), judge, other, unseen, data)}", flush=True)
     for folder in args.runs:

@@ -294,7 +294,7 @@ def checkpoints(folder: Path) -> list[int]:
 # ----------------------------------------------------------------------------------------------------------------------
 # logs
 
-LOG_COLUMNS = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds".split(",")
+LOG_COLUMNS = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds,copies".split(",")
 
 
 def read_log(folder: Path) -> list[dict[str, str]]:

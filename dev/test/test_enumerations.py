@@ -57,7 +57,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sources = copy_sources(folder)
     for enumeration in GPU_PLACES:
         change(sources, rf"(?m)^(enum (?:class )?{enumeration}\b[^{{;]*\{{[^}}]*?),?\s*\}}", rf"\1, NEW_{enumeration} }}")
-    change(sources, ',val_loss,seconds";', ',val_loss,new,seconds";')
+    change(sources, ',val_loss,seconds,copies";', ',val_loss,new,seconds,copies";')
     change(sources, re.escape(PICTURE_ROW), "")
     return folder / "train_unet.cu"
 

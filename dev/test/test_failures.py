@@ -323,9 +323,9 @@ def rank_laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
 
 
 def whole_rows(folder: Path) -> list[list[str]]:
-    """The rows of a log whose last one may lack its end, up to val_loss, without the time a step took."""
+    """The rows of a log whose last one may lack its end, up to val_loss, without the times and the copies, which an image that can't be read may prevent."""
     names, *rows = [row.split(",") for row in (folder / "log.csv").read_text().split("\n")[:-1]]
-    kept = [at for at, name in enumerate(names) if name not in ("ms", "seconds")]
+    kept = [at for at, name in enumerate(names) if name not in ("ms", "seconds", "copies")]
     assert names[kept[-1]] == "val_loss"
     return [[row[at] for at in kept] for row in rows]
 

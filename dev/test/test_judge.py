@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from conftest import ROOT
 from common import judge as common_judge
 from common.data_files import write_data
 from common.program import UserError
+from common.random_numbers import held_out_images
 
 sys.path.insert(0, str(ROOT / "dev/benchmarks"))
 import judge
@@ -57,6 +60,15 @@ def test_copies_and_strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert copies["copies.bin"] >= 120 / 160 and copies["noise.bin"] == 0 and copies["same.bin"] < copies["copies.bin"] - 0.2
 
 
+def pretend_to_draw(monkeypatch: pytest.MonkeyPatch, drawn: dict[int, np.ndarray], val_fraction: float) -> None:
+    """As if ./train_unet had drawn these images from the checkpoint of each step."""
+    monkeypatch.setattr(
+        judge, "read_model", lambda path: SimpleNamespace(step=int(re.findall(r"\d+", path)[0]), config=SimpleNamespace(val_fraction=val_fraction))
+    )
+    monkeypatch.setattr(judge, "make_config", lambda flags, preset, file: flags)
+    monkeypatch.setitem(judge.generate.BACKENDS, "native", lambda file, config, count: torch.from_numpy(drawn[file.step]).float()[:count])
+
+
 def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """The checkpoints of a run, oldest first, as if ./train_unet had drawn noise at first and copies of the data at last; judge.csv has the same figures."""
     monkeypatch.chdir(tmp_path)
@@ -68,10 +80,10 @@ def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     for step in (20, 100, 3):
         Path(f"out/model_{step:07d}.bin").touch()
     drawn = {3: np.random.default_rng(4).uniform(-1, 1, (60, 1, 8, 8)), 20: shapes(60, 2)[0] / 127.5 - 1, 100: images[:60] / 127.5 - 1}
-    monkeypatch.setattr(judge, "read_model", lambda path: int(re.findall(r"\d+", path)[0]))
-    monkeypatch.setattr(judge, "make_config", lambda flags, preset, file: flags)
-    monkeypatch.setitem(judge.generate.BACKENDS, "native", lambda file, config, count: torch.from_numpy(drawn[file]).float()[:count])
+    pretend_to_draw(monkeypatch, drawn, 0.0)
+    Path("out/index.html").write_text('<script>[{"name":"out","judge":"","rows":[]}]</script>')
     judge.run("--data_file d.bin --runs out --num_samples 60".split())
+    assert json.loads(Path("out/index.html").read_text()[8:-9]) == [{"name": "out", "judge": Path("out/judge.csv").read_text(), "rows": []}]
     rows = re.findall(r"^out/model_0*(\d+)\.bin +([\d.]+) .* ([\d.]+)$", capsys.readouterr().out, re.M)
     assert [int(step) for step, *_ in rows] == [3, 20, 100]
     head, *lines = (line.split(",") for line in Path("out/judge.csv").read_text().splitlines())
@@ -82,6 +94,39 @@ def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     with pytest.raises(UserError, match="--runs out: draws images of 1x8x8; those of the data are 1x16x16".replace("out", r"out/model_0000003\.bin")):
         write_data("large.bin", shapes(300, 0, 16)[0])
         judge.run("--data_file large.bin --runs out --num_samples 60".split())
+
+
+def test_images_that_a_run_has_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Those of --val_fraction are no part of the data, and stand beside the samples, by the flag or as the run's checkpoints say."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"EPOCHS": 2, "EXEMPLAR_EPOCHS": 3, "BOOTSTRAPS": 10}.items():
+        monkeypatch.setattr(common_judge, name, value)
+    images, labels = shapes(400, 0)
+    write_data("d.bin", images, labels, 4)
+    held_out = held_out_images(400, 0.25)
+    write_data("held.bin", images[held_out])
+    rest = np.setdiff1d(np.arange(400), held_out)
+    write_data("rest.bin", images[rest], labels[rest], 4)
+    Path("out").mkdir()
+    Path("out/model_0000003.bin").touch()
+    pretend_to_draw(monkeypatch, {3: images[held_out] / 127.5 - 1}, 0.25)
+    said = []
+    for words in (
+        "--data_file rest.bin --held_out held.bin --samples held.bin",
+        "--data_file d.bin --val_fraction 0.25 --samples held.bin",
+        "--data_file d.bin --runs out --num_samples 100",
+    ):
+        judge.run(words.split())
+        said.append(
+            [line[40:] if "(" in line or "model_" in line else line for line in capsys.readouterr().out.replace("rest.bin", "d.bin").splitlines()]
+        )
+    assert said[0] == said[1] == said[2] and said[0][0].startswith("judge ") and len(said[0]) == 5
+    assert float(said[0][-1].split()[-1]) < 0.5  # an image that was held out is no copy of the others
+    with pytest.raises(UserError, match="--val_fraction 0.1 and 0.25: hold out different images"):
+        judge.run("--data_file d.bin --runs out --val_fraction 0.1".split())
+    pretend_to_draw(monkeypatch, {3: images[held_out] / 127.5 - 1}, 0.125)
+    judge.run("--data_file d.bin --runs out --num_samples 100".split())
+    assert "50 images are held out, too few to compare with" in capsys.readouterr().out
 
 
 def test_what_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +144,9 @@ def test_what_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "--data_file d.bin --samples s.bin --held_out large.bin": "--held_out large.bin",
         "--data_file d.bin --samples s.bin --judge notes.pt": "--judge notes.pt: is no judge of this data",
         "--data_file d.bin --samples s.bin --judge d.bin": "--judge d.bin",
+        "--data_file d.bin --samples s.bin --val_fraction 0.1": "--val_fraction 0.1: leaves 270 images of d.bin, not 300 or more",
+        "--data_file d.bin --samples s.bin --val_fraction 1": "--val_fraction 1: must be between 0 and 1",
+        "--data_file d.bin --samples s.bin --val_fraction 0.1 --held_out s.bin": "--val_fraction 0.1: must be between 0 and 1, and not beside",
         "--data_file d.bin": "--samples",
         "--data_file d.bin --runs .": "--runs .: holds no checkpoint",
         "--data_file d.bin --runs out --num_samples 59": "--num_samples 59: must be at least 60",

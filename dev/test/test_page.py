@@ -126,6 +126,31 @@ def test_curves_and_grids(open_page: Callable, trained: Path) -> None:
     page.wait_for_function("$('at').textContent.startsWith('step 12 ')", timeout=3000)
 
 
+JUDGED = """step,distance,spread,other_judge,to_held_out,precision,recall,copies
+3,9.5,0.4,9.25,nan,0.1,0.2,0
+10,4.25,0.3,4.5,nan,0.5,0.6,0.125
+"""
+
+
+def test_what_a_judge_says(run: Callable, open_page: Callable, trained: Path, data: Path) -> None:
+    """judge.csv becomes a curve: read by a run that goes on, and put into the page of one that has ended. Without it there is none. Copies stand at the grid."""
+    page = open_page(trained)
+    until_drawn(page)
+    assert not page.locator("#judge").is_visible() and shown_run(trained)["judge"] == ""
+    copies = column(trained, "copies")
+    assert np.flatnonzero(np.isfinite(copies)).tolist() == [2, 5, 8, 11]
+    assert f", {100 * copies[-1]:.0f} % are copies of training images" in page.locator("#at").inner_text()
+    (trained / "judge.csv").write_text(JUDGED)
+    run(flags("--resume_checkpoint", trained / model_name(12), "--max_steps 14 --output_dir", NAME))
+    page = open_page(trained)
+    until_drawn(page)
+    assert shown_run(trained)["judge"] == JUDGED and page.locator("#judge").is_visible() and ink(page, "distance") > 300
+    distances = [9.5 if step == 3 else 4.25 if step == 10 else np.nan for step in range(1, 15)]
+    assert np.allclose(shown(page, "distance"), distances, equal_nan=True)
+    told = "step 10: 4.25 ± 0.3, another judge 4.5, precision 0.5, recall 0.6, copies 13 %"
+    assert page.locator("#judged").inner_text() == told
+
+
 def test_zoom(open_page: Callable, trained: Path) -> None:
     page = open_page(trained, viewport={"width": 1200, "height": 900})
     until_drawn(page)
@@ -353,14 +378,14 @@ def test_seconds_add_up_over_resumes(run: Callable, open_page: Callable, data: P
     log = tmp_path / "out/log.csv"
     header, *rows = log.read_text().splitlines()
     old = [f"{step},{','.join(row.split(',')[1:4])},{1000 * step},,,,," for step, row in enumerate(rows, 1)]
-    log.write_text("\n".join([header.removesuffix(",seconds"), *old]) + "\n")
+    log.write_text("\n".join([header.removesuffix(",seconds,copies"), *old]) + "\n")
     run(["--resume_checkpoint", "latest", "--max_steps", 6])
     table = log.read_text().splitlines()
-    assert table[0] == header and table[1:5] == [row + "," for row in old]
+    assert table[0] == header and table[1:5] == [row + ",," for row in old]
     ours = seconds_of(tmp_path / "out")
     assert np.isnan(ours[:4]).all() and 10 < ours[4] < ours[5] < 20
     shown = shown_run(tmp_path / "out")
-    assert [row[-1] for row in shown["rows"]] == pytest.approx([1, 3, 6, 10, *ours[4:]], abs=1e-3) and shown["resumed"] == 4
+    assert [row[-2] for row in shown["rows"]] == pytest.approx([1, 3, 6, 10, *ours[4:]], abs=1e-3) and shown["resumed"] == 4
     run(["--resume_checkpoint", "latest", "--max_steps", 8])
     more = seconds_of(tmp_path / "out")
     assert (more[4:6] == ours[4:]).all() and ours[5] < more[6] < more[7] < 60

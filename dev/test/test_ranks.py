@@ -108,11 +108,11 @@ def test_what_each_takes_is_its_share_of_the_batch(ranks: Callable, data: Path, 
 
 def test_resume_on_another_number(ranks: Callable, data: Path, tmp_path: Path) -> None:
     """2 -> 1 -> 3 ranks: the bits of an unbroken run."""
-    given = flags(TINY, CLASSES, "--data_file", data, "--val_data_file", data, "--val_interval 1 --ema_rate 0.9,0.5 --batch_size 6 --microbatch 1")
+    given = flags(TINY, CLASSES, "--data_file", data, "--val_fraction 0.2 --val_interval 1 --ema_rate 0.9,0.5 --batch_size 6 --microbatch 1")
     ranks(1, [*given, "--max_steps", 6, "--save_interval", 2, "--output_dir", "whole"])
     ranks(2, [*given, "--max_steps", 2, "--save_interval", 2, "--output_dir", "parts"])
-    ranks(1, ["--resume_checkpoint", "latest", "--max_steps", 4, "--output_dir", "parts", *flags("--val_interval 1 --val_data_file", data)])
-    ranks(3, ["--resume_checkpoint", "latest", "--max_steps", 6, "--output_dir", "parts", *flags("--val_interval 1 --val_data_file", data)])
+    ranks(1, ["--resume_checkpoint", "latest", "--max_steps", 4, "--output_dir", "parts", *flags("--val_interval 1")])
+    ranks(3, ["--resume_checkpoint", "latest", "--max_steps", 6, "--output_dir", "parts", *flags("--val_interval 1")])
     last = model_name(6)
     assert (tmp_path / "whole" / last).read_bytes() == (tmp_path / "parts" / last).read_bytes()
     assert read_log(tmp_path / "whole") == read_log(tmp_path / "parts")

@@ -36,6 +36,7 @@ from conftest import (
     read_log,
     read_samples,
     seal_model,
+    shown_run,
     snapshot,
     with_slot,
 )  # fmt: skip
@@ -45,6 +46,7 @@ from torch.utils.checkpoint import checkpoint
 import train_unet as twin
 from common import model_files
 from common.config import make_config, validate
+from common.program import UserError
 
 torch.set_num_threads(1)  # as the program here; and threads that spin take the time from each other on a busy machine
 
@@ -358,6 +360,61 @@ def test_data_that_changed_under_a_run(run: Callable, refused: Callable, tmp_pat
     refused(["--resume_checkpoint", "latest", "--max_steps", 3], "d.bin", model_name(2), "--data_file")
     (tmp_path / "d.bin").unlink()
     refused(["--resume_checkpoint", "latest", "--max_steps", 3], "d.bin")
+
+
+HELD_OUT = [0, 1, 7, 9, 13]  # of 24 images with --val_fraction 0.2
+
+
+def test_images_that_are_held_out(run: Callable, refused: Callable, tmp_path: Path, make_data: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--val_fraction is a run on a file of the others and with one of the held-out images as --val_data_file, with their labels and pictures; resumed by
+    either program; and the twin's."""
+    monkeypatch.chdir(tmp_path)
+    images, pictures, labels = make_images(), make_images(seed=1), np.arange(24) % 3
+    parts = {"whole": np.arange(24), "held": np.array(HELD_OUT), "rest": np.setdiff1d(np.arange(24), HELD_OUT)}
+    for name, part in parts.items():
+        make_data(f"{name}.bin", images[part], labels[part], 3)
+        make_data(f"{name}_cond.bin", pictures[part])
+    given = flags(SENSITIVE, "--cond_channels 1 --val_interval 3 --save_interval 3 --max_steps 9")
+    run(
+        flags(
+            given,
+            "--data_file rest.bin --cond_file rest_cond.bin --val_data_file held.bin --val_cond_file held_cond.bin --output_dir files --keep_best True",
+        )
+    )
+    drawn = flags("--data_file whole.bin --cond_file whole_cond.bin --val_fraction 0.2")
+    said = run(flags(given, drawn, "--output_dir cpp --keep_best True")).out
+    assert "data: whole.bin, 19 images, 5 others are held out, 5 steps of 4 an epoch" in said
+    assert "data: 19 images, 5 others are held out" in shown_run(tmp_path / "cpp")["about"]
+    assert read_log(tmp_path / "files") == read_log(tmp_path / "cpp")
+    for kept, other in zip(*(read_checkpoint(tmp_path / folder / model_name(9)).arrays for folder in ("files", "cpp"))):
+        assert np.array_equal(kept, other)
+    run(flags(given, drawn, "--seed 1 --lr 0 --max_steps 1 --output_dir other"))  # the draw is that of every seed
+    assert read_checkpoint(tmp_path / "other" / model_name(1)).header[118] == read_checkpoint(tmp_path / "cpp" / model_name(9)).header[118]
+
+    resume = flags("--resume_checkpoint", f"cpp/{model_name(3)}", "--max_steps 9 --val_interval 3 --sample_interval 0")
+    run(flags(resume, "--output_dir cpp_on"))
+    assert (tmp_path / "cpp_on" / model_name(9)).read_bytes() == (tmp_path / "cpp" / model_name(9)).read_bytes()
+    assert twin.run(flags(given, drawn, "--device cpu --compile 0 --output_dir twin")) == 0
+    assert twin.run(flags(resume, "--device cpu --compile 0 --output_dir twin_on")) == 0
+    for name in ("loss", "grad_norm", "val_loss"):
+        ours = column(tmp_path / "cpp", name)
+        assert column(tmp_path / "twin", name) == pytest.approx(ours, rel=1e-4, nan_ok=True)
+        assert column(tmp_path / "twin_on", name) == pytest.approx(ours[3:], rel=1e-4, nan_ok=True)
+    header, theirs = (read_checkpoint(tmp_path / folder / model_name(9)).header for folder in ("cpp", "twin"))
+    assert header[123:124].view("<f4") == np.float32(0.2) and header[84] == 24
+    assert header[[84, 85, 86, 113, 118, 123]].tolist() == theirs[[84, 85, 86, 113, 118, 123]].tolist()
+
+    both, few = flags(resume, "--val_data_file held.bin --output_dir x"), flags(given, "--cond_channels 0 --data_file whole.bin --output_dir x")
+    for words, told in {
+        (*resume, "--val_fraction", 0.1, "--output_dir", "x"): f"--val_fraction 0.1: cpp/{model_name(3)} was made with 0.2; leave the flag out",
+        (*both,): "--val_data_file held.bin: --val_fraction 0.2 holds out validation images, too; leave one of the two out",
+        (*few, "--val_fraction", 0.02): "--val_fraction 0.02: holds out 0 of the 24 images of whole.bin; another fraction must hold out one at least",
+        (*few, "--val_fraction", 0.99): "--val_fraction 0.99: holds out 24 of the 24 images of whole.bin; another fraction must hold out one",
+        (*few, "--val_fraction", 1): "must be a number from 0 to 0.99",
+    }.items():
+        refused(words, told)
+        with pytest.raises(UserError, match=re.escape(told)):
+            twin.run(flags(*words, "--device cpu"))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -989,6 +1046,34 @@ def test_log(run: Callable, data: Path, tmp_path: Path) -> None:
         assert [quarter != "" for quarter in quarters] == (counts > 0).tolist()
         mean = sum(float(quarter or 0) * count for quarter, count in zip(quarters, counts)) / 4
         assert float(row["loss"]) == pytest.approx(mean, rel=1e-8)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.float32])
+def test_copies(run: Callable, tmp_path: Path, make_data: Callable, kind: type) -> None:
+    """The share of a grid's samples that training images equal, to below 16 of 255: in the log and on the page, in both programs. With lr 0 the grids of
+    all these runs are the same."""
+
+    def runs(name: str, images: np.ndarray, *more: object) -> list[str]:
+        make_data(f"{name}.bin", images if kind == np.uint8 else (images / 127.5 - 1).astype(np.float32))
+        given = flags(TINY, "--lr 0 --sample_interval 1 --num_samples 4 --save_interval 1 --data_file", tmp_path / f"{name}.bin", *more)
+        said = run(flags(given, "--max_steps 1 --output_dir", name)).out
+        run(flags("--resume_checkpoint latest --max_steps 2 --timestep_respacing 4 --eta 0 --output_dir", name))
+        logged = [row["copies"] for row in read_log(tmp_path / name)]
+        twin.run(flags(given, "--max_steps 2 --device cpu --compile 0 --output_dir", tmp_path / f"twin_{name}"))
+        assert [row["copies"] for row in read_log(tmp_path / f"twin_{name}")] == logged
+        assert [row[-1] for row in shown_run(tmp_path / name)["rows"]] == [float(share) for share in logged]
+        assert f"step 1: {round(4 * float(logged[0]))} of 4 samples are copies of training images\n" in said
+        return logged
+
+    images = np.random.default_rng(0).integers(0, 256, (24, 1, 8, 8), dtype=np.uint8)
+    assert runs("noise", images) == ["0", "0"]
+    grid = np.array(Image.open(tmp_path / "noise/samples_0000001.png"))
+    samples = [grid[2 + 66 * y :, 2 + 66 * x :][:64:8, :64:8].astype(int) for y in (0, 1) for x in (0, 1)]
+    near, far = (np.where(sample < 128, sample + by, sample - by) for sample, by in zip(samples[1:], (15, 17)))
+    images[[HELD_OUT[0], 2, 3, 4], 0] = samples[0], near, far, samples[3][:, ::-1]
+    assert runs("two", images) == ["0.5", "0.5"]
+    assert runs("mirrored", images, "--random_flip True") == ["0.75", "0.75"]
+    assert runs("held_out", images, "--val_fraction 0.2") == ["0.25", "0.25"]
 
 
 def test_validation_loss_depends_on_the_weights_alone(run: Callable, data: Path, tmp_path: Path, make_data: Callable) -> None:

@@ -23,7 +23,7 @@ static std::vector<float> some_images(Dataset d, const char* flag, int C, int mo
             images.push_back(value);
             if (!std::isfinite(value))
                 die("--%s %s: image %ld holds a value that is not finite; make the file again", flag, d.path.c_str(),
-                    i);
+                    d.in_file(i));
         }
     }
     return images;
@@ -106,7 +106,7 @@ static std::vector<float> made_pictures(const Config& c, Dataset d, int most, co
         const float* const mask = masks.empty() ? nullptr : &masks[position % masks.size()];
         const std::vector<float> picture = made_picture(c, bytes, d.bytes, k, mask);
         if (!all_finite(picture.data(), picture.size()))
-            refuse(d.path + text(": image %ld holds a value that is not finite; make the file again", i));
+            refuse(d.path + text(": image %ld holds a value that is not finite; make the file again", d.in_file(i)));
         pictures.insert(pictures.end(), picture.begin(), picture.end());
     }
     return pictures;

@@ -194,6 +194,9 @@ static void draw_caption(std::vector<uint8_t>* pixels, size_t width, int C, int 
     }
 }
 
+// A value in [-1, 1] as a picture holds it, from 0 to 255.
+static uint8_t pixel_level(float v) { return (uint8_t)std::lround(std::min(std::max((v + 1) * 127.5f, 0.0f), 255.0f)); }
+
 // A PNG file of n images (H, W, C) in [-1, 1] in a square grid, small ones enlarged. Unless C is 3, it shows their
 // first channel in grey. captions: what stands below each image, in numbers; or empty. parts: how many pictures lie
 // side by side in an image, each W / parts wide.
@@ -217,9 +220,8 @@ static std::string grid_png(const std::vector<float>& images, int n, int H, int 
         for (int h = 0; h < H * zoom; h++)
             for (int w = 0; w < W * zoom; w++)
                 for (int c = 0; c < channels; c++) {
-                    const float v = (image[((size_t)(h / zoom) * W + w / zoom) * C + c] + 1) * 127.5f;
-                    const float limited = std::min(std::max(v, 0.0f), 255.0f);
-                    pixels[((top + h) * width + left + w) * channels + c] = (uint8_t)std::lround(limited);
+                    const float v = image[((size_t)(h / zoom) * W + w / zoom) * C + c];
+                    pixels[((top + h) * width + left + w) * channels + c] = pixel_level(v);
                 }
         if (captions.empty()) continue;
         const int below = (int)top + H * zoom + gap;

@@ -21,6 +21,12 @@ static Dataset open_validation_data(const Config& c, const Dataset& data) {
     return val;
 }
 
+// Returns the images to train on, and those whose loss is logged. data: all images of --data_file.
+static std::pair<Dataset, Dataset> training_and_validation_data(const Config& c, const Dataset& data) {
+    if (c.val_fraction > 0) return hold_out(data, c.val_fraction);
+    return {data, open_validation_data(c, data)};
+}
+
 // Without --values, the images of a run's grids are conditioned on the numbers of images that are spread over d: the
 // validation data or, without it, the training data.
 static void take_values_of_data(const Config& c, Sampler* s, const Dataset& d) {

@@ -1,6 +1,7 @@
 // checkpoint.h - checkpoints, snapshots and grids; a run's first weights.
 #pragma once
 #include "../host/png.h"
+#include "copies.h"
 #include "log.h"
 #include "page.h"
 #include "settings.h"
@@ -82,13 +83,14 @@ static void save_arrays(Run* run, const std::string& name, Header header, const 
             saved_so_far(*run).c_str());
 }
 
-// Returns a checksum of all validation data: of the images and, with --val_cond_file, of the pictures. Of a file with
-// more than VAL_IMAGES the first ones were taken once, so the checksum says that they are drawn.
+// Returns a checksum of all validation data: of the images and, with --val_cond_file, of the pictures; with
+// --val_fraction also of the images' numbers. Of more than VAL_IMAGES the first ones were taken once, so the checksum
+// says that they are drawn.
 static uint32_t validation_crc(const Dataset& val) {
     uint32_t crc = val.header_crc;
     if (val.count > VAL_IMAGES) crc = crc32(crc, "drawn", 5);
     if (val.cond) crc = crc32(crc, &val.cond->header_crc, sizeof val.cond->header_crc);
-    return crc;
+    return crc32(crc, val.numbers.data(), val.numbers.size() * sizeof(int32_t));
 }
 
 // With --keep_best: if the checkpoint that was just written has the lowest validation loss so far, makes best.bin a
@@ -119,7 +121,7 @@ static void save_checkpoint(Run* run) {
     h.set(SLOT_GUARD, s.guard);
     h.set(SLOT_PRESET, preset_checksum(c.preset, c.default_preset));
     // These slots identify the run's data: the training images, the validation images, and the pictures.
-    h.set(SLOT_IMAGES, tr.data.count);
+    h.set(SLOT_IMAGES, tr.data.file_count);
     h.set(SLOT_DATA_CRC, tr.data.header_crc);
     h.set(SLOT_VAL_CRC, validation_crc(run->val));
     if (tr.data.cond) h.set(SLOT_COND_CRC, tr.data.cond->header_crc);
@@ -191,8 +193,8 @@ static std::vector<float> beside_pictures(const Config& c, const Sampler& s, con
     return shown;
 }
 
-// Draws samples with the first average of the weights, and writes them as a grid. All grids of a run start from the
-// same noise. If a signal comes meanwhile, the grid is given up.
+// Draws samples with the first average of the weights, writes them as a grid, and counts the copies among them. All
+// grids of a run start from the same noise. If a signal comes meanwhile, the grid is given up.
 static void save_grid(Run* run) {
     const Config& c = run->config;
     Trainer& tr = run->trainer;
@@ -212,6 +214,11 @@ static void save_grid(Run* run) {
     const std::string png = grid_png(shown, c.num_samples, c.H, parts * c.W, c.in_channels, captions, parts);
     const std::string failure = try_write_file(run->folder, name, png);
     if (!failure.empty()) tell(run->folder.name(name) + ": " + failure + "; the run goes on");
+    const int copies = count_copies(&tr.data, images, c.random_flip);
+    if (copies < 0) return;
+    tell(text("step %ld: %d of %d samples are copies of training images", run->state.step, copies, c.num_samples));
+    const std::lock_guard<PageTurn> turn(page_turn); // the page must not be written while the log changes
+    log_copies(run, (double)copies / c.num_samples);
 }
 
 // Prints that a step was skipped. Ends the run after --max_bad_steps skipped steps in a row.
@@ -336,7 +343,8 @@ static void take_best_loss(Run* run) {
     must(is_checkpoint, best.path, "is no checkpoint; move it away, for --keep_best would replace it");
     const int64_t step = h.get<int64_t>(SLOT_STEP);
     std::string why = changed_flag(c, h, [&](const Flag& f) { return is_of_objective(c, f); });
-    if (why.empty() && h.get<uint32_t>(SLOT_VAL_CRC) != validation_crc(run->val)) why = "--val_data_file has changed";
+    if (why.empty() && h.get<uint32_t>(SLOT_VAL_CRC) != validation_crc(run->val))
+        why = "the validation data has changed";
     if (why.empty()) run->best_loss = logged_val_loss(*run, step);
     if (why.empty() && std::isinf(run->best_loss)) why = text("log.csv has no validation loss of its step %ld", step);
     if (!why.empty()) print_line(best.path + ": " + why + ", so the next checkpoint becomes the best");
@@ -521,8 +529,8 @@ static void print_start(const Config& c, const Trainer& tr, const Dataset& data)
     const bool verified = !data.image_crc.empty();
     const char* doubt = verified ? "" : " (not verified: more than 4 GiB, and no checksums of them)";
     const int64_t steps_an_epoch = (data.count + c.batch_size - 1) / c.batch_size;
-    print_line("data: " + c.data_file + text(", %ld images%s, ", data.count, doubt) +
-               text("%ld steps of %d an epoch", steps_an_epoch, c.batch_size));
+    print_line("data: " + c.data_file + text(", %ld images%s", data.count, doubt) + held_out_words(data) +
+               text(", %ld steps of %d an epoch", steps_an_epoch, c.batch_size));
     const int64_t epochs = c.max_steps * c.batch_size / data.count;
     if (epochs > MANY_EPOCHS)
         printf("each image is seen %ld times, so many samples will be copies; --max_steps %ld shows each %ld times\n",

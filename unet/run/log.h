@@ -7,12 +7,20 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // --- the log in memory, as index.html shows it
 
-constexpr char LOG_COLUMNS[] = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds";
+constexpr char LOG_COLUMNS[] = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds,copies";
 
 // The places of some of these columns in a row of log.csv, counted from 0.
-enum LogColumn { COLUMN_STEP, COLUMN_LOSS, COLUMN_GRAD_NORM = 3, COLUMN_MS, COLUMN_VAL_LOSS = 9, COLUMN_SECONDS };
-using LogValues = std::array<double, COLUMN_SECONDS + 1>; // a row's values; NaN: the row has no value in this column
-static_assert(std::ranges::count(LOG_COLUMNS, ',') == COLUMN_SECONDS, "a column needs its place in LogColumn");
+enum LogColumn {
+    COLUMN_STEP,
+    COLUMN_LOSS,
+    COLUMN_GRAD_NORM = 3,
+    COLUMN_MS,
+    COLUMN_VAL_LOSS = 9,
+    COLUMN_SECONDS,
+    COLUMN_COPIES
+};
+using LogValues = std::array<double, COLUMN_COPIES + 1>; // a row's values; NaN: the row has no value in this column
+static_assert(std::ranges::count(LOG_COLUMNS, ',') == COLUMN_COPIES, "a column needs its place in LogColumn");
 
 // Returns the values of a row of log.csv. A value that can't be read becomes 0, and a missing value becomes NaN.
 static LogValues parse_row(const std::string& row) {
@@ -35,6 +43,7 @@ struct LogPart {
     double low;      // the lowest loss; infinite: there is no loss
     double high;     // the highest loss; -infinite: there is no loss
     double seconds;  // the length of the run when the last of these steps was done
+    double copies;   // the share of copies in the last grid that was drawn after one of these steps; NaN: there is none
     double sum[9];   // the sum of a column's values
     int n[9];        // how many values `sum` has added up in this column
 
@@ -45,6 +54,7 @@ struct LogPart {
         low = std::min(low, next.low);
         high = std::max(high, next.high);
         seconds = next.seconds;
+        if (!std::isnan(next.copies)) copies = next.copies;
         for (int k = 0; k < 9; k++) {
             sum[k] += next.sum[k];
             n[k] += next.n[k];
@@ -73,7 +83,7 @@ struct LogSummary {
 // Returns a LogPart of a single row. seconds: the length of the run when the row's step was done.
 static LogPart part_of_row(const LogValues& values, double seconds, bool skipped) {
     const int64_t step = (int64_t)values[COLUMN_STEP];
-    LogPart part{step, step, skipped, INFINITY, -INFINITY, seconds, {}, {}};
+    LogPart part{step, step, skipped, INFINITY, -INFINITY, seconds, values[COLUMN_COPIES], {}, {}};
     for (int k = 0; k < 9; k++) {
         const double value = values[COLUMN_LOSS + k];
         const bool is_counted = k > 0 || !skipped; // a skipped step's loss is left out
@@ -220,16 +230,17 @@ static void open_log(Run* run) {
         const bool belongs = step > 0 && step <= (double)run->first_step; // false for the line of column names (step 0)
         if (!belongs) continue;
         run->summary.add_read(row);
-        const int64_t missing = COLUMN_SECONDS - std::ranges::count(row, ','); // columns that an older program lacked
+        const int64_t missing = COLUMN_COPIES - std::ranges::count(row, ','); // columns that an older program lacked
         kept += row + std::string(std::max<int64_t>(missing, 0), ',') + "\n";
     }
     // The new log replaces the old one as a whole, so a crash at this moment loses nothing.
     const std::string path = run->folder.name("log.csv");
     const std::string failure = try_write_file(run->folder, "log.csv", kept);
     must(failure.empty(), path, failure);
-    // Rows are appended. O_NOFOLLOW: if somebody has put a link in the place of log.csv meanwhile, it is not followed.
-    run->log_file = openat(run->folder.descriptor, "log.csv", O_WRONLY | O_APPEND | O_CLOEXEC | O_NOFOLLOW);
-    if (run->log_file < 0) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
+    // O_NOFOLLOW: if somebody has put a link in the place of log.csv meanwhile, it is not followed.
+    run->log_file = openat(run->folder.descriptor, "log.csv", O_WRONLY | O_CLOEXEC | O_NOFOLLOW);
+    const bool at_its_end = run->log_file >= 0 && lseek(run->log_file, 0, SEEK_END) >= 0;
+    if (!at_its_end) die("%s: can't be opened (%s)", path.c_str(), strerror(errno));
 }
 
 // Returns the command that goes on with a run. from: a checkpoint's path, or "latest".
@@ -254,17 +265,27 @@ static void write_log(Run* run) {
 
 // Adds the step in run->state to the log. ms: the time that the step took. val: the validation loss after the step, or
 // NaN. seconds: the length of the run. Each of the columns loss_q0 to loss_q3 is the mean loss in one quarter of the
-// noise levels, empty if no sample of the step lies there.
+// noise levels, empty if no sample of the step lies there. The last column is empty until log_copies fills it.
 static void log_step(Run* run, double ms, double val, double seconds) {
     const StepState& s = run->state;
     // A float that is written with nine digits can be read back exactly.
     std::string row = text("%ld,%.9g,%.9g,%.9g,%.3f", s.step, s.loss, s.lr, s.grad_norm, ms);
     for (int q = 0; q < 4; q++) row += s.count_q[q] ? text(",%.9g", s.loss_q[q]) : ",";
     row += std::isnan(val) ? "," : text(",%.9g", val);
-    row += text(",%.3f", seconds);
+    row += text(",%.3f,", seconds);
     if (!world.rank) run->new_rows += row + "\n";
     run->summary.guard = s.guard;
     run->summary.add(row, !s.ok);
+}
+
+// Adds the share of copies in a grid to the row of the newest step, which ends log.csv. A single call writes over the
+// row's line break, so the row is whole before and after it.
+static void log_copies(Run* run, double share) {
+    run->summary.parts.back().copies = share;
+    if (lseek(run->log_file, -1, SEEK_END) < 0)
+        die("%s: can't be written (%s)", run->folder.name("log.csv").c_str(), strerror(errno));
+    run->new_rows = text("%.9g\n", share);
+    write_log(run);
 }
 
 // Returns how many grids a run draws from a step to its end: one after each --sample_interval steps, and one at the

@@ -72,9 +72,10 @@ constexpr int SLOT_PRESET = 117;        // the run's preset (preset_checksum)
 constexpr int SLOT_VAL_CRC = 118;       // validation_crc
 constexpr int SLOT_CLASS_NAMES = 119;   // bytes of the classes' names (class_names_block), at the end of the file
 constexpr int SLOT_SAVE_INTERVAL = 120; // then sample_interval, num_samples; 0: an older file has none of these
-constexpr int SLOT_INTERVALS_END = 123; // the slots from here to SLOT_PATH are unused
-constexpr int SLOT_PATH = 128;          // 512 bytes: the path of --data_file, a zero byte, the path of --cond_file
-constexpr int MOST_LEVELS = 8;          // how many numbers channel_mult may have, and how many attention_resolutions
+constexpr int SLOT_INTERVALS_END = 123;
+constexpr int SLOT_VAL_FRACTION = 123; // the slots behind it, to SLOT_PATH, are unused
+constexpr int SLOT_PATH = 128;         // 512 bytes: the path of --data_file, a zero byte, the path of --cond_file
+constexpr int MOST_LEVELS = 8;         // how many numbers channel_mult may have, and how many attention_resolutions
 
 // Returns the objective's name, or "" if there is no objective of the header's number: then the file is damaged.
 static std::string objective_of(const Header& h) {
@@ -216,7 +217,7 @@ static void check_lists(const ModelFile& m) {
     unused(SLOT_EMAS + m.emas(), SLOT_SAMPLER);
     unused(is_ect(m.header) ? SLOT_ECT_END : SLOT_ECT, SLOT_COND_CRC);
     if (!s[SLOT_COND_CHANNELS]) unused(SLOT_COND_CRC, SLOT_PRECISION);
-    unused(training ? SLOT_INTERVALS_END : SLOT_CLASS_NAMES + 1, training ? SLOT_PATH : 256);
+    unused(training ? SLOT_VAL_FRACTION + 1 : SLOT_CLASS_NAMES + 1, training ? SLOT_PATH : 256);
 }
 
 // Opens a model file and checks all that can be checked without its network.

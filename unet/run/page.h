@@ -62,7 +62,7 @@ static std::string json_rows(const LogSummary& summary) {
         std::string row = text("\n[%ld,%ld,%ld,", p.first, p.last, p.skipped);
         row += json_number(p.low) + "," + json_number(p.high) + ",";
         for (int k = 0; k < 9; k++) row += json_number(p.sum[k] / p.n[k]) + ","; // 0 / 0, NaN: no row has a value
-        return row + text("%.9g]", p.seconds);
+        return row + text("%.9g,", p.seconds) + json_number(p.copies) + "]";
     });
 }
 
@@ -72,6 +72,17 @@ static std::string json_flags(const Config& c) {
         const int who = c.given(f.name) ? 2 : c.chosen(f.name);
         return text("[\"%s\",", f.name) + quoted(flag_value(c, f)) + text(",%d]", who);
     });
+}
+
+// The rows of judge.csv, which dev/benchmarks/judge.py --runs writes, or "". When the run has ended, that program puts
+// new ones into the page itself.
+static std::string judged(const Folder& folder) {
+    std::string content(1 << 16, 0);
+    const int file = openat(folder.descriptor, "judge.csv", OPEN_TO_READ);
+    const ssize_t size = read(file, content.data(), content.size()); // -1: there is none, or none that can be read
+    close(file);
+    content.resize(std::max<ssize_t>(size, 0));
+    return content;
 }
 
 // For how many seconds a run may write no page although it is well, as while it does the first steps, draws a grid, or
@@ -105,6 +116,7 @@ static std::string json_run(const Run& run, const char* state, const std::string
     out += "\"commit\":" + quoted(PROGRAM_COMMIT) + ",";
     out += "\"path\":\"\",";
     out += "\"flags\":" + json_flags(c) + ",";
+    out += "\"judge\":" + quoted(judged(run.folder)) + ",";
     out += "\"grids\":" + json_steps(run.folder, "samples_", ".png", run.state.step) + ",";
     out += "\"checkpoints\":" + json_steps(run.folder, "model_", ".bin", run.state.step) + ",";
     out += text("\"best\":%s,\n", run.folder.has(BEST) ? "true" : "false");
@@ -168,7 +180,8 @@ static void fail_page(const std::string& why) {
 // Writes the first page. From here to end_page, an error that ends the program is told on the page.
 static void begin_page(Run* run) {
     run->began = now() - run->summary.seconds;
-    const std::string data = text("\ndata: %ld images", run->trainer.data.count);
+    const Dataset& d = run->trainer.data;
+    const std::string data = text("\ndata: %ld images", d.count) + held_out_words(d);
     run->page.about = describe(run->trainer.net) + "\nhardware: " + device_name() + data;
     std::string names = run->trainer.data.value_names;
     std::ranges::replace(names, '\n', ' ');

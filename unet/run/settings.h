@@ -15,11 +15,13 @@
 
 // Sets a flag to the value in a model file. If the command line gives the flag, too, the two must be the same, unless
 // the flag may change from run to run. Slots after SLOT_STEP hold settings of the run, which may change, except the
-// optimiser, to which the file's moments belong. Of the model's settings only FREE flags (unet/flags.h) may change.
+// optimiser, to which the file's moments belong, and the part of the images that is held out, which no step of the run
+// may train on. Of the model's settings only FREE flags (unet/flags.h) may change.
 static void take_from_file(Config* c, const std::string& path, const std::string& name, const std::string& value) {
     const Flag& f = *find_flag(name);
     const bool given = c->given(name);
-    const bool may_change = (f.slot > SLOT_STEP && f.slot != SLOT_OPTIMIZER) || f.free;
+    const bool is_fixed = f.slot == SLOT_OPTIMIZER || f.slot == SLOT_VAL_FRACTION;
+    const bool may_change = (f.slot > SLOT_STEP && !is_fixed) || f.free;
     if (given && may_change) return;
     c->by_file.insert(name);
     const std::string wanted = flag_value(*c, f);
