@@ -50,7 +50,7 @@ from common.data_files import Data, open_data
 from common.files import check_output, is_compared
 from common.formats import check_conversion, check_replaced_model, convert, post_hoc_average, read_model
 from common.likelihood import bits_per_dim, open_measured
-from common.log import Log, StepResult, announce, open_validation_data, prepare_run, progress_line, validation_images
+from common.log import Log, StepResult, announce, open_validation_data, prepare_run, progress_line, validation_images, weights_of_init
 from common.model import build_model, initial_weights, parameter_count, parameter_shapes, to_state_dict, train_in_fp8
 from common.model_files import HISTORY_LENGTH, ModelFile, TrainingState, write_model
 from common.program import Screen, UserError, check_alone, run_program, stop_on_signal
@@ -982,10 +982,11 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
     """A training run, in a folder without one. preset: preset_checksum of its preset. Returns the program's exit code, which after a signal is a shell's
     for it: what comes next must not go on with a model that is half trained (python train_unet.py && next)."""
     program.need_packages(("torch", "PIL", "tqdm", "matplotlib"))  # for grids and loss.png, before hours of training and not after them
+    told_of_init = ""
+    if start and not config.resume_checkpoint:  # --init takes the weights alone
+        start, told_of_init = weights_of_init(start, config, data, device)
     all_val = open_validation_data(config, data if data.class_names or not start else start)
     val_data = validation_images(all_val) if all_val else None
-    if start and not config.resume_checkpoint:  # --init takes the weights alone
-        start = ModelFile(start.config, start.weights_to_use(config.use_ema), class_names=start.class_names)
     trainer = Trainer(config, device, start)
     trainer.class_names = kept_names(config, data.class_names or trainer.class_names)
     state, first_step = trainer.state, trainer.state.step
@@ -993,7 +994,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
     state.data_images, state.data_crc, state.cond_crc = len(data.images), data.crc, data.pictures.crc if data.pictures else 0
     state.save_interval, state.sample_interval, state.num_samples = config.save_interval, config.sample_interval, config.num_samples
     announce(trainer, data, start)
-    for told in doubts(config) if config.sample_interval else ():
+    for told in filter(None, [told_of_init, *(doubts(config) if config.sample_interval else ())]):
         print(told)
     if first_step >= config.max_steps:
         more = f"--max_steps {min(2 * first_step, 2 * 10**9)}"

@@ -97,6 +97,7 @@ struct Config {
     // The names of the flags that the command line, a model file or the preset has set: the first of these decides.
     std::set<string> on_command_line, by_file, by_preset;
     bool default_preset = false; // the program has chosen the preset, not the user
+    bool data_decides = false;   // --init: images and classes are the data's, and not the model file's (adapt_to_data)
     bool given(const string& flag) const { return on_command_line.contains(flag); }
     bool fixed(const string& flag) const { return given(flag) || by_file.contains(flag); } // a preset can't change it
     bool chosen(const string& flag) const { return fixed(flag) || by_preset.contains(flag); }

@@ -175,7 +175,8 @@ FLAG(string, cond_file, "",
      "those of the samples, in turns (with cond: or images, of which they are made)");
 FLAG(string, val_cond_file, "", "those of val_data_file's images");
 FLAG(int, val_interval, 100, "steps between two validation losses", 1, BIG);
-FLAG(string, init, "", "start from the weights of this .bin file, whose model flags then hold");
+FLAG(string, init, "",
+     "start from the weights of this .bin file, whose model flags then hold; images and classes may be others");
 FLAG(string, resume_checkpoint, "", "continue from this file, or output_dir's: latest, or auto: if it has one");
 FLAG(string, output_dir, "out", "folder for the log, pictures and checkpoints");
 FLAG(string, output, "samples.png", "--sample's file: .png (one grid) or .bin (float images)");
