@@ -57,7 +57,7 @@ from common.program import Screen, UserError, check_alone, run_program, stop_on_
 from common.random_numbers import (
     BACK_NOISE, CLASS_DROPOUT, COND_DROPOUT, FLIP, KNOWN_NOISE, NOISE, SAMPLE_NOISE, SAMPLE_START, TIMESTEP, VAL_NOISE, VAL_TIMESTEP, data_order, normals, random_words, to_normals,
 )  # fmt: skip
-from common.samples import beside_pictures, grid_pixels, save_png, save_samples, value_captions
+from common.samples import Classes, beside_pictures, grid_pixels, save_png, save_samples, value_captions
 
 # ======================================================================================================================
 # draws: which noise levels and which images a step has. They are functions of the seed and of the step (common/random_numbers.py).
@@ -376,12 +376,10 @@ class Denoiser:
         rows: list[list[float]] | None = None,
         pictures: Tensor | None = None,
     ):
-        self.model, self.config, self.numbers, self.labels, self.asked = model, config, numbers, labels, 0
+        self.model, self.config, self.numbers, self.asked = model, config, numbers, 0
+        self.labels = labels_of_images(config, numbers) if labels is None else labels
         self.diffusion, self.image, self.mask = Diffusion(config), None, None
         self.route = noise_route(config, self.diffusion)
-        if config.class_cond and labels is None:
-            listed = torch.tensor(config.classes or range(config.num_classes), device=numbers.device)
-            self.labels = listed[numbers % len(listed)]
         self.conditions: Conditions = {}
         if config.cond_dim:
             table = torch.tensor(rows or value_rows(config), device=numbers.device)
@@ -581,6 +579,17 @@ def labels_of_given(config: Config) -> tuple[Tensor | None, str]:
     return None, f"{path}: {told}"
 
 
+def labels_of_images(config: Config, numbers: Tensor, given: Tensor | None = None) -> Tensor | None:
+    """The classes (B), int64, in which images of these numbers (B) are drawn: in turns those of config.classes, the given ones (None: those of the given
+    files), or all; num_classes stands for none. None: the model has no classes."""
+    if not config.class_cond:
+        return None
+    given = labels_of_given(config)[0] if given is None else given
+    everything = torch.arange(config.num_classes) if given is None else given
+    listed = (torch.tensor(config.classes) if config.classes else everything).to(numbers.device)
+    return listed[numbers % len(listed)]
+
+
 def doubts(config: Config) -> list[str]:
     """What makes samples worse than they could be, and may not be what the user meant: a sentence each."""
     told = [labels_of_given(config)[1]]
@@ -617,12 +626,11 @@ def draw(
     steps = len(space_timesteps(config.diffusion_steps, config.timestep_respacing))
     first = steps - max(1, math.floor(config.strength * steps + 0.5)) if config.start_from else 0  # Meng et al. 2022, "SDEdit"
     batches = torch.arange(n, device=device).split(config.batch_size)
-    labels = labels_of_given(config)[0] if labels is None else labels
-    own = None if labels is None or config.classes else labels.to(device)
+    labels = labels_of_images(config, torch.arange(n, device=device), labels)
     model.eval()
     with tqdm(total=len(batches) * len(step_order(config, steps, first)), unit="step", disable=not progress) as bar:
         for numbers in batches:
-            D = Denoiser(model, config, numbers, None if own is None else own[numbers % len(own)], rows, pictures)
+            D = Denoiser(model, config, numbers, None if labels is None else labels[numbers], rows, pictures)
             x = D.start()
             if config.inpaint:
                 D.image, D.mask = images.to(device)[numbers % len(images)], masks.to(device)[numbers % len(masks)]
@@ -1097,7 +1105,8 @@ def run(argv: list[str]) -> int:
         for told in doubts(config):
             print(told)
         captions = value_captions(value_rows(config) if config.cond_dim else [], config.sample)
-        save_samples(draw(model, config, config.sample, progress=sys.stderr.isatty()), config.output, captions)
+        classes = Classes(labels_of_images(config, torch.arange(config.sample)), config.num_classes, start.class_names)
+        save_samples(draw(model, config, config.sample, progress=sys.stderr.isatty()), config.output, captions, classes)
         print(f"{config.output}: {config.sample} images with {config.sampler}")
     else:
         chosen = "preset" in flags or (config.resume_checkpoint and preset_of_run(start.state.preset) == (config.preset, False))

@@ -207,9 +207,8 @@ def weights_of_init(start: ModelFile, config: Config, data: Data, device: torch.
     fresh = ["the first and the last layer"] * (was.in_channels != config.in_channels)
     if config.class_cond and new_classes:
         fresh.append(f"{new_classes} of {config.num_classes} classes")
-    told = f"started from {start.path}, a model of {was.image_size[0]}x{was.image_size[1]}x{was.in_channels} images"
-    told += f" and {was.num_classes} classes" * config.class_cond + ": all weights are taken"
     names = start.class_names if start.knows_classes(data) else ()
+    told = f"started from {start.path}: all weights are taken"
     told += f" but those of {' and '.join(fresh)}, which begin anew" if fresh else ""
     return ModelFile(config, flat, path=start.path, class_names=names), told
 

@@ -64,7 +64,7 @@ def test_classes_by_name(run: Callable, capsys: pytest.CaptureFixture) -> None:
     write_data("d.bin", make_images(10), np.arange(10) % 5, 5, class_names=["owl", "ant", "cat", "dog", "fox"])
     file, told = begun(run, capsys, "--init m.bin --data_file d.bin")
     assert file.config.num_classes == 5 and file.class_names == ("owl", "ant", "cat", "dog", "fox")
-    assert told == "started from m.bin, a model of 8x8x1 images and 3 classes: all weights are taken but those of 2 of 5 classes, which begin anew"
+    assert told == "started from m.bin: all weights are taken but those of 2 of 5 classes, which begin anew"
     before, now, new = parts(model, model.ema), parts(file, file.weights), parts(file, initial_weights(file.config))
     rows, table = now.pop("label_emb.weight"), before.pop("label_emb.weight")
     assert torch.equal(rows[[0, 2, 3, 5]], table[[2, 0, 1, 3]])
@@ -81,7 +81,7 @@ def test_other_images(run: Callable, capsys: pytest.CaptureFixture, shape: tuple
     assert (file.config.in_channels, *file.config.image_size) == shape and file.config.attention_resolutions == heights
     fresh = FRESH if shape[0] != 1 else []
     but = " but those of the first and the last layer, which begin anew" if fresh else ""
-    assert told == f"started from m.bin, a model of 8x8x1 images: all weights are taken{but}"
+    assert told == f"started from m.bin: all weights are taken{but}"
     before, now, new = parts(model, model.weights), parts(file, file.weights), parts(file, initial_weights(file.config))
     for name in now:
         assert torch.equal(now[name], (new if name in fresh else before)[name]), name

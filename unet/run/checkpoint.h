@@ -260,16 +260,12 @@ static std::vector<float> weights_of_init(const UNet& net, const ModelFile& m, i
         if (!is_of_classes && p.shape == there.params[i].shape) std::copy_n(old, p.size, &flat[p.offset]);
     }
 
-    std::string line = "started from " + m.path + ", a model of ";
-    line += text("%dx%d", m.header.slot[SLOT_HEIGHT], m.header.slot[SLOT_WIDTH]);
-    line += text("x%d images", there.config.in_channels);
-    if (c.class_cond) line += text(" and %d classes", there.config.num_classes);
     std::string fresh; // what begins anew
     if (there.config.in_channels != c.in_channels) fresh = "the first and the last layer";
     if (new_classes) fresh += fresh.empty() ? "" : " and ";
     if (new_classes) fresh += text("%ld of %d classes", new_classes, c.num_classes);
     if (!fresh.empty()) fresh = " but those of " + fresh + ", which begin anew";
-    print_line(line + ": all weights are taken" + fresh);
+    print_line("started from " + m.path + ": all weights are taken" + fresh);
     return flat;
 }
 

@@ -104,6 +104,7 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
         die("--objective ect: tunes models of --objective edm and flow, and %s was made with ddpm", path.c_str());
 
     c->data_decides = !resume && !c->sample;
+    c->class_names = model.class_names;
     take_parsed_flags(c, model);
     if (is_tuned) take_from_file(c, path, "ect_frame", header_value(*c, h, *find_flag("objective")));
     for (const Flag& f : FLAGS) {
@@ -201,6 +202,7 @@ static void take_data_shape(Config* c, Dataset* data, const ModelFile& model, co
     if (c->data_decides) adapt_to_data(c, data, model);
     else if (c->class_cond) take_class_names(data, model.class_names, model.path);
     const Dataset& d = *data;
+    c->class_names = d.class_names;
     if (where.empty()) {
         if (!c->given("image_size")) c->image_size = size_text(d.H, d.W);
         // If the preset's attention resolutions are impossible for this size, there is attention at the lowest level
