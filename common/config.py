@@ -310,7 +310,9 @@ def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resu
     if start and flags.get("channel_mult") == ():
         flags = flags | {"channel_mult": DEFAULT_CHANNEL_MULT.get(start.config.image_size[0], ())}
     if start:
-        values |= start.inherit(flags, resume, data) | flags
+        adapts = data is not None and not resume
+        values |= start.inherit(flags, resume, adapts) | flags
+        values |= start.adapted(data, flags) if adapts else {}
     elif data:
         shape = {"image_size": data.images.shape[2:], "in_channels": data.images.shape[1]}
         values |= {name: value for name, value in shape.items() if name not in flags}

@@ -171,9 +171,9 @@ class ModelFile:
             taken["cond_channels"] = 0  # as many as --cond makes of the images
         return taken
 
-    def inherit(self, flags: dict[str, Any], resume: bool, data: Data | None = None) -> dict[str, Any]:
-        """The flags of a run that starts from this file, or resumes it; UserError if a given one says otherwise about the model. data: what a run that
-        starts from it is trained on."""
+    def inherit(self, flags: dict[str, Any], resume: bool, adapts: bool = False) -> dict[str, Any]:
+        """The flags of a run that starts from this file, or resumes it; UserError if a given one says otherwise about the model. adapts: the run may have
+        other images and classes (adapted)."""
         others = {name for name, objectives in OBJECTIVES_OWN.items() if self.config.objective not in objectives}  # this file says nothing of them
         inherited = {name: getattr(self.config, name) for name in (CHECKPOINT_FLAGS if resume else SAVED_FLAGS) if name not in others}
         if resume and self.state.save_interval:
@@ -186,14 +186,14 @@ class ModelFile:
             inherited |= {"objective": "ect", "ect_frame": self.config.objective}
         as_saved = Config(**flags)  # in float32
         kept = {*SAVED_FLAGS, *(["seed", "optimizer"] if resume else [])} - FREE_FLAGS
-        if data and not resume:
+        if adapts:
             kept -= {"image_size", "in_channels", "num_classes"}
         for name in flags.keys() & inherited.keys() & kept:
             if getattr(as_saved, name) != inherited[name]:
                 given, there = format_value(name, flags[name]), format_value(name, inherited[name])
                 made = f"with {there}" if there else "without it"
                 raise UserError(f"--{name} {given}: {self.path} was made {made}; leave the flag out")
-        return inherited if resume or not data else inherited | self.adapted(data, flags)
+        return inherited
 
     def metadata(self) -> dict[str, dict[str, Any]]:
         """What the header of a .bin says, for the other formats."""

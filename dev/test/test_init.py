@@ -82,6 +82,10 @@ def test_other_images(run: Callable, capsys: pytest.CaptureFixture, shape: tuple
     fresh = FRESH if shape[0] != 1 else []
     but = " but those of the first and the last layer, which begin anew" if fresh else ""
     assert told == f"started from m.bin: all weights are taken{but}"
+    shutil.rmtree("cpp")
+    shutil.rmtree("twin")
+    again, _ = begun(run, capsys, "--init m.bin --use_ema False --attention_resolutions 4 --data_file d.bin")  # as the file says it
+    assert np.array_equal(again.weights, file.weights)
     before, now, new = parts(model, model.weights), parts(file, file.weights), parts(file, initial_weights(file.config))
     for name in now:
         assert torch.equal(now[name], (new if name in fresh else before)[name]), name
