@@ -145,7 +145,7 @@ from common.diffusers_files import Autoencoder
 from common.model import UNetModel, build_model
 from common.model_files import ModelFile
 from common.pictures import picture_file
-from common.samples import COPY, check_finite, grid_pixels, nearest_images, save_png, save_samples, to_pixels, value_captions, visible
+from common.samples import COPY, Classes, check_finite, grid_pixels, nearest_images, save_png, save_samples, to_pixels, value_captions, visible
 
 ROOT = Path(__file__).resolve().parent
 
@@ -780,29 +780,20 @@ def check_outputs(options: Options, cond_file: str = "") -> None:
             files.check_output("--output", path, read, replaces)
 
 
-def labels_of_images(config: Config, count: int) -> np.ndarray | None:
-    """int64 (count): the classes in which every back end draws the images (train_unet.draw, Denoiser); num_classes stands for none. None: the model has none."""
-    if not config.class_cond:
-        return None
-    given = train_unet.labels_of_given(config)[0]
-    in_turns = config.classes or (np.arange(config.num_classes) if given is None else given.numpy())
-    return np.resize(np.asarray(in_turns, np.int64), count)
-
-
-def save_npz(images: Tensor, labels: np.ndarray | None, path: str) -> None:
+def save_npz(images: Tensor, labels: Tensor | None, path: str) -> None:
     """The file of guided-diffusion's image_sample.py, which its evaluator.py reads: arr_0 uint8 (N, H, W, C) and, with labels, arr_1 (N)."""
     check_finite(images, path)
     pixels = np.concatenate([to_pixels(part) for part in images.split(256)])  # all at once they would take several times their memory, as floats
-    np.savez(buffer := io.BytesIO(), pixels, *([] if labels is None else [labels]))
+    np.savez(buffer := io.BytesIO(), pixels, *([] if labels is None else [labels.numpy()]))
     files.atomic_write(path, [buffer.getbuffer()])
 
 
-def write_images(images: Tensor, told: str, options: Options, captions: Sequence[str] = (), labels: np.ndarray | None = None) -> None:
-    """The grid, with these captions, the data file, or the .npz, with these labels, and the images one by one."""
+def write_images(images: Tensor, told: str, options: Options, captions: Sequence[str] = (), classes: Classes = Classes()) -> None:
+    """The grid, with these captions, the data file or the .npz, with these classes, and the images one by one."""
     if options.output.endswith(".npz"):
-        save_npz(images, labels, options.output)
+        save_npz(images, classes.labels, options.output)
     else:
-        save_samples(images, options.output, captions)
+        save_samples(images, options.output, captions, classes)
     print(f"{options.output}: {len(images)} images {told}")
     write_separate(images, options)
 
@@ -887,7 +878,8 @@ def run(argv: list[str]) -> None:
         config = take_pictures(options, config, folder) if options.image or options.cond else config
         for told in train_unet.doubts(config):
             print(told)
-        labels = labels_of_images(config, options.num_samples)
+        labels = train_unet.labels_of_images(config, torch.arange(options.num_samples))
+        classes = Classes(labels, config.num_classes, file.class_names)
         images = BACKENDS[options.backend](file, config, options.num_samples)
         shows_beside = (options.image or options.cond) and options.output.endswith(".png")
         if shows_beside:
@@ -897,7 +889,8 @@ def run(argv: list[str]) -> None:
             print(f"{options.output}: {told}, with {config.sampler} from {options.model_filename}")
             return write_separate(images, options)
     captions = value_captions(value_rows(config) if config.cond_dim else [], len(images))
-    write_images(vae.decode(images) if vae else images, f"with {config.sampler} from {options.model_filename}", options, captions, labels)
+    told = f"with {config.sampler} from {options.model_filename}"
+    write_images(vae.decode(images) if vae else images, told, options, captions, classes)
 
 
 if __name__ == "__main__":

@@ -1912,7 +1912,7 @@ static int train(const Config& c, const Dataset& whole, Folder output, const std
     // First find errors in the settings, before the program allocates memory or writes a file.
     if (!world.rank) check_output_dir(c, output, resume, start.state().step);
     const auto [data, val] = training_and_validation_data(c, whole);
-    if (start.size) check_size(start, build_unet(c));
+    if (start.size) check_size(start, build_unet(config_in_file(c, start)));
     Run run{c, make_trainer(c, data), val, output};
     if (!begin_run(&run, data, resume, start)) return 0; // all steps are done already
 

@@ -50,14 +50,16 @@ from common.data_files import Data, open_data
 from common.files import check_output, is_compared
 from common.formats import check_conversion, check_replaced_model, convert, post_hoc_average, read_model
 from common.likelihood import bits_per_dim, open_measured
-from common.log import Log, StepResult, announce, prepare_run, progress_line, training_and_validation_data, validation_crc, validation_images
+from common.log import (
+    Log, StepResult, announce, prepare_run, progress_line, training_and_validation_data, validation_crc, validation_images, weights_of_init,
+)  # fmt: skip
 from common.model import build_model, initial_weights, parameter_count, parameter_shapes, to_state_dict, train_in_fp8
 from common.model_files import HISTORY_LENGTH, ModelFile, TrainingState, write_model
 from common.program import Screen, UserError, check_alone, run_program, stop_on_signal
 from common.random_numbers import (
     BACK_NOISE, CLASS_DROPOUT, COND_DROPOUT, FLIP, KNOWN_NOISE, NOISE, SAMPLE_NOISE, SAMPLE_START, TIMESTEP, VAL_NOISE, VAL_TIMESTEP, data_order, normals, random_words, to_normals,
 )  # fmt: skip
-from common.samples import beside_pictures, count_copies, grid_pixels, save_png, save_samples, value_captions
+from common.samples import Classes, beside_pictures, count_copies, grid_pixels, save_png, save_samples, value_captions
 
 # ======================================================================================================================
 # draws: which noise levels and which images a step has. They are functions of the seed and of the step (common/random_numbers.py).
@@ -376,12 +378,10 @@ class Denoiser:
         rows: list[list[float]] | None = None,
         pictures: Tensor | None = None,
     ):
-        self.model, self.config, self.numbers, self.labels, self.asked = model, config, numbers, labels, 0
+        self.model, self.config, self.numbers, self.asked = model, config, numbers, 0
+        self.labels = labels_of_images(config, numbers) if labels is None else labels
         self.diffusion, self.image, self.mask = Diffusion(config), None, None
         self.route = noise_route(config, self.diffusion)
-        if config.class_cond and labels is None:
-            listed = torch.tensor(config.classes or range(config.num_classes), device=numbers.device)
-            self.labels = listed[numbers % len(listed)]
         self.conditions: Conditions = {}
         if config.cond_dim:
             table = torch.tensor(rows or value_rows(config), device=numbers.device)
@@ -581,6 +581,17 @@ def labels_of_given(config: Config) -> tuple[Tensor | None, str]:
     return None, f"{path}: {told}"
 
 
+def labels_of_images(config: Config, numbers: Tensor, given: Tensor | None = None) -> Tensor | None:
+    """The classes (B), int64, in which images of these numbers (B) are drawn: in turns those of config.classes, the given ones (None: those of the given
+    files), or all; num_classes stands for none. None: the model has no classes."""
+    if not config.class_cond:
+        return None
+    given = labels_of_given(config)[0] if given is None else given
+    everything = torch.arange(config.num_classes) if given is None else given
+    listed = (torch.tensor(config.classes) if config.classes else everything).to(numbers.device)
+    return listed[numbers % len(listed)]
+
+
 def doubts(config: Config) -> list[str]:
     """What makes samples worse than they could be, and may not be what the user meant: a sentence each."""
     told = [labels_of_given(config)[1]]
@@ -617,12 +628,11 @@ def draw(
     steps = len(space_timesteps(config.diffusion_steps, config.timestep_respacing))
     first = steps - max(1, math.floor(config.strength * steps + 0.5)) if config.start_from else 0  # Meng et al. 2022, "SDEdit"
     batches = torch.arange(n, device=device).split(config.batch_size)
-    labels = labels_of_given(config)[0] if labels is None else labels
-    own = None if labels is None or config.classes else labels.to(device)
+    labels = labels_of_images(config, torch.arange(n, device=device), labels)
     model.eval()
     with tqdm(total=len(batches) * len(step_order(config, steps, first)), unit="step", disable=not progress) as bar:
         for numbers in batches:
-            D = Denoiser(model, config, numbers, None if own is None else own[numbers % len(own)], rows, pictures)
+            D = Denoiser(model, config, numbers, None if labels is None else labels[numbers], rows, pictures)
             x = D.start()
             if config.inpaint:
                 D.image, D.mask = images.to(device)[numbers % len(images)], masks.to(device)[numbers % len(masks)]
@@ -985,10 +995,11 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
     """A training run, in a folder without one. preset: preset_checksum of its preset. Returns the program's exit code, which after a signal is a shell's
     for it: what comes next must not go on with a model that is half trained (python train_unet.py && next)."""
     program.need_packages(("torch", "PIL", "tqdm", "matplotlib"))  # for grids and loss.png, before hours of training and not after them
+    told_of_init = ""
+    if start and not config.resume_checkpoint:  # --init takes the weights alone
+        start, told_of_init = weights_of_init(start, config, data, device)
     data, all_val = training_and_validation_data(config, data, data if data.class_names or not start else start)
     val_data = validation_images(all_val) if all_val else None
-    if start and not config.resume_checkpoint:  # --init takes the weights alone
-        start = ModelFile(start.config, start.weights_to_use(config.use_ema), class_names=start.class_names)
     trainer = Trainer(config, device, start)
     trainer.class_names = kept_names(config, data.class_names or trainer.class_names)
     state, first_step = trainer.state, trainer.state.step
@@ -996,7 +1007,7 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
     state.data_images, state.data_crc, state.cond_crc = len(data.images), data.crc, data.pictures.crc if data.pictures else 0
     state.save_interval, state.sample_interval, state.num_samples = config.save_interval, config.sample_interval, config.num_samples
     announce(trainer, data, start)
-    for told in doubts(config) if config.sample_interval else ():
+    for told in filter(None, [told_of_init, *(doubts(config) if config.sample_interval else ())]):
         print(told)
     if first_step >= config.max_steps:
         more = f"--max_steps {min(2 * first_step, 2 * 10**9)}"
@@ -1099,7 +1110,8 @@ def run(argv: list[str]) -> int:
         for told in doubts(config):
             print(told)
         captions = value_captions(value_rows(config) if config.cond_dim else [], config.sample)
-        save_samples(draw(model, config, config.sample, progress=sys.stderr.isatty()), config.output, captions)
+        classes = Classes(labels_of_images(config, torch.arange(config.sample)), config.num_classes, start.class_names)
+        save_samples(draw(model, config, config.sample, progress=sys.stderr.isatty()), config.output, captions, classes)
         print(f"{config.output}: {config.sample} images with {config.sampler}")
     else:
         chosen = "preset" in flags or (config.resume_checkpoint and preset_of_run(start.state.preset) == (config.preset, False))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.config import make_config, pick_device, pick_precision
+from common.config import class_numbers, make_config, pick_device, pick_precision
 from common.data_files import write_data
 from common.flags import FLAGS, SAMPLING_FLAGS, SAVED_FLAGS, Config, format_value, parse_flags
 from common.log import open_start
@@ -69,25 +69,16 @@ def sampling_config(model: nn.Module, n: int, image: Given, pictures: Given, fla
     config: Config = model.config
     with tempfile.TemporaryDirectory() as folder:
         try:
-            told = read_flags(flags | {"classes": class_numbers(model, flags["classes"]), "values": table(flags["values"], folder)}, DRAWING)
+            classes = flags["classes"]
+            listed = [classes] if isinstance(classes, (int, str)) else classes
+            numbers = None if classes is None else class_numbers(listed, model.class_names)
+            told = read_flags(flags | {"classes": numbers, "values": table(flags["values"], folder)}, DRAWING)
             files = {"start_from": data_file("image", image, config.in_channels, config, folder)}
             files["cond_file"] = data_file("cond", pictures, config.in_channels if config.cond else config.cond_channels, config, folder)
             told |= {name: path for name, path in files.items() if path} | {"sample": n, "device": str(next(model.parameters()).device)}
             yield make_config(told, None, ModelFile(config, np.empty(0, np.float32)))
         except UserError as e:
             raise UserError(str(e).replace(f"{folder}/", "")) from None
-
-
-def class_numbers(model: nn.Module, classes: int | str | Sequence[int | str] | None) -> list[int] | None:
-    """Classes by their numbers; those that are words by model.class_names."""
-    if classes is None:
-        return None
-    listed = [classes] if isinstance(classes, (int, str)) else list(classes)
-    names = list(model.class_names)
-    for name in listed:
-        if isinstance(name, str) and name not in names:
-            raise UserError(f"--classes {name}: is none of this model's classes ({', '.join(names) or 'they have no names; use their numbers'})")
-    return [names.index(name) if isinstance(name, str) else int(name) for name in listed]
 
 
 def data_file(name: str, given: Given, channels: int, config: Config, folder: str) -> str | None:

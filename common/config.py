@@ -7,6 +7,7 @@ import io
 import math
 import re
 import zlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +60,14 @@ def check_hearing(config: Config, flags: dict[str, Any]) -> None:
     for name in "cond_dim", "class_cond":
         check(config, not (flags.get(name) and getattr(config, name)), name, f"would have no effect: {told}")
     print(f"--num_channels {config.num_channels}: {told}")
+
+
+def class_numbers(classes: Iterable[int | str], names: Sequence[str]) -> tuple[int, ...]:
+    """Classes by their numbers; those that are words by the names of the model's classes."""
+    for name in classes:
+        if isinstance(name, str) and name not in names:
+            raise UserError(f"--classes {name}: is none of this model's classes ({', '.join(names) or 'they have no names; use their numbers'})")
+    return tuple([*names].index(name) if isinstance(name, str) else int(name) for name in classes)
 
 
 def check(config: Config, ok: bool, name: str, wanted: str) -> None:
@@ -303,7 +312,9 @@ def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resu
     if start and flags.get("channel_mult") == ():
         flags = flags | {"channel_mult": DEFAULT_CHANNEL_MULT.get(start.config.image_size[0], ())}
     if start:
-        values |= start.inherit(flags, resume) | flags
+        adapts = data is not None and not resume
+        values |= start.inherit(flags, resume, adapts) | flags
+        values |= start.adapted(data, flags) if adapts else {}
     elif data:
         shape = {"image_size": data.images.shape[2:], "in_channels": data.images.shape[1]}
         values |= {name: value for name, value in shape.items() if name not in flags}
@@ -323,6 +334,9 @@ def make_config(flags: dict[str, Any], data: Any = None, start: Any = None, resu
         values["min_snr_gamma"] = 5.0  # see apply_default_preset in unet/run/settings.h
     values |= ect_defaults(values, flags, start)
     config = Config(**values)
+    if config.class_cond:
+        named = start if start and (not data or resume or start.knows_classes(data)) else data
+        config.classes = class_numbers(config.classes, named.class_names if named else ())
     if "class_dropout" in of_preset and not config.class_cond and not config.cond_dim:
         config.class_dropout = 0.0
     if "guidance_scale" in of_preset and not config.null_class:

@@ -52,7 +52,7 @@ def finite_numbers(words: list[str]) -> list[float]:
 # the table: unet/flags.h
 
 TYPES = {"int": "int", "int64_t": "int", "float": "float", "bool": "bool", "string": "str"}
-TYPES |= {"pixels": "tuple[int, int]", "ints": "tuple[int, ...]", "floats": "tuple[float, ...]"}
+TYPES |= {"pixels": "tuple[int, int]", "ints": "tuple[int, ...]", "floats": "tuple[float, ...]", "names": "tuple[int | str, ...]"}
 NAMES = {"true": True, "false": False, "BIG": 1e9}
 
 
@@ -156,6 +156,12 @@ def parse_value(name: str, type_: str, text: str) -> Any:
             raise ValueError(word)
         return number(word, kind)
 
+    def number_or_name(word: str) -> int | str:
+        try:
+            return exact(word, int)
+        except ValueError:
+            return word
+
     try:
         if type_ == "bool":
             return {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False}[text]
@@ -164,6 +170,8 @@ def parse_value(name: str, type_: str, text: str) -> Any:
         if name == "image_size":
             height, x, width = text.partition("x")
             return exact(height, int), exact(width if x else height, int)
+        if type_ == TYPES["names"]:
+            return tuple(map(number_or_name, text.split(","))) if text else ()
         if type_.startswith("tuple"):
             return tuple(exact(v, float if "float" in type_ else int) for v in text.split(",")) if text else ()
         return text

@@ -37,7 +37,7 @@ def open_measured(path: str, flags: dict[str, Any]) -> tuple[Config, Data, Model
         raise UserError(f"--nll {path}: needs --init FILE, the model by which these images are measured")
     start = open_start(flags).choose_ema(flags.get("ema_rate"))
     data = with_pictures(open_data(path), "cond_file", flags.get("cond_file", ""))
-    config = make_config({"precision": "fp32"} | flags, data, start)  # bf16 would be seen in the result
+    config = make_config({"precision": "fp32"} | flags, None, start)  # bf16 would be seen in the result
     if config.objective == "ect":
         told = "was tuned by --objective ect to answer with samples, which say nothing of a density; name the model that it was tuned from"
         raise UserError(f"--init {start.path}: {told}")

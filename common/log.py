@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import re
@@ -12,12 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from common import files
 from common.config import check_ema_rate, check_hearing, default_preset, make_config
 from common.data_files import Data, find_data, open_data, with_pictures
 from common.flags import Config, preset_flags
 from common.formats import read_model
+from common.model import initial_weights, to_state_dict
 from common.model_files import ModelFile
 from common.program import UserError
 from common.random_numbers import data_order, held_out_images
@@ -160,7 +163,8 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
         try:
             if not start and "in_channels" not in flags:  # no preset makes pictures grey
                 unlabelled["in_channels"] = folder_channels(flags["data_dir"])
-            data = open_pictures(flags["data_dir"], start.config if start else make_config(unlabelled))
+            made = {name: flags[name] for name in ("image_size", "in_channels") if name in flags}
+            data = open_pictures(flags["data_dir"], dataclasses.replace(start.config, **made) if start else make_config(unlabelled))
         except files.DataError as e:
             raise files.DataError(f"--data_dir {flags['data_dir']}: {e}") from None
     else:
@@ -172,7 +176,7 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
         data = with_pictures(data, "cond_file", flags.get("cond_file", ""))
     config = make_config(flags, data, start, resume)
     check_ema_rate(config)
-    if data and start and config.class_cond:
+    if data and start and config.class_cond and (resume or start.knows_classes(data)):
         data = data.as_classes_of(start.path, start.class_names)
     if data:
         data.check(config)
@@ -187,6 +191,31 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
         told = f"does not hold the pictures that {start.path} was trained with"
         raise UserError(f"{data.pictures.path}: {told}; name them, or this file, with --cond_file")
     return config, data, start
+
+
+def weights_of_init(start: ModelFile, config: Config, data: Data, device: torch.device) -> tuple[ModelFile, str]:
+    """The weights with which a run begins that starts from a model file (--init), with the names of classes that it knows, and what there is to tell. What the
+    file has in another shape begins as in a new run: the weights of the first layer and all of the last one, if the images have other channels. So
+    does the row of each class that the file does not know."""
+    drawn_on = device if device.type == "cuda" else "cpu"
+    was, flat, rows = start.config, initial_weights(config, drawn_on), start.class_rows(data, config.num_classes)
+    new_classes = rows.count(-1)
+    if config.null_class:
+        rows.append(was.num_classes)  # the row of "no class" is the last one in both
+    there = to_state_dict(was, start.weights_to_use(config.use_ema))
+    for name, tensor in to_state_dict(config, flat).items():
+        if name == "label_emb.weight":
+            for row, k in zip(tensor, rows):
+                row.copy_(there[name][k] if k >= 0 else row)
+        elif tensor.shape == there[name].shape:
+            tensor.copy_(there[name])
+    fresh = ["the first and the last layer"] * (was.in_channels != config.in_channels)
+    if config.class_cond and new_classes:
+        fresh.append(f"{new_classes} of {config.num_classes} classes")
+    names = start.class_names if start.knows_classes(data) else ()
+    told = f"started from {start.path}: all weights are taken"
+    told += f" but those of {' and '.join(fresh)}, which begin anew" if fresh else ""
+    return ModelFile(config, flat, path=start.path, class_names=names), told
 
 
 def open_validation_data(config: Config, known: Data | ModelFile) -> Data | None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from common import files
-from common.data_files import MOST_NAME_BYTES, class_names_block, read_class_names
+from common.data_files import MOST_NAME_BYTES, Data, class_names_block, read_class_names
 from common.config import make_config, validate
 from common.files import MODEL_MAGIC, UNET_CU_MODEL_MAGIC
 from common.flags import (
@@ -142,8 +142,38 @@ class ModelFile:
         places = [rates.index(rate) if rate in rates else k for k, rate in enumerate(config.ema_rate)]
         return [emas[k] if k < len(emas) else self.weights for k in places]
 
-    def inherit(self, flags: dict[str, Any], resume: bool) -> dict[str, Any]:
-        """The flags of a run that starts from this file, or resumes it; UserError if a given one says otherwise about the model."""
+    def class_rows(self, data: Data, count: int) -> list[int]:
+        """For each of `count` classes of a run that starts from this file, its row in the file's table of classes, or -1: the file does not know it. Classes
+        are the same if their names are. Without names, the file knows data of no more classes than its own, by their numbers."""
+        known = list(self.class_names)
+        if known and data.class_names:
+            rows = [known.index(name) if name in known else -1 for name in data.class_names]
+        else:
+            rows = list(range(self.config.num_classes)) if data.num_classes <= self.config.num_classes else []
+        return (rows + [-1] * count)[:count]
+
+    def knows_classes(self, data: Data) -> bool:
+        """Whether this file's model has all classes of the data."""
+        return -1 not in self.class_rows(data, data.num_classes)
+
+    def adapted(self, data: Data, flags: dict[str, Any]) -> dict[str, Any]:
+        """The flags that a run which starts from this file (--init) takes from its data, unless they are given: size and channels of the images, and the
+        classes, unless the model has all of them."""
+        channels, *size = data.images.shape[1:]
+        taken = {"image_size": tuple(size), "in_channels": channels}
+        if self.config.class_cond and not self.knows_classes(data):
+            taken["num_classes"] = data.num_classes
+        taken |= {name: flags[name] for name in taken if name in flags}
+        # Attention stays at the same levels, whose heights grow with the images.
+        height, now = self.config.image_size[0], taken["image_size"][0]
+        taken["attention_resolutions"] = tuple(r * now // height for r in self.config.attention_resolutions)
+        if self.config.cond and "cond_channels" not in flags:
+            taken["cond_channels"] = 0  # as many as --cond makes of the images
+        return taken
+
+    def inherit(self, flags: dict[str, Any], resume: bool, adapts: bool = False) -> dict[str, Any]:
+        """The flags of a run that starts from this file, or resumes it; UserError if a given one says otherwise about the model. adapts: the run may have
+        other images and classes (adapted)."""
         others = {name for name, objectives in OBJECTIVES_OWN.items() if self.config.objective not in objectives}  # this file says nothing of them
         inherited = {name: getattr(self.config, name) for name in (CHECKPOINT_FLAGS if resume else SAVED_FLAGS) if name not in others}
         if resume and self.state.save_interval:
@@ -155,7 +185,10 @@ class ModelFile:
                 raise UserError(TUNES.format(self.path))
             inherited |= {"objective": "ect", "ect_frame": self.config.objective}
         as_saved = Config(**flags)  # in float32
-        for name in flags.keys() & inherited.keys() & {*SAVED_FLAGS, *(["seed", "optimizer", "val_fraction"] if resume else [])} - FREE_FLAGS:
+        kept = {*SAVED_FLAGS, *(["seed", "optimizer", "val_fraction"] if resume else [])} - FREE_FLAGS
+        if adapts:
+            kept -= {"image_size", "in_channels", "num_classes"}
+        for name in flags.keys() & inherited.keys() & kept:
             if getattr(as_saved, name) != inherited[name]:
                 given, there = format_value(name, flags[name]), format_value(name, inherited[name])
                 made = f"with {there}" if there else "without it"

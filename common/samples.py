@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -123,10 +124,21 @@ def check_finite(images: Tensor, path: str) -> None:
         raise UserError(f"{path}: is not written, because the samples are not finite numbers; these weights are broken")
 
 
-def save_samples(images: Tensor, path: str, captions: Sequence[str] = ()) -> None:
-    """Images in [-1, 1] as a grid (.png) with these captions, or as a data file of float32 images (.bin)."""
+class Classes(NamedTuple):
+    """In which images were drawn."""
+
+    labels: Tensor | None = None  # (N), int64: of each image; `count` stands for none. None: the model has no classes
+    count: int = 0  # of the model's classes
+    names: Sequence[str] = ()  # of them, by their numbers; or empty
+
+
+def save_samples(images: Tensor, path: str, captions: Sequence[str] = (), classes: Classes = Classes()) -> None:
+    """Images in [-1, 1] as a grid (.png) with these captions, or as a data file of float32 images (.bin) with their classes. If one was drawn without a
+    class, the file has no labels."""
     check_finite(images, path)
     if path.endswith(".bin"):
-        write_data(path, images.numpy(), kind=files.SAMPLES)
+        has_labels = classes.labels is not None and bool((classes.labels < classes.count).all())
+        labels = {"labels": classes.labels.numpy(), "num_classes": classes.count, "class_names": classes.names} if has_labels else {}
+        write_data(path, images.numpy(), kind=files.SAMPLES, **labels)
     else:
         save_png(grid_pixels(images, captions=captions), path)

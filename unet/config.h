@@ -82,6 +82,7 @@ struct Config {
     using pixels = string; // the size of an image: 64, or 48x64 (height x width)
     using ints = string;   // numbers with commas between them
     using floats = string;
+    using names = string;
 #include "flags.h"
 
     // Computed from flags that are text (parse_model, check_model, check_run). The comment names the flag.
@@ -89,14 +90,17 @@ struct Config {
     std::vector<float> mult;                      // channel_mult
     std::vector<float> attention_heights;         // attention_resolutions
     std::vector<float> emas;                      // ema_rate
-    std::vector<float> class_list;                // classes
+    std::vector<float> class_list;                // classes: their numbers
     std::vector<float> value_rows;                // values: rows of cond_dim numbers
     PictureKind picture_kind = PictureKind::FILE; // cond
     int picture_factor = 0;                       // cond: the K of lowres:K, which shrinks images to height / K
 
+    std::vector<string> class_names; // of the model's classes, by their numbers, from its file or the data; or empty
+
     // The names of the flags that the command line, a model file or the preset has set: the first of these decides.
     std::set<string> on_command_line, by_file, by_preset;
     bool default_preset = false; // the program has chosen the preset, not the user
+    bool data_decides = false;   // --init: images and classes are the data's, and not the model file's (adapt_to_data)
     bool given(const string& flag) const { return on_command_line.contains(flag); }
     bool fixed(const string& flag) const { return given(flag) || by_file.contains(flag); } // a preset can't change it
     bool chosen(const string& flag) const { return fixed(flag) || by_preset.contains(flag); }
@@ -665,6 +669,29 @@ static std::string parse_values(Config* c) {
     return fits ? "" : wrong(c, "values", text("must be %d numbers with commas, or a .csv file of rows of them", K));
 }
 
+// --classes: numbers, or names of the model's classes.
+static std::string parse_classes(Config* c) {
+    c->class_list.clear();
+    if (c->classes.empty()) return "";
+    if (!c->class_cond) return wrong(c, "classes", "this model is not conditioned on classes");
+    std::string known;
+    for (const std::string& name : c->class_names) known += (known.empty() ? "" : ", ") + name;
+    std::istringstream words(c->classes + ","); // so that a comma at the end is followed by an empty word
+    for (std::string word; std::getline(words, word, ',');) {
+        std::vector<float> number;
+        const auto named = std::ranges::find(c->class_names, word);
+        const bool is_number = parse_list(word, &number) && !number.empty();
+        if (!is_number && named == c->class_names.end())
+            return "--classes " + word + ": is none of this model's classes (" +
+                   (known.empty() ? "they have no names; use their numbers" : known) + ")";
+        const float k = is_number ? number[0] : (float)(named - c->class_names.begin());
+        if (k != std::floor(k) || k < 0 || k >= (float)c->num_classes)
+            return wrong(c, "classes", text("%g is not one of the classes 0 to %d", k, c->num_classes - 1));
+        c->class_list.push_back(k);
+    }
+    return "";
+}
+
 // take_data_shape checks the pictures of a training run against its data.
 static std::string check_pictures(Config* c) {
     const bool has_file = !c->cond_file.empty();
@@ -732,12 +759,7 @@ static std::string check_model(Config* c) {
     note_unless(!c->augment || !c->random_flip, "random_flip", "is a part of --augment, which tells the network of it");
     note_unless(!c->use_kl || !c->min_snr_gamma, "min_snr_gamma", "weighs an error that --use_kl True leaves out");
 
-    note_unless(parse_list(c->classes, &c->class_list), "classes", "must be numbers with commas, such as 3,5");
-    note_unless(c->class_list.empty() || c->class_cond, "classes", "this model is not conditioned on classes");
-    for (float k : c->class_list) {
-        const bool is_class = k == std::floor(k) && k >= 0 && k < c->num_classes;
-        note_unless(is_class, "classes", text("%g is not one of the classes 0 to %d", k, c->num_classes - 1));
-    }
+    if (error.empty()) error = parse_classes(c);
     note_unless(!c->guided() || c->can_be_guided(), "guidance_scale",
                 "needs a model of --class_cond True (or --cond_dim) and --class_dropout 0.1, or of --cond_dropout 0.1");
     note_unless(c->guidance_min <= c->guidance_max, "guidance_min",

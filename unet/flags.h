@@ -14,7 +14,8 @@
 //   PRESETS_SHARE(NAME, flags[, NAME])          what several presets have in common
 //   TEXT(NAME, text)                            a text that both programs know
 //
-// Of the types, pixels (64, or 48x64), ints and floats (with commas) are text in C++, which parses them later.
+// Of the types, pixels (64, or 48x64), ints, floats, and names or numbers (with commas) are text in C++, which parses
+// them later.
 
 // docs/CHANGELOG.md says what is new in it.
 TEXT(VERSION, "1.0");
@@ -129,7 +130,7 @@ FLAG(string, mask, "",
      "for inpaint, or with cond mask for --sample: a data file of 1 channel: above half the range, paint anew");
 FLAG(int, jump_length, 10, "inpaint: steps to go back, for what is new to fit to what is known", 1, 100000);
 FLAG(int, jump_n_sample, 10, "inpaint: how often the same steps are taken; 1: never back", 1, 1000);
-FLAG(ints, classes, "", "classes of the images, such as 3,5, in turns (default: all)");
+FLAG(names, classes, "", "classes of the images by number or name, such as 3,5 or cat,dog, in turns (default: all)");
 FLAG(string, values, "",
      "numbers of the images, such as 0.3,1,0, or a .csv file with a row for each image, in turns (default in a run: "
      "those of the data)");
@@ -178,7 +179,8 @@ FLAG(string, cond_file, "",
      "those of the samples, in turns (with cond: or images, of which they are made)");
 FLAG(string, val_cond_file, "", "those of val_data_file's images");
 FLAG(int, val_interval, 100, "steps between two validation losses", 1, BIG);
-FLAG(string, init, "", "start from the weights of this .bin file, whose model flags then hold");
+FLAG(string, init, "",
+     "start from the weights of this .bin file, whose model flags then hold; images and classes may be others");
 FLAG(string, resume_checkpoint, "", "continue from this file, or output_dir's: latest, or auto: if it has one");
 FLAG(string, output_dir, "out", "folder for the log, pictures and checkpoints");
 FLAG(string, output, "samples.png", "--sample's file: .png (one grid) or .bin (float images)");

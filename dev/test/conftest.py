@@ -204,8 +204,8 @@ def read_samples(path: Path) -> np.ndarray:
     """The images (N, C, H, W) that --sample --output x.bin wrote."""
     file = path.read_bytes()
     header = np.frombuffer(file[:1024], "<i4")
-    assert header[0] == DATA_MAGIC and header[7] == 4 and header[6] == 0 and seal_data(file) == file
-    return np.frombuffer(file[1024:], "<f4").reshape(header[2:6])
+    assert header[0] == DATA_MAGIC and header[7] == 4 and seal_data(file) == file
+    return np.frombuffer(file[1024:], "<f4", math.prod(header[2:6].tolist())).reshape(header[2:6])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

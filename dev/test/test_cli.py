@@ -494,7 +494,7 @@ def test_numbers_that_only_one_language_reads(refused: Callable, data: Path, wor
     """Python reads 1_0, and C reads 0x2."""
     name = words.split()[0]
     with pytest.raises(train_unet.UserError, match=name):
-        train_unet.parse_flags(words.split(), train_unet.FLAGS)
+        train_unet.run([*words.split(), "--data_file", str(data), "--device", "cpu"])
     refused([*words.split(), "--data_file", data], name)
 
 

@@ -20,14 +20,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, flags, make_images, random_weights, seal_data, seal_model, with_slot
+from conftest import ROOT, binary_path, flags, make_images, random_weights, seal_data, seal_model, shown_run, with_slot
 from PIL import Image, ImageCms, features
 
+import generate
 import prepare_data
 import train_unet as twin
 from common import data_files, pictures, program
 from common.config import make_config
-from common.data_files import open_data, write_data
+from common.data_files import Data, open_data, write_data
 from common.files import DataError
 from common.flags import Config
 from common.model_files import ModelFile, write_model
@@ -249,8 +250,8 @@ def test_a_model_knows_the_names_of_its_classes(tmp_path, monkeypatch: pytest.Mo
     config, data, _ = twin.prepare_run({"init": f"m{end}", "data_file": "u.bin"} | start)
     assert data.labels.tolist() == [2, 1] * 4 and data.num_classes == config.num_classes == 3
     write_data("u.bin", make_images(8), np.arange(8) % 2, 2, class_names=["c", "d"])
-    with pytest.raises(UserError, match=f"u.bin: its class d is none of those of m{end}; a, b, c are"):
-        twin.prepare_run({"init": f"m{end}", "data_file": "u.bin"} | start)
+    config, data, _ = twin.prepare_run({"init": f"m{end}", "data_file": "u.bin"} | start)  # test_init.py: what such a run begins with
+    assert data.labels.tolist() == [0, 1] * 4 and data.num_classes == config.num_classes == 2
 
     write_model(f"n{end}", dataclasses.replace(trained, class_names=()))
     assert twin.read_model(f"n{end}").class_names == ()
@@ -313,7 +314,7 @@ def test_train_unet_compares_classes_by_name(run: Callable, refused: Callable, t
     write_data("strange.bin", images, np.arange(8) % 2, 2, class_names=["a", "horse"])
     sentence = "its class horse is none of those of"
     refused(flags(words, "--data_file", "t.bin", "--val_data_file", "strange.bin", "--output_dir", "x"), "strange.bin", sentence, "t.bin")
-    refused([*words, "--init", model, "--data_file", "strange.bin", "--output_dir", "x"], "strange.bin", sentence, model)
+    refused(flags(words, more, "--data_file", "strange.bin", "--output_dir", "x"), "strange.bin", sentence, model)
     run([*words, "--data_file", "t.bin", "--num_classes", 5, "--output_dir", "five"])
     assert twin.read_model("five/model_0000001.bin").class_names == ()
     for damaged in (with_slot(raw, 119, 16), with_slot(raw, 119, -4), with_slot(raw, 119, 0), raw[:-12] + b"a\na\nc".ljust(12, b"\0"), raw[:-4]):
@@ -328,6 +329,83 @@ def test_train_unet_compares_classes_by_name(run: Callable, refused: Callable, t
     ):
         Path("bad.bin").write_bytes(seal_data(damaged))
         refused([*words, "--data_file", "bad.bin", "--output_dir", "x"], "bad.bin")
+
+
+def make_named_model(path: str, **more: object) -> None:
+    config = make_config(dict(preset="fashion32", image_size=(8, 8), num_channels=32, channel_mult=(1, 1), attention_resolutions=(4,), num_classes=3,
+                              class_cond=True, use_scale_shift_norm=True) | more)  # fmt: skip
+    write_model(path, ModelFile(config, random_weights(config), class_names=("cat", "dog", "barn owl")))
+
+
+def drawn(run: Callable, count: int, model: str, *more: object) -> list[Data]:
+    """The data files of the same samples by both programs and both back ends of generate.py."""
+    words = flags("--timestep_respacing 2 --sample", count, "--init", model, *more)
+    run([*words, "--output", "cpp.bin"])
+    assert twin.run([*words, *ON_THE_CPU, "--output", "twin.bin"]) == 0
+    for backend in ("torch", "native"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(generate.BACKENDS, "native", lambda *asked: generate.run_native(binary_path("cpu"), *asked)[0])
+            words = flags("--steps 2 --device cpu --num_samples", count, "--model_filename", model, *more)
+            generate.run([*words, "--backend", backend, "--output", f"{backend}.bin"])
+    return [open_data(f"{name}.bin") for name in ("cpp", "twin", "torch", "native")]
+
+
+def test_samples_hold_their_classes(run: Callable, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In data files, with their names, as they were drawn: all in turns, or --classes by number or name. A model can be trained on them."""
+    monkeypatch.chdir(tmp_path)
+    make_named_model("m.bin")
+    for classes, labels in {"": [0, 1, 2, 0, 1], "2,0": [2, 0, 2, 0, 2], "barn owl,cat,1": [2, 0, 1, 2, 0]}.items():
+        for data in drawn(run, 5, "m.bin", *(["--classes", classes] if classes else [])):
+            assert data.labels.tolist() == labels and data.num_classes == 3 and data.class_names == ["cat", "dog", "barn owl"]
+    assert np.array_equal(open_data("cpp.bin").images, open_data("native.bin").images)
+    run([*SMALL_RUN, *WITH_CLASSES, "--data_file", "cpp.bin"])
+
+
+def test_samples_without_classes_hold_no_labels(run: Callable, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model without classes, and of images that say nothing of a class (start.bin) by one that has learnt to do without."""
+    monkeypatch.chdir(tmp_path)
+    config = make_config(dict(preset="fashion32", image_size=(8, 8), num_channels=32, channel_mult=(1, 1), attention_resolutions=(4,)))
+    write_model("plain.bin", ModelFile(config, random_weights(config)))
+    for data in drawn(run, 2, "plain.bin"):
+        assert data.labels is None and not data.class_names
+    make_named_model("m.bin", class_dropout=0.1)
+    write_data("start.bin", make_images(2))
+    words = flags("--sample 2 --init m.bin --timestep_respacing 2 --start_from start.bin")
+    run([*words, "--output", "cpp.bin"])
+    assert twin.run([*words, *ON_THE_CPU, "--output", "twin.bin"]) == 0
+    assert open_data("cpp.bin").labels is None and open_data("twin.bin").labels is None
+
+
+def test_names_that_are_no_classes(run: Callable, refused: Callable, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both programs say the same."""
+    monkeypatch.chdir(tmp_path)
+    make_named_model("m.bin")
+    named = twin.read_model("m.bin")
+    write_model("n.bin", dataclasses.replace(named, class_names=()))
+    write_data("t.bin", make_images(8), np.arange(8) % 2, 2, class_names=["a", "b"])
+    none = "is none of this model's classes"
+    for model, classes, told in (
+        ("m.bin", "cat,owl", f"--classes owl: {none} (cat, dog, barn owl)"),
+        ("m.bin", "cat,", f"--classes : {none} (cat, dog, barn owl)"),
+        ("n.bin", "cat", f"--classes cat: {none} (they have no names; use their numbers)"),
+    ):
+        words = flags("--sample 1 --timestep_respacing 2", "--init", model, "--classes", classes)
+        refused(words, told)
+        with pytest.raises(UserError, match=re.escape(told)):
+            twin.run([*words, *ON_THE_CPU])
+        with pytest.raises(UserError, match=re.escape(told)):
+            generate.run(flags("--num_samples 1 --steps 2 --device cpu --model_filename", model, "--classes", classes))
+    words = flags(SMALL_RUN, WITH_CLASSES, "--data_file t.bin --sample_interval 1 --num_samples 4 --timestep_respacing 2")
+    refused([*words, "--classes", "cat"], f"--classes cat: {none} (a, b)")
+    with pytest.raises(UserError, match=re.escape(f"--classes cat: {none} (a, b)")):
+        twin.run([*words, "--classes", "cat", *ON_THE_CPU])
+    run([*words, "--classes", "b,0,b,a", "--output_dir", "cpp"])  # in a run's grids
+    assert twin.run([*words, "--classes", "b,0,b,a", *ON_THE_CPU, "--output_dir", "twin"]) == 0
+    assert shown_run(tmp_path / "cpp")["classes"] == [["b", "a"], ["b", "a"]]
+    run(flags(words, "--num_samples 5 --output_dir all"))
+    assert shown_run(tmp_path / "all")["classes"] == [["a", "b", "a"], ["b", "a"]]
+    run(flags(words, "--class_cond False --class_dropout 0 --output_dir without"))
+    assert shown_run(tmp_path / "without")["classes"] == []
 
 
 def test_names_of_classes_that_are_no_list(tmp_path) -> None:

@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 from conftest import ROOT, TINY, binary_path, column, environment, flags, model_name, read_log, seal_model, shown_run, with_slot
 
+from common.data_files import write_data
+
 sync_api = pytest.importorskip("playwright.sync_api")
 NAME = 'a "run"</script>\\u'  # of an output folder: nothing that the page would run
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -149,6 +151,22 @@ def test_what_a_judge_says(run: Callable, open_page: Callable, trained: Path, da
     assert np.allclose(shown(page, "distance"), distances, equal_nan=True)
     told = "step 10: 4.25 ± 0.3, another judge 4.5, precision 0.5, recall 0.6, copies 13 %"
     assert page.locator("#judged").inner_text() == told
+
+
+def test_classes_below_a_grid(run: Callable, open_page: Callable, tmp_path: Path) -> None:
+    """The name of each picture's class, where the picture stands in the grid."""
+    write_data(
+        str(tmp_path / "d.bin"), np.zeros((4, 1, 8, 8), np.uint8), [0, 1, 1, 0], 2, class_names=["a <b>", "a name that is longer than its picture"]
+    )
+    words = "--max_steps 1 --sample_interval 1 --num_samples 7 --class_cond True --use_scale_shift_norm True"
+    run(flags(TINY, "--data_file", tmp_path / "d.bin", words))
+    page = open_page(tmp_path / "out")
+    page.wait_for_function("run.image.complete && run.image.naturalWidth > 0")
+    a, b = "a <b>", "a name that is longer than its picture"
+    assert page.locator(".classes td").all_inner_texts() == [a, b, a, b, a, b, a]
+    image, first, last = (page.locator(what).bounding_box() for what in ("#pictures img", ".classes td >> nth=0", ".classes td >> nth=2"))
+    assert abs(first["x"] - image["x"]) < 2 and abs(last["x"] + last["width"] - image["x"] - image["width"]) < 2
+    assert first["y"] >= image["y"] + image["height"]
 
 
 def test_zoom(open_page: Callable, trained: Path) -> None:

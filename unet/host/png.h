@@ -197,12 +197,15 @@ static void draw_caption(std::vector<uint8_t>* pixels, size_t width, int C, int 
 // A value in [-1, 1] as a picture holds it, from 0 to 255.
 static uint8_t pixel_level(float v) { return (uint8_t)std::lround(std::min(std::max((v + 1) * 127.5f, 0.0f), 255.0f)); }
 
+// How many images of n stand side by side in a grid, which is about as wide as high. parts: see grid_png.
+static int grid_columns(int n, int parts) { return (int)std::ceil(std::sqrt((double)n / parts)); }
+
 // A PNG file of n images (H, W, C) in [-1, 1] in a square grid, small ones enlarged. Unless C is 3, it shows their
 // first channel in grey. captions: what stands below each image, in numbers; or empty. parts: how many pictures lie
 // side by side in an image, each W / parts wide.
 static std::string grid_png(const std::vector<float>& images, int n, int H, int W, int C,
                             const std::vector<std::string>& captions = {}, int parts = 1) {
-    const int columns = (int)std::ceil(std::sqrt((double)n / parts));
+    const int columns = grid_columns(n, parts);
     const int rows = (n + columns - 1) / columns;
     const int gap = 2; // white pixels around each image
     const int zoom = std::max(1, 64 / std::max(H, W / parts));

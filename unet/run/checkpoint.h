@@ -237,13 +237,52 @@ static void report_bad_step(Run* run) {
 // ---------------------------------------------------------------------------------------------------------------------
 // --- a run's first weights: new, of a file, or of the run that is resumed
 
+// Returns the configuration of a model file's network. It differs from c, that of a run which starts from the file, if
+// the run has images of other channels, or other classes (adapt_to_data).
+static Config config_in_file(Config c, const ModelFile& m) {
+    c.in_channels = m.header.slot[SLOT_IN_CHANNELS];
+    c.cond_channels = m.header.slot[SLOT_COND_CHANNELS];
+    c.num_classes = m.header.slot[SLOT_NUM_CLASSES];
+    return c;
+}
+
+// Returns the weights with which a run begins that starts from a model file m (--init): those in an array of the file.
+// What has another shape there begins as in a new run: the weights of the first layer and all of the last one, if the
+// images have other channels. So does the row of each class that the file does not know. Prints what was taken.
+static std::vector<float> weights_of_init(const UNet& net, const ModelFile& m, int array, const Dataset& data) {
+    const Config& c = net.config;
+    const UNet there = build_unet(config_in_file(c, m));
+    const std::vector<float> from = read_array(m, there, array);
+    std::vector<float> flat = init_params(net);
+    std::vector<int> rows = class_rows(m, data, c.num_classes);
+    const int64_t new_classes = c.class_cond ? std::ranges::count(rows, -1) : 0;
+    if (c.null_class()) rows.push_back(there.config.num_classes); // the row of "no class" is the last one in both
+    for (size_t i = 0; i < net.params.size(); i++) {
+        const Param& p = net.params[i];
+        const float* const old = &from[there.params[i].offset];
+        const bool is_of_classes = p.name == "label_emb.weight";
+        const size_t row = p.size / p.shape[0];
+        for (size_t k = 0; is_of_classes && k < rows.size(); k++)
+            if (rows[k] >= 0) std::copy_n(old + rows[k] * row, row, &flat[p.offset + k * row]);
+        if (!is_of_classes && p.shape == there.params[i].shape) std::copy_n(old, p.size, &flat[p.offset]);
+    }
+
+    std::string fresh; // what begins anew
+    if (there.config.in_channels != c.in_channels) fresh = "the first and the last layer";
+    if (new_classes) fresh += fresh.empty() ? "" : " and ";
+    if (new_classes) fresh += text("%ld of %d classes", new_classes, c.num_classes);
+    if (!fresh.empty()) fresh = " but those of " + fresh + ", which begin anew";
+    print_line("started from " + m.path + ": all weights are taken" + fresh);
+    return flat;
+}
+
 // Sets the weights of a new run. With --init they are read from that file, from its average unless --use_ema is False;
 // otherwise they are random. The run's own averages are replaced at the first update (average_share is 1 then).
 static void start_weights(Trainer* tr, const ModelFile& m) {
     const UNet& net = tr->net;
     const bool takes_average = m.has(HAS_EMA) && net.config.use_ema;
     const int array = takes_average ? m.ema_array(0) : 0;
-    const std::vector<float> flat = m.size ? read_array(m, net, array) : init_params(net);
+    const std::vector<float> flat = m.size ? weights_of_init(net, m, array, tr->data) : init_params(net);
     copy_slice(tr->params, flat, slice_of(flat.size())); // every rank copies all weights
     for (float* ema : tr->emas) copy_slice(ema, flat, tr->own);
 }

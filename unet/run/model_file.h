@@ -24,6 +24,7 @@ constexpr int SLOT_CRC = 3;    // the checksum of the whole file, computed with 
 constexpr int SLOT_PARAMS = 4; // 8 bytes: the number of parameters
 constexpr int SLOT_HEIGHT = 6; // the height of image_size
 constexpr int SLOT_WIDTH = 7;  // the width of image_size
+constexpr int SLOT_IN_CHANNELS = 8;
 constexpr int SLOT_CLASS_COND = 14;
 constexpr int SLOT_NUM_CLASSES = 15;
 constexpr int SLOT_LEARN_SIGMA = 16;
@@ -262,6 +263,22 @@ static ModelFile open_model(const std::string& path) {
     m.read(names.data(), name_bytes, m.size - name_bytes);
     m.class_names = read_class_names(path, names, s[SLOT_NUM_CLASSES]);
     return m;
+}
+
+// Returns, for each of `count` classes of a run that starts from a model file (--init), its row in the file's table of
+// classes, or -1: the file does not know it. Classes are the same if their names are. Without names, the file knows
+// data of no more classes than its own, by their numbers.
+static std::vector<int> class_rows(const ModelFile& m, const Dataset& d, int count) {
+    const int classes = m.header.slot[SLOT_NUM_CLASSES];
+    const bool has_names = !m.class_names.empty() && !d.class_names.empty();
+    std::vector<int> rows(count, -1);
+    for (int k = 0; k < count; k++) {
+        if (!has_names && k < classes && d.classes <= classes) rows[k] = k;
+        if (!has_names || k >= std::ssize(d.class_names)) continue;
+        const auto found = std::ranges::find(m.class_names, d.class_names[k]);
+        if (found != m.class_names.end()) rows[k] = (int)(found - m.class_names.begin());
+    }
+    return rows;
 }
 
 // Copies one parameter between our layout and PyTorch's. Our layout is (N, I, J, contiguous), and PyTorch's layout is

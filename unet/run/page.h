@@ -85,6 +85,19 @@ static std::string judged(const Folder& folder) {
     return content;
 }
 
+// The classes of a grid's images, row by row, by name or number.
+static std::string json_classes(const Run& run) {
+    const Config& c = run.config;
+    const int columns = grid_columns(c.num_samples, c.cond_channels ? 3 : 1);
+    std::vector<std::vector<std::string>> rows;
+    for (int i = 0; i < c.num_samples && c.class_cond; i++) {
+        const size_t k = class_of_image(c, run.sampler, i);
+        if (i % columns == 0) rows.emplace_back();
+        rows.back().push_back(k < c.class_names.size() ? c.class_names[k] : std::to_string(k));
+    }
+    return json_list(rows, [](const auto& row) { return json_list(row, quoted); });
+}
+
 // For how many seconds a run may write no page although it is well, as while it does the first steps, draws a grid, or
 // writes a checkpoint. A page that is older tells the reader that the run may be gone.
 static double longest_silence(const Run& run) {
@@ -117,6 +130,7 @@ static std::string json_run(const Run& run, const char* state, const std::string
     out += "\"path\":\"\",";
     out += "\"flags\":" + json_flags(c) + ",";
     out += "\"judge\":" + quoted(judged(run.folder)) + ",";
+    out += "\"classes\":" + json_classes(run) + ",";
     out += "\"grids\":" + json_steps(run.folder, "samples_", ".png", run.state.step) + ",";
     out += "\"checkpoints\":" + json_steps(run.folder, "model_", ".bin", run.state.step) + ",";
     out += text("\"best\":%s,\n", run.folder.has(BEST) ? "true" : "false");

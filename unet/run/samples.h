@@ -80,7 +80,9 @@ static std::vector<int> labels_of_given(const Config& c, const ModelFile& model)
 }
 
 // Returns the content of a data file of float images. images: (count, H, W, C); in the file they are (count, C, H, W).
-static std::string samples_as_data_file(const std::vector<float>& images, int count, const Config& c) {
+// Their labels are the classes in which they were drawn. Images that were drawn without a class have none.
+static std::string samples_as_data_file(const std::vector<float>& images, int count, const Config& c,
+                                        const Sampler& sampler) {
     const int HW = c.H * c.W;
     const int C = c.in_channels;
     std::string data;
@@ -91,7 +93,12 @@ static std::string samples_as_data_file(const std::vector<float>& images, int co
                 const float* const value = &images[pixel * C + channel];
                 data.append((const char*)value, sizeof(float));
             }
-    // The images have no labels, so the slot for the number of classes stays 0.
+    std::vector<int> labels;
+    for (int i = 0; i < count && c.class_cond; i++) labels.push_back(class_of_image(c, sampler, i));
+    const bool has_labels = c.class_cond && !std::ranges::count(labels, c.num_classes);
+    const std::string names = has_labels ? class_names_block(c.class_names) : "";
+    if (has_labels) data.append((const char*)labels.data(), labels.size() * sizeof(int));
+    data += names;
     const int data_crc = (int)crc32(0, data.data(), data.size());
     Header h;
     h.slot[SLOT_MAGIC] = DATA_MAGIC;
@@ -100,6 +107,8 @@ static std::string samples_as_data_file(const std::vector<float>& images, int co
     h.slot[DATA_SLOT_CHANNELS] = C;
     h.slot[DATA_SLOT_HEIGHT] = c.H;
     h.slot[DATA_SLOT_WIDTH] = c.W;
+    h.slot[DATA_SLOT_CLASSES] = has_labels ? c.num_classes : 0;
+    h.slot[DATA_SLOT_CLASS_NAMES] = (int)names.size();
     h.slot[DATA_SLOT_BYTES] = sizeof(float);
     h.slot[DATA_SLOT_BODY_CRC] = data_crc;
     h.slot[DATA_SLOT_KIND] = SAMPLES;
@@ -172,7 +181,7 @@ static int sample_and_stop(const Config& c, const Folder& folder, const ModelFil
     const bool as_png = c.output.ends_with(".png");
     std::string content;
     if (as_png) content = grid_png(images, drawn, c.H, c.W, C, value_captions(c, sampler, drawn));
-    else content = samples_as_data_file(images, drawn, c);
+    else content = samples_as_data_file(images, drawn, c, sampler);
     const std::string name = std::filesystem::path(c.output).filename().string();
     const std::string failure = try_write_file(folder, name, content);
     must(failure.empty(), c.output, failure);

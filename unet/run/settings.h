@@ -10,7 +10,8 @@
 //     2. a model file: with --init the settings of the model, with --resume_checkpoint also those of the run
 //     3. the preset; without --preset, the one for the size of the images
 //     4. the flag's default; for the images' size and channels, and the number of classes, the data
-// A setting on the command line must agree with the model file, unless it may change from run to run. complete_config
+// A setting on the command line must agree with the model file, unless it may change from run to run. With --init, what
+// images and classes there are comes from the data, and not from the model file (adapt_to_data). complete_config
 // calls the functions below in the order of this list. For a run, check_run and take_data_shape follow.
 
 // Sets a flag to the value in a model file. If the command line gives the flag, too, the two must be the same, unless
@@ -28,6 +29,8 @@ static void take_from_file(Config* c, const std::string& path, const std::string
     set_flag(c, f, value, path + ": ");
     const std::string there = flag_value(*c, f);
     const std::string made = there.empty() ? "without it" : "with " + there;
+    const bool is_of_data = name == "image_size" || name == "in_channels" || name == "num_classes";
+    if (given && is_of_data && c->data_decides) return set_flag(c, f, wanted);
     if (given && !same_value(name, there, wanted))
         die("--%s %s: %s was made %s; leave the flag out, or start without that file", f.name, wanted.c_str(),
             path.c_str(), made.c_str());
@@ -80,6 +83,7 @@ static void take_parsed_flags(Config* c, const ModelFile& model) {
     }
     const int height = h.slot[SLOT_HEIGHT];
     const int width = h.slot[SLOT_WIDTH];
+    check_field(model.path, "height", height, 4, 4096);
     take_from_file(c, model.path, "image_size", size_text(height, width));
     take_from_file(c, model.path, "channel_mult", mult);
     take_from_file(c, model.path, "attention_resolutions", heights);
@@ -101,6 +105,8 @@ static void take_model_file(Config* c, const ModelFile& model, bool resume) {
     if (is_tuned && objective_of(h) == "ddpm")
         die("--objective ect: tunes models of --objective edm and flow, and %s was made with ddpm", path.c_str());
 
+    c->data_decides = !resume && !c->sample;
+    c->class_names = model.class_names;
     take_parsed_flags(c, model);
     if (is_tuned) take_from_file(c, path, "ect_frame", header_value(*c, h, *find_flag("objective")));
     for (const Flag& f : FLAGS) {
@@ -172,12 +178,33 @@ static void check_hearing(const Config& c) {
     printf("--num_channels %d: %s\n", c.num_channels, why.c_str());
 }
 
+// --init: a run that starts from a model file may have images of another size or other channels, and other classes, than
+// the file's model. Takes them from the data, unless the command line says them. If the model has all of the data's
+// classes, it keeps its own.
+static void adapt_to_data(Config* c, Dataset* data, const ModelFile& model) {
+    const Header& h = model.header;
+    if (!c->given("image_size")) c->image_size = size_text(data->H, data->W);
+    if (!c->given("in_channels")) c->in_channels = data->C;
+    parse_image_size(c);
+    // Attention stays at the same levels, whose heights grow with the images.
+    std::string heights;
+    for (int i = 0; i < h.slot[SLOT_RESOLUTIONS]; i++)
+        heights += text("%s%ld", i ? "," : "", (int64_t)h.slot[SLOT_ATTENTION + i] * c->H / h.slot[SLOT_HEIGHT]);
+    c->attention_resolutions = heights;
+    if (!c->class_cond) return;
+    const bool knows_all = !std::ranges::count(class_rows(model, *data, data->classes), -1);
+    if (knows_all) take_class_names(data, model.class_names, model.path);
+    else if (!c->given("num_classes")) c->num_classes = data->classes;
+}
+
 // Without a model file: takes the size, channels and classes of the images, and the channels of the pictures, from the
 // data, unless they are set. Then checks that the data fits the model. where: what messages begin with; "FILE: " if
 // there is a model file, otherwise "". Labels get the numbers of the model's classes.
 static void take_data_shape(Config* c, Dataset* data, const ModelFile& model, const std::string& where) {
-    if (c->class_cond) take_class_names(data, model.class_names, model.path);
+    if (c->data_decides) adapt_to_data(c, data, model);
+    else if (c->class_cond) take_class_names(data, model.class_names, model.path);
     const Dataset& d = *data;
+    c->class_names = d.class_names;
     if (where.empty()) {
         if (!c->given("image_size")) c->image_size = size_text(d.H, d.W);
         // If the preset's attention resolutions are impossible for this size, there is attention at the lowest level
