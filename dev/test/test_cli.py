@@ -763,7 +763,7 @@ def test_a_damaged_log_does_no_harm(run: Callable, data: Path, tmp_path: Path) -
     log = tmp_path / "out/log.csv"
     log.write_text(log.read_text() + "".join(row + "\n" for row in rows) + "0,1\n" + "9" * 2000 + "\n1,")
     run([*TINY, "--data_file", data, "--max_steps", "4", "--resume_checkpoint", "latest"], binary="asan")
-    assert all(len(row) == 15 and row[14] < 1e10 for row in shown_run(tmp_path / "out")["rows"])
+    assert all(len(row) == 16 and row[14] < 1e10 for row in shown_run(tmp_path / "out")["rows"])
 
 
 def test_a_data_file_whose_name_is_no_utf8(run: Callable, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,7 +217,7 @@ def test_closed_streams(either: list[str], data: Path, tmp_path: Path) -> None:
     """`>&-`: what is printed lands nowhere, least of all in the log."""
     call([*either, *TINY, "--data_file", data, "--max_steps", 3, "--log_interval", 1], tmp_path, **CLOSE_OUTPUT)
     rows = (tmp_path / "out/log.csv").read_text().splitlines()
-    assert len(rows) == 4 and all(row.count(",") == 10 for row in rows)
+    assert len(rows) == 4 and all(row.count(",") == 11 for row in rows)
     call([*either, "--sample", 1, "--init", f"out/{model_name(3)}"], tmp_path, **CLOSE_ALL)
     assert (tmp_path / "samples.png").exists()
 

@@ -26,7 +26,7 @@ from PIL import Image, ImageCms, features
 import generate
 import prepare_data
 import train_unet as twin
-from common import data_files, pictures, program
+from common import data_files, log, pictures, program
 from common.config import make_config
 from common.data_files import Data, open_data, write_data
 from common.files import DataError
@@ -216,11 +216,11 @@ def test_classes_are_compared_by_name(tmp_path) -> None:
                               channel_mult=(1, 1), attention_resolutions=(4,)), training := open_data(str(tmp_path / "t.bin")))  # fmt: skip
     for names, expected in {("a", "c"): [0, 2, 2, 0], ("c", "a"): [2, 0, 0, 2], ("c", "b", "a"): [2, 1, 1, 2], (): [0, 1, 1, 0]}.items():
         write_data(str(tmp_path / "v.bin"), make_images(4), [0, 1, 1, 0], len(names) or 3, class_names=names)
-        assert twin.open_validation_data(config, training).labels.tolist() == expected
+        assert log.open_validation_data(config, training).labels.tolist() == expected
     write_data(str(tmp_path / "v.bin"), make_images(4), [0, 1, 1, 0], 2, class_names=["a", "horse"])
     with pytest.raises(UserError, match="v.bin: its class horse is none of those of .*t.bin; a, b, c are"):
-        twin.open_validation_data(config, training)
-    twin.open_validation_data(dataclasses.replace(config, class_cond=False), training)  # whose classes mean nothing
+        log.open_validation_data(config, training)
+    log.open_validation_data(dataclasses.replace(config, class_cond=False), training)  # whose classes mean nothing
 
 
 def test_a_folder_has_the_names_and_the_checksum_of_its_file(tmp_path, capsys) -> None:

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <sstream>
 
+#include "../host/png.h"
 #include "log.h"
 
 // A thread locks this while it changes what the page shows, or writes the page: the main thread, and the watch
