@@ -91,7 +91,7 @@ def grid_pixels(images: Tensor, enlarge: bool = True, captions: Sequence[str] = 
 
 
 COPY = 16  # so near to a picture of the data, in 255ths, is a copy of it
-MOST_COMPARED = 512 << 20  # bytes: a run's grids are not compared with more data than this
+MOST_COMPARED = 256 << 20  # bytes: a run's grids are not compared with more data than this
 
 
 def nearest_images(images: Tensor, data: Iterable[Tensor]) -> tuple[Tensor, Tensor]:

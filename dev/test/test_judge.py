@@ -155,3 +155,16 @@ def test_what_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(UserError, match=re.escape(told)):
             judge.run(words.split())
     assert Path("notes.pt").read_text() == "notes"
+
+
+@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 20, 28), (3, 64, 96)])
+def test_the_larger_network(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """512 numbers of images of any size; read from a judge's file in place of the small one, with the same features."""
+    images, labels = torch.rand(6, *shape) * 2 - 1, torch.tensor([0, 1, 2, 0, 1, 2])
+    network = common_judge.build_large_classifier(*shape, 3).eval()
+    torch.save(network.state_dict(), tmp_path / "j.pt")
+    found = common_judge.make_judge(images, labels, images, str(tmp_path / "j.pt"))
+    assert found.held_out.shape == (6, common_judge.LARGE_FEATURES) and found.held_out.isfinite().all()
+    assert torch.equal(found.held_out, common_judge.features(network, images) / found.scale)
+    moved = common_judge.shift(images)
+    assert moved.shape == images.shape and moved.abs().max() <= 1
