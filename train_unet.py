@@ -995,19 +995,25 @@ def train(config: Config, data: Data, start: ModelFile | None, device: torch.dev
     """A training run, in a folder without one. preset: preset_checksum of its preset. Returns the program's exit code, which after a signal is a shell's
     for it: what comes next must not go on with a model that is half trained (python train_unet.py && next)."""
     program.need_packages(("torch", "PIL", "tqdm", "matplotlib"))  # for grids and loss.png, before hours of training and not after them
-    told_of_init = ""
+    told_of_start = ""
     if start and not config.resume_checkpoint:  # --init takes the weights alone
-        start, told_of_init = weights_of_init(start, config, data, device)
+        start, told_of_start = weights_of_init(start, config, data, device)
     data, all_val = training_and_validation_data(config, data, data if data.class_names or not start else start)
     val_data = validation_images(all_val) if all_val else None
     trainer = Trainer(config, device, start)
     trainer.class_names = kept_names(config, data.class_names or trainer.class_names)
     state, first_step = trainer.state, trainer.state.step
-    state.preset, state.val_crc = preset, validation_crc(all_val) if all_val else 0
+    held_out_crc = validation_crc(all_val) if all_val else 0
+    if config.val_fraction and first_step and state.val_crc != held_out_crc:
+        told_of_start = (
+            f"--val_fraction {config.val_fraction:g}: the images have changed, so others are held out than before, "
+            "of which the steps before have seen some; a new run would not have"
+        )
+    state.preset, state.val_crc = preset, held_out_crc
     state.data_images, state.data_crc, state.cond_crc = len(data.images), data.crc, data.pictures.crc if data.pictures else 0
     state.save_interval, state.sample_interval, state.num_samples = config.save_interval, config.sample_interval, config.num_samples
     announce(trainer, data, start)
-    for told in filter(None, [told_of_init, *(doubts(config) if config.sample_interval else ())]):
+    for told in filter(None, [told_of_start, *(doubts(config) if config.sample_interval else ())]):
         print(told)
     if first_step >= config.max_steps:
         more = f"--max_steps {min(2 * first_step, 2 * 10**9)}"

@@ -93,8 +93,12 @@ def held_out_fraction(args: argparse.Namespace) -> float:
     """--val_fraction, or that of the runs, which must have the same; 0: the models have seen all images."""
     found = {read_model([*checkpoints(folder).values()][-1]).config.val_fraction for folder in args.runs}
     if args.val_fraction is not None:
-        if args.held_out or not 0 < args.val_fraction < 1:
-            raise UserError(f"--val_fraction {args.val_fraction:g}: must be between 0 and 1, and not beside --held_out")
+        if args.held_out:
+            raise UserError(
+                f"--val_fraction {args.val_fraction:g}: --held_out {args.held_out} names images that no model has seen, too; leave one of the two out"
+            )
+        if not 0 < args.val_fraction < 1:
+            raise UserError(f"--val_fraction {args.val_fraction:g}: must be above 0 and below 1")
         found.add(float32(args.val_fraction))
     if len(found) > 1:
         raise UserError(f"--val_fraction {' and '.join(f'{x:g}' for x in sorted(found))}: hold out different images; judge such runs one by one")
@@ -163,10 +167,15 @@ def run(argv: list[str]) -> None:
     if args.num_samples < FEWEST // FIFTH:
         raise UserError(f"--num_samples {args.num_samples}: must be at least {FEWEST // FIFTH}")
     whole, fraction = open_images("data_file", args.data_file, (), FEWEST), held_out_fraction(args)
+    for folder in args.runs:
+        if read_model([*checkpoints(folder).values()][-1]).state.data_crc not in (0, whole.crc):
+            print(
+                f"--runs {folder}: was trained on other images than those of {args.data_file}, so what is said of copies and held-out images may be wrong"
+            )
     held_out = held_out_images(whole.count, fraction)
     source = whole.part_of(np.setdiff1d(np.arange(whole.count), held_out))
-    if source.count < FEWEST:
-        raise UserError(f"--val_fraction {fraction:g}: leaves {source.count} images of {args.data_file}, not {FEWEST} or more")
+    if source.count < FEWEST // 2:
+        raise UserError(f"--val_fraction {fraction:g}: leaves {source.count} images of {args.data_file} for a judge, not {FEWEST // 2} or more")
     shape = source.images.shape[1:]
     samples = {path: open_images("samples", path, shape, FEWEST // FIFTH) for path in args.samples}
     known, known_name = None, args.held_out or f"--val_fraction {fraction:g}"
@@ -188,7 +197,7 @@ def run(argv: list[str]) -> None:
     print(f"judge {judge.checksum():08x}: trained on {int(seen.sum())} images of {args.data_file}{right}")
     features = judge.training.shape[1]
     if min([len(images.images) for images in samples.values()], default=args.num_samples) < 2 * features or unseen < 2 * features:
-        print(f"fewer than {2 * features} samples, or images to compare with: distances are uncertain, and larger than of more")
+        print(f"there are fewer than {2 * features} samples, or images to compare them with, so distances are uncertain and too large")
     print(f"{'':40s}        distance  other judge  to held out  precision  recall  copies")
     if known:
         print(f"{f'{known_name} ({known.count})':40.40s} {row(floats(known), judge, other, unseen, data)}", flush=True)
@@ -200,6 +209,7 @@ def run(argv: list[str]) -> None:
             rows[step] = row(draw_samples(path, args.num_samples, shape), judge, other, unseen, data)
             print(f"{path:40.40s} {rows[step]}", flush=True)
             write_rows(folder, rows)
+        print(f"wrote {folder}/judge.csv; open {folder}/index.html")
 
 
 if __name__ == "__main__":

@@ -60,10 +60,14 @@ def test_copies_and_strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert copies["copies.bin"] >= 120 / 160 and copies["noise.bin"] == 0 and copies["same.bin"] < copies["copies.bin"] - 0.2
 
 
-def pretend_to_draw(monkeypatch: pytest.MonkeyPatch, drawn: dict[int, np.ndarray], val_fraction: float) -> None:
-    """As if ./train_unet had drawn these images from the checkpoint of each step."""
+def pretend_to_draw(monkeypatch: pytest.MonkeyPatch, drawn: dict[int, np.ndarray], val_fraction: float, trained_on: int = 0) -> None:
+    """As if ./train_unet had drawn these images from the checkpoint of each step. trained_on: the checksum of its data."""
     monkeypatch.setattr(
-        judge, "read_model", lambda path: SimpleNamespace(step=int(re.findall(r"\d+", path)[0]), config=SimpleNamespace(val_fraction=val_fraction))
+        judge,
+        "read_model",
+        lambda path: SimpleNamespace(
+            step=int(re.findall(r"\d+", path)[0]), config=SimpleNamespace(val_fraction=val_fraction), state=SimpleNamespace(data_crc=trained_on)
+        ),
     )
     monkeypatch.setattr(judge, "make_config", lambda flags, preset, file: flags)
     monkeypatch.setitem(judge.generate.BACKENDS, "native", lambda file, config, count: torch.from_numpy(drawn[file.step]).float()[:count])
@@ -120,13 +124,15 @@ def test_images_that_a_run_has_held_out(tmp_path: Path, monkeypatch: pytest.Monk
         said.append(
             [line[40:] if "(" in line or "model_" in line else line for line in capsys.readouterr().out.replace("rest.bin", "d.bin").splitlines()]
         )
+    assert said[2].pop() == "wrote out/judge.csv; open out/index.html"
     assert said[0] == said[1] == said[2] and said[0][0].startswith("judge ") and len(said[0]) == 5
     assert float(said[0][-1].split()[-1]) < 0.5  # an image that was held out is no copy of the others
     with pytest.raises(UserError, match="--val_fraction 0.1 and 0.25: hold out different images"):
         judge.run("--data_file d.bin --runs out --val_fraction 0.1".split())
-    pretend_to_draw(monkeypatch, {3: images[held_out] / 127.5 - 1}, 0.125)
+    pretend_to_draw(monkeypatch, {3: images[held_out] / 127.5 - 1}, 0.125, trained_on=1)
     judge.run("--data_file d.bin --runs out --num_samples 100".split())
-    assert "50 images are held out, too few to compare with" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "50 images are held out, too few to compare with" in told and "--runs out: was trained on other images than those of d.bin" in told
 
 
 def test_what_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +150,9 @@ def test_what_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "--data_file d.bin --samples s.bin --held_out large.bin": "--held_out large.bin",
         "--data_file d.bin --samples s.bin --judge notes.pt": "--judge notes.pt: is no judge of this data",
         "--data_file d.bin --samples s.bin --judge d.bin": "--judge d.bin",
-        "--data_file d.bin --samples s.bin --val_fraction 0.1": "--val_fraction 0.1: leaves 270 images of d.bin, not 300 or more",
-        "--data_file d.bin --samples s.bin --val_fraction 1": "--val_fraction 1: must be between 0 and 1",
-        "--data_file d.bin --samples s.bin --val_fraction 0.1 --held_out s.bin": "--val_fraction 0.1: must be between 0 and 1, and not beside",
+        "--data_file d.bin --samples s.bin --val_fraction 0.6": "--val_fraction 0.6: leaves 120 images of d.bin for a judge, not 150 or more",
+        "--data_file d.bin --samples s.bin --val_fraction 1": "--val_fraction 1: must be above 0 and below 1",
+        "--data_file d.bin --samples s.bin --val_fraction 0.1 --held_out s.bin": "--val_fraction 0.1: --held_out s.bin names images that no model",
         "--data_file d.bin": "--samples",
         "--data_file d.bin --runs .": "--runs .: holds no checkpoint",
         "--data_file d.bin --runs out --num_samples 59": "--num_samples 59: must be at least 60",

@@ -365,7 +365,9 @@ def test_data_that_changed_under_a_run(run: Callable, refused: Callable, tmp_pat
 HELD_OUT = [0, 1, 7, 9, 13]  # of 24 images with --val_fraction 0.2
 
 
-def test_images_that_are_held_out(run: Callable, refused: Callable, tmp_path: Path, make_data: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_that_are_held_out(
+    run: Callable, refused: Callable, tmp_path: Path, make_data: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     """--val_fraction is a run on a file of the others and with one of the held-out images as --val_data_file, with their labels and pictures; resumed by
     either program; and the twin's."""
     monkeypatch.chdir(tmp_path)
@@ -403,6 +405,14 @@ def test_images_that_are_held_out(run: Callable, refused: Callable, tmp_path: Pa
     header, theirs = (read_checkpoint(tmp_path / folder / model_name(9)).header for folder in ("cpp", "twin"))
     assert header[123:124].view("<f4") == np.float32(0.2) and header[84] == 24
     assert header[[84, 85, 86, 113, 118, 123]].tolist() == theirs[[84, 85, 86, 113, 118, 123]].tolist()
+
+    more = np.append(parts["whole"], 0)
+    make_data("more.bin", images[more], labels[more], 3)
+    make_data("more_cond.bin", pictures[more])
+    grown = flags(resume, "--data_file more.bin --cond_file more_cond.bin")
+    told = "--val_fraction 0.2: the images have changed, so others are held out than before, of which the steps before have seen some"
+    assert told in run(flags(grown, "--output_dir cpp_more")).out and told not in said
+    assert twin.run(flags(grown, "--device cpu --compile 0 --output_dir twin_more")) == 0 and told in capsys.readouterr().out
 
     both, few = flags(resume, "--val_data_file held.bin --output_dir x"), flags(given, "--cond_channels 0 --data_file whole.bin --output_dir x")
     for words, told in {

@@ -393,6 +393,10 @@ static void take_best_loss(Run* run) {
 // The old one could skip every step.
 static void compare_with_checkpoint(Run* run, const ModelFile& m) {
     const Config& c = run->config;
+    if (c.val_fraction > 0 && m.header.get<uint32_t>(SLOT_VAL_CRC) != validation_crc(run->val))
+        print_line(
+            text("--val_fraction %g: the images have changed, ", c.val_fraction) +
+            "so others are held out than before, of which the steps before have seen some; a new run would not have");
     const std::string why = changed_loss(c, m, run->trainer.data);
     if (why.empty()) return;
     print_line(why + ", so the first 100 steps show anew which losses and gradient norms are usual");
