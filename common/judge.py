@@ -1,8 +1,8 @@
 """Judges of pictures: a small classifier's features, the Frechet distance, precision and recall in them, and what else is said of samples.
 
 A judge is trained on the images of a data set, with fixed seeds, and compares samples with images of it. Its file (--judge F.pt) holds the weights, so that
-several calls are judged by the same features; its checksum names it. Of many images a GPU trains a larger network, whose distances agree with what people
-take for real (docs/LEARNT.md, "Photographs"); the small one's, of few images or on a CPU, do so for drawings.
+several calls are judged by the same features; its checksum names it. Of many images a GPU trains a larger network: of photographs
+the small one's distances mislead (docs/LEARNT.md, "A minute, searched").
 """
 
 from __future__ import annotations
@@ -222,14 +222,14 @@ class Judge:
 def read_classifier(path: str, images: torch.Tensor, labels: torch.Tensor | None) -> nn.Sequential:
     """What train_classifier made of these images, from the file of --judge."""
     classes = len(images) if labels is None else int(labels.max()) + 1
-    for build in build_classifier, build_large_classifier:
-        model = build(*images.shape[1:], classes)
-        try:
-            model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-            return model.to(images.device).eval()
-        except Exception:  # noqa: BLE001, PERF203 (PyTorch has many for a file that is none of its own)
-            continue
-    raise UserError(f"--judge {path}: is no judge of this data; leave the flag out, or name a file that is not there")
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+        large = [*weights.values()][-2].shape[1] == LARGE_FEATURES  # the last layer's weights are (classes, features)
+        model = (build_large_classifier if large else build_classifier)(*images.shape[1:], classes)
+        model.load_state_dict(weights)
+    except Exception:  # noqa: BLE001 (PyTorch has many for a file that is none of its own)
+        raise UserError(f"--judge {path}: is no judge of this data; leave the flag out, or name a file that is not there") from None
+    return model.to(images.device).eval()
 
 
 def make_judge(training: torch.Tensor, labels: torch.Tensor | None, held_out: torch.Tensor, path: str = "", seed: int = 0, epochs: int = 0) -> Judge:

@@ -70,7 +70,7 @@ from common.data_files import Data, open_data
 from common.flags import float32
 from common.formats import read_model
 from common.judge import Judge, frechet, levels, make_judge, measure
-from common.model_files import checkpoints
+from common.model_files import ModelFile, checkpoints
 from common.random_numbers import held_out_images
 from common.samples import COPY, nearest_images
 
@@ -89,9 +89,9 @@ def floats(data: Data) -> torch.Tensor:
     return levels(torch.from_numpy(data.read_finite(np.arange(data.count))))
 
 
-def held_out_fraction(args: argparse.Namespace) -> float:
-    """--val_fraction, or that of the runs, which must have the same; 0: the models have seen all images."""
-    found = {read_model([*checkpoints(folder).values()][-1]).config.val_fraction for folder in args.runs}
+def held_out_fraction(args: argparse.Namespace, newest: dict[str, ModelFile]) -> float:
+    """--val_fraction, or that of the runs, which must have the same; 0: the models have seen all images. newest: each run's newest checkpoint."""
+    found = {file.config.val_fraction for file in newest.values()}
     if args.val_fraction is not None:
         if args.held_out:
             raise UserError(
@@ -166,9 +166,10 @@ def run(argv: list[str]) -> None:
     args.num_samples = 1000 if args.num_samples is None else args.num_samples
     if args.num_samples < FEWEST // FIFTH:
         raise UserError(f"--num_samples {args.num_samples}: must be at least {FEWEST // FIFTH}")
-    whole, fraction = open_images("data_file", args.data_file, (), FEWEST), held_out_fraction(args)
-    for folder in args.runs:
-        if read_model([*checkpoints(folder).values()][-1]).state.data_crc not in (0, whole.crc):
+    newest = {folder: read_model([*checkpoints(folder).values()][-1]) for folder in args.runs}
+    whole, fraction = open_images("data_file", args.data_file, (), FEWEST), held_out_fraction(args, newest)
+    for folder, file in newest.items():
+        if file.state.data_crc not in (0, whole.crc):
             print(
                 f"--runs {folder}: was trained on other images than those of {args.data_file}, so what is said of copies and held-out images may be wrong"
             )

@@ -363,8 +363,8 @@ static double logged_val_loss(const Run& run, int64_t step) {
     std::istringstream rows(read_text(run.folder, "log.csv"));
     for (std::string row; std::getline(rows, row);) {
         const LogValues values = parse_row(row);
-        const bool is_it = values[COLUMN_STEP] == (double)step && std::isfinite(values[COLUMN_VAL]);
-        if (is_it) return values[COLUMN_VAL];
+        const bool is_it = values[COLUMN_STEP] == (double)step && std::isfinite(values[COLUMN_VAL_LOSS]);
+        if (is_it) return values[COLUMN_VAL_LOSS];
     }
     return INFINITY;
 }

@@ -6,10 +6,10 @@
 // A sample is a copy of an image if the root of their mean square difference over pixels and channels is below this, in
 // 255ths. common/samples.py has the same number.
 constexpr int COPY = 16;
-// Samples are not compared with data of more bytes than this, so that it takes about a second at most.
+// Samples are not compared with data of more bytes than this, so that it takes a few seconds at most.
 constexpr size_t MOST_COMPARED = (size_t)256 << 20;
 
-// Returns whether one of two images of n values is a copy of the other. Most pairs are told apart by their first values.
+// Returns whether one of two images of n values is a copy of the other. Most pairs are told apart early.
 static bool is_copy(const uint8_t* a, const uint8_t* b, size_t n) {
     constexpr size_t PIECE = 256; // without a question in between, so that the compiler adds up vectors
     const uint64_t limit = (uint64_t)COPY * COPY * n;

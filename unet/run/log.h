@@ -10,7 +10,15 @@
 constexpr char LOG_COLUMNS[] = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds,copies";
 
 // The places of some of these columns in a row of log.csv, counted from 0.
-enum LogColumn { COLUMN_STEP, COLUMN_LOSS, COLUMN_NORM = 3, COLUMN_MS, COLUMN_VAL = 9, COLUMN_TIME, COLUMN_COPIES };
+enum LogColumn {
+    COLUMN_STEP,
+    COLUMN_LOSS,
+    COLUMN_GRAD_NORM = 3,
+    COLUMN_MS,
+    COLUMN_VAL_LOSS = 9,
+    COLUMN_SECONDS,
+    COLUMN_COPIES
+};
 using LogValues = std::array<double, COLUMN_COPIES + 1>; // a row's values; NaN: the row has no value in this column
 static_assert(std::ranges::count(LOG_COLUMNS, ',') == COLUMN_COPIES, "a column needs its place in LogColumn");
 
@@ -95,7 +103,7 @@ void LogSummary::add(const std::string& row, bool is_skipped) {
     const LogValues values = parse_row(row);
     const double loss = values[COLUMN_LOSS];
     const double ms = values[COLUMN_MS];
-    const double logged = values[COLUMN_TIME];
+    const double logged = values[COLUMN_SECONDS];
     // Rows of older programs have no seconds. Then the time of the step is added.
     if (logged >= seconds && logged < BIG) seconds = logged;
     else if (ms > 0 && ms < BIG) seconds += ms / 1000;
@@ -126,7 +134,7 @@ void LogSummary::add_read(const std::string& row) {
     // (compare_with_checkpoint), which rows do not say. A run ends after most_skipped bad steps in a row. So if one
     // more row follows these, the guard was started anew.
     if (skipped == most_skipped) guard = Guard{};
-    const bool is_skipped = !healthy(&guard, values[COLUMN_LOSS], values[COLUMN_NORM], skipped, skip_outliers);
+    const bool is_skipped = !healthy(&guard, values[COLUMN_LOSS], values[COLUMN_GRAD_NORM], skipped, skip_outliers);
     skipped = is_skipped ? skipped + 1 : 0;
     add(row, is_skipped);
 }

@@ -178,9 +178,8 @@ static void check_hearing(const Config& c) {
     printf("--num_channels %d: %s\n", c.num_channels, why.c_str());
 }
 
-// --init: a run that starts from a model file may have images of another size or other channels, and other classes, than
-// the file's model. Takes them from the data, unless the command line says them. If the model has all of the data's
-// classes, it keeps its own.
+// --init: a run that starts from a model file may have images of another size, other channels and other classes. Takes
+// them from the data, unless the command line says them. If the model has all of the data's classes, it keeps its own.
 static void adapt_to_data(Config* c, Dataset* data, const ModelFile& model) {
     const Header& h = model.header;
     if (!c->given("image_size")) c->image_size = size_text(data->H, data->W);
