@@ -14,7 +14,7 @@
 # make bench_cpu         the CPU build against PyTorch on the same threads       make bench   the GPU build against compiled PyTorch and JAX
 # make bench_data        how long training waits for images that come from the disk; FLAGS="--gib 40" for a file larger than memory
 # make speedrun          how good the pictures are after how many seconds of training, three seeds; FLAGS="--seeds 0 --moments 4" for less,
-#                        FLAGS="--rivals lucidrains,diffusers,guided" for others' programs in the same table
+#                        FLAGS="--rivals lucidrains,diffusers,guided,edm" for others' programs in the same table
 # make profile           where the time of a training step and of a forward pass goes; FLAGS="--preset adm64 --batch_size 32" for other models
 
 CXX ?= g++

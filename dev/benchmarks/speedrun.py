@@ -2,7 +2,7 @@
 
     make speedrun                                                                     what ./train_unet alone does, and what it did before, on both sets of data/
     python dev/benchmarks/speedrun.py --data_file data/emoji64.bin --recipes "" "--objective edm --sampler heun" --seeds 0,1,2
-    python dev/benchmarks/speedrun.py --rivals lucidrains,diffusers,guided            and beside it what others' programs do in the same seconds
+    python dev/benchmarks/speedrun.py --rivals lucidrains,diffusers,guided,edm        and beside it what others' programs do in the same seconds
     python dev/benchmarks/speedrun.py --recipes --rivals guided --rival_seconds 60 --judge F.pt --earlier first.json      one table of two calls
 
 Every fifth image of the data is held out; everyone trains on the others. At --moments moments of a run (its end, half of it, a quarter, and so on),
@@ -47,7 +47,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--samples", type=int, default=0, help=f"at each moment (default: as many as training images, at most {MOST_SAMPLES})")
     parser.add_argument("--program", default=str(ROOT / "train_unet"), help="what trains and samples (default: ./train_unet)")
-    parser.add_argument("--rivals", default="", help="with commas, of lucidrains, diffusers, guided (default: none)")
+    parser.add_argument("--rivals", default="", help="with commas, of lucidrains, diffusers, guided, edm (default: none)")
     parser.add_argument("--rival_seconds", type=float, default=0, help="how long each trains (default: as long as our longest run)")
     parser.add_argument("--rival_moments", type=int, default=0, help="how often its quality is measured (default: --moments)")
     parser.add_argument("--judge", metavar="F.pt", default="", help="the features: read from here, or written if there is no such file")

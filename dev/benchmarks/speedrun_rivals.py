@@ -1,4 +1,4 @@
-"""What dev/benchmarks/speedrun.py compares ./train_unet with: three well-known ways to train a diffusion model, as their authors publish them.
+"""What dev/benchmarks/speedrun.py compares ./train_unet with: four well-known ways to train a diffusion model, as their authors publish them.
 
 Each rival keeps its own model, objective, optimizer, schedule, average of the weights and sampler. What would only cost it time is left out: all images
 wait in the GPU's memory, cuDNN chooses by trying, and a step's network is replayed as CUDA graphs, forward and backward. torch.compile would
@@ -36,27 +36,34 @@ MOST_AT_ONCE = 1024  # images of one batch of a sampler
 
 
 class Pictures:
-    """The training images on the device, and random batches of them."""
+    """The training images (N, C, H, W) and their labels (N, classes), one-hot, on the device, and random batches of them."""
 
     def __init__(self, data_file: str, device: torch.device):
-        self.path, self.device = data_file, device
-        self.images = torch.from_numpy(open_data(data_file).images.astype(np.float32) / 127.5 - 1).to(device)
+        self.path, self.device, data = data_file, device, open_data(data_file)
+        self.images = torch.from_numpy(data.images.astype(np.float32) / 127.5 - 1).to(device)
+        self.labels = torch.zeros(len(self.images), data.num_classes, device=device)
+        if data.labels is not None:
+            self.labels = F.one_hot(torch.from_numpy(data.labels.astype(np.int64)), data.num_classes).float().to(device)
 
-    def batches(self, size: int) -> Iterator[torch.Tensor]:
-        """Endless (size, C, H, W) in [-1, 1]: every epoch in a new order, half of the images mirrored."""
+    def numbers(self, size: int) -> Iterator[torch.Tensor]:
+        """Endless (size): which images are in a batch, every epoch in a new order."""
         while True:
             for index in torch.randperm(len(self.images), device=self.device).split(size):
-                if len(index) < size:
-                    continue  # other sizes would be compiled anew
-                mirrored = torch.rand(size, 1, 1, 1, device=self.device) < 0.5
-                yield torch.where(mirrored, self.images[index].flip(3), self.images[index])
+                if len(index) == size:  # other sizes would be compiled anew
+                    yield index
+
+    def batches(self, size: int) -> Iterator[torch.Tensor]:
+        """Endless (size, C, H, W) in [-1, 1], half of the images mirrored."""
+        for index in self.numbers(size):
+            mirrored = torch.rand(size, 1, 1, 1, device=self.device) < 0.5
+            yield torch.where(mirrored, self.images[index].flip(3), self.images[index])
 
 
-def replay_on_gpu(network: nn.Module, *example: torch.Tensor) -> None:
+def replay_on_gpu(network: nn.Module, *example: torch.Tensor, autocast: bool = True) -> None:
     """Makes network(*example) and its backward pass CUDA graphs, so that no step waits for Python to launch its kernels."""
     device = example[0].device
     if device.type == "cuda":
-        with torch.autocast("cuda", torch.float16, cache_enabled=False):
+        with torch.autocast("cuda", torch.float16, enabled=autocast, cache_enabled=False):
             torch.cuda.make_graphed_callables(network, example)
 
 
@@ -66,6 +73,7 @@ class Rival:
     name = ""
     packages: tuple[str, ...] = ()  # that must be installed, by the names of their modules
     install = ""  # what pip calls them
+    repository = ""  # where they are, if pip does not know them
 
     def __init__(self, pictures: Pictures, seed: int):
         self.pictures, self.device, self.seed, self.total = pictures, pictures.device, seed, 100_000
@@ -276,7 +284,87 @@ class Guided(Rival):
             return draw(self.drawn_from, config, size)
 
 
-RIVALS: dict[str, type[Rival]] = {"lucidrains": Lucidrains, "diffusers": Diffusers, "guided": Guided}
+class EDM(Rival):
+    """https://github.com/NVlabs/edm: its network, loss, augmentation and training loop with train.py's defaults, which are those of CIFAR-10 (DDPM++, batches
+    of 512, Adam, a learning rate that rises to 1e-3 over ten million images, an average with a half-life of half a million), conditional if there are
+    classes, with --fp16 True, and generate.py's 18 steps of Heun's method, of which each but the last looks twice."""
+
+    name = "EDM"
+    packages = ("dnnlib", "torch_utils")
+    repository = "https://github.com/NVlabs/edm"
+    model: dict[str, Any] = {
+        "model_type": "SongUNet", "embedding_type": "positional", "encoder_type": "standard", "decoder_type": "standard", "channel_mult_noise": 1,
+        "resample_filter": [1, 1], "model_channels": 128, "channel_mult": [2, 2, 2], "augment_dim": 9, "dropout": 0.13,
+    }  # fmt: skip
+    batch_size, lr, warm_up_images, half_life, rise = 512, 1e-3, 10_000_000, 500_000, 0.05
+    loss_scale = 100  # --ls, of its runs with --fp16 True
+    sampling_steps, sigma_min, sigma_max, rho = 18, 0.002, 80, 7
+
+    def build(self) -> None:
+        from training.augment import AugmentPipe
+        from training.loss import EDMLoss
+        from training.networks import EDMPrecond
+
+        _, channels, height, width = self.pictures.images.shape
+        if height != width:
+            raise UserError(f"--rivals edm: its network takes square images; these have {height}x{width} pixels")
+        shape = {"img_resolution": height, "img_channels": channels, "label_dim": self.pictures.labels.shape[1]}
+        self.network = EDMPrecond(**shape, use_fp16=self.dtype == torch.float16, **self.model).to(self.device)
+        self.average = copy.deepcopy(self.network).eval().requires_grad_(False)
+        self.augment, self.loss = AugmentPipe(p=0.12, xflip=1e8, yflip=1, scale=1, rotate_frac=1, aniso=1, translate_frac=1), EDMLoss()
+        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=self.lr)
+        self.numbers, self.seen = self.pictures.numbers(self.batch_size), 0
+        self.replay()
+
+    def replay(self) -> None:
+        network, size = self.network.model, self.batch_size
+        noisy = torch.zeros(size, *self.pictures.images.shape[1:], device=self.device, dtype=self.dtype)
+        sigma, changes = torch.zeros(size, device=self.device), torch.zeros(size, self.model["augment_dim"], device=self.device)
+        nothing = torch.zeros(size, 1, device=self.device)  # in the place of labels: a graph takes no None
+        replay_on_gpu(
+            network, noisy, sigma, self.pictures.labels[:1].expand(size, -1) if self.pictures.labels.shape[1] else nothing, changes, autocast=False
+        )
+        forward = network.forward  # a graph takes no names, either
+        network.forward = lambda x, t, class_labels, augment_labels: forward(x, t, nothing if class_labels is None else class_labels, augment_labels)
+
+    def train(self, steps: int) -> None:
+        mine, its = list(self.average.parameters()), list(self.network.parameters())
+        for _ in range(steps):
+            index = next(self.numbers)
+            loss = self.loss(self.network, self.pictures.images[index], self.pictures.labels[index], self.augment)
+            self.optimizer.zero_grad(set_to_none=True)
+            (loss.sum() * (self.loss_scale / self.batch_size)).backward()
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.lr * min(self.seen / self.warm_up_images, 1)
+            for p in its:
+                if p.grad is not None:
+                    torch.nan_to_num(p.grad, nan=0, posinf=1e5, neginf=-1e5, out=p.grad)
+            self.optimizer.step()
+            half_life = min(self.half_life, self.seen * self.rise)
+            with torch.no_grad():
+                torch._foreach_lerp_(mine, its, 1 - 0.5 ** (self.batch_size / max(half_life, 1e-8)))
+            self.seen += self.batch_size
+
+    @torch.no_grad()
+    def draw_batch(self, size: int) -> torch.Tensor:
+        ramp = torch.arange(self.sampling_steps, dtype=torch.float64, device=self.device) / (self.sampling_steps - 1)
+        first, last = self.sigma_max ** (1 / self.rho), self.sigma_min ** (1 / self.rho)
+        sigmas = [*(first + ramp * (last - first)) ** self.rho, ramp[0]]
+        classes = self.pictures.labels[torch.randint(len(self.pictures.labels), (size,), device=self.device)]
+        x = torch.randn(size, *self.pictures.images.shape[1:], dtype=torch.float64, device=self.device) * sigmas[0]
+        for here, there in zip(sigmas, sigmas[1:]):
+            slope = (x - self.average(x, here, classes)) / here
+            ahead = x + (there - here) * slope
+            if there > 0:
+                slope = (slope + (ahead - self.average(ahead, there, classes)) / there) / 2
+            x = x + (there - here) * slope
+        return x.clamp(-1, 1)
+
+    def draw(self, count: int) -> list[torch.Tensor]:
+        return [in_batches(count, self.draw_batch)]
+
+
+RIVALS: dict[str, type[Rival]] = {"lucidrains": Lucidrains, "diffusers": Diffusers, "guided": Guided, "edm": EDM}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -289,7 +377,8 @@ def check(names: list[str]) -> None:
             raise UserError(f"--rivals {name}: must be some of {', '.join(RIVALS)}, with commas")
         for package in RIVALS[name].packages:
             if importlib.util.find_spec(package) is None:
-                raise UserError(f"--rivals {name}: {how_to_install(package, RIVALS[name].install)}")
+                told = f"Python finds no {package}; clone {RIVALS[name].repository} and name its folder in PYTHONPATH"
+                raise UserError(f"--rivals {name}: {told if RIVALS[name].repository else how_to_install(package, RIVALS[name].install)}")
 
 
 def synchronize(device: torch.device) -> None:

@@ -154,6 +154,7 @@ TINY_RIVALS: dict[str, dict[str, object]] = {
         "batch_size": 4,
     },
     "guided": {"flags": " ".join([speedrun_rivals.Guided.flags.replace("ddim25", "3").replace("128", "4"), *TINY_MODEL, "--num_heads 1"])},
+    "edm": {"model": speedrun_rivals.EDM.model | {"model_channels": 8, "channel_mult": [1, 1]}, "batch_size": 4, "sampling_steps": 3},
 }
 
 
