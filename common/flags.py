@@ -216,8 +216,8 @@ def print_help(flags: dict[str, dataclasses.Field], intro: str, everything: bool
         print(f"\n--help all lists all {len(flags)} flags, and what each preset sets.")
     if "preset" not in flags or not everything:
         return
-    print("\nPresets: without --preset quick32; for your own images of 32x32 quick32, for larger ones emoji64 (from 128x128 on with --patch_size 4),")
-    print("for images that are smaller, or whose sides can't be halved so often, fashion32. On a GPU quick64, photos32, quick64 and unet64.")
+    print("\nPresets: without --preset, and for your own images of 32x32, quick32; for larger ones emoji64 (from 128x128 on with --patch_size 4),")
+    print("for images that are smaller, or whose sides can't be halved so often, fashion32. On a GPU photos32, quick64 and unet64.")
     print(f"If the images have labels, also {SHARED['OF_LABELS']} (where the preset says nothing else);")
     print(f"from {MANY_IMAGES} images on --min_snr_gamma 5 (where the preset sets it).")
     for preset, text in PRESETS.items():

@@ -4,12 +4,10 @@
 
 #ifdef __CUDACC__
 // The presets that are used if the command line has no --preset (see apply_default_preset).
-static const char* const DEFAULT_PRESET = "quick64"; // without a data file
-static const char* const PRESET_32 = "photos32";     // for images of 32x32
+static const char* const PRESET_32 = "photos32";     // for images of 32x32, and without a data file
 static const char* const PRESET_FROM_32 = "quick64"; // for larger images, if their sides can be halved often enough
 static const char* const PRESET_ELSE = "unet64";     // for all others
 #else
-static const char* const DEFAULT_PRESET = "quick32";
 static const char* const PRESET_32 = "quick32";
 static const char* const PRESET_FROM_32 = "emoji64";
 static const char* const PRESET_ELSE = "fashion32";
@@ -330,14 +328,14 @@ static std::string help_line(const Flag& f, const Config& defaults, const Config
     const std::string choices = *f.choices ? text(" (%s)", f.choices) : "";
     std::string value = flag_value(defaults, f);
     if (value.empty()) value = "\"\"";
-    if (preset.chosen(f.name)) value += text("; %s: ", DEFAULT_PRESET) + flag_value(preset, f);
+    if (preset.chosen(f.name)) value += text("; %s: ", PRESET_32) + flag_value(preset, f);
     return text("  --%-25s %s%s [%s]\n", f.name, f.help, choices.c_str(), value.c_str());
 }
 
 // --help: the flags that people use first; all: every flag and preset.
 static void print_help(bool all) {
     Config defaults, preset;
-    apply_preset(&preset, DEFAULT_PRESET);
+    apply_preset(&preset, PRESET_32);
     const std::string first = " " + Config::FIRST_FLAGS + " ";
     printf("train_unet: trains a diffusion UNet, and samples from it.\n\n"
            "  ./train_unet                              train the default preset into out/\n"
@@ -346,7 +344,7 @@ static void print_help(bool all) {
            "  ./train_unet --sample 36 --init out/model_0000400.bin --output samples.png\n"
            "  ./train_unet --help all                   all %zu flags, and what each preset sets\n\n"
            "In brackets: the default, and what preset %s has, which holds without --preset or data of your own.\n",
-           FLAGS.size(), DEFAULT_PRESET);
+           FLAGS.size(), PRESET_32);
     const char* last_heading = "";
     for (const Flag& f : FLAGS) {
         if (!all && first.find(text(" %s ", f.name)) == std::string::npos) continue;
@@ -355,11 +353,11 @@ static void print_help(bool all) {
         printf("%s", help_line(f, defaults, preset).c_str());
     }
     if (!all) return;
-    printf("\nPresets: without --preset %s; for your own images of 32x32 %s, for larger ones %s (from 128x128 on with "
-           "--patch_size 4),\nfor images that are smaller, or whose sides can't be halved so often, %s; if the images "
-           "have labels, also\n%s (where the preset says nothing else);\nfrom %ld images on --min_snr_gamma 5 (where "
-           "the preset sets it)\n",
-           DEFAULT_PRESET, PRESET_32, PRESET_FROM_32, PRESET_ELSE, Config::OF_LABELS.c_str(), (long)MANY_IMAGES);
+    printf("\nPresets: without --preset, and for your own images of 32x32, %s; for larger ones %s (from 128x128 on "
+           "with --patch_size 4),\nfor images that are smaller, or whose sides can't be halved so often, %s; if the "
+           "images have labels, also\n%s (where the preset says nothing else);\nfrom %ld images on --min_snr_gamma 5 "
+           "(where the preset sets it)\n",
+           PRESET_32, PRESET_FROM_32, PRESET_ELSE, Config::OF_LABELS.c_str(), (long)MANY_IMAGES);
     for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings.c_str());
 }
 

@@ -295,7 +295,7 @@ static bool preset_fits(Config c, const char* preset, int patch, const Dataset& 
 static void apply_default_preset(Config* c, const Config& typed, const Dataset& d) {
     c->default_preset = true;
     if (!d.size) {
-        c->preset = DEFAULT_PRESET;
+        c->preset = PRESET_32;
         apply_flags(c, Config::OF_LABELS);
         return apply_preset(c, c->preset);
     }
@@ -368,7 +368,7 @@ static void check_contradictions(const Config& c) {
 // Returns the data file of a run for which nobody has named one.
 static std::string default_data_file() {
     Config c;
-    apply_preset(&c, DEFAULT_PRESET);
+    apply_preset(&c, PRESET_32);
     return c.data_file;
 }
 
