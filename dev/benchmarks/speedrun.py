@@ -6,8 +6,8 @@
     python dev/benchmarks/speedrun.py --recipes --rivals guided --rival_seconds 60 --judge F.pt --earlier first.json      one table of two calls
 
 Every fifth image of the data is held out; everyone trains on the others. At --moments moments of a run (its end, half of it, a quarter, and so on),
-samples are drawn (--samples, or as many as there are training images, at most 5,000) and compared with the training images and, beside that, with the
-held-out ones: a model that copies its training images is close to the former and no closer than they are to the latter.
+samples are drawn (--samples, or as many as there are training images, at most 5,000) and compared with the held-out images, which neither the models nor
+the judge have seen, and beside that with the training images: a model that copies these is closer to them.
 
 - Distance: the Frechet distance of common/judge.py's features. They come from a small classifier that this program trains on the training images
   with fixed seeds, by their labels, or without labels with each image as a class of its own. Everyone in a table is judged by the same features.
@@ -96,8 +96,8 @@ class Moment:
 
     step: int
     seconds: float  # of training until then
-    distance: float  # of the samples to the training images
-    held_out: float  # to the held-out ones
+    distance: float  # of the samples to the held-out images
+    training: float  # to the training images
     plain: float  # share of the samples
     grain: float
     copies: float = float("nan")  # nan: written before they were counted
@@ -168,7 +168,7 @@ class Contest:
     def judge(self, images: torch.Tensor, step: int, seconds: float) -> Moment:
         """Of samples (N, C, H, W), floats in [-1, 1], which are rounded to 256 levels as pictures hold them."""
         levels, found = judges.levels(images), self.features.features(images)
-        distances = judges.frechet(found, self.features.training), judges.frechet(found, self.features.held_out)
+        distances = judges.frechet(found, self.features.held_out), judges.frechet(found, self.features.training)
         faults = plain_form(levels), has_grain(levels), is_copy(levels, judges.to_floats(self.train_images))
         return Moment(step, seconds, *distances, *(fault.mean().item() for fault in faults))
 
@@ -310,13 +310,13 @@ def shown(name: str) -> str:
 def print_table(runs: Runs) -> None:
     """A line for each contestant at its end, and when it had come to where each of the others ended."""
     ends = {name: statistics.median(run[-1].distance for run in found) for name, found in runs.items()}
-    print(f"{'':50s} {'seconds':>10s} {'distance':>26s} {'to held out':>12s} {'plain':>7s} {'grain':>7s} {'copies':>7s}")
+    print(f"{'':50s} {'seconds':>10s} {'distance':>26s} {'to training':>12s} {'plain':>7s} {'grain':>7s} {'copies':>7s}")
     for name, found in runs.items():
         last = [run[-1] for run in found]
-        fields = ("seconds", "held_out", "plain", "grain", "copies")
+        fields = ("seconds", "training", "plain", "grain", "copies")
         middle = {field: statistics.median(getattr(m, field) for m in last) for field in fields}
         distances = spread([m.distance for m in last], 2)
-        figures = f"{middle['seconds']:10.1f} {distances:>26s} {middle['held_out']:12.2f} {middle['plain']:7.2f} {middle['grain']:7.2f} {middle['copies']:7.2f}"
+        figures = f"{middle['seconds']:10.1f} {distances:>26s} {middle['training']:12.2f} {middle['plain']:7.2f} {middle['grain']:7.2f} {middle['copies']:7.2f}"
         print(f"{shown(name)[:50]:50s} {figures}")
     for goal, distance in ends.items():
         times = {shown(name): spread([seconds_to(run, distance) for run in found], 1) for name, found in runs.items()}
@@ -335,7 +335,7 @@ def plot(runs: Runs, title: str, path: str) -> None:
         distances = [[m.distance for m in column] for column in columns]
         (line,) = axes.plot(seconds, [statistics.median(d) for d in distances], marker="o", markersize=5, label=shown(name))
         axes.fill_between(seconds, [min(d) for d in distances], [max(d) for d in distances], alpha=0.2, color=line.get_color())
-    axes.set(title=title, xlabel="seconds of training", ylabel="Fréchet distance to the training images", xscale="log", yscale="log")
+    axes.set(title=title, xlabel="seconds of training", ylabel="Fréchet distance to held-out images", xscale="log", yscale="log")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(ScalarFormatter())
