@@ -24,6 +24,7 @@ from common.model import initial_weights, to_state_dict
 from common.model_files import ModelFile
 from common.program import UserError
 from common.random_numbers import data_order, held_out_images
+from common.samples import MOST_COMPARED, is_compared
 
 LOG_COLUMNS = "step,loss,lr,grad_norm,ms,loss_q0,loss_q1,loss_q2,loss_q3,val_loss,seconds,copies"
 VAL_IMAGES = 512  # of a validation loss: as many are enough, and stay in memory
@@ -275,6 +276,8 @@ def announce(trainer: Any, data: Data, start: ModelFile | None) -> None:
         print(f"condition: {data.pictures.path}, pictures of {config.cond_channels} channels")
     if config.in_channels not in (1, 3):
         print(f"grids show the first of {config.in_channels} channels, in grey")
+    if config.sample_interval and not is_compared(data):
+        print(f"copies are not counted in grids, because the images have more than {MOST_COMPARED >> 20} MiB; judge.py counts them")
     if config.resume_checkpoint:
         print(f"resumed from {start.path}: step {first_step} of {config.max_steps}, seed {config.seed}")
         was, now = start.config.batch_size, config.batch_size

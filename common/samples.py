@@ -105,10 +105,15 @@ def nearest_images(images: Tensor, data: Iterable[Tensor]) -> tuple[Tensor, Tens
     return nearest * 127.5 / images[0].numel() ** 0.5, number
 
 
+def is_compared(data: Data) -> bool:
+    """Whether the grids of a run on this data are compared with it."""
+    return data.count * data.images[0].nbytes <= MOST_COMPARED
+
+
 def count_copies(images: Tensor, data: Data, mirrors: bool) -> int | None:
     """How many of the samples (N, C, H, W) in [-1, 1] are copies of images of the data; None: they are not compared, because the data are large.
     mirrors: copies of mirrored images count, too. As ./train_unet's count_copies."""
-    if data.count * data.images[0].nbytes > MOST_COMPARED:
+    if not is_compared(data):
         return None
     pixels = ((images.cpu() + 1) * 127.5).clamp(0, 255).round() / 127.5 - 1
     apart = torch.full((len(images),), math.inf)

@@ -1086,6 +1086,18 @@ def test_copies(run: Callable, tmp_path: Path, make_data: Callable, kind: type) 
     assert runs("held_out", images, "--val_fraction 0.2") == ["0.25", "0.25"]
 
 
+@pytest.mark.long
+def test_data_that_are_too_large_to_be_compared(run: Callable, tmp_path: Path, make_data: Callable, capsys: pytest.CaptureFixture) -> None:
+    """Copies are not counted, and a line says so."""
+    data = make_data("large.bin", np.zeros((17_000, 1, 64, 64), np.float32))
+    given = flags(TINY, "--attention_resolutions 32 --max_steps 1 --sample_interval 1 --num_samples 1 --timestep_respacing 2 --data_file", data)
+    line = "copies are not counted in grids, because the images have more than 256 MiB"
+    assert line in run(flags(given, "--output_dir ours")).out
+    twin.run(flags(given, "--device cpu --compile 0 --output_dir", tmp_path / "twin"))
+    assert line in capsys.readouterr().out
+    assert [row["copies"] for folder in ("ours", "twin") for row in read_log(tmp_path / folder)] == ["", ""]
+
+
 def test_validation_loss_depends_on_the_weights_alone(run: Callable, data: Path, tmp_path: Path, make_data: Callable) -> None:
     """t and noise are fixed for each image: with lr 0 it is always the same number, whatever the batches, and the twin's number."""
     val = make_data("val.bin", make_images(9, seed=3), np.arange(9) % 3, 3)

@@ -595,6 +595,9 @@ static void print_start(const Config& c, const Trainer& tr, const Dataset& data)
     if (data.cond) print_line("condition: " + c.cond_file + text(", pictures of %d channels", c.cond_channels));
     const int C = c.in_channels;
     if (C != 1 && C != 3) printf("grids show the first of %d channels, in grey\n", C);
+    if (c.sample_interval && !is_compared(data))
+        printf("copies are not counted in grids, because the images have more than %zu MiB; judge.py counts them\n",
+               MOST_COMPARED >> 20);
     std::string cost = text("run: %ld steps", c.max_steps);
     if (c.sample_interval)
         cost += text(", a grid of %d samples every %d; the ETA counts both", c.num_samples, c.sample_interval);

@@ -8,6 +8,7 @@
 constexpr int COPY = 16;
 // Samples are not compared with data of more bytes than this, so that it takes a few seconds at most.
 constexpr size_t MOST_COMPARED = (size_t)256 << 20;
+static bool is_compared(const Dataset& d) { return d.count * d.image_bytes() <= MOST_COMPARED; }
 
 // Returns whether one of two images of n values is a copy of the other. Most pairs are told apart early.
 static bool is_copy(const uint8_t* a, const uint8_t* b, size_t n) {
@@ -25,7 +26,7 @@ static bool is_copy(const uint8_t* a, const uint8_t* b, size_t n) {
 // Returns how many of the samples (n, H, W, C) are copies of images of d, or -1 if d has too many bytes or can't be
 // read (d->error). mirrors: samples that are copies of mirrored images count, too.
 static int count_copies(Dataset* d, const std::vector<float>& samples, bool mirrors) {
-    if (d->count * d->image_bytes() > MOST_COMPARED) return -1;
+    if (!is_compared(*d)) return -1;
     const size_t size = (size_t)d->C * d->H * d->W;
     const int n = (int)(samples.size() / size);
     std::vector<uint8_t> levels; // the samples as (C, H, W), which data files have, and then the mirrored ones
