@@ -401,7 +401,7 @@ def default_preset(flags: dict[str, Any], data: Any = None) -> tuple[str, int]:
     elif flags.get("data_dir"):  # a folder becomes 64x64, as in prepare_data.py
         height, width = flags.get("image_size", (64, 64))
     else:
-        return for_32, 0  # which data/fashion32.bin has
+        return "quick64" if on_gpu else "quick32", 0  # to sample
     preset = for_32 if (height, width) == (32, 32) else from_32
     for patch, smallest in ((4, 128), (2, 32)):
         own = preset_flags(preset)

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from common import files
-from common.config import check_ema_rate, check_hearing, default_preset, make_config
+from common.config import check_ema_rate, check_hearing, make_config
 from common.data_files import Data, find_data, open_data, with_pictures
-from common.flags import Config, preset_flags
+from common.flags import SHARED, Config, preset_flags
 from common.formats import read_model
 from common.model import initial_weights, to_state_dict
 from common.model_files import ModelFile
@@ -169,7 +169,7 @@ def prepare_run(flags: dict[str, Any]) -> tuple[Config, Data | None, ModelFile |
         except files.DataError as e:
             raise files.DataError(f"--data_dir {flags['data_dir']}: {e}") from None
     else:
-        path = flags.get("data_file") or preset_flags(flags.get("preset") or default_preset(flags)[0])["data_file"]
+        path = flags.get("data_file") or (preset_flags(flags["preset"])["data_file"] if flags.get("preset") else SHARED["DEFAULT_DATA"])
         if os.path.exists(path) or not flags.get("init_model_only") or "data_file" in flags:
             data = open_data(path)
     if data:
@@ -277,7 +277,7 @@ def announce(trainer: Any, data: Data, start: ModelFile | None) -> None:
     if config.in_channels not in (1, 3):
         print(f"grids show the first of {config.in_channels} channels, in grey")
     if config.sample_interval and not is_compared(data):
-        print(f"copies are not counted in grids, because the images have more than {MOST_COMPARED >> 20} MiB; judge.py counts them")
+        print(f"copies are not counted in grids, because the images have more than {MOST_COMPARED >> 20} MiB; dev/benchmarks/judge.py counts them")
     if config.resume_checkpoint:
         print(f"resumed from {start.path}: step {first_step} of {config.max_steps}, seed {config.seed}")
         was, now = start.config.batch_size, config.batch_size

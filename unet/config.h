@@ -4,13 +4,15 @@
 
 #ifdef __CUDACC__
 // The presets that are used if the command line has no --preset (see apply_default_preset).
-static const char* const PRESET_32 = "photos32";     // for images of 32x32, and without a data file
-static const char* const PRESET_FROM_32 = "quick64"; // for larger images, if their sides can be halved often enough
-static const char* const PRESET_ELSE = "unet64";     // for all others
+static const char* const PRESET_32 = "photos32";       // for images of 32x32, which those of DEFAULT_DATA are
+static const char* const PRESET_FROM_32 = "quick64";   // for larger images, if their sides can be halved often enough
+static const char* const PRESET_ELSE = "unet64";       // for all others
+static const char* const PRESET_TO_SAMPLE = "quick64"; // --sample has no data: how to draw, and how many at a time
 #else
 static const char* const PRESET_32 = "quick32";
 static const char* const PRESET_FROM_32 = "emoji64";
 static const char* const PRESET_ELSE = "fashion32";
+static const char* const PRESET_TO_SAMPLE = "quick32";
 #endif
 
 // Flags have guided-diffusion's names. The command line has priority over a preset.

@@ -22,6 +22,8 @@ TEXT(VERSION, "1.0");
 // The flags that --help lists. The others are listed by --help all.
 TEXT(FIRST_FLAGS, "preset data_dir data_file image_size output_dir max_steps batch_size lr class_cond augment "
                   "resume_checkpoint init sample output num_gpus");
+// What a run without a data file and without a preset learns.
+TEXT(DEFAULT_DATA, "data/fashion32.bin");
 
 HEADING(start, "Start");
 FLAG(string, preset, "", "a set of flags to start from; any other flag overrides it",

@@ -100,7 +100,7 @@ class Moment:
     training: float  # to the training images
     plain: float  # share of the samples
     grain: float
-    copies: float = float("nan")  # nan: written before they were counted
+    copies: float
 
 
 # ----------------------------------------------------------------------------------------------------------------------

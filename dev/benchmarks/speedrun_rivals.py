@@ -320,12 +320,10 @@ class EDM(Rival):
         network, size = self.network.model, self.batch_size
         noisy = torch.zeros(size, *self.pictures.images.shape[1:], device=self.device, dtype=self.dtype)
         sigma, changes = torch.zeros(size, device=self.device), torch.zeros(size, self.model["augment_dim"], device=self.device)
-        nothing = torch.zeros(size, 1, device=self.device)  # in the place of labels: a graph takes no None
-        replay_on_gpu(
-            network, noisy, sigma, self.pictures.labels[:1].expand(size, -1) if self.pictures.labels.shape[1] else nothing, changes, autocast=False
-        )
+        none = torch.zeros(size, max(1, self.pictures.labels.shape[1]), device=self.device)  # a graph takes no None in the place of labels
+        replay_on_gpu(network, noisy, sigma, none, changes, autocast=False)
         forward = network.forward  # a graph takes no names, either
-        network.forward = lambda x, t, class_labels, augment_labels: forward(x, t, nothing if class_labels is None else class_labels, augment_labels)
+        network.forward = lambda x, t, class_labels, augment_labels: forward(x, t, none if class_labels is None else class_labels, augment_labels)
 
     def train(self, steps: int) -> None:
         mine, its = list(self.average.parameters()), list(self.network.parameters())
@@ -349,7 +347,7 @@ class EDM(Rival):
     def draw_batch(self, size: int) -> torch.Tensor:
         ramp = torch.arange(self.sampling_steps, dtype=torch.float64, device=self.device) / (self.sampling_steps - 1)
         first, last = self.sigma_max ** (1 / self.rho), self.sigma_min ** (1 / self.rho)
-        sigmas = [*(first + ramp * (last - first)) ** self.rho, ramp[0]]
+        sigmas = F.pad((first + ramp * (last - first)) ** self.rho, (0, 1))  # the last is 0
         classes = self.pictures.labels[torch.randint(len(self.pictures.labels), (size,), device=self.device)]
         x = torch.randn(size, *self.pictures.images.shape[1:], dtype=torch.float64, device=self.device) * sigmas[0]
         for here, there in zip(sigmas, sigmas[1:]):
@@ -377,8 +375,10 @@ def check(names: list[str]) -> None:
             raise UserError(f"--rivals {name}: must be some of {', '.join(RIVALS)}, with commas")
         for package in RIVALS[name].packages:
             if importlib.util.find_spec(package) is None:
-                told = f"Python finds no {package}; clone {RIVALS[name].repository} and name its folder in PYTHONPATH"
-                raise UserError(f"--rivals {name}: {told if RIVALS[name].repository else how_to_install(package, RIVALS[name].install)}")
+                told = how_to_install(package, RIVALS[name].install)
+                if repository := RIVALS[name].repository:
+                    told = f"Python finds no {package}; clone {repository} and name its folder in PYTHONPATH"
+                raise UserError(f"--rivals {name}: {told}")
 
 
 def synchronize(device: torch.device) -> None:

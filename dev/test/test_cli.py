@@ -204,7 +204,8 @@ def test_the_preset_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = {size: default_preset({"data_dir": "pets", "image_size": (size, size)}) for size in (24, 32, 64, 100, 128, 144, 256)}
     quick = {64: 2, 128: 4, 144: 4, 256: 4}
     assert chosen == {24: ("unet64", 0), 32: ("photos32", 0), 100: ("unet64", 0)} | {size: ("quick64", patch) for size, patch in quick.items()}
-    assert default_preset({}) == ("photos32", 0)
+    assert default_preset({"data_file": SHARED["DEFAULT_DATA"]}, open_data(str(ROOT / SHARED["DEFAULT_DATA"]))) == ("photos32", 0)
+    assert default_preset({}) == ("quick64", 0)
 
 
 # labels, count, flags; class_cond, class_dropout, guidance_scale, min_snr_gamma

@@ -57,7 +57,7 @@ def test_copies() -> None:
 
 
 def test_seconds_to() -> None:
-    run = [speedrun.Moment(step, seconds, distance, 0, 0, 0) for step, seconds, distance in ((10, 2.0, 30.0), (20, 4.0, 10.0), (30, 6.0, 12.0))]
+    run = [speedrun.Moment(step, seconds, distance, 0, 0, 0, 0) for step, seconds, distance in ((10, 2.0, 30.0), (20, 4.0, 10.0), (30, 6.0, 12.0))]
     assert speedrun.seconds_to(run, 40) == 2
     assert speedrun.seconds_to(run, 15) == pytest.approx(3.5)
     assert speedrun.seconds_to(run, 10) == 4

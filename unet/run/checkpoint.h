@@ -596,7 +596,8 @@ static void print_start(const Config& c, const Trainer& tr, const Dataset& data)
     const int C = c.in_channels;
     if (C != 1 && C != 3) printf("grids show the first of %d channels, in grey\n", C);
     if (c.sample_interval && !is_compared(data))
-        printf("copies are not counted in grids, because the images have more than %zu MiB; judge.py counts them\n",
+        printf("copies are not counted in grids, because the images have more than %zu MiB; "
+               "dev/benchmarks/judge.py counts them\n",
                MOST_COMPARED >> 20);
     std::string cost = text("run: %ld steps", c.max_steps);
     if (c.sample_interval)

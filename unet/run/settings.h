@@ -295,7 +295,7 @@ static bool preset_fits(Config c, const char* preset, int patch, const Dataset& 
 static void apply_default_preset(Config* c, const Config& typed, const Dataset& d) {
     c->default_preset = true;
     if (!d.size) {
-        c->preset = PRESET_32;
+        c->preset = PRESET_TO_SAMPLE;
         apply_flags(c, Config::OF_LABELS);
         return apply_preset(c, c->preset);
     }
@@ -365,13 +365,6 @@ static void check_contradictions(const Config& c) {
         if (c.given(name) && path.empty()) die("--%s: is empty; give a path, or leave the flag out", name);
 }
 
-// Returns the data file of a run for which nobody has named one.
-static std::string default_data_file() {
-    Config c;
-    apply_preset(&c, PRESET_32);
-    return c.data_file;
-}
-
 // Sets the flags that the command line leaves open, except those that take_data_shape takes from the data. Makes the
 // data file of --data_dir, and opens the data file if the choice of a preset needs it. resume: the model file is a
 // checkpoint whose run goes on. where: what messages about the model file's settings begin with.
@@ -384,7 +377,7 @@ static void complete_config(Config* c, const ModelFile& model, bool resume, cons
     if (!c->preset.empty()) apply_preset(c, c->preset);
     if (!c->sample) take_data_dir(c, where);
     if (c->preset.empty()) {
-        if (c->data_file.empty()) c->data_file = default_data_file();
+        if (c->data_file.empty()) c->data_file = Config::DEFAULT_DATA;
         if (!c->sample || c->given("data_file")) *data = open_dataset(c->data_file);
         apply_default_preset(c, typed, *data);
     }
