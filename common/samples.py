@@ -96,8 +96,9 @@ MOST_COMPARED = 256 << 20  # bytes: a run's grids are not compared with more dat
 
 def nearest_images(images: Tensor, data: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
     """For each image (N, C, H, W) the nearest of the data, parts of (n, C, H, W), all in [-1, 1]: how far it is in 255ths, as the root of the mean square
-    over pixels and colours, and its number in the data."""
-    nearest, number, first = torch.full((len(images),), math.inf), torch.zeros(len(images), dtype=torch.int64), 0
+    over pixels and colours, and its number in the data. All on one device."""
+    nearest = torch.full((len(images),), math.inf, device=images.device)
+    number, first = torch.zeros_like(nearest, dtype=torch.int64), 0
     for part in data:
         apart, index = torch.cdist(images.flatten(1), part.flatten(1)).min(1)
         number = torch.where(apart < nearest, first + index, number)

@@ -5,9 +5,9 @@
     python dev/benchmarks/speedrun.py --rivals lucidrains,diffusers,guided,edm        and beside it what others' programs do in the same seconds
     python dev/benchmarks/speedrun.py --recipes --rivals guided --rival_seconds 60 --judge F.pt --earlier first.json      one table of two calls
 
-Every fifth image of the data is held out; everyone trains on the others. At --moments moments of a run (its end, half of it, a quarter, and so on),
-samples are drawn (--samples, or as many as there are training images, at most 5,000) and compared with the held-out images, which neither the models nor
-the judge have seen, and beside that with the training images: a model that copies these is closer to them.
+Every fifth image of the data is held out, or where the data have a test set, that (--held_out F.bin); everyone trains on the others. At --moments moments
+of a run (its end, half of it, a quarter, and so on), samples are drawn (--samples, or as many as there are training images, at most 5,000) and compared with
+the held-out images, which neither the models nor the judge have seen, and beside that with the training images: a model that copies these is closer to them.
 
 - Distance: the Frechet distance of common/judge.py's features. They come from a small classifier that this program trains on the training images
   with fixed seeds, by their labels, or without labels with each image as a class of its own. Everyone in a table is judged by the same features.
@@ -39,6 +39,7 @@ MOST_SAMPLES = 5000
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--data_file", default=str(ROOT / "data/emoji64.bin"), help="uint8 images (default: data/emoji64.bin)")
+    parser.add_argument("--held_out", metavar="F.bin", default="", help="images to compare with (default: every fifth of the data)")
     told = 'of ./train_unet, such as "--objective edm" (default: one recipe without flags; --recipes alone: none of ours)'
     parser.add_argument("--recipes", nargs="*", default=[""], metavar="FLAGS", help=told)
     parser.add_argument("--seeds", default="0", help="numbers with commas (default: 0)")
@@ -145,31 +146,38 @@ def is_copy(images: torch.Tensor, training: torch.Tensor) -> torch.Tensor:
 class Contest:
     """A data set, split, and the features that judge everyone's samples of it."""
 
-    def __init__(self, data_file: str, folder: pathlib.Path, device: torch.device, judge_file: str = "", samples: int = 0):
+    def __init__(self, data_file: str, folder: pathlib.Path, device: torch.device, judge_file: str = "", samples: int = 0, held_out: str = ""):
         data = open_data(data_file)
         if data.images.dtype != np.uint8 or len(data.images) < 2 * FIFTH * judges.FEATURES:
             raise UserError(f"--data_file {data_file}: must hold at least {2 * FIFTH * judges.FEATURES} uint8 images")
-        held = np.arange(len(data.images)) % FIFTH == FIFTH - 1
         images, labels = np.array(data.images), None if data.labels is None else np.array(data.labels)
+        held = np.arange(len(images)) % FIFTH == (-1 if held_out else FIFTH - 1)  # -1: none
+        aside = np.array(open_data(held_out).images) if held_out else images[held]
+        if aside.dtype != np.uint8 or aside.shape[1:] != images.shape[1:] or len(aside) < 2 * judges.FEATURES:
+            shape = "x".join(map(str, images.shape[1:]))
+            raise UserError(f"--held_out {held_out}: must hold at least {2 * judges.FEATURES} uint8 images of {shape}, as --data_file")
         self.train_file = str(folder / "train.bin")
         self.train_images = images[~held]
         self.train_labels = None if labels is None else labels[~held]
         write_data(self.train_file, self.train_images, self.train_labels, data.num_classes)
         training = judges.to_floats(self.train_images)
         classes = None if labels is None else torch.from_numpy(labels[~held].astype(np.int64)).to(device)
-        self.features = judges.make_judge(training.to(device), classes, judges.to_floats(images[held]), judge_file)
+        self.features = judges.make_judge(training.to(device), classes, judges.to_floats(aside), judge_file)
+        self.held_out = zlib.crc32(aside.tobytes())
         self.samples = samples or min(len(training), MOST_SAMPLES)
         self.device = device
 
     def rules(self) -> dict[str, Any]:
         """What two runs must have in common if their distances shall be compared."""
-        return {"images": zlib.crc32(self.train_images.tobytes()), "judge": self.features.checksum(), "samples": self.samples}
+        images = {"images": zlib.crc32(self.train_images.tobytes()), "held_out": self.held_out}
+        return {**images, "judge": self.features.checksum(), "samples": self.samples}
 
     def judge(self, images: torch.Tensor, step: int, seconds: float) -> Moment:
         """Of samples (N, C, H, W), floats in [-1, 1], which are rounded to 256 levels as pictures hold them."""
         levels, found = judges.levels(images), self.features.features(images)
         distances = judges.frechet(found, self.features.held_out), judges.frechet(found, self.features.training)
-        faults = plain_form(levels), has_grain(levels), is_copy(levels, judges.to_floats(self.train_images))
+        copies = is_copy(levels.to(self.device), judges.to_floats(self.train_images).to(self.device))
+        faults = plain_form(levels), has_grain(levels), copies
         return Moment(step, seconds, *distances, *(fault.mean().item() for fault in faults))
 
     def floor(self) -> float:
@@ -272,7 +280,7 @@ def read_runs(paths: list[str], contest: Contest) -> Runs:
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"--earlier {path}: was not written by --output of this program") from None
         if rules != contest.rules():
-            wanted = "training images, --judge and --samples"
+            wanted = "training images, held-out images, --judge and --samples"
             raise UserError(f"--earlier {path}: was judged otherwise; its {wanted} must be those of this call")
         for name, found in theirs.items():
             runs.setdefault(name, []).extend(found)
@@ -356,7 +364,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     kinds = {"--output": lambda head: head.startswith(b'{\n "data"'), "--plot": files.is_picture, "--judge": lambda head: True}  # a judge is read
     for flag, path in written.items():
         if path:
-            files.check_output(flag, path, [args.data_file, args.program, *args.earlier], kinds[flag])
+            files.check_output(flag, path, [args.data_file, args.held_out, args.program, *args.earlier], kinds[flag])
     places = [os.path.realpath(path) for path in written.values() if path]
     if len({*places}) < len(places):
         raise UserError("--output, --plot and --judge: two of them name the same file")
@@ -388,7 +396,7 @@ def run(argv: list[str]) -> None:
     check_arguments(args)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        contest = Contest(args.data_file, folder, pick_device("auto"), args.judge, args.samples)
+        contest = Contest(args.data_file, folder, pick_device("auto"), args.judge, args.samples, args.held_out)
         print(f"data: {len(contest.train_images)} images to train on; the held-out ones' distance from them is {contest.floor():.2f}", flush=True)
         runs = read_runs(args.earlier, contest)
 

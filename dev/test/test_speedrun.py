@@ -102,6 +102,7 @@ def test_a_run(tmp_path: Path, make_data: object) -> None:
         "--moments",
         2,
     ]
+    command += ["--held_out", make_data("held.bin", make_images(130, 1, 8, 8, seed=1))]
     command += ["--seeds", "3", "--judge", "judge.pt", "--output", "o.json", "--plot", "o.png"]
     for _ in range(2):  # the second time with the judge of the first
         done = subprocess.run(list(map(str, command)), cwd=tmp_path, env=environment(1), capture_output=True, text=True, timeout=300)
@@ -118,6 +119,10 @@ def test_what_it_refuses(tmp_path: Path, make_data: object, capfd: pytest.Captur
     judge.write_bytes(b"junk")
     for words, named in (
         (["--data_file", few], "few.bin"),
+        (
+            ["--data_file", make_data("700.bin", make_images(700, 1, 8, 8)), "--held_out", make_data("larger.bin", make_images(200, 1, 16, 16))],
+            "larger.bin",
+        ),
         (["--seeds", "a"], "--seeds"),
         (["--moments", "0"], "--moments"),
         (["--samples", "9"], "--samples"),
