@@ -12,6 +12,7 @@
     model            the network, its parameters, initial weights
     model_files      weights and checkpoints: .bin, .pt, .safetensors
     diffusers_files  the same in folders of Hugging Face's diffusers; autoencoders
+    patch_pipeline   what such a folder draws models of patches with; imported by diffusers alone
     formats          any of these: read, convert, average after the run
     samples          grids and pictures of what was drawn
     judge            how good samples are: features, distances

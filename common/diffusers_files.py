@@ -4,8 +4,9 @@
   python train_unet.py --convert DIR/ model.bin          one that was trained there
 
 What maps does so exactly: the same function with the same weights, up to float32 rounding. What UNet2DModel lacks is refused by the flag that asks for
-it. Two things are not there but can be said with what is: pooling and repeating of pixels (--conv_resample False) as 3x3 convolutions with 1/4 and 1
-where these read, and either order of the rows of qkv. diffusers itself is not needed for any of this.
+it. Three things are not there but can be said with what is: pooling and repeating of pixels (--conv_resample False) as 3x3 convolutions with 1/4 and 1
+where these read, either order of the rows of qkv, and squares of pixels (--patch_size) as the channels of fewer pixels, which the folder's own pipeline makes
+an image of. diffusers itself is not needed for any of this.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import math
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from common.program import NOT_OF_DATA, UserError
 
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
 UNET, SCHEDULER, INDEX = "unet/config.json", "scheduler/scheduler_config.json", "model_index.json"
+PIPELINE = "pipeline.py"  # of models with --patch_size: common/patch_pipeline.py
 
 # The defaults of UNet2DModel and of its schedulers, for what a folder leaves out.
 UNET_DEFAULTS: dict[str, Any] = {
@@ -85,7 +88,6 @@ def head_channels(config: Config) -> int | None:
 def unet_settings(config: Config) -> dict[str, Any]:
     """UNet2DModel's arguments; UserError names the flag that it has none for."""
     refuse_unless(config.channel_mult[0] == 1, config, "channel_mult", "UNet2DModel's time embedding is as wide as its first level")
-    refuse_unless(config.patch == 1, config, "patch_size", "UNet2DModel sees single pixels")
     refuse_unless(config.cond_dim == 0, config, "cond_dim", "UNet2DModel takes no numbers")
     refuse_unless(config.cond_channels == 0, config, "cond_channels", "UNet2DModel takes no pictures")
     refuse_unless(config.augment == 0, config, "augment", "UNet2DModel takes no numbers, and this model is told of changes to its images")
@@ -95,11 +97,11 @@ def unet_settings(config: Config) -> dict[str, Any]:
     levels, kind = range(len(config.channel_mult)), "resnet" if config.resblock_updown else "conv"
     plain = "ResnetDownsampleBlock2D" if config.resblock_updown else "DownBlock2D"
     down = ["AttnDownBlock2D" if config.has_attention(level) else plain for level in levels]
-    height, width = config.image_size
+    height, width = (side // config.patch for side in config.image_size)
     return UNET_DEFAULTS | {
         "sample_size": height if height == width else [height, width],
-        "in_channels": config.in_channels,
-        "out_channels": config.out_channels,
+        "in_channels": config.in_channels * config.patch**2,
+        "out_channels": config.out_channels * config.patch**2,
         "block_out_channels": [config.channels(level) for level in levels],
         "down_block_types": down,
         "up_block_types": [UP_BLOCKS[block] for block in reversed(down)],
@@ -135,14 +137,15 @@ def scheduler_settings(config: Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def config_values(unet: dict[str, Any], scheduler: dict[str, Any]) -> dict[str, Any]:
+def config_values(unet: dict[str, Any], scheduler: dict[str, Any], patch: int) -> dict[str, Any]:
     """The flags of a model whose folder says these; what it says besides is compared afterwards."""
     size, widths, attention = unet["sample_size"], unet["block_out_channels"], unet["attention_head_dim"]
     height, width = size if isinstance(size, list) else (size, size)
     learned = unet["out_channels"] == 2 * unet["in_channels"]
     values = {
-        "image_size": (height, width),
-        "in_channels": unet["in_channels"],
+        "image_size": (height * patch, width * patch),
+        "in_channels": unet["in_channels"] // patch**2,
+        "patch_size": patch if patch > 1 else 0,
         "num_channels": widths[0],
         "channel_mult": tuple(w / widths[0] for w in widths),
         "num_res_blocks": unet["layers_per_block"],
@@ -268,7 +271,8 @@ def write_folder(path: str, file: ModelFile, flags: dict[str, Any]) -> str:
     settings = {UNET: {"_class_name": "UNet2DModel"} | unet, SCHEDULER: scheduler}
     if config.objective == "ddpm":  # their pipelines know of no noise levels but t
         parts = {"scheduler": ["diffusers", scheduler["_class_name"]], "unet": ["diffusers", "UNet2DModel"]}
-        settings[INDEX] = {"_class_name": "DDPMPipeline"} | parts
+        own = {"_class_name": ["pipeline", "PatchPipeline"], "patch_size": config.patch}
+        settings[INDEX] = (own if config.patch > 1 else {"_class_name": "DDPMPipeline"}) | parts
 
     def make(folder: Path) -> None:
         import safetensors.torch
@@ -277,14 +281,19 @@ def write_folder(path: str, file: ModelFile, flags: dict[str, Any]) -> str:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(json.dumps(values, indent=2) + "\n")
         (folder / WEIGHTS).write_bytes(safetensors.torch.save(tensors, metadata))  # save_file has an error of its own for a full disk
+        if INDEX in settings and config.patch > 1:
+            shutil.copyfile(Path(__file__).with_name("patch_pipeline.py"), folder / PIPELINE)
 
     if os.path.isfile(f"{path}/{UNET}") and not holds(path, bare.weights):
         raise UserError(f"--convert {path}/: is there and holds another model; choose another name, or move it away")
-    files.write_folder(path, (UNET, WEIGHTS, SCHEDULER, INDEX), make)
+    files.write_folder(path, (UNET, WEIGHTS, SCHEDULER, INDEX, PIPELINE), make)
     told = f"{path}: the model of {source} for diffusers"
     by_hand = f"by UNet2DModel.from_pretrained('{path}', subfolder='unet') and {scheduler['_class_name']}'s"
     if config.objective != "ddpm":
-        return f"{told}, {by_hand}; its pipelines know of no noise but t"
+        whole = f"; torch.nn.functional.pixel_shuffle(x, {config.patch}) makes the image of what they draw" if config.patch > 1 else ""
+        return f"{told}, {by_hand}; its pipelines know of no noise but t{whole}"
+    if config.patch > 1:
+        return f"{told}, by DiffusionPipeline.from_pretrained('{path}', trust_remote_code=True), which runs its {PIPELINE}"
     if config.class_cond:
         return f"{told}, {by_hand}; the classes are class_labels there, which DDPMPipeline does not pass on"
     return f"{told}, by DDPMPipeline.from_pretrained('{path}')"
@@ -309,6 +318,14 @@ def read_json(path: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ModelFileError(f"{path}: is no dictionary in JSON, as diffusers writes it")
     return values
+
+
+def patch_of(path: str) -> int:
+    """A folder's patch_size, which its pipeline knows; the UNet2DModel sees channels."""
+    patch = read_json(f"{path}/{INDEX}").get("patch_size", 1) if os.path.exists(f"{path}/{INDEX}") else 1
+    if not isinstance(patch, int) or patch < 1:
+        raise ModelFileError(f"{path}/{INDEX}: its patch_size is {model_files.brief(patch)}, which must be a whole number from 1 on")
+    return patch
 
 
 def same(a: Any, b: Any) -> bool:
@@ -361,7 +378,7 @@ def read_folder(path: str, flags: dict[str, Any]) -> ModelFile:
         unet["sample_size"] = height if height == width else [height, width]
 
     def derive(_: Any) -> Config:
-        said = model_files.typed(config_values(unet, scheduler), FLAGS)
+        said = model_files.typed(config_values(unet, scheduler, patch_of(path)), FLAGS)
         values = saved | said | {name: value for name, value in saved.items() if name in model_files.FREE_FLAGS}
         if values.get("class_dropout"):
             values["num_classes"] -= 1  # the last is "no class"

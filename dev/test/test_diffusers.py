@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import random_weights, read_log
 from PIL import Image
 
@@ -41,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "one head": {"num_head_channels": -1, "num_heads": 1, "attention_resolutions": (16, 4), "predict": "x0", "num_res_blocks": 2},
     "oblong": {"image_size": (8, 16), "in_channels": 1, "attention_resolutions": (), "diffusion_steps": 200, "noise_schedule": "linear"},
     "one level": {"channel_mult": (1,), "attention_resolutions": (), "rescale_timesteps": True},
+    "patches": {"patch_size": 2, "learn_sigma": True, "image_size": (16, 32), "channel_mult": (1, 2), "class_cond": True, "num_classes": 3},
     "edm": {"objective": "edm", "sigma_data": 0.6, "conv_resample": False},
     "flow": {"objective": "flow", "conv_resample": True},
 }
@@ -71,11 +73,12 @@ def test_unet2dmodel_computes_the_same(tmp_path: Path, name: str) -> None:
     unet, told = diffusers.UNet2DModel.from_pretrained(tmp_path / "folder", subfolder="unet", output_loading_info=True)
     assert not any(told.values())  # no key missing, unexpected or of another shape
     x, t, y = inputs(file.config)
-    model, unet = twin.build_model(file.config, file.weights).double(), unet.eval().double()
+    model, unet, patch = twin.build_model(file.config, file.weights).double(), unet.eval().double(), file.config.patch
+    seen = F.pixel_unshuffle(x.double(), patch)  # what their network sees, and answers
     with torch.no_grad():
-        ours, theirs = model(x.double(), t, y), unet(x.double(), t, class_labels=y).sample
+        ours, theirs = F.pixel_unshuffle(model(x.double(), t, y), patch), unet(seen, t, class_labels=y).sample
         unet.time_proj.forward = model.timestep_embedding  # theirs has float32's angles, of up to 1000
-        exact = unet(x.double(), t, class_labels=y).sample
+        exact = unet(seen, t, class_labels=y).sample
     assert (ours - theirs).abs().max() < 2e-4 * ours.abs().max()
     assert (ours - exact).abs().max() < 1e-12 * ours.abs().max()
     # and back, to the same bits
@@ -95,6 +98,7 @@ class Draws:
     def draw(self, shape: tuple[int, ...], **_: Any) -> torch.Tensor:
         self.denoiser.asked += 1
         noise = self.denoiser.noise() if self.denoiser.asked else self.denoiser.normals(twin.SAMPLE_START, 0)
+        noise = F.pixel_unshuffle(noise, self.denoiser.config.patch)
         assert noise.shape == tuple(shape)
         return noise
 
@@ -124,6 +128,32 @@ def test_a_pipeline_draws_our_images(tmp_path: Path, name: str, sampler: str, mo
     theirs = pipeline(batch_size=3, num_inference_steps=5, output_type="pt", **how).images
     assert images.std() > 0.1 and (images.abs() < 1).float().mean() > 0.02
     assert (((images + 1) / 2).clamp(0, 1) - theirs).abs().max() < 1e-3
+
+
+def test_a_folders_own_pipeline_draws_models_of_patches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what diffusers saves of it, as after training it there, comes back."""
+    monkeypatch.setattr("diffusers.utils.dynamic_modules_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file = make_model(tmp_path / "m.bin", **MODELS["patches"])
+    file.weights *= 0.5
+    model_files.write_model(str(tmp_path / "m.bin"), file)
+    convert(tmp_path / "m.bin", f"{tmp_path}/folder/")
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "folder", trust_remote_code=True)
+    pipeline.set_progress_bar_config(disable=True)
+    config = make_config({"sampler": "ddpm", "timestep_respacing": "ddim5", "classes": (0, 2)}, None, file)
+    images = twin.draw(twin.build_model(config, file.weights), config, 3)
+    draws = Draws(config, 3, monkeypatch)
+    monkeypatch.setattr(sys.modules[type(pipeline).__module__], "randn_tensor", draws.draw)
+    theirs = pipeline(batch_size=3, num_inference_steps=5, class_labels=torch.tensor([0, 2, 0]), output_type="np").images
+    assert images.std() > 0.1 and (images.abs() < 1).float().mean() > 0.02
+    assert (((images + 1) / 2).clamp(0, 1) - torch.from_numpy(theirs).permute(0, 3, 1, 2)).abs().max() < 1e-3
+    pipeline.save_pretrained(tmp_path / "theirs")
+    convert(f"{tmp_path}/theirs", tmp_path / "again.bin")
+    again = read_model(str(tmp_path / "again.bin"))
+    assert (again.weights == file.weights).all() and again.config.image_size == (16, 32) and again.config.patch_size == 2
+    index = tmp_path / "theirs/model_index.json"
+    index.write_text(index.read_text().replace('"patch_size": 2', '"patch_size": 0.5'))
+    assert "patch_size" in refused(f"{tmp_path}/theirs", tmp_path / "again.bin")
 
 
 def test_edm_by_hand(tmp_path: Path) -> None:
@@ -216,7 +246,6 @@ def refused(*words: object) -> str:
     [
         ("--channel_mult 2", {"channel_mult": (2, 2)}),
         ("--max_period 1000", {"max_period": 1000}),
-        ("--patch_size 2", {"patch_size": 2}),
         ("--rescale_timesteps True", {"rescale_timesteps": True, "diffusion_steps": 100}),
         ("--num_heads 4", {"num_head_channels": -1, "num_heads": 4}),
         ("--num_heads_upsample 2", {"num_head_channels": -1, "num_heads": 1, "num_heads_upsample": 2}),

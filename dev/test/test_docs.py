@@ -44,7 +44,7 @@ SCRIPTS = [
     *(path for folder in WORKSHOP for path in sorted(folder.glob("*.cu"))),
 ]
 OTHERS = set(
-    "unet.cu diffusion.cu image_sample.py super_res_sample.py image_train.py NAME.cu NAME.py dev/pairs/NAME.cu unet/config.json unet/diffusion_pytorch_model.safetensors".split()
+    "unet.cu diffusion.cu image_sample.py super_res_sample.py image_train.py NAME.cu NAME.py dev/pairs/NAME.cu unet/config.json pipeline.py unet/diffusion_pytorch_model.safetensors".split()
 )  # other people's, and patterns
 
 
