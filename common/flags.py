@@ -221,7 +221,7 @@ def print_help(flags: dict[str, dataclasses.Field], intro: str, everything: bool
     print(f"If the images have labels, also {SHARED['OF_LABELS']} (where the preset says nothing else);")
     print(f"from {MANY_IMAGES} images on --min_snr_gamma 5 (where the preset sets it).")
     for preset, text in PRESETS.items():
-        print(f"  {preset:10s}", text)
+        print(f"  {preset:13s}", text)
 
 
 def without_aliases(flags: dict[str, Any]) -> dict[str, Any]:

@@ -360,7 +360,7 @@ static void print_help(bool all) {
            "images have labels, also\n%s (where the preset says nothing else);\nfrom %ld images on --min_snr_gamma 5 "
            "(where the preset sets it)\n",
            PRESET_32, PRESET_FROM_32, PRESET_ELSE, Config::OF_LABELS.c_str(), (long)MANY_IMAGES);
-    for (const auto& [name, settings] : PRESETS) printf("  %-10s %s\n", name.c_str(), settings.c_str());
+    for (const auto& [name, settings] : PRESETS) printf("  %-13s %s\n", name.c_str(), settings.c_str());
 }
 
 // What to do instead of using a flag that this program does not have.

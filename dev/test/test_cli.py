@@ -151,7 +151,7 @@ def test_limits_are_as_exact_as_files(run: Callable, data: Path) -> None:
 
 def test_presets_agree_with_the_twin(run: Callable) -> None:
     text = run(["--help", "all"]).out
-    told = dict(re.findall(r"^  (\w+) +(--image_size .*)", text.partition("Presets")[2], re.MULTILINE))
+    told = dict(re.findall(r"^  (\w+) +(--.*)", text.partition("Presets")[2], re.MULTILINE))
     assert told.keys() == PRESETS.keys()
     for preset, words in PRESETS.items():
         assert told[preset].split() == words.split(), preset

@@ -185,7 +185,7 @@ def table_of_choices(gpu: Gpu, folder: Path) -> str:
     kernels = sorted(set().union(*counts))
     rows = [[gpu.name, *(preset for preset, _ in columns)], ["", *(precision for _, precision in columns)], ["digest", *digests]]
     rows += [[kernel, *(str(count[kernel] or "-") for count in counts)] for kernel in kernels]
-    return "\n".join(f"{row[0]:40}" + "".join(f"{cell:>11}" for cell in row[1:]) for row in rows)
+    return "\n".join(f"{row[0]:40}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in rows)
 
 
 @pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if gpu.presets], ids=lambda gpu: gpu.name)
