@@ -271,8 +271,9 @@ def write_folder(path: str, file: ModelFile, flags: dict[str, Any]) -> str:
     settings = {UNET: {"_class_name": "UNet2DModel"} | unet, SCHEDULER: scheduler}
     if config.objective == "ddpm":  # their pipelines know of no noise levels but t
         parts = {"scheduler": ["diffusers", scheduler["_class_name"]], "unet": ["diffusers", "UNet2DModel"]}
-        own = {"_class_name": ["pipeline", "PatchPipeline"], "patch_size": config.patch}
-        settings[INDEX] = (own if config.patch > 1 else {"_class_name": "DDPMPipeline"}) | parts
+        of_patches = {"_class_name": ["pipeline", "PatchPipeline"], "patch_size": config.patch}
+        of_pixels = {"_class_name": "DDPMPipeline"}
+        settings[INDEX] = (of_patches if config.patch > 1 else of_pixels) | parts
 
     def make(folder: Path) -> None:
         import safetensors.torch
@@ -293,7 +294,8 @@ def write_folder(path: str, file: ModelFile, flags: dict[str, Any]) -> str:
         whole = f"; torch.nn.functional.pixel_shuffle(x, {config.patch}) makes the image of what they draw" if config.patch > 1 else ""
         return f"{told}, {by_hand}; its pipelines know of no noise but t{whole}"
     if config.patch > 1:
-        return f"{told}, by DiffusionPipeline.from_pretrained('{path}', trust_remote_code=True), which runs its {PIPELINE}"
+        labels = "; drawing needs class_labels" if config.class_cond else ""
+        return f"{told}, by DiffusionPipeline.from_pretrained('{path}', trust_remote_code=True), which runs its {PIPELINE}{labels}"
     if config.class_cond:
         return f"{told}, {by_hand}; the classes are class_labels there, which DDPMPipeline does not pass on"
     return f"{told}, by DDPMPipeline.from_pretrained('{path}')"

@@ -27,13 +27,11 @@ class PatchPipeline(DDPMPipeline):
         class_labels: torch.Tensor | None = None,
         output_type: str = "pil",
     ) -> ImagePipelineOutput:
-        """class_labels: (batch_size), of models with classes; None: each image is of a random one. output_type: pil, or np for float (N, H, W, C) in [0, 1]."""
-        size, classes, device = self.unet.config.sample_size, self.unet.config.num_class_embeds, self._execution_device
-        if classes and class_labels is None:
-            class_labels = torch.randint(classes, (batch_size,), device=device)
+        """class_labels: (batch_size), which models with classes need. output_type: pil, or np for float (N, H, W, C) in [0, 1]."""
+        size = self.unet.config.sample_size
         height, width = (size, size) if isinstance(size, int) else size
         shape = (batch_size, self.unet.config.in_channels, height, width)
-        image = randn_tensor(shape, generator=generator, device=device, dtype=self.unet.dtype)
+        image = randn_tensor(shape, generator=generator, device=self._execution_device, dtype=self.unet.dtype)
         self.scheduler.set_timesteps(num_inference_steps)
         for t in self.progress_bar(self.scheduler.timesteps):
             answer = self.unet(image, t, class_labels=class_labels).sample

@@ -222,7 +222,8 @@ PRESETS_SHARE(QUICK, "--channel_mult 1,2,2 --attention_resolutions 16,8 --num_he
                      "--use_scale_shift_norm True --noise_schedule cosine --predict x0 --sampler heun --S_churn 20 "
                      "--timestep_respacing 50 --optimizer muon --warmup_steps 500 --lr_schedule cosine "
                      "--adam_beta2 0.99 --log_interval 50");
-// Emoji, and the user's own images that are larger than 32x32 pixels. Of 2,026 emoji most samples are copies at the end.
+// Emoji, and the user's own images that are larger than 32x32 pixels. Of 2,026 emoji most samples are copies at the
+// end.
 PRESET(quick64,
        "--image_size 64 --patch_size 2 --num_channels 128 --num_res_blocks 1 --min_snr_gamma 0.5 --batch_size 128 "
        "--lr 1e-3 --max_steps 7500 --ema_rate 0.999 --data_file data/emoji64.bin --sample_interval 2500 "
@@ -238,8 +239,8 @@ PRESET(photos32,
        "--num_channels 96 --num_res_blocks 1 --max_steps 6000 --ema_rate 0.999 --sample_interval 2000 "
        "--save_interval 2000",
        PHOTOS);
-// Better photographs in seven times as long: neither more steps nor other objectives do more (docs/LEARNT.md, "Ten
-// minutes, searched").
+// Better photographs in seven times as long. No recipe of ten minutes made better ones (docs/LEARNT.md, "Ten minutes,
+// searched").
 PRESET(photos32_wide,
        "--num_channels 160 --num_res_blocks 2 --dropout 0.1 --max_steps 12500 --ema_rate 0.9995 "
        "--sample_interval 2500 --save_interval 2500",

@@ -9,7 +9,7 @@ Every fifth image of the data is held out, or where the data have a test set, th
 of a run (its end, half of it, a quarter, and so on), samples are drawn (--samples, or as many as there are training images, at most 5,000) and compared with
 the held-out images, which neither the models nor the judge have seen, and beside that with the training images: a model that copies these is closer to them.
 
-- Distance: the Frechet distance of common/judge.py's features. They come from a small classifier that this program trains on the training images
+- Distance: the Frechet distance of common/judge.py's features. They come from a classifier that this program trains on the training images
   with fixed seeds, by their labels, or without labels with each image as a class of its own. Everyone in a table is judged by the same features.
 - Seconds: of training alone, by the program's own clock. Start-up, compilation, checkpoints and sampling are left out.
   A recipe is flags of ./train_unet, but for those of files, seeds and intervals, which this program gives.
@@ -134,9 +134,10 @@ def has_grain(images: torch.Tensor) -> torch.Tensor:
 
 
 def is_copy(images: torch.Tensor, training: torch.Tensor) -> torch.Tensor:
-    """(N) 1.0 where one of the training images is within COPY of an image. Both in [-1, 1], of the same (C, H, W). Every set has some that resemble
-    others: of emoji64's held-out images 2 % are within 16 of a training image."""
-    return (nearest_images(images, training.split(4096))[0] < COPY).float()
+    """(N) 1.0 where one of the training images is within COPY of an image. Both in [-1, 1], of the same (C, H, W); the training images visit the images'
+    device part by part. Every set has some that resemble others: of emoji64's held-out images 2 % are within 16 of a training image."""
+    parts = (part.to(images.device) for part in training.split(4096))
+    return (nearest_images(images, parts)[0] < COPY).float()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -151,7 +152,9 @@ class Contest:
         if data.images.dtype != np.uint8 or len(data.images) < 2 * FIFTH * judges.FEATURES:
             raise UserError(f"--data_file {data_file}: must hold at least {2 * FIFTH * judges.FEATURES} uint8 images")
         images, labels = np.array(data.images), None if data.labels is None else np.array(data.labels)
-        held = np.arange(len(images)) % FIFTH == (-1 if held_out else FIFTH - 1)  # -1: none
+        held = np.zeros(len(images), bool)
+        if not held_out:
+            held[FIFTH - 1 :: FIFTH] = True
         aside = np.array(open_data(held_out).images) if held_out else images[held]
         if aside.dtype != np.uint8 or aside.shape[1:] != images.shape[1:] or len(aside) < 2 * judges.FEATURES:
             shape = "x".join(map(str, images.shape[1:]))
@@ -163,20 +166,19 @@ class Contest:
         training = judges.to_floats(self.train_images)
         classes = None if labels is None else torch.from_numpy(labels[~held].astype(np.int64)).to(device)
         self.features = judges.make_judge(training.to(device), classes, judges.to_floats(aside), judge_file)
-        self.held_out = zlib.crc32(aside.tobytes())
+        self.checksums = {"images": zlib.crc32(self.train_images.tobytes()), "held_out": zlib.crc32(aside.tobytes())}
         self.samples = samples or min(len(training), MOST_SAMPLES)
         self.device = device
 
     def rules(self) -> dict[str, Any]:
         """What two runs must have in common if their distances shall be compared."""
-        images = {"images": zlib.crc32(self.train_images.tobytes()), "held_out": self.held_out}
-        return {**images, "judge": self.features.checksum(), "samples": self.samples}
+        return {**self.checksums, "judge": self.features.checksum(), "samples": self.samples}
 
     def judge(self, images: torch.Tensor, step: int, seconds: float) -> Moment:
         """Of samples (N, C, H, W), floats in [-1, 1], which are rounded to 256 levels as pictures hold them."""
         levels, found = judges.levels(images), self.features.features(images)
         distances = judges.frechet(found, self.features.held_out), judges.frechet(found, self.features.training)
-        copies = is_copy(levels.to(self.device), judges.to_floats(self.train_images).to(self.device))
+        copies = is_copy(levels.to(self.device), judges.to_floats(self.train_images))
         faults = plain_form(levels), has_grain(levels), copies
         return Moment(step, seconds, *distances, *(fault.mean().item() for fault in faults))
 

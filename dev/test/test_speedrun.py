@@ -54,6 +54,7 @@ def test_copies() -> None:
     apart = torch.tensor([15, 17, 22, 23])[:, None, None, None] / 127.5
     changed = training[[1]].expand(4, -1, -1, -1) - apart * torch.cat([torch.ones(2, 3, 16, 16), torch.ones(2, 3, 16, 16) * (torch.arange(16) % 2)])
     assert speedrun.is_copy(changed, training).tolist() == [1, 0, 1, 0]
+    assert speedrun.is_copy(changed.to("meta"), training).is_meta  # all that it computes lies where the images are, as on a GPU
 
 
 def test_seconds_to() -> None:
@@ -102,11 +103,12 @@ def test_a_run(tmp_path: Path, make_data: object) -> None:
         "--moments",
         2,
     ]
-    command += ["--held_out", make_data("held.bin", make_images(130, 1, 8, 8, seed=1))]
     command += ["--seeds", "3", "--judge", "judge.pt", "--output", "o.json", "--plot", "o.png"]
-    for _ in range(2):  # the second time with the judge of the first
-        done = subprocess.run(list(map(str, command)), cwd=tmp_path, env=environment(1), capture_output=True, text=True, timeout=300)
+    held_out = ["--held_out", make_data("held.bin", make_images(130, 1, 8, 8, seed=1))]
+    for more, count in ([], 560), (held_out, 700):  # the second time with the judge of the first
+        done = subprocess.run(list(map(str, [*command, *more])), cwd=tmp_path, env=environment(1), capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
+        assert f"data: {count} images to train on" in done.stdout
         moments = json.loads((tmp_path / "o.json").read_text())["runs"][recipe][0]
         assert [m["step"] for m in moments] == [2, 4] and 0 < moments[0]["seconds"] < moments[1]["seconds"]
         assert all(m["distance"] > 1 for m in moments)
