@@ -74,6 +74,7 @@ import shlex
 import statistics
 import subprocess
 import tempfile
+import textwrap
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -337,13 +338,13 @@ def plot(runs: Runs, title: str, path: str) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-    axes = (figure := Figure(figsize=(7, 4.2), layout="constrained")).subplots()
+    axes = (figure := Figure(figsize=(7, 4.2 + 0.16 * len(runs)), layout="constrained")).subplots()
     for name, found in runs.items():
         count = min(map(len, found))
         columns = [[run[i] for run in found] for i in range(count)]
         seconds = [statistics.median(m.seconds for m in column) for column in columns]
         distances = [[m.distance for m in column] for column in columns]
-        (line,) = axes.plot(seconds, [statistics.median(d) for d in distances], marker="o", markersize=5, label=shown(name))
+        (line,) = axes.plot(seconds, [statistics.median(d) for d in distances], marker="o", markersize=5, label=textwrap.fill(shown(name), 100))
         axes.fill_between(seconds, [min(d) for d in distances], [max(d) for d in distances], alpha=0.2, color=line.get_color())
     axes.set(title=title, xlabel="seconds of training", ylabel="Fréchet distance to held-out images", xscale="log", yscale="log")
     for axis in (axes.xaxis, axes.yaxis):
@@ -351,7 +352,7 @@ def plot(runs: Runs, title: str, path: str) -> None:
         axis.set_major_formatter(ScalarFormatter())
         axis.set_minor_formatter(NullFormatter())
     axes.grid(which="both", alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside lower left", fontsize="small", frameon=False)  # below: a name is a whole command
     kind = path.rpartition(".")[2]
     figure.savefig(buffer := io.BytesIO(), format=kind, dpi=110, metadata={"Software": files.SOFTWARE} if kind == "png" else None)
     files.atomic_write(path, [buffer.getbuffer()])
